@@ -1,0 +1,51 @@
+"""The errors a user can meet, each with the exit code its kind ends the program with."""
+
+from __future__ import annotations
+
+
+class MegadapoError(Exception):
+    """Base of every error that is reported as one message, without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(MegadapoError):
+    """The configuration is wrong; nothing was started."""
+
+    exit_code = 2
+
+
+class DataError(MegadapoError):
+    """A prompt, gold answer, model folder or data file cannot be used."""
+
+    exit_code = 3
+
+
+class WeightError(MegadapoError):
+    """A weight is missing, unknown, or does not have the shape its layout says."""
+
+    exit_code = 3
+
+
+class CheckpointError(MegadapoError):
+    """A checkpoint is damaged, incomplete or belongs to another run."""
+
+    exit_code = 4
+
+
+class InfraError(MegadapoError):
+    """A process, engine, device or collective failed or missed its deadline."""
+
+    exit_code = 5
+
+
+class OracleError(MegadapoError):
+    """A measured invariant left its bounds, so the run was stopped before it could do harm."""
+
+    exit_code = 6
+
+
+class RunInterrupted(MegadapoError):
+    """The run was asked to stop; its state is saved and it can be resumed."""
+
+    exit_code = 75
