@@ -1,0 +1,1 @@
+"""The DAPO algorithm as pure maths: no I/O, no processes, no distributed."""
