@@ -1,0 +1,31 @@
+"""Group-relative advantages (DAPO, arXiv 2503.14476, equation 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def group_advantages(rewards: Sequence[float], *, normalize_by_std: bool = True) -> np.ndarray:
+    """(R_i - mean) / std over the G responses to one prompt.
+
+    The standard deviation is the unbiased one (G - 1), as in verl and NeMo-RL. A group whose
+    rewards are all equal teaches nothing and gets zeros, also for G = 1.
+
+    Args:
+        rewards: [G], shaped rewards of one group.
+        normalize_by_std: False gives R_i - mean (Dr. GRPO, arXiv 2503.20783).
+
+    Returns:
+        [G] float64.
+    """
+    values = np.asarray(rewards, dtype=np.float64)  # [G]
+    if values.ndim != 1 or values.size == 0:
+        raise ValueError(f"rewards must be a non-empty vector, got shape {values.shape}")
+    if not np.isfinite(values).all():
+        raise ValueError(f"rewards of a group must be finite, got {values.tolist()}")
+    if (values == values[0]).all():
+        return np.zeros_like(values)
+    centered = values - values.mean()
+    return centered / values.std(ddof=1) if normalize_by_std else centered

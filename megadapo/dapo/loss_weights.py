@@ -1,0 +1,73 @@
+"""Every loss reduction as a weight per token, made from the counts of a whole mini-batch.
+
+The loss of a mini-batch is exactly sum_t weight[t] * l_t, so neither it nor its gradient depends
+on how the batch is cut over ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+Aggregation = Literal[
+    "token-mean",
+    "group-token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-sum-token-mean",
+    "token-sum",
+]
+
+
+def sequence_weights(
+    lengths: np.ndarray,
+    groups: np.ndarray,
+    aggregation: Aggregation,
+    *,
+    keep: np.ndarray | None = None,
+) -> np.ndarray:
+    """The loss weight of each token of each sequence; it is the same within a sequence.
+
+    With S sequences of len_i response tokens, N tokens and K groups in the mini-batch:
+    token-mean 1/N (DAPO as implemented in verl), group-token-mean 1/(K * N_group) (the paper's
+    equation 8), seq-mean-token-mean 1/(S * len_i) (GRPO), seq-mean-token-sum 1/S,
+    seq-sum-token-mean 1/len_i, token-sum 1.
+
+    Args:
+        lengths: [S] response tokens of each sequence.
+        groups: [S] any integer label of the sequence's group.
+        aggregation: one of `Aggregation`.
+        keep: [S] False leaves the sequence out of the loss and out of every count.
+
+    Returns:
+        [S] float64, 0 where left out or empty.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    groups = np.asarray(groups)
+    counted = lengths > 0 if keep is None else (lengths > 0) & np.asarray(keep, dtype=bool)
+    weights = np.zeros(lengths.shape, dtype=np.float64)
+    if not counted.any():
+        return weights
+    weights[counted] = 1.0 / _denominators(lengths[counted], groups[counted], aggregation)
+    return weights
+
+
+def _denominators(lengths: np.ndarray, groups: np.ndarray, aggregation: Aggregation) -> np.ndarray:
+    num_sequences = lengths.size
+    match aggregation:
+        case "token-mean":
+            return np.full(num_sequences, lengths.sum())
+        case "group-token-mean":
+            _, index = np.unique(groups, return_inverse=True)
+            tokens_of_group = np.bincount(index, weights=lengths)  # [K]
+            return tokens_of_group.size * tokens_of_group[index]
+        case "seq-mean-token-mean":
+            return num_sequences * lengths
+        case "seq-mean-token-sum":
+            return np.full(num_sequences, num_sequences)
+        case "seq-sum-token-mean":
+            return lengths
+        case "token-sum":
+            return np.ones(num_sequences)
+    raise ValueError(f"unknown loss aggregation {aggregation!r}")

@@ -1,0 +1,1 @@
+"""Prompts, the built-in arithmetic task, and the packed batch."""
