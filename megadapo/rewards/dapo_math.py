@@ -51,12 +51,10 @@ _REPLACED = (
     (r"\text{m}", r"\text{}"),
 )
 _REMOVED = (
-    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km"),
-    *("units"),
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units"),
     r"\ldots",
-    *("sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm"),
-    *("gm", "pounds", "meters", "meals", "edges"),
-    *("students", "childrentickets", "multiples"),
+    *("sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds"),
+    *("meters", "meals", "edges", "students", "childrentickets", "multiples"),
     r"\text{s}",
     r"\text{.}",
     "\\text{\ns}",
