@@ -1,0 +1,1 @@
+"""What a run shows: metrics, progress, report, plot, and what the machine offers."""

@@ -1,0 +1,235 @@
+"""What a run measured: `metrics.jsonl` (one object a step), `evaluations.jsonl`, TensorBoard.
+
+A line is on the disk before `record` returns. A kill can tear at most the last line, which is
+dropped on the next open; `rewind` drops the steps after the one a run resumes from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from megadapo.errors import DataError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+METRIC_NAMES = (
+    "step",
+    "policy_version",
+    "time/step_s",
+    "time/rollout_s",
+    "time/train_s",
+    "time/sync_s",
+    "time/reward_s",
+    "tokens_per_s",
+    "reward/mean",
+    "accuracy/mean",
+    "response_length/mean",
+    "response_length/p95",
+    "response_length/truncated_fraction",
+    "groups/sampled",
+    "groups/kept",
+    "groups/all_correct",
+    "groups/all_wrong",
+    "groups/from_reserve",
+    "groups/to_reserve",
+    "tokens/generated",
+    "tokens/trained",
+    "policy/loss",
+    "policy/entropy",
+    "policy/ratio_mean",
+    "policy/ratio_first_max_error",
+    "policy/clip_low_fraction",
+    "policy/clip_high_fraction",
+    "policy/token_probability_mean",
+    "policy/grad_norm",
+    "policy/lr",
+    "policy/skipped_updates",
+    "parity/logprob_abs_mean",
+    "parity/logprob_abs_max",
+    "eval/accuracy",
+)
+"""Every name of a step's record, in the order it is written; a value is null where not measured."""
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+MetricRecord = dict[str, int | float | None]
+
+# JSON has no such numbers, and null would hide that a loss was not finite.
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord:
+    """One held-out evaluation."""
+
+    step: int
+    """Last finished rollout step; 0 is before training."""
+    policy_version: int
+    accuracy: float
+    """Mean over problems of the share of right samples (avg@k)."""
+    standard_error: float
+    """Standard error of the accuracy over problems."""
+    num_problems: int
+    samples_per_problem: int
+    response_length: float
+    """Mean response length in tokens."""
+
+
+class MetricsLog:
+    """Appends to a run folder's metrics. Use as a context manager, or `close` at the end."""
+
+    def __init__(self, folder: Path, *, tensorboard: bool = True) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._steps = folder / METRICS_FILE
+        self._evaluations = folder / EVALUATIONS_FILE
+        self._tensorboard = tensorboard
+        self._writer: SummaryWriter | None = None
+        self._purge_step: int | None = None
+        for path in (self._steps, self._evaluations):
+            _rewrite(path, lambda entry: True)
+        records = read_metrics(folder)
+        self._last_step = int(records[-1]["step"]) if records else -1
+
+    def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
+        """Write one step's object with every metric name; names not given are null."""
+        unknown = sorted(values.keys() - set(METRIC_NAMES))
+        assert not unknown, f"not in METRIC_NAMES: {unknown}"
+        record: MetricRecord = {name: _number(values.get(name)) for name in METRIC_NAMES}
+        step = record["step"]
+        assert isinstance(step, int), "a record needs its step"
+        assert step > self._last_step, f"step {step} after step {self._last_step}"
+        _append(self._steps, record)
+        self._last_step = step
+        self._to_tensorboard(record, step)
+        return record
+
+    def record_evaluation(self, evaluation: EvaluationRecord) -> None:
+        """Write one evaluation's object with its standard error and sizes."""
+        _append(self._evaluations, {k: _number(v) for k, v in asdict(evaluation).items()})
+
+    def rewind(self, step: int) -> None:
+        """Drop everything recorded after `step`, as a run that resumes there will redo it."""
+        for path in (self._steps, self._evaluations):
+            _rewrite(path, lambda entry: entry["step"] <= step)
+        self.close()
+        self._purge_step = step + 1
+        self._last_step = min(self._last_step, step)
+
+    def close(self) -> None:
+        """Close the TensorBoard file; the JSON lines are always complete."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _to_tensorboard(self, record: MetricRecord, step: int) -> None:
+        if not self._tensorboard:
+            return
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(
+                str(self._folder / TENSORBOARD_FOLDER), purge_step=self._purge_step
+            )
+        for name, value in record.items():
+            if value is not None and name != "step":
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+
+def read_metrics(folder: Path) -> list[MetricRecord]:
+    """Read the steps of a run, oldest first; an unfinished last line is left out."""
+    return _read(folder / METRICS_FILE)
+
+
+def read_evaluations(folder: Path) -> list[EvaluationRecord]:
+    """Read the evaluations of a run, oldest first; an unfinished last line is left out."""
+    path = folder / EVALUATIONS_FILE
+    try:
+        return [EvaluationRecord(**entry) for entry in _read(path)]
+    except TypeError as error:
+        raise DataError(f"{path}: not an evaluation of this version: {error}") from error
+
+
+def _number(value: object) -> int | float | None:
+    """Return a plain int, float or None; numpy scalars are turned into one."""
+    if value is None:
+        return None
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    assert isinstance(value, numbers.Real), f"a metric must be a number, not {value!r}"
+    return float(value)
+
+
+def _append(path: Path, entry: Mapping[str, int | float | None]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_line(entry))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _line(entry: Mapping[str, int | float | None]) -> str:
+    plain = {
+        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in entry.items()
+    }
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    # A complete line ends in a line break, so what follows the last one was cut off.
+    return [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1) if line]
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{path}, line {number}: not valid JSON: {error}") from error
+    if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+        raise DataError(f"{path}, line {number}: not an object with a step")
+    return {
+        key: _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+        for key, value in entry.items()
+    }
+
+
+def _rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Keep only some entries; the old file stays whole until the new one is on the disk."""
+    if not path.exists():
+        return
+    content = "".join(_line(entry) for entry in _read(path) if keep(entry))
+    if content.encode() == path.read_bytes():
+        return
+    fresh = path.with_suffix(".new")
+    with fresh.open("w", encoding="utf-8") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
