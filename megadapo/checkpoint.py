@@ -132,10 +132,8 @@ class CheckpointStore:
         """Folders named step-N, newest first."""
         if not self.folder.is_dir():
             return []
-        found = [
-            (int(m[1]), p) for p in self.folder.iterdir() if (m := _STEP_NAME.fullmatch(p.name))
-        ]
-        return [path for _, path in sorted(found, reverse=True)]
+        found = [path for path in self.folder.iterdir() if _STEP_NAME.fullmatch(path.name)]
+        return sorted(found, key=_step_of, reverse=True)
 
     def _unfinished(self) -> list[Path]:
         return sorted(self.folder.glob(f"{_TEMPORARY}*")) if self.folder.is_dir() else []
