@@ -131,9 +131,7 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> None:
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # slots are logical: more processes than cores is legal on a laptop
-    ray.init(
-        num_cpus=max(num_slots, os.cpu_count() or 1), _node_ip_address="127.0.0.1", **common
-    )
+    ray.init(num_cpus=max(num_slots, os.cpu_count() or 1), _node_ip_address="127.0.0.1", **common)
 
 
 def _reserve(config: ClusterConfig, num_slots: int) -> PlacementGroup:

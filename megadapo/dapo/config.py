@@ -32,9 +32,7 @@ class DapoConfig:
         if self.responses_per_mini_batch < 1:
             raise ConfigError("dapo.responses_per_mini_batch must be at least 1")
         if self.overlong_buffer < 0 or self.overlong_factor < 0:
-            raise ConfigError(
-                "dapo.overlong_buffer and dapo.overlong_factor must not be negative"
-            )
+            raise ConfigError("dapo.overlong_buffer and dapo.overlong_factor must not be negative")
         if self.overlong_filtering and self.overlong_buffer > 0:
             raise ConfigError(
                 "dapo.overlong_filtering = true leaves truncated responses out of the loss, so the "

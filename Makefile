@@ -1,0 +1,41 @@
+# make quickstart   a small model learns to reason on two CPU cores
+# make test         the test suite
+# Both make .venv from requirements/cpu.lock first, once.
+
+PYTHON ?= $(firstword $(shell command -v python3.11 python3))
+VENV ?= .venv
+# Where pip finds torch's "+cpu" wheels, if your package index has none: PyTorch's CPU wheel index.
+TORCH_INDEX ?=
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: quickstart test lint format install clean
+
+quickstart: install
+	$(BIN)/megadapo train configs/quickstart.toml
+
+test: install
+	$(BIN)/pytest -m "not gpu" tests
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(STAMP)
+
+$(STAMP): requirements/cpu.lock setup.py pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+		{ echo "requirements/cpu.lock is for Python 3.11: run make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		-r requirements/cpu.lock || \
+		{ echo "If torch==2.13.0+cpu was not found: make TORCH_INDEX=<the URL of PyTorch's CPU wheel index>"; exit 1; }
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build *.egg-info
