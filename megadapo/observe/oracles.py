@@ -1,0 +1,88 @@
+"""Invariants that are measured on every step and stop the run when they break."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megadapo.errors import ConfigError, OracleError
+from megadapo.observe.metrics import MetricRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class OracleConfig:
+    """Bounds on what must hold while training: the `[oracles]` section."""
+
+    ratio_first_max_error: float = 0.0
+    """Largest |ratio - 1| on the first mini-batch of a step, where the policy is still the old one."""
+    logprob_abs_mean: float | None = None
+    """Mean |log-prob(trainer) - log-prob(engine)| in nats over the freshly sampled tokens."""
+    logprob_abs_max: float | None = None
+    """Largest |log-prob(trainer) - log-prob(engine)| in nats over the freshly sampled tokens."""
+    max_skipped_steps: int = 3
+    """Steps in a row with a skipped (non-finite) update after which the run stops."""
+
+    def __post_init__(self) -> None:
+        for name in ("ratio_first_max_error", "logprob_abs_mean", "logprob_abs_max"):
+            bound = getattr(self, name)
+            if bound is not None and not bound >= 0.0:
+                raise ConfigError(f"oracles.{name} = {bound} must not be negative")
+        if self.max_skipped_steps < 1:
+            raise ConfigError("oracles.max_skipped_steps must be at least 1")
+
+
+_BOUNDED = (
+    (
+        "ratio_first_max_error",
+        "policy/ratio_first_max_error",
+        "old and new log-probs of the same policy differ, so the clip acts on noise: the trainer "
+        "does not compute the same thing twice",
+    ),
+    (
+        "logprob_abs_mean",
+        "parity/logprob_abs_mean",
+        "trainer and engine disagree about the same tokens: look at the weight transfer, the "
+        "dtypes and the sampling temperature",
+    ),
+    (
+        "logprob_abs_max",
+        "parity/logprob_abs_max",
+        "trainer and engine disagree about the same tokens: look at the weight transfer, the "
+        "dtypes and the sampling temperature",
+    ),
+)
+
+
+def check_oracles(records: Sequence[MetricRecord], config: OracleConfig) -> None:
+    """Check the newest step of the run against its bounds.
+
+    Raises:
+        OracleError: a bound is broken or was not measured; it names the metric, the value, the
+            bound and what to look at.
+    """
+    newest = records[-1]
+    for key, metric, meaning in _BOUNDED:
+        bound = getattr(config, key)
+        value = newest[metric]
+        # the comparison is written so that NaN breaks the bound too
+        if bound is not None and (value is None or not value <= bound):
+            raise OracleError(
+                f"step {newest['step']}: {metric} = {value} is not within "
+                f"oracles.{key} = {bound}: {meaning}"
+            )
+    _check_skipped(records, config.max_skipped_steps)
+
+
+def _check_skipped(records: Sequence[MetricRecord], limit: int) -> None:
+    recent = records[-limit:]
+    if len(recent) == limit and all(record["policy/skipped_updates"] for record in recent):
+        raise OracleError(
+            f"step {records[-1]['step']}: updates were skipped in {limit} steps in a row because "
+            "the loss or its gradient was not finite (oracles.max_skipped_steps); weights are "
+            "those of the last finite update: lower trainer.optimizer.lr, or look for NaN "
+            "log-probs in parity/logprob_abs_max"
+        )
+    loss = records[-1]["policy/loss"]
+    if loss is not None and not math.isfinite(loss) and not records[-1]["policy/skipped_updates"]:
+        raise OracleError(f"step {records[-1]['step']}: a non-finite loss {loss} was not skipped")

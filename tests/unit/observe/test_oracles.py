@@ -1,0 +1,63 @@
+"""The oracles stop a run on the step that breaks an invariant, and only then."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megadapo.errors import ConfigError, OracleError
+from megadapo.observe.metrics import METRIC_NAMES, MetricRecord
+from megadapo.observe.oracles import OracleConfig, check_oracles
+
+
+def record(step: int = 1, **values: float | None) -> MetricRecord:
+    healthy: MetricRecord = dict.fromkeys(METRIC_NAMES)
+    healthy |= {
+        "step": step,
+        "policy/loss": 0.1,
+        "policy/ratio_first_max_error": 0.0,
+        "policy/skipped_updates": 0,
+        "parity/logprob_abs_mean": 1e-6,
+        "parity/logprob_abs_max": 1e-5,
+    }
+    return healthy | {name.replace("__", "/"): value for name, value in values.items()}
+
+
+CONFIG = OracleConfig(logprob_abs_max=1e-4, logprob_abs_mean=1e-5, max_skipped_steps=2)
+
+
+def test_a_healthy_step_passes():
+    check_oracles([record()], CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value"),
+    [
+        ("policy/ratio_first_max_error", 1e-7),
+        ("policy/ratio_first_max_error", math.nan),
+        ("parity/logprob_abs_max", 1.1e-4),
+        ("parity/logprob_abs_mean", 1.1e-5),
+        ("parity/logprob_abs_max", None),
+        ("policy/loss", math.inf),
+    ],
+)
+def test_a_broken_bound_stops_the_run_and_is_named(metric, value):
+    """NaN and an unmeasured value must not pass as "not above the bound"."""
+    with pytest.raises(OracleError, match=metric if "loss" not in metric else "non-finite"):
+        check_oracles([record(**{metric.replace("/", "__"): value})], CONFIG)
+
+
+def test_one_skipped_step_is_survived_and_two_in_a_row_are_not():
+    skipped = {"policy__skipped_updates": 1, "policy__loss": math.nan}
+    check_oracles([record(1), record(2, **skipped)], CONFIG)
+    check_oracles([record(1, **skipped), record(2), record(3, **skipped)], CONFIG)
+    with pytest.raises(OracleError, match="max_skipped_steps"):
+        check_oracles([record(1, **skipped), record(2, **skipped)], CONFIG)
+
+
+def test_bounds_that_can_never_hold_are_refused():
+    with pytest.raises(ConfigError, match="oracles.logprob_abs_max"):
+        OracleConfig(logprob_abs_max=-1.0)
+    with pytest.raises(ConfigError, match="oracles.ratio_first_max_error"):
+        OracleConfig(ratio_first_max_error=math.nan)
