@@ -1,0 +1,1 @@
+"""The trainer: the only room that imports megatron.core."""

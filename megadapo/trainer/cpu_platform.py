@@ -1,0 +1,109 @@
+"""Lets megatron-core run on the CPU over Gloo, by answering where it asks for CUDA by name.
+
+Everything that differs between the platforms is here; with CUDA present nothing is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+_FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "full",
+    "ones",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
+
+
+class _Stream:
+    """Stands for the one order in which a CPU executes."""
+
+    def wait_stream(self, stream: _Stream) -> None:
+        """Work on a CPU is finished when the call returns: nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Work on a CPU is finished when the call returns: nothing to wait for."""
+
+
+def install_cpu_platform() -> None:
+    """Answer megatron-core's CUDA questions for the CPU in this process; call before importing it.
+
+    Meant for trainer processes only: torch's own functions are replaced.
+    """
+    assert not torch.cuda.is_available(), "the CPU platform is for processes without CUDA"
+    if getattr(torch.cuda, "megadapo_cpu_platform", False):
+        return
+    _answer_for_devices()
+    _answer_for_tensors()
+    _answer_for_random_states()
+    torch.cuda.megadapo_cpu_platform = True
+
+
+def _answer_for_devices() -> None:
+    stream = _Stream()
+    # handed on as `device=torch.cuda.current_device()`, so it may be a device, not only a number
+    torch.cuda.current_device = lambda: CPU
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.empty_cache = lambda: None
+    torch.cuda.current_stream = lambda device=None: stream
+    torch.cuda.default_stream = lambda device=None: stream
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _is_cuda(device: object) -> bool:
+    return isinstance(device, int) or str(device).startswith("cuda")
+
+
+def _answer_for_tensors() -> None:
+    cpu_type = torch.Tensor.type
+
+    def type_as_cuda(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+        # the distributed optimizer sorts parameters by the name of their CUDA type
+        if dtype is None:
+            return cpu_type(self).replace("torch.", "torch.cuda.", 1)
+        return cpu_type(self, dtype, **kwargs)
+
+    torch.Tensor.type = type_as_cuda
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, device=None: self
+    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor"):
+        setattr(torch.cuda, name, getattr(torch, name))
+
+
+def _answer_for_random_states() -> None:
+    """The CPU's generator takes the place of the CUDA generator."""
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
+        state
+    )
