@@ -15,7 +15,7 @@ class OracleConfig:
     """Bounds on what must hold while training: the `[oracles]` section."""
 
     ratio_first_max_error: float = 0.0
-    """Largest |ratio - 1| on the first mini-batch of a step, where the policy is still the old one."""
+    """Largest |ratio - 1| on the first mini-batch of a step, while the policy is the old one."""
     logprob_abs_mean: float | None = None
     """Mean |log-prob(trainer) - log-prob(engine)| in nats over the freshly sampled tokens."""
     logprob_abs_max: float | None = None
