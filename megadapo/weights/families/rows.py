@@ -1,0 +1,177 @@
+"""The rows that family tables are made of: one weight each, in all three layouts.
+
+A row says what Megatron, Hugging Face and vLLM call a weight, how long each of its Hugging Face
+tensors is, and how tensor parallelism cuts it. Sizes are symbols resolved by `ModelShape`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Cut(enum.Enum):
+    """How tensor parallelism cuts a weight, in Megatron and in vLLM."""
+
+    REPLICATED = enum.auto()
+    """Whole on every rank."""
+    COLUMNS = enum.auto()
+    """Input features (axis 1) in equal parts."""
+    QKV = enum.auto()
+    """Megatron: interleaved by query group, then equal parts. vLLM: q, k, v parts; KV repeated."""
+    GATE_UP = enum.auto()
+    """The rank's part of gate, then its part of up, in both."""
+    VOCAB = enum.auto()
+    """Rows padded with zeros to a multiple that each side chooses, then equal parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One parameter of the trainer and of the engine, and the tensors it is made of."""
+
+    megatron: str
+    """Name in Megatron, below `decoder.layers.N.` for a layer's weight."""
+    hf: tuple[str, ...]
+    """Hugging Face names, below `model.layers.N.` for a layer's weight, in fusion order."""
+    vllm: str
+    """Name in vLLM, below `model.layers.N.` for a layer's weight."""
+    rows: tuple[str, ...]
+    """Size symbol of axis 0 of each Hugging Face tensor."""
+    columns: str | None = None
+    """Size symbol of axis 1; None for a vector."""
+    cut: Cut = Cut.REPLICATED
+    only_if: str | None = None
+    """`ModelShape` flag without which the model does not have this weight."""
+    expert: bool = False
+    """One per expert: `{e}` in a name is the expert's number (local in Megatron, global in HF);
+    vLLM stacks a rank's experts along a leading axis."""
+    megatron_alias: str | None = None
+    """Megatron's name under Transformer Engine's fused layers."""
+
+
+def norm(megatron: str, hf: str, *, alias: str | None = None, size: str = "hidden") -> Weight:
+    """A normalisation weight, whole everywhere and called the same in vLLM."""
+    return Weight(megatron=megatron, hf=(hf,), vllm=hf, rows=(size,), megatron_alias=alias)
+
+
+EMBEDDING = Weight(
+    megatron="embedding.word_embeddings.weight",
+    hf=("model.embed_tokens.weight",),
+    vllm="model.embed_tokens.weight",
+    rows=("vocab",),
+    columns="hidden",
+    cut=Cut.VOCAB,
+)
+FINAL_NORM = norm("decoder.final_layernorm.weight", "model.norm.weight")
+HEAD = Weight(
+    megatron="output_layer.weight",
+    hf=("lm_head.weight",),
+    vllm="lm_head.weight",
+    rows=("vocab",),
+    columns="hidden",
+    cut=Cut.VOCAB,
+)
+
+INPUT_NORM = norm(
+    "input_layernorm.weight",
+    "input_layernorm.weight",
+    alias="self_attention.linear_qkv.layer_norm_weight",
+)
+QKV = Weight(
+    megatron="self_attention.linear_qkv.weight",
+    hf=("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    vllm="self_attn.qkv_proj.weight",
+    rows=("q", "kv", "kv"),
+    columns="hidden",
+    cut=Cut.QKV,
+)
+QKV_BIAS = Weight(
+    megatron="self_attention.linear_qkv.bias",
+    hf=("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    vllm="self_attn.qkv_proj.bias",
+    rows=("q", "kv", "kv"),
+    cut=Cut.QKV,
+    only_if="attention_bias",
+)
+Q_NORM = norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", size="head_dim")
+K_NORM = norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", size="head_dim")
+ATTENTION_OUT = Weight(
+    megatron="self_attention.linear_proj.weight",
+    hf=("self_attn.o_proj.weight",),
+    vllm="self_attn.o_proj.weight",
+    rows=("hidden",),
+    columns="q",
+    cut=Cut.COLUMNS,
+)
+ATTENTION_OUT_BIAS = Weight(
+    megatron="self_attention.linear_proj.bias",
+    hf=("self_attn.o_proj.bias",),
+    vllm="self_attn.o_proj.bias",
+    rows=("hidden",),
+    only_if="attention_bias",
+)
+
+MLP_NORM = norm(
+    "pre_mlp_layernorm.weight",
+    "post_attention_layernorm.weight",
+    alias="mlp.linear_fc1.layer_norm_weight",
+)
+GATE_UP = Weight(
+    megatron="mlp.linear_fc1.weight",
+    hf=("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    vllm="mlp.gate_up_proj.weight",
+    rows=("ffn", "ffn"),
+    columns="hidden",
+    cut=Cut.GATE_UP,
+)
+GATE_UP_BIAS = Weight(
+    megatron="mlp.linear_fc1.bias",
+    hf=("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    vllm="mlp.gate_up_proj.bias",
+    rows=("ffn", "ffn"),
+    cut=Cut.GATE_UP,
+    only_if="mlp_bias",
+)
+DOWN = Weight(
+    megatron="mlp.linear_fc2.weight",
+    hf=("mlp.down_proj.weight",),
+    vllm="mlp.down_proj.weight",
+    rows=("hidden",),
+    columns="ffn",
+    cut=Cut.COLUMNS,
+)
+DOWN_BIAS = Weight(
+    megatron="mlp.linear_fc2.bias",
+    hf=("mlp.down_proj.bias",),
+    vllm="mlp.down_proj.bias",
+    rows=("hidden",),
+    only_if="mlp_bias",
+)
+
+ROUTER = Weight(
+    megatron="mlp.router.weight",
+    hf=("mlp.gate.weight",),
+    vllm="mlp.gate.weight",
+    rows=("experts",),
+    columns="hidden",
+)
+EXPERT_GATE_UP = Weight(
+    megatron="mlp.experts.local_experts.{e}.linear_fc1.weight",
+    megatron_alias="mlp.experts.linear_fc1.weight{e}",
+    hf=("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
+    vllm="mlp.experts.routed_experts.w13_weight",
+    rows=("expert_ffn", "expert_ffn"),
+    columns="hidden",
+    cut=Cut.GATE_UP,
+    expert=True,
+)
+EXPERT_DOWN = Weight(
+    megatron="mlp.experts.local_experts.{e}.linear_fc2.weight",
+    megatron_alias="mlp.experts.linear_fc2.weight{e}",
+    hf=("mlp.experts.{e}.down_proj.weight",),
+    vllm="mlp.experts.routed_experts.w2_weight",
+    rows=("hidden",),
+    columns="expert_ffn",
+    cut=Cut.COLUMNS,
+    expert=True,
+)
