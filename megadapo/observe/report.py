@@ -1,0 +1,158 @@
+"""The end of a run in one table: before and after, what it cost, where things are, what next."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from megadapo.errors import DataError
+from megadapo.observe.metrics import (
+    EVALUATIONS_FILE,
+    METRICS_FILE,
+    TENSORBOARD_FOLDER,
+    EvaluationRecord,
+    MetricRecord,
+    read_evaluations,
+    read_metrics,
+)
+from megadapo.observe.progress import LOG_FILE
+
+_ROWS = (
+    ("training accuracy", "accuracy/mean", "{:.3f}"),
+    ("reward", "reward/mean", "{:+.3f}"),
+    ("response length (tokens)", "response_length/mean", "{:.1f}"),
+    ("truncated responses", "response_length/truncated_fraction", "{:.1%}"),
+    ("entropy (nats)", "policy/entropy", "{:.3f}"),
+    ("token probability", "policy/token_probability_mean", "{:.3f}"),
+)
+_ARTEFACTS = (
+    ("config.json", "resolved configuration"),
+    (METRICS_FILE, "every metric, one object a step"),
+    (EVALUATIONS_FILE, "every held-out evaluation"),
+    (TENSORBOARD_FOLDER, "tensorboard --logdir"),
+    ("checkpoints", "checkpoints"),
+    ("plot.png", "curves"),
+    (LOG_FILE, "log"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """A run from its first recorded step to its last."""
+
+    folder: Path
+    first: MetricRecord
+    last: MetricRecord
+    held_out_first: EvaluationRecord | None
+    held_out_last: EvaluationRecord | None
+    wall_s: float
+    """Seconds spent in recorded steps, start-up and evaluation left out."""
+    tokens_generated: int
+    tokens_trained: int
+    groups_sampled: int
+    groups_kept: int
+    ratio_first_max_error: float | None
+    """Worst first-mini-batch ratio error of any step."""
+    logprob_abs_max: float | None
+    """Worst trainer/engine log-prob gap of any step."""
+
+
+def summarise(folder: Path) -> RunSummary:
+    """Read a run folder.
+
+    Raises DataError where no step has been recorded yet.
+    """
+    records = read_metrics(folder)
+    if not records:
+        raise DataError(f"{folder}: no steps are recorded in {METRICS_FILE}; is this a run folder?")
+    steps = [r for r in records if r["time/step_s"] is not None] or records
+    evaluations = read_evaluations(folder)
+    return RunSummary(
+        folder=folder,
+        first=steps[0],
+        last=steps[-1],
+        held_out_first=evaluations[0] if evaluations else None,
+        held_out_last=evaluations[-1] if evaluations else None,
+        wall_s=sum(_values(records, "time/step_s")),
+        tokens_generated=round(sum(_values(records, "tokens/generated"))),
+        tokens_trained=round(sum(_values(records, "tokens/trained"))),
+        groups_sampled=round(sum(_values(records, "groups/sampled"))),
+        groups_kept=round(sum(_values(records, "groups/kept"))),
+        ratio_first_max_error=_worst(_values(records, "policy/ratio_first_max_error")),
+        logprob_abs_max=_worst(_values(records, "parity/logprob_abs_max")),
+    )
+
+
+def print_report(folder: Path, *, console: Console | None = None) -> RunSummary:
+    """Print the before/after table of a run, its artefacts and how to go on; return its numbers."""
+    summary = summarise(folder)
+    parts = Group(_before_after(summary), _costs(summary), Text(), _artefacts(folder), Text())
+    console = console or Console()
+    console.print(parts)
+    console.print(
+        f"Go on from here:  megadapo train {folder} --run.num_steps=N\n"
+        f"Draw the curves:  megadapo plot {folder}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return summary
+
+
+def _values(records: list[MetricRecord], name: str) -> list[int | float]:
+    return [value for record in records if (value := record.get(name)) is not None]
+
+
+def _worst(values: list[int | float]) -> int | float | None:
+    """Return the largest value; one that is not a number is worse than any."""
+    return max(values, key=lambda value: (math.isnan(value), value), default=None)
+
+
+def _before_after(summary: RunSummary) -> Table:
+    table = Table(title=f"{summary.folder}: before and after")
+    table.add_column("")
+    table.add_column(f"step {summary.first['step']}", justify="right")
+    table.add_column(f"step {summary.last['step']}", justify="right", style="bold")
+    before, after = summary.held_out_first, summary.held_out_last
+    if before is not None and after is not None:
+        name = f"held-out accuracy (avg@{after.samples_per_problem}, {after.num_problems} problems)"
+        table.add_row(name, _held_out(before), _held_out(after))
+        lengths = (f"{e.response_length:.1f}" for e in (before, after))
+        table.add_row("held-out length (tokens)", *lengths, end_section=True)
+    for label, name, form in _ROWS:
+        table.add_row(label, _cell(summary.first[name], form), _cell(summary.last[name], form))
+    return table
+
+
+def _held_out(evaluation: EvaluationRecord) -> str:
+    return f"{evaluation.accuracy:.3f} ± {evaluation.standard_error:.3f} (step {evaluation.step})"
+
+
+def _cell(value: int | float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _costs(summary: RunSummary) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("time in steps", str(timedelta(seconds=round(summary.wall_s))))
+    table.add_row(
+        "tokens", f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained on"
+    )
+    table.add_row("groups", f"{summary.groups_sampled:,} sampled, {summary.groups_kept:,} kept")
+    table.add_row("first ratio off by", _cell(summary.ratio_first_max_error, "{:.1e} at most"))
+    table.add_row("trainer/engine gap", _cell(summary.logprob_abs_max, "{:.1e} nats at most"))
+    return table
+
+
+def _artefacts(folder: Path) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, what in _ARTEFACTS:
+        if (folder / name).exists():
+            table.add_row(what, str(folder / name))
+    return table
