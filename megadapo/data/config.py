@@ -22,9 +22,7 @@ class DataConfig:
     overlong_prompts: Literal["error", "drop"] = "error"
     """Whether a prompt above max_prompt_tokens stops the run or is dropped and counted."""
     shuffle: bool = True
-    """Take the prompts in a new random order in each epoch, instead of the order of the files."""
-    seed: int = 0
-    """Seed of the shuffled order."""
+    """Take the prompts in a new random order in each epoch, drawn from run.seed."""
 
     def __post_init__(self) -> None:
         if not self.train.strip():
@@ -33,9 +31,3 @@ class DataConfig:
             raise ConfigError("data.held_out is empty; leave it out to run without evaluation")
         if self.max_prompt_tokens < 1:
             raise ConfigError(f"data.max_prompt_tokens = {self.max_prompt_tokens} is not positive")
-        if self.overlong_prompts not in ("error", "drop"):
-            raise ConfigError(
-                f'data.overlong_prompts = {self.overlong_prompts!r} is not "error" or "drop"'
-            )
-        if self.seed < 0:
-            raise ConfigError(f"data.seed = {self.seed} is negative")

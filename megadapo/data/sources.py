@@ -1,0 +1,182 @@
+"""Where prompts come from: raw rows of parquet and JSONL files, the Hub, and the built-in task.
+
+A row knows the file and line it stands in, so that whatever is wrong with it can be found.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megadapo.data import arithmetic
+from megadapo.errors import DataError
+
+COLUMNS = ("data_source", "prompt", "reward_model")
+SUFFIXES = (".parquet", ".jsonl")
+SPLIT_WORDS = ("train", "test", "validation")
+HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>.+))?")
+
+Messages = tuple[tuple[str, str], ...]
+"""(role, content) of each chat message."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One unchecked row of a source."""
+
+    place: str
+    """File and row (parquet, from 0) or line (JSONL, from 1), for messages."""
+    columns: Mapping[str, object]
+
+    @property
+    def messages(self) -> Messages:
+        """The chat messages, checked."""
+        chat = self.columns.get("prompt")
+        if not isinstance(chat, list) or not chat:
+            raise DataError(f"{self.place}: prompt is not a list of chat messages: {chat!r:.80}")
+        for message in chat:
+            if not isinstance(message, dict) or not all(
+                isinstance(message.get(key), str) for key in ("role", "content")
+            ):
+                raise DataError(
+                    f"{self.place}: a chat message needs a role and a content, both strings; "
+                    f"found {message!r:.80}"
+                )
+            if not _is_unicode(message["content"]):
+                raise DataError(f"{self.place}: a chat message is not valid Unicode")
+        return tuple((message["role"], message["content"]) for message in chat)
+
+    @property
+    def ground_truth(self) -> object:
+        """The gold answer as the row has it; whether it can be scored is not checked here."""
+        reward_model = self.columns.get("reward_model")
+        if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
+            raise DataError(f"{self.place}: reward_model.ground_truth is missing")
+        gold = reward_model["ground_truth"]
+        # JSON written by hand tends to have bare integers, and those have one spelling only.
+        return str(gold) if type(gold) is int else gold
+
+    @property
+    def data_source(self) -> str:
+        """The name of the collection the row is from."""
+        source = self.columns.get("data_source")
+        if not isinstance(source, str):
+            raise DataError(f"{self.place}: data_source is not a string but {source!r:.80}")
+        return source
+
+
+def read_rows(source: str) -> Iterator[Row]:
+    """Give the rows of a file, a folder of files, a Hub dataset or the arithmetic task, in order.
+
+    Raises:
+        DataError: the source does not exist, cannot be read, or does not have the columns.
+    """
+    if source.startswith(arithmetic.SCHEME):
+        for number, problem in enumerate(arithmetic.from_source(source)):
+            yield Row(f"{source}, row {number}", problem.row())
+        return
+    for file in _files(source):
+        yield from _parquet_rows(file) if file.suffix == ".parquet" else _jsonl_rows(file)
+
+
+def _files(source: str) -> list[Path]:
+    path = Path(source).expanduser()
+    if path.exists():
+        return _data_files(path, source)
+    match = HUB_NAME.fullmatch(source)
+    if match is None or source.startswith((".", "~")) or match["name"].endswith(SUFFIXES):
+        raise DataError(f"there is no file or folder {source} (looked in {Path.cwd()})")
+    return _data_files(_download(source, match), source)
+
+
+def _data_files(path: Path, source: str) -> list[Path]:
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise DataError(f"{source} is neither a .parquet nor a .jsonl file")
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    if not files:
+        raise DataError(f"{source} holds no .parquet or .jsonl file")
+    splits = [word for word in SPLIT_WORDS if any(word in file.stem for file in files)]
+    if len(splits) > 1:
+        # Reading a test split as training data would go unnoticed until the results look good.
+        raise DataError(f"{source} holds the splits {', '.join(splits)}; name the file to use")
+    return files
+
+
+def _download(source: str, match: re.Match[str]) -> Path:
+    """Fetch a dataset, or one file or folder of it, into the Hub's cache."""
+    from huggingface_hub import errors, snapshot_download
+
+    path = match["path"] or ""
+    wanted = [path, f"{path.rstrip('/')}/*"] if path else [f"*{suffix}" for suffix in SUFFIXES]
+    try:
+        folder = snapshot_download(
+            match["name"],
+            repo_type="dataset",
+            revision=match["revision"],
+            allow_patterns=wanted,
+        )
+    except (errors.HFValidationError, OSError) as error:
+        reason = [*str(error).strip().splitlines(), type(error).__name__][0]
+        raise DataError(
+            f"{source} is no local file or folder, and the Hub dataset {match['name']} cannot be "
+            f"read: {reason}"
+        ) from error
+    found = Path(folder, path)
+    if not found.exists():
+        raise DataError(f"the Hub dataset {match['name']} has no file or folder {path}")
+    return found
+
+
+def _parquet_rows(file: Path) -> Iterator[Row]:
+    try:
+        parquet = pq.ParquetFile(file)
+        _check_columns(file, parquet.schema_arrow.names)
+        number = 0
+        for batch in parquet.iter_batches(batch_size=8192, columns=list(COLUMNS)):
+            for columns in batch.to_pylist():
+                yield Row(f"{file}, row {number}", columns)
+                number += 1
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file} cannot be read as parquet: {error}") from error
+
+
+def _check_columns(file: Path, names: list[str]) -> None:
+    missing = [name for name in COLUMNS if name not in names]
+    if missing:
+        raise DataError(
+            f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}. "
+            "Needed is the schema of DAPO-Math-17k: data_source, prompt (chat messages) and "
+            "reward_model.ground_truth"
+        )
+
+
+def _jsonl_rows(file: Path) -> Iterator[Row]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            place = f"{file}, line {number}"
+            try:
+                columns = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{place}: not JSON: {error}") from error
+            if not isinstance(columns, dict):
+                raise DataError(f"{place}: not a JSON object but {type(columns).__name__}")
+            yield Row(place, columns)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be encoded; JSON can hold half of a surrogate pair, a tokenizer cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
