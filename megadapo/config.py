@@ -13,9 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megadapo.checkpoint import CheckpointConfig
+from megadapo.cluster import ClusterConfig
 from megadapo.dapo.config import DapoConfig
+from megadapo.data.config import DataConfig
 from megadapo.errors import ConfigError
+from megadapo.observe.oracles import OracleConfig
 from megadapo.schema import OverrideValue, build, known_keys, to_dict, to_toml
+from megadapo.trainer.config import ModelConfig, TrainerConfig
+from megadapo.weights.config import WeightsConfig
 
 __all__ = [
     "RunConfig",
@@ -24,10 +30,13 @@ __all__ = [
     "known_keys",
     "load_config",
     "parse_override",
-    "read_resolved",
     "to_dict",
     "to_toml",
 ]
+
+
+RESOLVED_FILE = "config.json"
+"""The resolved configuration in a run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +66,14 @@ class RunConfig:
     """Everything that decides what a run does."""
 
     run: RunSection
+    model: ModelConfig
+    data: DataConfig
     dapo: DapoConfig = field(default_factory=DapoConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    oracles: OracleConfig = field(default_factory=OracleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
         problems = [problem for check in CROSS_CHECKS for problem in check(self)]
@@ -71,10 +87,12 @@ CROSS_CHECKS = ()
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML recipe, apply `section.key=value` overrides, and check all of it.
 
+    Where `path` is a run's folder, its resolved `config.json` is read.
     Raises ConfigError that names the file and lists every problem with its dotted key.
     """
     path = Path(path)
-    table = _read_recipe(path, ())
+    path = path / RESOLVED_FILE if path.is_dir() else path
+    table = _read_json(path) if path.suffix == ".json" else _read_recipe(path, ())
     for override in overrides:
         keys, value = parse_override(override)
         _set_key(table, keys, value)
@@ -87,22 +105,6 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 def from_dict(table: Mapping[str, Any]) -> RunConfig:
     """Make a RunConfig from the nested plain values that `to_dict` returns."""
     return build(RunConfig, table)
-
-
-def read_resolved(path: Path) -> RunConfig:
-    """Read the resolved `config.json` of a run folder."""
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path}: expected an object with the sections of a configuration")
-    try:
-        return build(RunConfig, table)
-    except ConfigError as error:
-        raise ConfigError(_with_source(str(error), path, ())) from None
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], OverrideValue]:
@@ -118,6 +120,18 @@ def parse_override(text: str) -> tuple[tuple[str, ...], OverrideValue]:
     # A value with a line break could define further keys: then it is plain text.
     single = parsed.keys() == {"value"}
     return keys, OverrideValue(text=value, parsed=parsed["value"] if single else value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: expected an object with the sections of a configuration")
+    return table
 
 
 def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`megadapo doctor`: what this machine has, what megadapo will use, and what to do about the rest."""
+"""`megadapo doctor`: what this machine has, and what megadapo will make of it."""
 
 from __future__ import annotations
 

@@ -116,7 +116,8 @@ class MetricsLog:
         return record
 
     def record_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Write one evaluation's object with its standard error and sizes."""
+        """Write one evaluation; one of the same step, from before a resume, is replaced."""
+        _rewrite(self._evaluations, lambda entry: entry["step"] != evaluation.step)
         _append(self._evaluations, {k: _number(v) for k, v in asdict(evaluation).items()})
 
     def rewind(self, step: int) -> None:

@@ -116,6 +116,11 @@ class RunDisplay:
             self._live = None
         self._log.close()
 
+    @property
+    def records(self) -> list[MetricRecord]:
+        """The steps of the whole run so far, oldest first."""
+        return self._records
+
     def restore(
         self, records: Iterable[MetricRecord], evaluations: Iterable[EvaluationRecord]
     ) -> None:
@@ -136,6 +141,7 @@ class RunDisplay:
 
     def evaluation(self, evaluation: EvaluationRecord) -> None:
         """Show a finished evaluation."""
+        self._evaluations = [e for e in self._evaluations if e.step != evaluation.step]
         self._evaluations.append(evaluation)
         self._write(evaluation_line(evaluation), on_terminal=False)
 
