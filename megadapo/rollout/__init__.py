@@ -1,0 +1,1 @@
+"""Rollouts: vLLM engines in Ray actors, dynamic sampling, evaluation."""
