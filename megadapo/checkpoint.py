@@ -119,6 +119,10 @@ class CheckpointStore:
             )
         return None, [f"{path.name} was never completed" for path in self._unfinished()]
 
+    def has_any(self) -> bool:
+        """Whether any checkpoint, sound or not, is here."""
+        return bool(self._committed())
+
     def set_aside_after(self, step: int) -> list[Path]:
         """Rename checkpoints newer than `step`, which a run going on from `step` will make anew."""
         moved = []

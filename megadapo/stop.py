@@ -1,0 +1,62 @@
+"""How a run is asked to stop: SIGTERM (preemption) or Ctrl-C once, gently; twice, at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from megadapo.errors import RunInterrupted
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignal:
+    """Remembers a stop signal until the run is at a place where stopping loses nothing."""
+
+    def __init__(self) -> None:
+        self._requested: str | None = None
+        self._may_interrupt = False
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Take the signals over from whoever handles them now."""
+        if not self._previous:
+            self._previous = {s: signal.signal(s, self._handle) for s in SIGNALS}
+
+    def uninstall(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def check(self) -> None:
+        """Stop here if a stop has been asked for.
+
+        Raises:
+            RunInterrupted: it has.
+        """
+        if self._requested is not None:
+            raise RunInterrupted(f"stopped by {self._requested}")
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Within this block a signal stops the run at once instead of at the next `check`."""
+        self.check()
+        self._may_interrupt = True
+        try:
+            yield
+        finally:
+            self._may_interrupt = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._requested is not None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._requested = signal.Signals(number).name
+        if self._may_interrupt:
+            self._may_interrupt = False
+            self.check()

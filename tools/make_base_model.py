@@ -1,0 +1,184 @@
+"""Make the quickstart's base model: a tiny Qwen2 that answers sums in two ways.
+
+A short supervised run of the same Megatron trainer that DAPO uses, on generated worked answers.
+Most answers are direct, short and usually wrong; the others go step by step and are right. The
+model learns both ways, so that an outcome reward alone can make it prefer the longer one.
+
+    python tools/make_base_model.py configs/quickstart-base
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from rich.progress import Progress
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+from megadapo.cluster import Cluster
+from megadapo.config import RunConfig, from_dict
+from megadapo.dapo.config import DapoConfig
+from megadapo.data.arithmetic import Problem, generate, worked_answer
+from megadapo.data.batch import PackedBatch, Sample, pack_samples
+from megadapo.trainer.group import TrainerGroup
+
+DIRECT_SHARE = 0.7
+"""Share of direct answers in the data; the others go step by step."""
+DIRECT_WRONG_SHARE = 0.75
+"""Share of the direct answers that are wrong on purpose."""
+BATCH_SIZE = 128
+NUM_PROBLEMS = 30_000
+WARMUP_STEPS = 50
+END_OF_TEXT = "<|endoftext|>"
+
+
+def main() -> None:
+    """Train the base model and write it as a Hugging Face folder."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="where the Hugging Face folder is written")
+    parser.add_argument("--steps", type=int, default=1400, help="supervised steps (default 1400)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default 2e-3)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
+    options = parser.parse_args()
+    losses = make_base_model(
+        options.folder, num_steps=options.steps, lr=options.lr, seed=options.seed
+    )
+    print(f"{options.folder}: loss {losses[0]:.3f} -> {np.mean(losses[-20:]):.3f} nats a token")
+
+
+def make_base_model(folder: Path, *, num_steps: int, lr: float, seed: int) -> list[float]:
+    """Train for `num_steps` and export to `folder`; returns the loss of each step in nats."""
+    problems = generate("train", NUM_PROBLEMS, seed)
+    with tempfile.TemporaryDirectory() as temporary:
+        blank = Path(temporary)
+        tokenizer = make_tokenizer(problems)
+        tokenizer.save_pretrained(blank)
+        model_config(tokenizer).save_pretrained(blank)
+        config = supervised_config(blank, num_steps=num_steps, lr=lr, seed=seed)
+        cluster = Cluster.start(config.cluster, num_trainer_ranks=1, num_engines=0, engine_ranks=1)
+        trainer = TrainerGroup.start(config, cluster)
+        losses = []
+        with Progress() as progress:
+            batches = progress.track(
+                supervised_batches(problems, tokenizer, num_steps=num_steps, seed=seed),
+                total=num_steps,
+                description="supervised steps",
+            )
+            for step, batch in enumerate(batches, start=1):
+                update = trainer.update(batch, step=step, policy_version=0)
+                losses.append(-update.logprob_mean)
+        trainer.export(folder)
+        trainer.shutdown()
+        cluster.shutdown()
+    return losses
+
+
+def make_tokenizer(problems: list[Problem]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer in which digits and signs stand alone and `Answer: ` is one."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("[^A-Za-z: ]"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,
+    )
+    rng = random.Random(0)
+    texts = (worked_answer(problem, rng, kind="steps") for problem in problems[:500])
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+
+
+def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
+    """About 0.9 million parameters; every size divides by 2 for tensor and pipeline parallel."""
+    return Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        dtype="float32",
+        architectures=["Qwen2ForCausalLM"],
+    )
+
+
+def supervised_config(model: Path, *, num_steps: int, lr: float, seed: int) -> RunConfig:
+    """A run whose trainer does maximum likelihood: one update a step, cosine learning rate."""
+    return from_dict(
+        {
+            "run": {"folder": str(model / "run"), "num_steps": num_steps, "seed": seed},
+            "model": {"path": str(model), "init": "random", "dtype": "float32"},
+            "data": {"train": f"arithmetic:train:{NUM_PROBLEMS}"},
+            "cluster": {"device": "cpu"},
+            "sampling": {"prompts_per_step": BATCH_SIZE, "responses_per_prompt": 1},
+            "dapo": {"responses_per_mini_batch": BATCH_SIZE, "overlong_buffer": 0},
+            "trainer": {
+                "optimizer": {
+                    "lr": lr,
+                    "schedule": "cosine",
+                    "warmup_steps": min(WARMUP_STEPS, num_steps // 10),
+                    "decay_steps": num_steps,
+                    "weight_decay": 0.01,
+                    "beta2": 0.98,
+                }
+            },
+        }
+    )
+
+
+def supervised_batches(
+    problems: list[Problem], tokenizer: PreTrainedTokenizerFast, *, num_steps: int, seed: int
+) -> Iterator[PackedBatch]:
+    """Batches of worked answers whose advantage is 1 and whose old policy is the current one.
+
+    The ratio is then exactly 1 and unclipped, so the policy gradient is that of the likelihood.
+    """
+    rng = random.Random(f"base-model/{seed}")
+    config = DapoConfig(responses_per_mini_batch=BATCH_SIZE, overlong_buffer=0)
+    for _ in range(num_steps):
+        samples = [_sample(rng.choice(problems), rng, tokenizer) for _ in range(BATCH_SIZE)]
+        yield pack_samples(
+            samples,
+            group_of=np.arange(BATCH_SIZE),
+            advantages=np.ones(BATCH_SIZE),
+            config=config,
+        )
+
+
+def _sample(problem: Problem, rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Sample:
+    kind = "direct" if rng.random() < DIRECT_SHARE else "steps"
+    wrong = kind == "direct" and rng.random() < DIRECT_WRONG_SHARE
+    text = worked_answer(problem, rng, kind=kind, wrong=wrong)
+    response = (*tokenizer.encode(text), tokenizer.eos_token_id)
+    return Sample(
+        prompt_ids=tuple(tokenizer.encode(problem.text)),
+        response_ids=response,
+        logprobs_rollout=(float("nan"),) * len(response),
+        finish_reason="stop",
+        policy_version=-1,
+        text=text,
+    )
+
+
+if __name__ == "__main__":
+    main()
