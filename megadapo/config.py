@@ -6,9 +6,7 @@ and imports no torch, Ray, vLLM or Megatron, so `--dry-run` answers at once.
 
 from __future__ import annotations
 
-import json
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,24 +17,13 @@ from megadapo.dapo.config import DapoConfig
 from megadapo.data.config import DataConfig
 from megadapo.errors import ConfigError
 from megadapo.observe.oracles import OracleConfig
-from megadapo.schema import OverrideValue, build, known_keys, to_dict, to_toml
+from megadapo.recipe import read_table
+from megadapo.rollout.config import EvaluationConfig, RolloutConfig, SamplingConfig
+from megadapo.schema import build, to_dict, to_toml
 from megadapo.trainer.config import ModelConfig, TrainerConfig
 from megadapo.weights.config import WeightsConfig
 
-__all__ = [
-    "RunConfig",
-    "RunSection",
-    "from_dict",
-    "known_keys",
-    "load_config",
-    "parse_override",
-    "to_dict",
-    "to_toml",
-]
-
-
-RESOLVED_FILE = "config.json"
-"""The resolved configuration in a run's folder."""
+__all__ = ["RunConfig", "RunSection", "from_dict", "load_config", "to_dict", "to_toml"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +43,7 @@ class RunSection:
         if self.num_steps < 1:
             raise ConfigError(f"run.num_steps = {self.num_steps} must be at least 1")
         if not 0 <= self.seed < 2**31:
-            raise ConfigError(f"run.seed = {self.seed} must be in [0, 2**31)")
+            raise ConfigError(f"run.seed = {self.seed} is not in [0, 2**31)")
         if not self.resume:
             raise ConfigError('run.resume must be "auto", "never" or the path of a checkpoint')
 
@@ -68,6 +55,9 @@ class RunConfig:
     run: RunSection
     model: ModelConfig
     data: DataConfig
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     dapo: DapoConfig = field(default_factory=DapoConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
@@ -76,30 +66,23 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
-        problems = [problem for check in CROSS_CHECKS for problem in check(self)]
+        checks = (_check_mini_batches, _check_lengths, _check_evaluation, _check_transport)
+        problems = [problem for check in checks for problem in check(self)]
         if problems:
             raise ConfigError("\n".join(problems))
 
 
-CROSS_CHECKS = ()
-
-
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a TOML recipe, apply `section.key=value` overrides, and check all of it.
+    """Read a recipe or a run's folder, apply `section.key=value` overrides, and check all of it.
 
-    Where `path` is a run's folder, its resolved `config.json` is read.
     Raises ConfigError that names the file and lists every problem with its dotted key.
     """
-    path = Path(path)
-    path = path / RESOLVED_FILE if path.is_dir() else path
-    table = _read_json(path) if path.suffix == ".json" else _read_recipe(path, ())
-    for override in overrides:
-        keys, value = parse_override(override)
-        _set_key(table, keys, value)
+    table = read_table(Path(path), overrides)
     try:
         return build(RunConfig, table)
     except ConfigError as error:
-        raise ConfigError(_with_source(str(error), path, overrides)) from None
+        source = f"{path} with its overrides" if overrides else str(path)
+        raise ConfigError(_with_source(str(error), source)) from None
 
 
 def from_dict(table: Mapping[str, Any]) -> RunConfig:
@@ -107,79 +90,64 @@ def from_dict(table: Mapping[str, Any]) -> RunConfig:
     return build(RunConfig, table)
 
 
-def parse_override(text: str) -> tuple[tuple[str, ...], OverrideValue]:
-    """Split `section.key=value` (leading dashes allowed) into its key path and value."""
-    name, equals, value = text.removeprefix("--").partition("=")
-    keys = tuple(name.split("."))
-    if not equals or len(keys) < 2 or not all(keys):
-        raise ConfigError(f"{text!r} is not an override; write --section.key=value")
-    try:
-        parsed = tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError:
-        parsed = {}
-    # A value with a line break could define further keys: then it is plain text.
-    single = parsed.keys() == {"value"}
-    return keys, OverrideValue(text=value, parsed=parsed["value"] if single else value)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path}: expected an object with the sections of a configuration")
-    return table
-
-
-def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """Read one TOML file, laid over the file that its `extends` names, if any."""
-    table = _read_toml(path)
-    if "extends" not in table:
-        return table
-    base = table.pop("extends")
-    if not isinstance(base, str) or not base:
-        raise ConfigError(f"{path}: extends: expected the name of another TOML file")
-    seen = (*seen, path.resolve())
-    base_path = path.parent / base
-    if base_path.resolve() in seen:
-        raise ConfigError(f"{path}: extends {base!r}, which extends this file again")
-    return _merge(_read_recipe(base_path, seen), table)
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both_tables else value
-    return merged
-
-
-def _set_key(table: dict[str, Any], keys: tuple[str, ...], value: OverrideValue) -> None:
-    for depth, key in enumerate(keys[:-1], start=1):
-        table = table.setdefault(key, {})
-        if not isinstance(table, dict):
-            dotted = ".".join(keys[:depth])
-            raise ConfigError(f"--{'.'.join(keys)}: {dotted} is a value, not a section")
-    table[keys[-1]] = value
-
-
-def _with_source(problems: str, path: Path, overrides: Sequence[str]) -> str:
+def _with_source(problems: str, source: str) -> str:
     lines = problems.splitlines()
-    source = f"{path} with its overrides" if overrides else str(path)
     if len(lines) == 1:
         return f"{source}: {lines[0]}"
     return "\n".join([f"{source}: {len(lines)} problems", *(f"  {line}" for line in lines)])
+
+
+def _check_mini_batches(config: RunConfig) -> Iterator[str]:
+    size = config.dapo.responses_per_mini_batch
+    group = config.sampling.responses_per_prompt
+    batch = config.sampling.prompts_per_step * group
+    product = (
+        f"sampling.prompts_per_step x sampling.responses_per_prompt = "
+        f"{config.sampling.prompts_per_step} x {group} = {batch}"
+    )
+    if size % group:
+        yield (
+            f"dapo.responses_per_mini_batch = {size} cuts a group in two: it must be a multiple "
+            f"of sampling.responses_per_prompt = {group}"
+        )
+    elif batch % size:
+        yield f"dapo.responses_per_mini_batch = {size} does not divide {product}"
+    if size < config.trainer.data_parallel:
+        yield (
+            f"dapo.responses_per_mini_batch = {size} leaves some of the "
+            f"trainer.data_parallel = {config.trainer.data_parallel} ranks without a response"
+        )
+
+
+def _check_lengths(config: RunConfig) -> Iterator[str]:
+    buffer, longest = config.dapo.overlong_buffer, config.rollout.max_response_tokens
+    if buffer >= longest:
+        yield (
+            f"dapo.overlong_buffer = {buffer} must be below rollout.max_response_tokens = "
+            f"{longest}, or every response is punished; 0 turns the punishment off"
+        )
+
+
+def _check_evaluation(config: RunConfig) -> Iterator[str]:
+    if config.evaluation.every > 0 and config.data.held_out is None:
+        yield (
+            f"evaluation.every = {config.evaluation.every} needs problems: set data.held_out, or "
+            "evaluation.every = 0"
+        )
+
+
+def _check_transport(config: RunConfig) -> Iterator[str]:
+    transport = config.weights.transport
+    placement, device = config.cluster.placement, config.cluster.device
+    if transport in ("cuda_ipc", "nccl") and device == "cpu":
+        yield f'weights.transport = "{transport}" needs GPUs, but cluster.device = "cpu"'
+    if transport == "cuda_ipc" and placement == "separate":
+        yield (
+            'weights.transport = "cuda_ipc" is for engines on the trainer\'s GPUs, but '
+            'cluster.placement = "separate"; use "nccl" or "auto"'
+        )
+    if transport == "nccl" and placement == "colocated":
+        yield (
+            'weights.transport = "nccl" cannot join two ranks on one GPU, but '
+            'cluster.placement = "colocated"; use "cuda_ipc" or "auto"'
+        )
