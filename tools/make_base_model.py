@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from megadapo.trainer.group import TrainerGroup
 from rich.progress import Progress
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config
@@ -25,7 +26,6 @@ from megadapo.config import RunConfig, from_dict
 from megadapo.dapo.config import DapoConfig
 from megadapo.data.arithmetic import Problem, generate, worked_answer
 from megadapo.data.batch import PackedBatch, Sample, pack_samples
-from megadapo.trainer.group import TrainerGroup
 
 DIRECT_SHARE = 0.7
 """Share of direct answers in the data; the others go step by step."""

@@ -1,0 +1,92 @@
+"""The packed batch: every token in its place, weights from whole mini-batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megadapo.dapo.config import DapoConfig
+from megadapo.data.batch import Group, Sample, pack
+from megadapo.data.prompts import Prompt
+from megadapo.errors import ConfigError
+
+PROMPT = Prompt("id", (("user", "1+1=?"),), "2", "test")
+
+
+def group(order: int, lengths: list[int], correct: list[bool], finish: str = "stop") -> Group:
+    samples = tuple(
+        Sample(
+            prompt_ids=(1, 2, 3)[: order + 1],
+            response_ids=tuple(range(10, 10 + n)),
+            logprobs_rollout=tuple(-0.1 * i for i in range(n)),
+            finish_reason=finish,
+            policy_version=order,
+            text="",
+        )
+        for n in lengths
+    )
+    rewards = tuple(1.0 if c else -1.0 for c in correct)
+    return Group(
+        order=order, prompt=PROMPT, samples=samples, rewards=rewards, correct=tuple(correct)
+    )
+
+
+GROUPS = [group(0, [4, 2], [True, False]), group(1, [1, 3], [False, True])]
+
+
+def packed(**config):
+    defaults = {"responses_per_mini_batch": 2, "overlong_buffer": 0}
+    return pack(GROUPS, DapoConfig(**(defaults | config)), max_response_tokens=4)
+
+
+def test_tokens_lie_where_cu_seqlens_says():
+    batch = packed()
+    assert batch.cu_seqlens.tolist() == [0, 5, 8, 11, 16]
+    assert batch.tokens.tolist() == [1, 10, 11, 12, 13, 1, 10, 11, 1, 2, 10, 1, 2, 10, 11, 12]
+    assert batch.prompt_lengths.tolist() == [1, 1, 2, 2]
+    assert batch.policy_versions.tolist() == [0, 0, 1, 1]
+    assert batch.num_response_tokens == 10
+
+
+def test_prompt_tokens_have_no_weight_no_advantage_and_no_logprob():
+    """A prompt token in the loss would train the model to write prompts."""
+    batch = packed()
+    prompt = np.array([1, 0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0], bool)
+    assert (batch.loss_weights[prompt] == 0).all() and (batch.loss_weights[~prompt] > 0).all()
+    assert (batch.advantages[prompt] == 0).all() and (batch.advantages[~prompt] != 0).all()
+    assert np.isnan(batch.logprobs_rollout[prompt]).all()
+    np.testing.assert_allclose(batch.logprobs_rollout[1:5], [0, -0.1, -0.2, -0.3], rtol=1e-6)
+
+
+def test_loss_weights_count_tokens_of_the_mini_batch_and_not_of_the_step():
+    weights = packed().loss_weights
+    assert weights.sum() == pytest.approx(2.0, rel=1e-6)
+    np.testing.assert_allclose(weights[1:5], 1 / 6, rtol=1e-6)
+    np.testing.assert_allclose(weights[13:16], 1 / 4, rtol=1e-6)
+
+
+def test_mini_batches_cover_every_sequence_once_in_order():
+    batch = packed(responses_per_mini_batch=3)
+    assert [m.tolist() for m in batch.mini_batches] == [[0, 1, 2], [3]]
+
+
+def test_soft_punishment_changes_advantages_and_filtering_changes_weights():
+    truncated = [group(0, [4, 2], [True, False], finish="length")]
+    soft = pack(
+        truncated,
+        DapoConfig(responses_per_mini_batch=2, overlong_buffer=2),
+        max_response_tokens=4,
+    )
+    # rewards 1 - 1 and -1: still one above the other, by half the distance
+    assert soft.advantages[1] == pytest.approx(1 / np.sqrt(2))
+    hard = pack(
+        truncated,
+        DapoConfig(responses_per_mini_batch=2, overlong_buffer=0, overlong_filtering=True),
+        max_response_tokens=4,
+    )
+    assert (hard.loss_weights == 0).all()
+
+
+def test_filtering_and_punishment_together_are_refused():
+    with pytest.raises(ConfigError, match="overlong_filtering"):
+        DapoConfig(overlong_filtering=True, overlong_buffer=4096)
