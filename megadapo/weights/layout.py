@@ -118,6 +118,7 @@ class ModelLayout:
             if row.only_if is None or getattr(self.shape, row.only_if)
         )
 
+    @cached_property
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Full shape of every Hugging Face tensor, in the order of the model."""
         shapes = self._row_hf_shapes(self.family.embedding, "")
@@ -176,7 +177,7 @@ class ModelLayout:
         padded = position.padded_vocab_size or cuts.round_up(
             self.shape.vocab_size, MEGATRON_VOCAB_MULTIPLE * size
         )
-        tensors = _hf_names(row, layer, number)
+        tensors = hf_names(row, layer, number)
         sizes = self._cut_sizes(row)
         if row.cut is Cut.QKV:
             runs = cuts.interleave_groups(tensors, sizes, self.shape.num_kv_heads, rank, size)
@@ -242,7 +243,7 @@ class ModelLayout:
         whole_experts = row.expert and position.expert_parallel
         rank, size = (0, 1) if whole_experts else (position.tp_rank, position.tp_size)
         padded = cuts.round_up(self.shape.vocab_size, ENGINE_VOCAB_MULTIPLE)
-        tensors = _hf_names(row, layer, number)
+        tensors = hf_names(row, layer, number)
         sizes = self._cut_sizes(row)
         if row.cut is Cut.QKV:
             runs = cuts.cut_evenly([Run(tensors[0], 0, sizes[0])], rank, size)
@@ -309,6 +310,7 @@ def _numbered(name: str, expert: int | None) -> str:
     return name if expert is None else name.replace("{e}", str(expert))
 
 
-def _hf_names(row: Weight, layer: str | None, expert: int | None) -> list[str]:
+def hf_names(row: Weight, layer: str | None, expert: int | None) -> list[str]:
+    """Full Hugging Face names of a row's tensors; `expert` is the global number."""
     prefix = "" if layer is None else f"model.layers.{layer}."
     return [prefix + _numbered(name, expert) for name in row.hf]
