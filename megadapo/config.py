@@ -37,7 +37,7 @@ class RunSection:
     seed: int = 0
     """Seed of everything random: prompt order, sampling and a random initialisation."""
     resume: str = "auto"
-    """"auto": newest complete checkpoint if there is one; "never": start anew; else its path."""
+    """Checkpoint to start from: the newest complete one ("auto"), none ("never"), or a path."""
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:

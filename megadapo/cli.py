@@ -1,0 +1,134 @@
+"""The `megadapo` command: reads the command line and calls the one function behind each command.
+
+Nothing heavy is imported before a command needs it, so `--help` and `--dry-run` answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megadapo import __version__
+from megadapo.errors import ConfigError, MegadapoError
+
+EXIT_KEYBOARD_INTERRUPT = 130
+
+_OVERRIDES = "--section.key=value sets any key of the configuration (a TOML value, or bare text)."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code; a MegadapoError is one message on stderr."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    try:
+        arguments.overrides = _overrides(arguments, rest)
+        return arguments.command(arguments)
+    except MegadapoError as error:
+        print(f"megadapo: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("megadapo: interrupted", file=sys.stderr)
+        return EXIT_KEYBOARD_INTERRUPT
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="megadapo", description="DAPO training of reasoning models at Megatron scale."
+    )
+    parser.add_argument("--version", action="version", version=f"megadapo {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_plot(commands)
+    _add_doctor(commands)
+    return parser
+
+
+_Commands = argparse._SubParsersAction
+
+
+def _add(
+    commands: _Commands, name: str, summary: str, *, epilog: str = ""
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name, help=summary, description=summary, epilog=epilog, allow_abbrev=False
+    )
+
+
+def _overrides(arguments: argparse.Namespace, rest: list[str]) -> list[str]:
+    """Return what the parser left over, which must be overrides of a command that takes them."""
+    takes_overrides = getattr(arguments, "takes_overrides", False)
+    for text in rest:
+        if not takes_overrides or not text.startswith("--") or "." not in text.split("=")[0]:
+            raise ConfigError(f"{text}: unknown argument; see megadapo --help")
+    return rest
+
+
+def _add_train(commands: _Commands) -> None:
+    parser = _add(commands, "train", "train a model, or go on with a run", epilog=_OVERRIDES)
+    parser.add_argument("config", help="recipe (TOML), or the folder of a run to go on with")
+    parser.add_argument(
+        "--resume",
+        metavar="auto|never|PATH",
+        help="where to start: newest complete checkpoint, anew, or this checkpoint",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the configuration and its files, print it resolved, start nothing",
+    )
+    parser.set_defaults(command=_train, takes_overrides=True)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from megadapo.config import load_config, to_toml
+    from megadapo.preflight import check_run
+
+    # Whoever names a run's folder wants to go on with it, however it was started.
+    resume = arguments.resume or ("auto" if Path(arguments.config).is_dir() else None)
+    overrides = [f"run.resume={resume}"] if resume is not None else []
+    overrides += arguments.overrides
+    config = load_config(arguments.config, overrides)
+    notes = check_run(config)
+    if arguments.dry_run:
+        print(to_toml(config), end="")
+        for note in notes:
+            print(f"megadapo: {note}", file=sys.stderr)
+        return 0
+    from megadapo.train import train
+
+    train(config)
+    return 0
+
+
+def _add_plot(commands: _Commands) -> None:
+    parser = _add(commands, "plot", "draw the curves of one run, or of several over each other")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--output", type=Path, help="PNG to write; default: plot.png in RUN")
+    parser.set_defaults(command=_plot)
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    from megadapo.observe.plot import PLOT_FILE, plot_runs
+
+    output = arguments.output or arguments.runs[0] / PLOT_FILE
+    print(plot_runs(arguments.runs, output))
+    return 0
+
+
+def _add_doctor(commands: _Commands) -> None:
+    parser = _add(commands, "doctor", "say what this machine has and what megadapo will use")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.set_defaults(command=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from megadapo.observe.doctor import doctor
+
+    return doctor(as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

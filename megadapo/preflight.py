@@ -1,0 +1,127 @@
+"""What can be found wrong with a run before any process starts: its files and the model's sizes.
+
+Nothing is downloaded: what lies on the Hub is checked where it is cached, and reported otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from megadapo.config import RunConfig
+from megadapo.data.arithmetic import SCHEME
+from megadapo.data.sources import SUFFIXES, read_rows
+from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoError
+from megadapo.trainer.config import ModelConfig, validate_model_layout
+
+_HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+
+
+def check_run(config: RunConfig) -> list[str]:
+    """Check what the configuration points at; return what could not be checked from here.
+
+    Raises an error of the first problem's kind that lists all problems.
+    """
+    problems: list[MegadapoError] = []
+    notes: list[str] = []
+    for check in (_check_model, _check_data, _check_resume):
+        try:
+            notes += check(config)
+        except MegadapoError as error:
+            problems.append(error)
+    if problems:
+        raise type(problems[0])("\n".join(str(problem) for problem in problems))
+    return notes
+
+
+def _check_model(config: RunConfig) -> list[str]:
+    hf_config = _read_hf_config(config.model)
+    if hf_config is None:
+        return [f"model.path = {config.model.path} is on the Hub and not checked"]
+    validate_model_layout(hf_config, config.trainer)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    positions = hf_config.get("max_position_embeddings")
+    if isinstance(positions, int) and longest > positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} is above the "
+            f"model's max_position_embeddings = {positions}"
+        )
+    return []
+
+
+def _read_hf_config(model: ModelConfig) -> dict[str, Any] | None:
+    """Return the model's config.json, or None where it is on the Hub only."""
+    folder = Path(model.path)
+    if folder.is_dir():
+        _check_model_folder(model, folder)
+        return _read_json(folder / "config.json")
+    if not _is_hub_name(model.path):
+        raise DataError(f"model.path = {model.path}: there is no such folder")
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(model.path, "config.json")
+    return _read_json(Path(cached)) if isinstance(cached, str) else None
+
+
+def _check_model_folder(model: ModelConfig, folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise DataError(f"model.path = {folder} has no config.json: not a Hugging Face model")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise DataError(f"model.path = {folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+    if model.init == "pretrained" and not any(folder.glob("*.safetensors")):
+        raise DataError(
+            f'model.path = {folder} has no *.safetensors; with model.init = "random" none are '
+            "needed"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"model.path: {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"model.path: {path} is not a model's configuration")
+    return content
+
+
+def _check_data(config: RunConfig) -> list[str]:
+    sources = {"data.train": config.data.train}
+    if config.data.held_out is not None:
+        sources["data.held_out"] = config.data.held_out
+    problems, notes = [], []
+    for key, source in sources.items():
+        if not source.startswith(SCHEME) and _is_hub_dataset(source):
+            notes.append(f"{key} = {source} is on the Hub and not checked")
+            continue
+        try:
+            if next(read_rows(source), None) is None:
+                problems.append(f"{key} = {source} holds no rows")
+        except DataError as error:
+            problems.append(f"{key}: {error}")
+    if problems:
+        raise DataError("\n".join(problems))
+    return notes
+
+
+def _check_resume(config: RunConfig) -> list[str]:
+    resume = config.run.resume
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        raise CheckpointError(f"run.resume = {resume}: there is no such checkpoint folder")
+    return []
+
+
+def _is_hub_name(text: str) -> bool:
+    """Whether a path that does not exist here can be meant as ORG/NAME on the Hub."""
+    return _HUB_MODEL.fullmatch(text) is not None and not Path(text).parent.is_dir()
+
+
+def _is_hub_dataset(source: str) -> bool:
+    path = Path(source).expanduser()
+    if path.exists() or path.is_absolute() or source.startswith((".", "~")):
+        return False
+    name = "/".join(source.split("@")[0].split("/")[:2])
+    return _is_hub_name(name) and not name.endswith(SUFFIXES)
