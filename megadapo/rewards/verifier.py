@@ -1,0 +1,225 @@
+"""The verdict on every response: the string rule decides, a symbolic second opinion is counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
+
+from megadapo.errors import ConfigError
+from megadapo.rewards.dapo_math import INVALID, Rule, Score, extract_answer, score
+from megadapo.rewards.symbolic import SymbolicCounts, SymbolicPool
+
+logger = logging.getLogger(__name__)
+
+MAX_LOST_SHARE = 0.02
+"""Comparisons in a batch that may be lost to time limits and crashes without a warning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """How a response is judged: the `[reward]` section."""
+
+    rule: Rule = "answer"
+    """Where the answer is looked for: the last `Answer:` line, the last boxed expression, or the
+    second where the first is missing."""
+    decide: Literal["rule", "symbolic"] = "rule"
+    """Whose verdict is the reward; with "symbolic" the rule still decides where the symbolic
+    comparison gives no verdict."""
+    symbolic: bool = True
+    """Compare every answer symbolically too, and count where the two verdicts differ."""
+    symbolic_workers: int = 2
+    """Number of processes for the symbolic comparison, one thread each."""
+    symbolic_timeout_s: float = 1.0
+    """Wall-clock limit of one symbolic comparison, in seconds; its process is killed after it."""
+    symbolic_batch_timeout_s: float = 30.0
+    """Wall-clock limit for one batch of responses, in seconds; the rest is skipped and counted."""
+    symbolic_memory_mib: int = 1024
+    """Address space of one symbolic process, in MiB."""
+
+    def __post_init__(self) -> None:
+        if self.decide == "symbolic" and not self.symbolic:
+            raise ConfigError('reward.decide = "symbolic" needs reward.symbolic = true')
+        for name in ("symbolic_workers", "symbolic_timeout_s", "symbolic_batch_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"reward.{name} = {getattr(self, name)} is not positive")
+        if self.symbolic_memory_mib < 256:
+            raise ConfigError(
+                f"reward.symbolic_memory_mib = {self.symbolic_memory_mib} is below 256, which "
+                "is what a symbolic process needs to start"
+            )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known about one response."""
+
+    reward: float
+    """+1.0 or -1.0."""
+    correct: bool
+    answer: str
+    """The answer as the rule compared it, or `[INVALID]`."""
+    symbolic_correct: bool | None
+    """The second opinion; None where there is no answer or no verdict."""
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """An answer that only one of the two opinions accepts."""
+
+    answer: str
+    """As the response wrote it."""
+    ground_truth: str
+    rule_correct: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierCounts:
+    """What has been judged since the verifier was made."""
+
+    num_scored: int = 0
+    num_unanswered: int = 0
+    """Responses without an answer where it is looked for."""
+    num_only_rule: int = 0
+    """Responses that the rule accepts and the symbolic comparison does not."""
+    num_only_symbolic: int = 0
+    """Responses that the symbolic comparison accepts and the rule does not."""
+    symbolic: SymbolicCounts = SymbolicCounts()
+
+    @property
+    def num_disagreements(self) -> int:
+        """Responses on which the two opinions differ."""
+        return self.num_only_rule + self.num_only_symbolic
+
+
+class Verifier:
+    """Judges batches of responses; safe to use from any thread.
+
+    Raises:
+        InfraError: the symbolic processes cannot be started.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._counts = VerifierCounts()
+        self._disagreements: deque[Disagreement] = deque(maxlen=100)
+        self._pool: SymbolicPool | None = None
+        if config.symbolic:
+            self._pool = SymbolicPool(
+                num_workers=config.symbolic_workers,
+                timeout_s=config.symbolic_timeout_s,
+                batch_timeout_s=config.symbolic_batch_timeout_s,
+                memory_bytes=config.symbolic_memory_mib << 20,
+            )
+
+    def __enter__(self) -> Verifier:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def counts(self) -> VerifierCounts:
+        """The counts so far, those of the symbolic processes included."""
+        if self._pool is None:
+            return self._counts
+        return dataclasses.replace(self._counts, symbolic=self._pool.counts)
+
+    @property
+    def num_disagreements(self) -> int:
+        """Responses so far on which the two opinions differ."""
+        return self._counts.num_disagreements
+
+    @property
+    def recent_disagreements(self) -> list[Disagreement]:
+        """The latest answers that only one opinion accepts, oldest first."""
+        return list(self._disagreements)
+
+    def score_batch(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Verdict]:
+        """Judge each response against its gold answer."""
+        if len(responses) != len(ground_truths):
+            raise ValueError(f"{len(responses)} responses for {len(ground_truths)} gold answers")
+        scores = [
+            score(response, gold, self._config.rule)
+            for response, gold in zip(responses, ground_truths, strict=True)
+        ]
+        opinions = self._second_opinions(responses, ground_truths)
+        self._note(responses, ground_truths, scores, opinions)
+        return [self._verdict(*both) for both in zip(scores, opinions, strict=True)]
+
+    def close(self) -> None:
+        """End the symbolic processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _second_opinions(
+        self, responses: Sequence[str], ground_truths: Sequence[str]
+    ) -> list[bool | None]:
+        if self._pool is None:
+            return [None] * len(responses)
+        answers = [extract_answer(response) for response in responses]
+        asked = {
+            i: (answer, ground_truths[i]) for i, answer in enumerate(answers) if answer is not None
+        }
+        before = self._pool.counts
+        verdicts = dict(zip(asked, self._pool.check_batch(list(asked.values())), strict=True))
+        _warn_of_losses(before, self._pool.counts, len(set(asked.values())))
+        return [verdicts.get(i) for i in range(len(responses))]
+
+    def _verdict(self, rule: Score, symbolic_correct: bool | None) -> Verdict:
+        correct = rule.correct
+        if self._config.decide == "symbolic" and symbolic_correct is not None:
+            correct = symbolic_correct
+        return Verdict(1.0 if correct else -1.0, correct, rule.answer, symbolic_correct)
+
+    def _note(
+        self,
+        responses: Sequence[str],
+        ground_truths: Sequence[str],
+        scores: Sequence[Score],
+        opinions: Sequence[bool | None],
+    ) -> None:
+        differing = [
+            Disagreement(extract_answer(response) or INVALID, gold, rule.correct)
+            for response, gold, rule, opinion in zip(
+                responses, ground_truths, scores, opinions, strict=True
+            )
+            if opinion is not None and opinion != rule.correct
+        ]
+        num_only_rule = sum(case.rule_correct for case in differing)
+        with self._lock:
+            self._disagreements.extend(differing)
+            counts = self._counts
+            self._counts = dataclasses.replace(
+                counts,
+                num_scored=counts.num_scored + len(scores),
+                num_unanswered=counts.num_unanswered + sum(s.answer == INVALID for s in scores),
+                num_only_rule=counts.num_only_rule + num_only_rule,
+                num_only_symbolic=counts.num_only_symbolic + len(differing) - num_only_rule,
+            )
+
+
+def _warn_of_losses(before: SymbolicCounts, after: SymbolicCounts, num_asked: int) -> None:
+    num_lost = _num_lost(after) - _num_lost(before)
+    if num_lost > MAX_LOST_SHARE * num_asked:
+        logger.warning(
+            "%d of %d symbolic comparisons were lost to time limits and crashes; %s",
+            num_lost,
+            num_asked,
+            after,
+        )
+
+
+def _num_lost(counts: SymbolicCounts) -> int:
+    return counts.num_timeouts + counts.num_crashes + counts.num_skipped
