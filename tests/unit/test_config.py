@@ -1,0 +1,229 @@
+"""Would catch: a recipe that is read wrongly, or a combination of sections that cannot work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megadapo.config import RunConfig, from_dict, load_config, to_dict, to_toml
+from megadapo.errors import ConfigError
+
+RECIPE = """
+[run]
+folder = "runs/x"
+num_steps = 3
+[model]
+path = "models/base"
+[data]
+train = "arithmetic:train:64"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def refused(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_importing_the_configuration_imports_nothing_heavy() -> None:
+    """--dry-run must answer at once, and on a machine without the heavy packages."""
+    heavy = ("torch", "ray", "vllm", "megatron", "transformers", "triton", "matplotlib")
+    code = f"import sys, megadapo.config; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_overrides_are_toml_values_or_bare_text(recipe: Path) -> None:
+    config = load_config(
+        recipe,
+        [
+            "--run.seed=7",
+            "--run.resume=never",
+            "run.folder=runs/a = b",
+            "--dapo.objective.dual_clip=10",
+            "--evaluation.max_problems=none",
+            '--data.held_out="arithmetic:held_out:8"',
+            "--trainer.optimizer.lr=2e-6",
+            "--trainer.sequence_parallel=true",
+            "--trainer.tensor_parallel=2",
+        ],
+    )
+    assert config.run.seed == 7
+    assert config.run.resume == "never"
+    assert config.run.folder == Path("runs/a = b")
+    assert config.dapo.objective.dual_clip == 10.0
+    assert config.evaluation.max_problems is None
+    assert config.data.held_out == "arithmetic:held_out:8"
+    assert config.trainer.optimizer.lr == 2e-6
+    assert config.trainer.sequence_parallel is True
+
+
+def test_later_override_wins(recipe: Path) -> None:
+    assert load_config(recipe, ["--run.seed=1", "--run.seed=2"]).run.seed == 2
+
+
+@pytest.mark.parametrize("text", ["--run.seed", "--seed=3", "--=3", "--run.=3", "--.seed=3", ""])
+def test_malformed_override_is_refused(recipe: Path, text: str) -> None:
+    assert "write --section.key=value" in refused(recipe, text)
+
+
+def test_override_cannot_smuggle_in_a_second_key(recipe: Path) -> None:
+    """A value with a line break must not become two assignments."""
+    config = load_config(recipe, ['--run.resume="a"\nseed = 9'])
+    assert config.run.resume == '"a"\nseed = 9'
+    assert config.run.seed == 0
+
+
+def test_override_through_a_value_is_refused(recipe: Path) -> None:
+    assert "run.seed is a value" in refused(recipe, "--run.seed=3", "--run.seed.x=1")
+
+
+def test_mistyped_override_names_file_and_key(recipe: Path) -> None:
+    message = refused(recipe, "--trainer.optimiser.lr=1e-6")
+    assert str(recipe) in message
+    assert "trainer.optimiser: unknown key; did you mean trainer.optimizer?" in message
+
+
+def test_all_wrong_sections_are_reported_together(recipe: Path) -> None:
+    message = refused(recipe, "--run.num_steps=0", "--rollout.top_p=2.0", "--reserve.x=1")
+    assert message.splitlines()[0].endswith("3 problems")
+    assert "run.num_steps" in message and "rollout.top_p" in message and "reserve" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[run\n", "not valid TOML"),
+        (b"run.seed = 1\nrun.seed = 2\n", "not valid TOML"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"extends = 3\n", "extends: expected the name"),
+        (b'extends = "nowhere.toml"\n', "cannot be read"),
+        (b'extends = "recipe.toml"\n', "leads back to this file"),
+        (b"a = " + b"[" * 20000, "not valid TOML"),
+    ],
+)
+def test_unreadable_recipe_is_one_message(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(content)
+    message = refused(path)
+    assert said in message and ".toml" in message
+
+
+def test_missing_recipe_is_one_message(tmp_path: Path) -> None:
+    assert "No such file" in refused(tmp_path / "none.toml")
+
+
+def test_byte_order_mark_is_harmless(tmp_path: Path) -> None:
+    """Editors on Windows write one; it must not become part of the first key."""
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE, encoding="utf-8-sig")
+    assert load_config(path).run.num_steps == 3
+
+
+def test_extends_lays_one_recipe_over_another(recipe: Path) -> None:
+    over = recipe.parent / "deeper" / "over.toml"
+    over.parent.mkdir()
+    over.write_text('extends = "../recipe.toml"\n[run]\nseed = 5\n[trainer.optimizer]\nlr = 3e-6\n')
+    config = load_config(over, ["--trainer.optimizer.warmup_steps=2"])
+    assert (config.run.folder, config.run.seed) == (Path("runs/x"), 5)
+    assert (config.trainer.optimizer.lr, config.trainer.optimizer.warmup_steps) == (3e-6, 2)
+
+
+def test_extends_in_a_ring_is_refused(recipe: Path) -> None:
+    (recipe.parent / "a.toml").write_text('extends = "b.toml"\n')
+    (recipe.parent / "b.toml").write_text('extends = "a.toml"\n')
+    assert "leads back to this file" in refused(recipe.parent / "a.toml")
+
+
+def test_resolved_configuration_round_trips_through_json_and_toml(recipe: Path) -> None:
+    config = load_config(recipe, ["--dapo.objective.dual_clip=3", "--oracles.logprob_abs_max=1e-4"])
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    again = recipe.parent / "again.toml"
+    again.write_text(to_toml(config))
+    assert load_config(again) == config
+
+
+def test_run_folder_stands_for_its_resolved_configuration(recipe: Path, tmp_path: Path) -> None:
+    config = load_config(recipe, ["--run.seed=11"])
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_dict(config)))
+    assert load_config(folder) == config
+    assert load_config(folder, ["--run.num_steps=9"]).run.num_steps == 9
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3", '{"run": 3}', "[" * 100000])
+def test_damaged_resolved_configuration_is_one_message(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert refused(tmp_path)
+
+
+def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
+    assert str(tmp_path / "config.json") in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["dapo.responses_per_mini_batch=24"], ["dapo.responses_per_mini_batch", "multiple"]),
+        (
+            ["dapo.responses_per_mini_batch=48"],
+            ["dapo.responses_per_mini_batch", "does not divide"],
+        ),
+        (["dapo.responses_per_mini_batch=16384"], ["= 16384 does not divide", "512 x 16 = 8192"]),
+        (
+            ["dapo.responses_per_mini_batch=16", "trainer.data_parallel=32"],
+            ["trainer.data_parallel = 32", "without a response"],
+        ),
+        (["rollout.max_response_tokens=4096"], ["dapo.overlong_buffer", "max_response_tokens"]),
+        (["evaluation.every=5"], ["evaluation.every", "data.held_out"]),
+        (["dapo.overlong_filtering=true"], ["dapo.overlong_filtering", "dapo.overlong_buffer"]),
+        (["trainer.sequence_parallel=true"], ["trainer.sequence_parallel", "tensor_parallel"]),
+        (
+            ["weights.transport=cuda_ipc", "cluster.placement=separate"],
+            ["weights.transport", "cluster.placement"],
+        ),
+        (["weights.transport=nccl"], ["weights.transport", "cluster.placement"]),
+        (
+            ["weights.transport=cuda_ipc", "cluster.device=cpu"],
+            ["weights.transport", "cluster.device"],
+        ),
+        (["run.seed=-1"], ["run.seed"]),
+        (["run.num_steps=0"], ["run.num_steps"]),
+        (["run.resume="], ["run.resume"]),
+        (["run.folder="], ["run.folder"]),
+    ],
+)
+def test_impossible_combination_names_its_keys(
+    recipe: Path, overrides: list[str], keys: list[str]
+) -> None:
+    message = refused(recipe, *overrides)
+    assert all(key in message for key in keys), message
+
+
+def test_every_key_has_a_sentence_and_a_section(recipe: Path) -> None:
+    """A key that is never explained is a key nobody dares to touch."""
+    import dataclasses
+    import inspect
+    import typing
+
+    def sections(cls: type) -> list[type]:
+        inner = [t for t in typing.get_type_hints(cls).values() if dataclasses.is_dataclass(t)]
+        return [cls, *(deeper for t in inner for deeper in sections(t))]
+
+    for section in sections(RunConfig)[1:]:
+        lines = inspect.getsource(section).splitlines()
+        for name in (f.name for f in dataclasses.fields(section)):
+            at = next(i for i, line in enumerate(lines) if line.startswith(f"    {name}:"))
+            assert lines[at + 1].startswith('    """'), f"{section.__name__}.{name}"
