@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="megadapo", description="DAPO training of reasoning models at Megatron scale."
+        prog="megadapo",
+        description="DAPO training of reasoning models at Megatron scale.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"megadapo {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
