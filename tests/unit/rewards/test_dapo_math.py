@@ -1,0 +1,177 @@
+"""DAPO's string rules against recorded verdicts of the reference scorer.
+
+dapo_math_corpus.json holds what verl's utils/reward_score/math_dapo.py said about each response:
+"answer" and "boxed" at commit 00a10a8ef (the rule of the published run, and its strict_box_verify
+option), "answer_or_boxed" at commit bf48903d9. Each is [correct, answer]; an absent boxed answer,
+None there, is written "[INVALID]".
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from megadapo.errors import DataError
+from megadapo.rewards.dapo_math import (
+    ANSWER_WINDOW,
+    MAX_GROUND_TRUTH,
+    Rule,
+    Score,
+    extract_answer,
+    normalize,
+    score,
+    validate_ground_truth,
+)
+
+RULES: tuple[Rule, ...] = ("answer", "boxed", "answer_or_boxed")
+CORPUS = json.loads(Path(__file__).with_name("dapo_math_corpus.json").read_text())
+
+
+def response_of(case: dict) -> str:
+    """Responses of a million characters are stored as a unit and how often it is repeated."""
+    stored = case["response"]
+    if isinstance(stored, str):
+        return stored
+    return stored["before"] + stored["repeat"] * stored["times"] + stored["after"]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_verdicts_are_those_of_the_reference(rule: Rule) -> None:
+    """A different verdict on any string makes rewards incomparable with published DAPO runs."""
+    wrong = []
+    for case in CORPUS:
+        correct, answer = case[rule]
+        found = score(response_of(case), case["ground_truth"], rule)
+        if found != Score(1.0 if correct else -1.0, correct, answer):
+            wrong.append((case, found))
+    assert not wrong
+
+
+def test_the_corpus_is_large_and_both_verdicts_are_in_it() -> None:
+    assert len(CORPUS) >= 300
+    for rule in RULES:
+        num_correct = sum(case[rule][0] for case in CORPUS)
+        assert 50 <= num_correct <= len(CORPUS) - 50
+    assert sum(len(response_of(case)) >= 10**6 for case in CORPUS) >= 20
+
+
+def test_no_response_takes_long() -> None:
+    """A response the policy learns to write must not hold a step up."""
+    for case in CORPUS:
+        response = response_of(case)
+        started = time.perf_counter()
+        for rule in RULES:
+            score(response, case["ground_truth"], rule)
+        assert time.perf_counter() - started < 0.5, case["kind"]
+
+
+@pytest.mark.parametrize("unit", ["\\text{", "\\boxed{", "\\overline{", "$", "frac", "a", "=", "{"])
+def test_no_gold_takes_long(unit: str) -> None:
+    gold = (unit * MAX_GROUND_TRUTH)[:MAX_GROUND_TRUTH]
+    started = time.perf_counter()
+    score("Answer: 42", gold)
+    assert time.perf_counter() - started < 1.0
+
+
+def test_a_gold_that_would_take_long_is_an_error_and_not_a_verdict() -> None:
+    with pytest.raises(DataError, match="4097 characters"):
+        score("Answer: 42", "4" * (MAX_GROUND_TRUTH + 1))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_only_the_end_of_a_response_counts(rule: Rule) -> None:
+    for case in CORPUS:
+        end = response_of(case)[-ANSWER_WINDOW:]
+        padded = "Answer: 7 \\boxed{7}\n" + "x" * 1000 + end
+        if len(end) == ANSWER_WINDOW:
+            assert score(padded, case["ground_truth"], rule) == score(
+                end, case["ground_truth"], rule
+            )
+
+
+def test_the_reward_says_nothing_but_whether_it_is_correct() -> None:
+    for case in CORPUS:
+        for rule in RULES:
+            found = score(response_of(case), case["ground_truth"], rule)
+            assert found.reward == (1.0 if found.correct else -1.0)
+
+
+def test_a_complete_answer_line_is_never_overruled_by_a_box() -> None:
+    assert not score("\\boxed{42}\nAnswer: 7", "42", "answer_or_boxed").correct
+    assert score("\\boxed{7}\nAnswer: 42", "42", "answer_or_boxed").correct
+    assert score("It is \\boxed{42}.", "42", "answer_or_boxed").correct
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("Answer: 42.", "42."),
+        ("**Answer:** 42", "** 42"),
+        ("Answer: 7\nAnswer: $x = 42$", "$x = 42$"),
+        ("so \\boxed{\\frac{1}{2}} it is", "\\frac{1}{2}"),
+        ("\\boxed{7}\nAnswer: 42", "42"),
+        ("Answer: 42" + "x" * 300, None),
+        ("\\boxed{42", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_extracted_as_it_was_written(response: str, answer: str | None) -> None:
+    assert extract_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    "gold", ["42", "-7", "0", "1,000", "\\frac{1}{2}", "0.5", "1/2", "(1, 2)", "x^2+1", "42\n", "π"]
+)
+def test_a_gold_that_can_be_matched_is_returned_unchanged(gold: str) -> None:
+    assert validate_ground_truth(gold) == gold
+
+
+@pytest.mark.parametrize(
+    ("gold", "why"),
+    [
+        (None, "not a string but NoneType"),
+        (42, "not a string but int 42"),
+        (["42"], "not a string but list"),
+        ("", "empty"),
+        (" \n", "empty"),
+        ("units", "nothing of it is left"),
+        ("$$", "nothing of it is left"),
+        ("x=", "nothing of it is left"),
+        ("[INVALID]", "nothing of it is left"),
+        ("4\n2", "would be marked wrong"),
+        ("7" * 300, "would be marked wrong"),
+        ("7" * 301, "301 characters"),
+        ("4\x002", "control characters"),
+        ("\ud8002", "not valid Unicode"),
+    ],
+)
+def test_a_gold_that_cannot_be_matched_is_refused_with_the_reason(gold: object, why: str) -> None:
+    with pytest.raises(DataError, match=why):
+        validate_ground_truth(gold)
+
+
+def test_golds_are_checked_for_the_rule_that_will_score_them() -> None:
+    # Normalisation removes the word, the boxed rule compares it.
+    assert validate_ground_truth("units", "boxed") == "units"
+    assert validate_ground_truth("}{", "answer") == "}{"
+    with pytest.raises(DataError, match="under rule 'boxed'"):
+        validate_ground_truth("}{", "boxed")
+    assert validate_ground_truth("7" * 150, "answer_or_boxed") == "7" * 150
+    with pytest.raises(DataError, match="would be marked wrong"):
+        validate_ground_truth("7" * 150, "boxed")
+
+
+def test_every_corpus_gold_that_passes_the_check_scores_its_own_answer_line() -> None:
+    num_checked = 0
+    for gold in {case["ground_truth"] for case in CORPUS}:
+        try:
+            validate_ground_truth(gold)
+        except DataError:
+            continue
+        num_checked += 1
+        assert score(f"Some work.\nAnswer: {gold}", gold).correct
+        assert normalize(gold)
+    assert num_checked > 100
