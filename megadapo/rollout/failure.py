@@ -1,0 +1,74 @@
+"""From an engine's log to one message that names the cause and what to change."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+TAIL_BYTES = 1 << 20
+
+ADVICE = (
+    (
+        r"larger than the (available KV cache memory|maximum number of tokens that can be stored)"
+        r"|No available memory for the cache blocks|KV cache is needed",
+        "raise rollout.kv_cache_gib (CPU) or rollout.gpu_memory_utilization (CUDA), or lower "
+        "rollout.max_response_tokens",
+    ),
+    (
+        r"less than (requested memory for kv|desired CPU memory)|on kv cache allocation",
+        "lower rollout.kv_cache_gib, rollout.num_engines or rollout.tensor_parallel, or free "
+        "memory on this machine",
+    ),
+    (
+        r"less than desired GPU memory utilization|out of memory|OutOfMemory",
+        "lower rollout.gpu_memory_utilization, free the GPU, or raise rollout.tensor_parallel",
+    ),
+    (
+        r"(not divisible|must be divisible) by|divisible by tensor parallel",
+        "choose a rollout.tensor_parallel that divides the model's attention heads",
+    ),
+    (
+        r"greater than the derived max_model_len|max_position_embeddings",
+        "lower data.max_prompt_tokens or rollout.max_response_tokens to what the model's "
+        "positions allow",
+    ),
+    (
+        r"Repo id must|not a valid model identifier|is not a local folder|config\.json"
+        r"|Cannot find any model weights|safetensors|Error retrieving file list",
+        "check that model.path is a complete Hugging Face folder or a name on the Hub",
+    ),
+)
+"""Patterns of causes in vLLM's words, each with what the user can change."""
+
+_ERROR_LINE = re.compile(r"\b((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception): .+)$")
+_CONSEQUENCES = (
+    "Engine core initialization failed",
+    "EngineCore encountered an issue",
+    "WorkerProc initialization failed",
+    "Worker failed with error",
+    "cancelled",
+)
+
+
+def root_cause(log: str) -> str | None:
+    """Return the last error in a log that is not the echo of another process's."""
+    found = [m.group(1).strip() for line in log.splitlines() if (m := _ERROR_LINE.search(line))]
+    causes = [line for line in found if not any(echo in line for echo in _CONSEQUENCES)]
+    return causes[-1] if causes else (found[-1] if found else None)
+
+
+def describe_failure(what: str, detail: str, log_file: Path) -> str:
+    """Say what failed, why, what to change and where the whole log is."""
+    cause = root_cause(read_tail(log_file)) or detail
+    advice = next((text for pattern, text in ADVICE if re.search(pattern, cause)), None)
+    remedy = f"; {advice}" if advice else ""
+    return f"{what}: {cause}{remedy} (log: {log_file})"
+
+
+def read_tail(path: Path) -> str:
+    """Return the end of a log file; a missing one is empty."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read().decode("utf-8", errors="replace")

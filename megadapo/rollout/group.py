@@ -1,0 +1,224 @@
+"""The driver's side of the rollout engines: start, deal out groups, update weights, shut down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megadapo.errors import InfraError, MegadapoError
+from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.engine import EngineSpec, RolloutEngine, WeightsFrom
+from megadapo.rollout.failure import describe_failure
+from megadapo.rollout.platform import EnginePlatform
+from megadapo.rollout.requests import Draw, GroupRequest, GroupResponse
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+    from megadapo.cluster import Cluster
+
+SHUTDOWN_TIMEOUT_S = 30.0
+
+
+class EngineGroup:
+    """All engines of a run. Every method either succeeds on all of them or raises InfraError."""
+
+    def __init__(self, actors: Sequence[ActorHandle], specs: Sequence[EngineSpec]) -> None:
+        self.actors = list(actors)
+        self.policy_version = 0
+        self._specs = list(specs)
+        self._config = specs[0].config
+
+    @classmethod
+    def start(
+        cls,
+        config: RolloutConfig,
+        cluster: Cluster,
+        *,
+        model: str,
+        dtype: str,
+        max_prompt_tokens: int,
+        log_folder: Path,
+        weights_from: WeightsFrom = "trainer",
+        shares_gpus: bool = True,
+    ) -> EngineGroup:
+        """Start all engines and wait until each has answered a request.
+
+        Args:
+            model: Hugging Face folder or Hub name.
+            dtype: type of weights and activations, "float32" or "bfloat16".
+            log_folder: where every engine writes its own log file.
+            weights_from: "trainer" leaves the weights random until they are published.
+            shares_gpus: whether a trainer works on the same GPUs.
+
+        Raises:
+            InfraError: an engine did not start; nothing is left running.
+        """
+        specs = [
+            EngineSpec(
+                index=index,
+                model=model,
+                dtype=dtype,
+                max_model_len=max_prompt_tokens + config.max_response_tokens,
+                weights_from=weights_from,
+                config=config,
+                platform=EnginePlatform(gpus=cluster.engine_gpus(index), shares_gpus=shares_gpus),
+                log_file=log_folder.resolve() / f"engine-{index}.log",
+            )
+            for index in range(config.num_engines)
+        ]
+        actors = [_start_actor(spec, cluster.engine_options(spec.index)) for spec in specs]
+        engines = cls(actors, specs)
+        try:
+            engines.call_all("start", timeout_s=config.start_timeout_s)
+        except BaseException:
+            engines.shutdown()
+            raise
+        return engines
+
+    def generate(self, groups: Sequence[GroupRequest], draw: Draw) -> Iterator[GroupResponse]:
+        """Yield the responses of each group as it finishes, in no promised order.
+
+        Group `key` goes to engine `key % num_engines`, so that who generates what does not depend
+        on which engine is faster.
+        """
+        shares: list[list[GroupRequest]] = [[] for _ in self.actors]
+        for group in groups:
+            shares[group.key % len(self.actors)].append(group)
+        streams = {
+            actor.generate.options(num_returns="streaming").remote(share, draw): index
+            for index, (actor, share) in enumerate(zip(self.actors, shares, strict=True))
+            if share
+        }
+        yield from self._merge(streams)
+
+    def init_weight_transfer(
+        self, init_infos: Sequence[dict[str, Any]], *, timeout_s: float
+    ) -> None:
+        """Give each engine what its weight-transfer engine needs to know once."""
+        self.collect(self.submit("init_weight_transfer", init_infos), timeout_s=timeout_s)
+
+    def start_weight_update(self, *, timeout_s: float) -> None:
+        """Begin an update on every engine; none generates until it is finished."""
+        self.call_all("start_weight_update", timeout_s=timeout_s)
+
+    def submit_update(self, update_infos: Sequence[Any]) -> list[ObjectRef]:
+        """Let engine i take update_infos[i] while the trainer sends; `collect` the results."""
+        return self.submit("update_weights", update_infos)
+
+    def finish_weight_update(self, policy_version: int, *, timeout_s: float) -> None:
+        """End the update, forget cached keys and values, and mark samples with the version."""
+        self.call_all("finish_weight_update", policy_version, timeout_s=timeout_s)
+        self.policy_version = policy_version
+
+    def reset_prefix_cache(self, *, timeout_s: float = 60.0) -> None:
+        """Forget all cached keys and values."""
+        self.call_all("reset_prefix_cache", timeout_s=timeout_s)
+
+    def sleep(self) -> None:
+        """Give GPU memory to the trainer; nothing to do where engines do not share GPUs."""
+        if self._specs[0].platform.sleeps:
+            self.call_all("sleep", timeout_s=self._config.start_timeout_s)
+
+    def wake_weights(self) -> None:
+        """Take memory for the weights; they hold nothing until they are published."""
+        self._wake("weights")
+
+    def wake_cache(self) -> None:
+        """Take memory for the key-value cache, after the weights are published."""
+        self._wake("kv_cache")
+
+    def call_all(self, method: str, *args: object, timeout_s: float) -> list[Any]:
+        """Call a method with the same arguments on every engine and wait for all."""
+        refs = [getattr(actor, method).remote(*args) for actor in self.actors]
+        return self.collect(refs, timeout_s=timeout_s)
+
+    def submit(self, method: str, arguments: Sequence[object]) -> list[ObjectRef]:
+        """Call a method on engine i with arguments[i], without waiting."""
+        return [
+            getattr(actor, method).remote(argument)
+            for actor, argument in zip(self.actors, arguments, strict=True)
+        ]
+
+    def collect(self, refs: Sequence[ObjectRef], *, timeout_s: float) -> list[Any]:
+        """Wait for one call per engine.
+
+        Raises:
+            InfraError: an engine died, failed, or did not answer within `timeout_s` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        return [
+            self._get(ref, index, max(0.0, deadline - time.monotonic()))
+            for index, ref in enumerate(refs)
+        ]
+
+    def shutdown(self) -> None:
+        """End every engine and its processes, and wait until they are gone."""
+        import ray
+        from ray.exceptions import RayError
+
+        refs = [actor.shutdown.remote() for actor in self.actors]
+        for ref in refs:
+            try:
+                ray.get(ref, timeout=SHUTDOWN_TIMEOUT_S)
+            except RayError:
+                # dead or stuck: its reaper ends what it has left when the actor is killed
+                continue
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []
+
+    def _wake(self, what: str) -> None:
+        if self._specs[0].platform.sleeps:
+            self.call_all("wake", what, timeout_s=self._config.start_timeout_s)
+
+    def _merge(self, streams: dict[Any, int]) -> Iterator[GroupResponse]:
+        """Yield from all engines' streams until each has ended."""
+        import ray
+
+        deadline = time.monotonic() + self._config.round_timeout_s
+        while streams:
+            left = max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait(list(streams), num_returns=1, timeout=left)
+            if not ready:
+                stuck = ", ".join(str(index) for index in sorted(streams.values()))
+                raise InfraError(
+                    f"rollout engine {stuck} did not finish a round within "
+                    f"{self._config.round_timeout_s:g} s (rollout.round_timeout_s)"
+                )
+            try:
+                ref = next(ready[0])
+            except StopIteration:
+                del streams[ready[0]]
+                continue
+            yield from self._get(ref, streams[ready[0]], left)
+
+    def _get(self, ref: ObjectRef, index: int, timeout_s: float) -> Any:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+        try:
+            return ray.get(ref, timeout=timeout_s)
+        except GetTimeoutError:
+            raise InfraError(self._describe(index, "did not answer in time", "")) from None
+        except RayActorError as error:
+            raise InfraError(self._describe(index, "died", str(error))) from None
+        except RayTaskError as error:
+            if isinstance(error.cause, MegadapoError):
+                raise error.cause from None
+            raise
+
+    def _describe(self, index: int, what: str, detail: str) -> str:
+        return describe_failure(
+            f"rollout engine {index} {what}", detail, self._specs[index].log_file
+        )
+
+
+def _start_actor(spec: EngineSpec, options: dict[str, Any]) -> ActorHandle:
+    import ray
+
+    actor = ray.remote(RolloutEngine).options(max_restarts=0, max_task_retries=0, **options)
+    return actor.remote(spec)

@@ -1,0 +1,70 @@
+"""What differs for an engine between CPU and CUDA: environment, engine arguments, sleeping.
+
+Imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megadapo.rollout.config import RolloutConfig
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlatform:
+    """Where one engine runs."""
+
+    gpus: tuple[int, ...]
+    """GPU numbers on the engine's node, one per rank; empty on a CPU."""
+    shares_gpus: bool
+    """Whether a trainer works on the same GPUs, so that the engine must sleep meanwhile."""
+
+    @property
+    def uses_cuda(self) -> bool:
+        return bool(self.gpus)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine gives its memory back between rollouts."""
+        return self.uses_cuda and self.shares_gpus
+
+    def environment(self, config: RolloutConfig) -> dict[str, str]:
+        """Environment variables of the engine's processes."""
+        variables = {
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            # a forked child would not carry the reaper's mark
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        }
+        if self.uses_cuda:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in self.gpus)
+            variables["VLLM_BATCH_INVARIANT"] = str(int(config.batch_invariant))
+            return variables
+        # vLLM would pin every engine's threads to the same first cores, and asks for a NUMA node
+        # per rank; unpinned threads let engines, ranks and trainer share the cores
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        variables["OMP_NUM_THREADS"] = str(config.num_threads)
+        # splitting a sequence over threads depends on what else is in the batch
+        variables["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
+        return variables
+
+    def engine_arguments(self, config: RolloutConfig, max_model_len: int) -> dict[str, Any]:
+        """Arguments of vLLM's AsyncEngineArgs that depend on the device."""
+        if self.uses_cuda:
+            return {
+                "enforce_eager": config.enforce_eager,
+                "gpu_memory_utilization": config.gpu_memory_utilization,
+                "max_num_batched_tokens": config.max_num_batched_tokens,
+                "enable_sleep_mode": self.sleeps,
+            }
+        return {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": config.kv_cache_gib * GIB,
+            # vLLM rewinds a seeded request's generator after a partial prefill, which a CPU
+            # generator cannot do: the engine would die at the first prompt that is cut
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(config.max_num_batched_tokens, max_model_len),
+        }

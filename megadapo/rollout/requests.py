@@ -1,0 +1,90 @@
+"""What the driver asks an engine for and what it gets back: plain data, one object a group."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+SEED_BITS = 63
+"""vLLM seeds are signed 64-bit integers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """The distribution that responses are drawn from."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+    """Longest response, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRequest:
+    """One prompt, asked for once per seed."""
+
+    key: int
+    """Names the group among those of a round; also decides which engine generates it."""
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """One response, as the engine gave it."""
+
+    token_ids: np.ndarray  # [n] int32, with the end-of-sequence token where there is one
+    logprobs: np.ndarray  # [n] float32, at the sampling temperature; NaN where there is none
+    finish_reason: Literal["stop", "length"]
+    text: str
+    """Decoded without special tokens."""
+    policy_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupResponse:
+    """The responses to a GroupRequest, in the order of its seeds."""
+
+    key: int
+    responses: tuple[Response, ...]
+
+
+class LogprobTable(Protocol):
+    """The log-probs of a response's positions in flat lists, as vLLM's FlatLogprobs holds them.
+
+    Position i has the entries start_indices[i] to end_indices[i] of the two other lists.
+    """
+
+    start_indices: Sequence[int]
+    end_indices: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+def sample_seed(run_seed: int, purpose: str, order: int, prompt_id: str, index: int) -> int:
+    """Return the seed of one response: a hash of what names it, the same on every machine."""
+    name = f"{run_seed}/{purpose}/{order}/{prompt_id}/{index}"
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> (64 - SEED_BITS)
+
+
+def sampled_logprobs(token_ids: Sequence[int], table: LogprobTable | None) -> np.ndarray:
+    """Return the log-prob of each sampled token, [n] float32.
+
+    A position without an entry for its token stays NaN: any number in its place would be a
+    probability that nobody measured.
+    """
+    values = np.full(len(token_ids), np.nan, dtype=np.float32)
+    if table is None:
+        return values
+    bounds = zip(token_ids, table.start_indices, table.end_indices, strict=False)
+    for position, (token, start, end) in enumerate(bounds):
+        for entry in range(start, end):
+            if table.token_ids[entry] == token and table.logprobs[entry] is not None:
+                values[position] = table.logprobs[entry]
+                break
+    return values
