@@ -1,0 +1,163 @@
+"""Loading prompts: what is dropped is counted, and what is wrong is named before a run starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megadapo.data.arithmetic import generate, write_parquet
+from megadapo.data.prompts import LoadCounts, Prompt, load_prompts, read_prompts, render
+from megadapo.errors import DataError
+from megadapo.rewards.dapo_math import validate_ground_truth
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + m.role) }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+def row(content: str, gold: object = "42", source: str = "math") -> dict:
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": content}],
+        "reward_model": {"ground_truth": gold, "style": "rule"},
+        "extra_info": {"index": "any"},
+    }
+
+
+def write_jsonl(path: Path, rows: list[object]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    return str(path)
+
+
+def read(source: str, **options) -> tuple[list[Prompt], LoadCounts]:
+    return read_prompts(source, check_gold=validate_ground_truth, **options)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, so that lengths can be counted by eye."""
+    characters = {chr(code): code for code in range(128)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(characters, unk_token="\x00"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=model)
+
+
+def test_parquet_and_jsonl_with_the_same_rows_give_the_same_prompts(tmp_path) -> None:
+    problems = generate("train", 50, seed=0)
+    write_parquet(tmp_path / "a.parquet", problems)
+    jsonl = write_jsonl(tmp_path / "a.jsonl", [problem.row() for problem in problems])
+    from_parquet, counts = read(str(tmp_path / "a.parquet"))
+    assert counts == LoadCounts(50, 0, 0, 0)
+    assert from_parquet == read(jsonl)[0] == read("arithmetic:train:50")[0]
+    assert from_parquet[0] == Prompt(
+        from_parquet[0].id, (("user", problems[0].text),), str(problems[0].answer), "arithmetic"
+    )
+
+
+def test_repeated_rows_are_dropped_and_counted_and_the_order_of_the_file_is_kept(tmp_path) -> None:
+    rows = [row(f"question {i}") for i in (3, 1, 2)] * 100
+    prompts, counts = read(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert [p.messages[0][1] for p in prompts] == ["question 3", "question 1", "question 2"]
+    assert counts == LoadCounts(300, 297, 0, 0)
+
+
+def test_ids_tell_prompts_apart_and_do_not_depend_on_the_file(tmp_path) -> None:
+    rows = [row("a"), row("b"), row("ab"), row("c", "7"), row("d", source="other")]
+    rows.append(row("a") | {"prompt": [{"role": "system", "content": "a"}]})
+    first = read(write_jsonl(tmp_path / "a.jsonl", rows))[0]
+    assert len({prompt.id for prompt in first}) == 6
+    again = read(write_jsonl(tmp_path / "b.jsonl", rows[::-1]))[0]
+    assert {(p.id, p.messages) for p in first} == {(p.id, p.messages) for p in again}
+
+
+def test_prompts_with_two_gold_answers_are_dropped_counted_and_named(tmp_path, caplog) -> None:
+    rows = [row("good"), row("bad", "1"), row("bad", "2"), row("bad", "1"), row("bad", "3")]
+    prompts, counts = read(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert [p.messages[0][1] for p in prompts] == ["good"]
+    assert counts == LoadCounts(5, 1, 1, 0)
+    assert "a.jsonl, line 3: '2', and before '1'" in caplog.text
+
+
+def test_what_was_dropped_is_logged(tmp_path, caplog) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [row("a"), row("a")])
+    with caplog.at_level(logging.INFO):
+        assert len(load_prompts(source, check_gold=validate_ground_truth)) == 1
+    assert "num_duplicates=1" in caplog.text
+
+
+def test_golds_that_cannot_be_scored_are_named_with_file_row_and_text(tmp_path) -> None:
+    rows = [row(f"question {i}", "units" if i >= 2 else "5") for i in range(10)]
+    rows[4] = row("question 4", None)
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError) as error:
+        read(str(tmp_path / "a.parquet"))
+    text = str(error.value)
+    assert "a.parquet, row 2: the gold answer 'units' cannot be scored" in text
+    assert "row 4: the gold answer is not a string but NoneType None" in text
+    assert "and 3 more" in text and "row 1:" not in text
+
+
+def test_a_bare_integer_is_a_gold_and_a_float_is_not(tmp_path) -> None:
+    assert read(write_jsonl(tmp_path / "a.jsonl", [row("a", -7)]))[0][0].ground_truth == "-7"
+    for gold in (7.0, True, ["7"], {}):
+        with pytest.raises(DataError, match="line 1: the gold answer is not a string"):
+            read(write_jsonl(tmp_path / "a.jsonl", [row("a", gold)]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"prompt": "1+1"}, "line 2: prompt is not a list of chat messages"),
+        ({"prompt": []}, "line 2: prompt is not a list of chat messages"),
+        ({"prompt": ["1+1"]}, "line 2: a chat message needs a role and a content"),
+        ({"prompt": [{"role": "user"}]}, "line 2: a chat message needs a role and a content"),
+        ({"prompt": [{"role": "user", "content": None}]}, "line 2: a chat message needs"),
+        ({"prompt": [{"role": "user", "content": "\ud800"}]}, "line 2: .* not valid Unicode"),
+        ({"reward_model": "42"}, "line 2: reward_model.ground_truth is missing"),
+        ({"reward_model": {}}, "line 2: reward_model.ground_truth is missing"),
+        ({"data_source": None}, "line 2: data_source is not a string"),
+    ],
+)
+def test_a_row_without_the_schema_is_named(tmp_path, damage: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read(write_jsonl(tmp_path / "a.jsonl", [row("fine"), row("other") | damage]))
+
+
+def test_prompts_above_the_limit_stop_the_run_or_are_dropped_as_chosen(tmp_path, tokenizer) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [row("x" * n) for n in (3, 10, 11, 12)])
+    limit = {"tokenizer": tokenizer, "max_prompt_tokens": 10}
+    prompts, counts = read(source, overlong_prompts="drop", **limit)
+    assert [len(p.messages[0][1]) for p in prompts] == [3, 10]
+    assert counts.num_overlong == 2
+    with pytest.raises(DataError, match=r"has 11 tokens; at most 10(.|\n)*overlong_prompts"):
+        read(source, **limit)
+    with pytest.raises(DataError, match="no prompt that can be used"):
+        read(source, overlong_prompts="drop", tokenizer=tokenizer, max_prompt_tokens=2)
+
+
+def test_render_without_a_template_is_the_plain_text(tokenizer) -> None:
+    prompt = Prompt("id", (("system", "Add."), ("user", "1+2=?")), "3", "test")
+    assert render(prompt, tokenizer) == [ord(char) for char in "Add.1+2=?"]
+    assert len(render(prompt, tokenizer, max_prompt_tokens=9)) == 9
+    with pytest.raises(DataError, match="has 9 tokens; at most 8"):
+        render(prompt, tokenizer, max_prompt_tokens=8)
+    with pytest.raises(DataError, match="has no tokens"):
+        render(Prompt("id", (("user", ""),), "3", "test"), tokenizer)
+
+
+def test_render_with_a_template_ends_where_the_answer_begins(tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATE)
+    prompt = Prompt("id", (("system", "Add."), ("user", "1+2=?")), "3", "test")
+    assert render(prompt, tokenizer) == [ord(char) for char in "<system>Add.<user>1+2=?>"]
+    with pytest.raises(DataError, match="does not suit .*: unknown role judge"):
+        render(Prompt("id", (("judge", "1+2=?"),), "3", "test"), tokenizer)

@@ -1,0 +1,208 @@
+"""Where rows come from: every way a source can be missing or damaged ends in one clear message."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megadapo.data.arithmetic import generate, write_parquet
+from megadapo.data.config import DataConfig
+from megadapo.data.sources import read_rows
+from megadapo.errors import ConfigError, DataError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def num_rows(source: object) -> int:
+    return sum(1 for _ in read_rows(str(source)))
+
+
+def test_a_folder_gives_the_rows_of_all_its_files_in_order(tmp_path) -> None:
+    problems = generate("train", 30, seed=0)
+    (tmp_path / "part").mkdir()
+    write_parquet(tmp_path / "part" / "b.parquet", problems[10:20])
+    write_parquet(tmp_path / "a.parquet", problems[:10])
+    lines = [json.dumps(problem.row()) for problem in problems[20:]]
+    (tmp_path / "z.jsonl").write_text("\n\n".join(lines) + "\n  \n")
+    (tmp_path / "README.md").write_text("not data")
+    rows = list(read_rows(str(tmp_path)))
+    assert [r.columns["prompt"][0]["content"] for r in rows] == [p.text for p in problems]
+    assert rows[12].place == f"{tmp_path}/part/b.parquet, row 2"
+    assert rows[21].place == f"{tmp_path}/z.jsonl, line 3"
+
+
+def test_a_folder_with_several_splits_is_not_read_as_one(tmp_path) -> None:
+    for name in ("train-0.parquet", "train-1.parquet", "test-0.parquet"):
+        write_parquet(tmp_path / name, generate("train", 2, seed=0))
+    with pytest.raises(DataError, match="holds the splits train, test; name the file"):
+        num_rows(tmp_path)
+    assert num_rows(tmp_path / "test-0.parquet") == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("missing.parquet", "there is no file or folder missing.parquet"),
+        ("data/missing.jsonl", "there is no file or folder data/missing.jsonl"),
+        ("./org/name", "there is no file or folder ./org/name"),
+        ("/nowhere/at/all", "there is no file or folder /nowhere/at/all"),
+        ("not a source", "there is no file or folder not a source"),
+        ("", "there is no file or folder|holds no"),
+    ],
+)
+def test_a_missing_source_is_named(tmp_path, monkeypatch, source: str, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=message):
+        num_rows(source)
+
+
+def test_files_that_are_not_data_are_refused(tmp_path) -> None:
+    (tmp_path / "a.csv").write_text("a,b\n")
+    with pytest.raises(DataError, match=r"neither a .parquet nor a .jsonl file"):
+        num_rows(tmp_path / "a.csv")
+    with pytest.raises(DataError, match=r"holds no .parquet or .jsonl file"):
+        num_rows(tmp_path)
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path) -> None:
+    write_parquet(tmp_path / "a.parquet", generate("train", 100, seed=0))
+    whole = (tmp_path / "a.parquet").read_bytes()
+    middle = bytearray(whole)
+    middle[20:200] = b"\xff" * 180
+    for damaged in (b"", b"PAR1", whole[:-20], whole[100:], bytes(middle)):
+        (tmp_path / "a.parquet").write_bytes(damaged)
+        with pytest.raises(DataError, match=r"a\.parquet cannot be read as parquet"):
+            num_rows(tmp_path / "a.parquet")
+
+
+def test_missing_columns_are_named_beside_those_that_are_there(tmp_path) -> None:
+    pq.write_table(pa.table({"question": ["1+1"], "prompt": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="no column data_source, reward_model; it has question, pr"):
+        num_rows(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{", b"not json", b"\xff\xfe", b'{"a": 1} {"b": 2}', b"[" * 100_000, b"[1]", b"null", b'"x"'],
+)
+def test_a_damaged_line_is_named(tmp_path, line: bytes) -> None:
+    good = json.dumps(generate("train", 1, seed=0)[0].row()).encode()
+    (tmp_path / "a.jsonl").write_bytes(good + b"\n" + line + b"\n")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: not"):
+        num_rows(tmp_path / "a.jsonl")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hub's protocol as fetching a dataset takes."""
+
+    files: dict[str, bytes]
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/api/datasets/org/sums/revision/"):
+            names = [{"rfilename": name} for name in self.files]
+            self._reply(json.dumps({"id": "org/sums", "sha": COMMIT, "siblings": names}).encode())
+        elif self.path.startswith("/api/datasets/org/sums/tree/"):
+            entries = [
+                {"type": "file", "path": name, "size": len(body), "oid": digest(body)}
+                for name, body in self.files.items()
+            ]
+            self._reply(json.dumps(entries).encode())
+        elif self.path.split("/resolve/")[0] == "/datasets/org/sums":
+            self._reply(self.files[self.path.split("/resolve/")[1].split("/", 1)[1]])
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    def _reply(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{digest(body)}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Keep the test's output clean."""
+
+
+def digest(body: bytes) -> str:
+    return hashlib.sha1(body).hexdigest()
+
+
+@pytest.fixture
+def hub(tmp_path) -> Iterator[str]:
+    """A Hub on loopback with one dataset, org/sums: two folders of one parquet file each."""
+    files = {"README.md": b"# sums"}
+    for num, name in ((3, "small/sums.parquet"), (5, "large/sums.parquet")):
+        write_parquet(tmp_path / "file.parquet", generate("train", num, seed=0))
+        files[name] = (tmp_path / "file.parquet").read_bytes()
+    handler = type("HubWithFiles", (Hub,), {"files": files})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def read_from_hub(endpoint: str, cache: Path, source: str) -> str:
+    """Read in a fresh process: huggingface_hub reads its settings once, when it is imported."""
+    program = (
+        "import sys\n"
+        "from megadapo.data.sources import read_rows\n"
+        "from megadapo.errors import DataError\n"
+        "try:\n    print(sum(1 for _ in read_rows(sys.argv[1])))\n"
+        "except DataError as error:\n    print(error)\n"
+    )
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "*"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", program, source]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_hub_name_gives_the_whole_dataset_a_folder_or_a_file_of_it(hub: str, tmp_path) -> None:
+    cache = tmp_path / "cache"
+    assert read_from_hub(hub, cache, "org/sums") == "8"
+    assert read_from_hub(hub, cache, "org/sums/large") == "5"
+    assert read_from_hub(hub, cache, f"org/sums@{COMMIT}/small/sums.parquet") == "3"
+    assert "has no file or folder medium" in read_from_hub(hub, cache, "org/sums/medium")
+
+
+def test_a_hub_that_does_not_know_the_name_or_is_not_there_is_said_so(hub: str, tmp_path) -> None:
+    cache = tmp_path / "cache"
+    unknown = read_from_hub(hub, cache, "org/other")
+    assert "org/other is no local file or folder, and the Hub dataset org/other" in unknown
+    refused = read_from_hub("http://127.0.0.1:9", cache, "org/sums")
+    assert "org/sums is no local file or folder, and the Hub dataset org/sums" in refused
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key"),
+    [
+        ({"train": " "}, "data.train"),
+        ({"held_out": ""}, "data.held_out"),
+        ({"max_prompt_tokens": 0}, "data.max_prompt_tokens"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_key(wrong: dict, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        DataConfig(**({"train": "arithmetic:train:8"} | wrong))
