@@ -144,8 +144,9 @@ def _clip(axes: Axes, run: _Run, colour: str) -> None:
 
 def _parity(axes: Axes, run: _Run, colour: str) -> None:
     axes.set_title("Trainer vs engine |log-prob gap| (nats)")
-    axes.set_yscale("log")
-    # Exact agreement is 0, which a logarithmic axis leaves out: the gap in the line shows it.
+    if any(value > 0 for value in run.series("parity/logprob_abs_max")[1]):
+        # Exact agreement is 0, which a logarithmic axis leaves out: a gap in the line shows it.
+        axes.set_yscale("log")
     _line(axes, run, "parity/logprob_abs_max", colour, "largest")
     _line(axes, run, "parity/logprob_abs_mean", colour, "mean", linestyle="--")
 

@@ -1,0 +1,60 @@
+"""A recorded run of a few steps, for the tests of what is made from one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megadapo.observe.metrics import METRIC_NAMES, EvaluationRecord, MetricsLog
+
+RecordRun = Callable[..., Path]
+
+
+@pytest.fixture
+def record_run() -> RecordRun:
+    """Give the function that writes a run into a folder."""
+    return _record_run
+
+
+def _record_run(folder: Path, *, num_steps: int, evaluations: bool = True) -> Path:
+    """Write a run whose accuracy, length and costs follow simple rules of the step number."""
+    with MetricsLog(folder, tensorboard=False) as log:
+        for step in range(num_steps + 1):
+            accuracy = step / (num_steps + 1)
+            if evaluations:
+                log.record_evaluation(
+                    EvaluationRecord(
+                        step=step,
+                        policy_version=step,
+                        accuracy=accuracy,
+                        standard_error=0.02,
+                        num_problems=64,
+                        samples_per_problem=8,
+                        response_length=16.0 + step,
+                    )
+                )
+            if step:
+                values: dict[str, int | float | None] = dict.fromkeys(METRIC_NAMES, 0.5)
+                log.record(
+                    values
+                    | {
+                        "step": step,
+                        "policy_version": step,
+                        "accuracy/mean": accuracy,
+                        "reward/mean": 2 * accuracy - 1,
+                        "response_length/mean": 10.0 * step,
+                        "time/step_s": 2.0,
+                        "tokens/generated": 1000,
+                        "tokens/trained": 700,
+                        "tokens_per_s": 500.0,
+                        "groups/sampled": 40,
+                        "groups/kept": 32,
+                        "policy/ratio_first_max_error": 0.0,
+                        "parity/logprob_abs_max": 1e-6 * step,
+                        "parity/logprob_abs_mean": 0.0,
+                        "eval/accuracy": accuracy,
+                    }
+                )
+    return folder

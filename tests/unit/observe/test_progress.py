@@ -1,0 +1,130 @@
+"""Would catch: a log that a program cannot read, or a display that breaks a run."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megadapo.observe.metrics import METRIC_NAMES, MetricRecord, read_evaluations, read_metrics
+from megadapo.observe.progress import LINE_FIELDS, RunDisplay, sparkline, step_line
+
+RecordRun = Callable[..., Path]
+
+
+def record(**values: int | float | None) -> MetricRecord:
+    base: MetricRecord = dict.fromkeys(METRIC_NAMES)
+    return base | {"step": 3, "policy_version": 2} | values
+
+
+def console(*, terminal: bool, width: int = 40) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=width), out
+
+
+def test_step_line_has_the_same_fields_in_the_same_order_whatever_was_measured() -> None:
+    full = record(**dict.fromkeys((name for _, name, _ in LINE_FIELDS), 1.5))
+    lines = [
+        step_line(r, num_steps=9, eta_s=eta)
+        for r, eta in ((full, 61.4), (record(), None), (record(**{"policy/loss": math.nan}), 0.0))
+    ]
+    names = [[pair.split("=")[0] for pair in line.split(" ")] for line in lines]
+    assert names[0] == names[1] == names[2]
+    assert all(re.fullmatch(r"\S+=\S+( \S+=\S+)*", line) for line in lines)
+    assert lines[0].startswith("step=3/9 policy_version=2 accuracy=1.5000 ")
+    assert lines[0].endswith("eta=0:01:01") and lines[1].endswith("eta=-")
+    assert "loss=nan" in lines[2]
+
+
+def test_without_a_terminal_there_is_one_line_a_step_however_narrow(
+    tmp_path: Path, record_run: RecordRun
+) -> None:
+    """Lines wrapped at 80 columns cannot be read by a program."""
+    run = record_run(tmp_path / "run", num_steps=3)
+    plain, out = console(terminal=False)
+    with RunDisplay(tmp_path, num_steps=3, console=plain) as display:
+        for r in read_metrics(run):
+            display.phase("rollout")
+            display.step(r)
+        display.evaluation(read_evaluations(run)[-1])
+        display.note("skipped [step-3]: damaged\nsecond line")
+    printed = out.getvalue().splitlines()
+    assert [line.split(" ")[0] for line in printed] == [
+        "step=1/3",
+        "step=2/3",
+        "step=3/3",
+        "evaluation",
+        "skipped",
+        "second",
+    ]
+    assert printed[4] == "skipped [step-3]: damaged"
+    log = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.split(" ", 1)[1] for line in log] == printed
+    assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d ", line) for line in log)
+
+
+def test_terminal_shows_phase_step_curves_and_eta(tmp_path: Path, record_run: RecordRun) -> None:
+    run = record_run(tmp_path / "run", num_steps=20)
+    wide, out = console(terminal=True, width=110)
+    with RunDisplay(tmp_path, num_steps=40, console=wide) as display:
+        display.restore(read_metrics(run)[:-1], read_evaluations(run))
+        display.phase("train")
+        display.step(read_metrics(run)[-1])
+        display.note("noted [red]")
+    shown = out.getvalue()
+    for text in ("step 20/40", "train", "500 tokens/s", "ETA 0:00:40", "± 0.020", "noted [red]"):
+        assert text in shown
+    # The panel takes the place of the lines; log.txt has them all the same.
+    assert "step=20/40" not in shown
+    assert "step=20/40" in (tmp_path / "log.txt").read_text()
+
+
+def test_terminal_display_survives_the_start_and_nothing_measured(tmp_path: Path) -> None:
+    narrow, out = console(terminal=True, width=20)
+    with RunDisplay(tmp_path, num_steps=2, console=narrow) as display:
+        assert display.eta_s() is None
+        display.step(record(**{"policy/entropy": math.nan, "accuracy/mean": math.inf}))
+    assert out.getvalue()
+
+
+def test_log_is_appended_to_when_a_run_goes_on(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        with RunDisplay(tmp_path, num_steps=1, console=console(terminal=False)[0]) as display:
+            display.note(text)
+    assert [line.split()[-1] for line in (tmp_path / "log.txt").read_text().splitlines()] == [
+        "first",
+        "second",
+    ]
+
+
+def test_time_to_go_follows_the_recent_steps(tmp_path: Path) -> None:
+    """Steps get longer as responses do; the average of the whole run would be too hopeful."""
+    display = RunDisplay(tmp_path, num_steps=40, console=console(terminal=False)[0])
+    for step in range(1, 31):
+        display.step(record(**{"step": step, "time/step_s": 1.0 if step <= 20 else 9.0}))
+    assert display.eta_s() == pytest.approx(90.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "curve"),
+    [
+        ([], ""),
+        ([math.nan, math.inf], ""),
+        ([3.0], "▁"),
+        ([1.0, 1.0], "▁▁"),
+        ([0.0, math.nan, 1.0], "▁█"),
+        ([-5, 5, 0], "▁█▅"),
+    ],
+)
+def test_sparkline(values: list[float], curve: str) -> None:
+    assert sparkline(values) == curve
+
+
+def test_sparkline_of_a_long_run_fits_and_keeps_its_shape() -> None:
+    curve = sparkline([float(i) for i in range(1001)], width=8)
+    assert curve == "▁▂▃▄▅▆▇█"
