@@ -18,6 +18,7 @@ from megadapo.data.config import DataConfig
 from megadapo.errors import ConfigError
 from megadapo.observe.oracles import OracleConfig
 from megadapo.recipe import read_table
+from megadapo.rewards.verifier import RewardConfig
 from megadapo.rollout.config import EvaluationConfig, RolloutConfig, SamplingConfig
 from megadapo.schema import build, to_dict, to_toml
 from megadapo.trainer.config import ModelConfig, TrainerConfig
@@ -55,6 +56,7 @@ class RunConfig:
     run: RunSection
     model: ModelConfig
     data: DataConfig
+    reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
