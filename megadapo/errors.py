@@ -21,6 +21,12 @@ class DataError(MegadapoError):
     exit_code = 3
 
 
+class SamplingError(MegadapoError):
+    """Too few groups have both right and wrong responses, so that no batch can be filled."""
+
+    exit_code = 3
+
+
 class WeightError(MegadapoError):
     """A weight is missing, unknown, or does not have the shape its layout says."""
 

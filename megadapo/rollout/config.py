@@ -74,7 +74,7 @@ class SamplingConfig:
     on_shortfall: Literal["train", "stop"] = "train"
     """At that bound: train on the groups found, if there are any, or stop with a message."""
     reserve_limit: int | None = None
-    """Surplus groups kept for the next step, the oldest first; none: prompts_per_step."""
+    """Surplus groups kept for the next step; none: half of prompts_per_step."""
 
     def __post_init__(self) -> None:
         _at_least("sampling", self, 1, "prompts_per_step")
@@ -82,13 +82,17 @@ class SamplingConfig:
         _at_least("sampling", self, 1.0, "oversampling", "max_asked_per_prompt")
         if self.on_shortfall not in ("train", "stop"):
             raise ConfigError(f'sampling.on_shortfall = {self.on_shortfall!r}: "train" or "stop"')
-        if self.reserve_limit is not None and self.reserve_limit < 0:
-            raise ConfigError("sampling.reserve_limit must not be negative")
+        if self.reserve_limit is not None and not 0 <= self.reserve_limit < self.prompts_per_step:
+            raise ConfigError(
+                f"sampling.reserve_limit = {self.reserve_limit} must be at least 0 and below "
+                f"sampling.prompts_per_step = {self.prompts_per_step}: a step made of reserved "
+                "groups alone would train on nothing the current policy wrote"
+            )
 
     @property
     def reserve_size(self) -> int:
         """Largest number of groups in the reserve."""
-        return self.prompts_per_step if self.reserve_limit is None else self.reserve_limit
+        return self.prompts_per_step // 2 if self.reserve_limit is None else self.reserve_limit
 
     @property
     def max_asked_per_step(self) -> int:

@@ -164,7 +164,8 @@ class RolloutEngine:
     async def _submit_all(
         self, llm: AsyncLLM, groups: Sequence[GroupRequest], draw: Draw
     ) -> list[asyncio.Task[GroupResponse]]:
-        await llm.pause_generation(mode="keep", clear_cache=False)
+        # also forgets cached prefixes: what is cached must not depend on earlier rounds
+        await llm.pause_generation(mode="keep", clear_cache=True)
         try:
             waiting = [
                 [await self._submit(llm, group.prompt_ids, seed, draw) for seed in group.seeds]

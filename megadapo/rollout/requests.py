@@ -65,11 +65,13 @@ class LogprobTable(Protocol):
     logprobs: Sequence[float]
 
 
-def sample_seed(run_seed: int, purpose: str, order: int, prompt_id: str, index: int) -> int:
-    """Return the seed of one response: a hash of what names it, the same on every machine."""
-    name = f"{run_seed}/{purpose}/{order}/{prompt_id}/{index}"
-    digest = hashlib.sha256(name.encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> (64 - SEED_BITS)
+def response_seeds(num_responses: int, *parts: str | int) -> tuple[int, ...]:
+    """Return the seeds of a group: hashes of what names each response, the same everywhere."""
+    name = "/".join(str(part) for part in parts)
+    digests = [
+        hashlib.sha256(f"{name}/{index}".encode()).digest() for index in range(num_responses)
+    ]
+    return tuple(int.from_bytes(digest[:8], "little") >> (64 - SEED_BITS) for digest in digests)
 
 
 def sampled_logprobs(token_ids: Sequence[int], table: LogprobTable | None) -> np.ndarray:

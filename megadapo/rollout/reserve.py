@@ -1,0 +1,116 @@
+"""The reserve: groups that teach and were one too many, kept for the next step and saved."""
+
+from __future__ import annotations
+
+import base64
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megadapo.data.batch import Group, Sample
+from megadapo.data.prompts import Prompt
+from megadapo.errors import CheckpointError
+
+
+class Reserve:
+    """A bounded queue: what was asked for first is used first."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._groups: deque[Group] = deque()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def take(self, num_groups: int) -> list[Group]:
+        """Take up to so many groups, the oldest first."""
+        return [self._groups.popleft() for _ in range(min(num_groups, len(self._groups)))]
+
+    def put(self, groups: Sequence[Group]) -> int:
+        """Keep as many of the groups as there is room for and return their number."""
+        kept = groups[: max(0, self._limit - len(self._groups))]
+        self._groups.extend(kept)
+        return len(kept)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return all groups, as JSON can hold them."""
+        return [encode_group(group) for group in self._groups]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the contents; a limit that is smaller now keeps the oldest.
+
+        Raises:
+            CheckpointError: the state is damaged.
+        """
+        try:
+            groups = [decode_group(entry) for entry in state]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the saved reserve of groups is damaged: {error!r}") from error
+        self._groups = deque(groups[: self._limit])
+
+
+def encode_group(group: Group) -> dict[str, Any]:
+    """Return a group as JSON values; its numbers stay exact."""
+    return {
+        "order": group.order,
+        "prompt": {
+            "id": group.prompt.id,
+            "messages": [list(message) for message in group.prompt.messages],
+            "ground_truth": group.prompt.ground_truth,
+            "data_source": group.prompt.data_source,
+        },
+        "prompt_ids": _pack(group.samples[0].prompt_ids, "<i4"),
+        "samples": [_encode_sample(sample) for sample in group.samples],
+        "rewards": list(group.rewards),
+        "correct": list(group.correct),
+    }
+
+
+def decode_group(entry: Mapping[str, Any]) -> Group:
+    """Return the group that `encode_group` was given."""
+    prompt = entry["prompt"]
+    prompt_ids = tuple(_unpack(entry["prompt_ids"], "<i4"))
+    return Group(
+        order=entry["order"],
+        prompt=Prompt(
+            id=prompt["id"],
+            messages=tuple((role, content) for role, content in prompt["messages"]),
+            ground_truth=prompt["ground_truth"],
+            data_source=prompt["data_source"],
+        ),
+        samples=tuple(_decode_sample(sample, prompt_ids) for sample in entry["samples"]),
+        rewards=tuple(entry["rewards"]),
+        correct=tuple(entry["correct"]),
+    )
+
+
+def _encode_sample(sample: Sample) -> dict[str, Any]:
+    return {
+        "response_ids": _pack(sample.response_ids, "<i4"),
+        "logprobs": _pack(sample.logprobs_rollout, "<f4"),
+        "finish_reason": sample.finish_reason,
+        "policy_version": sample.policy_version,
+        "text": sample.text,
+    }
+
+
+def _decode_sample(entry: Mapping[str, Any], prompt_ids: tuple[int, ...]) -> Sample:
+    return Sample(
+        prompt_ids=prompt_ids,
+        response_ids=tuple(_unpack(entry["response_ids"], "<i4")),
+        logprobs_rollout=tuple(_unpack(entry["logprobs"], "<f4")),
+        finish_reason=entry["finish_reason"],
+        policy_version=entry["policy_version"],
+        text=entry["text"],
+    )
+
+
+def _pack(values: Sequence[int] | Sequence[float], kind: str) -> str:
+    """Numbers as base64: exact, NaN included, and a quarter of their size as decimal text."""
+    return base64.b64encode(np.array(values, dtype=kind).tobytes()).decode()
+
+
+def _unpack(text: str, kind: str) -> list[Any]:
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype=kind).tolist()

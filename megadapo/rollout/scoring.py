@@ -1,0 +1,102 @@
+"""One round of rollouts: generate groups and score each one while the others still run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from megadapo.data.prompts import Prompt
+from megadapo.rewards.verifier import Verdict
+from megadapo.rollout.requests import Draw, GroupRequest, GroupResponse
+
+T = TypeVar("T")
+
+
+class Engines(Protocol):
+    """What a round needs of the engines; EngineGroup is one."""
+
+    def generate(self, groups: Sequence[GroupRequest], draw: Draw) -> Iterator[GroupResponse]: ...
+
+
+class Judge(Protocol):
+    """What a round needs of the verifier; rewards.verifier.Verifier is one."""
+
+    def score_batch(
+        self, responses: Sequence[str], ground_truths: Sequence[str]
+    ) -> list[Verdict]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One prompt of a round, as the model and as the scorer see it."""
+
+    key: int
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    """One per response."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundResult(Generic[T]):
+    """What became of a round."""
+
+    results: list[T]
+    """One per question, in the order of their keys."""
+    reward_seconds: float
+    """Time spent scoring; most of it passes while responses are still generated."""
+
+
+def run_round(
+    engines: Engines,
+    judge: Judge,
+    questions: Sequence[Question],
+    draw: Draw,
+    combine: Callable[[Question, GroupResponse, list[Verdict]], T],
+) -> RoundResult[T]:
+    """Ask every question once per seed, and combine responses and verdicts of each.
+
+    `combine` makes the result of one question and is called in another thread.
+    """
+    by_key = {question.key: question for question in questions}
+    requests = [
+        GroupRequest(key=question.key, prompt_ids=question.prompt_ids, seeds=question.seeds)
+        for question in questions
+    ]
+    scorer = _Scorer(judge, by_key, combine)
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scoring")
+    try:
+        futures = {
+            response.key: executor.submit(scorer.score, response)
+            for response in engines.generate(requests, draw)
+        }
+        results = [futures[key].result() for key in sorted(by_key)]
+    finally:
+        executor.shutdown(cancel_futures=True)
+    return RoundResult(results=results, reward_seconds=scorer.seconds)
+
+
+class _Scorer(Generic[T]):
+    """Scores groups one after the other and adds up the time."""
+
+    def __init__(
+        self,
+        judge: Judge,
+        questions: Mapping[int, Question],
+        combine: Callable[[Question, GroupResponse, list[Verdict]], T],
+    ) -> None:
+        self.seconds = 0.0
+        self._judge = judge
+        self._questions = questions
+        self._combine = combine
+
+    def score(self, response: GroupResponse) -> T:
+        start = time.perf_counter()
+        question = self._questions[response.key]
+        texts = [sample.text for sample in response.responses]
+        verdicts = self._judge.score_batch(texts, [question.prompt.ground_truth] * len(texts))
+        self.seconds += time.perf_counter() - start
+        return self._combine(question, response, verdicts)

@@ -1,0 +1,89 @@
+"""Dynamic sampling as arithmetic: how many groups to ask for, and what to say when too few teach.
+
+No engines, no clocks: what is asked for next depends on what earlier rounds returned alone, so a
+resumed run asks for the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megadapo.data.batch import Group
+
+MAX_ASKED_PER_NEEDED = 4
+"""A round asks for at most so many groups per missing one, so that one unlucky round does not
+spend the whole step's bound on the next."""
+
+MEMORY = 0.5
+"""Weight that each round keeps in the yield when a newer one comes in."""
+
+
+class YieldEstimate:
+    """Share of groups that teach, over the latest rounds."""
+
+    def __init__(self) -> None:
+        self._asked = 0.0
+        self._teaching = 0.0
+
+    @property
+    def value(self) -> float:
+        """In (0, 1]; 1 before the first round."""
+        return (self._teaching + 1.0) / (self._asked + 1.0)
+
+    def update(self, num_asked: int, num_teaching: int) -> None:
+        """Take in one round."""
+        self._asked = MEMORY * self._asked + num_asked
+        self._teaching = MEMORY * self._teaching + num_teaching
+
+    def state_dict(self) -> dict[str, float]:
+        return {"asked": self._asked, "teaching": self._teaching}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._asked = float(state["asked"])
+        self._teaching = float(state["teaching"])
+
+
+def round_size(
+    num_missing: int, expected_yield: float, *, oversampling: float, num_allowed: int
+) -> int:
+    """Return how many groups to ask for so that `num_missing` of them should teach.
+
+    Args:
+        num_missing: groups the batch still lacks, at least 1.
+        expected_yield: share of groups that should teach, in (0, 1].
+        oversampling: margin above the expected need, at least 1.
+        num_allowed: groups that may still be asked for in this step.
+    """
+    wanted = math.ceil(num_missing * oversampling / expected_yield)
+    return min(wanted, MAX_ASKED_PER_NEEDED * num_missing, num_allowed)
+
+
+def accuracy_histogram(groups: Iterable[Group]) -> Counter[int]:
+    """Count groups by their number of correct responses."""
+    return Counter(sum(group.correct) for group in groups)
+
+
+def describe_shortfall(
+    num_found: int, num_needed: int, histogram: Mapping[int, int], num_responses: int
+) -> str:
+    """Say that too few groups teach, with the accuracies that were seen and what to do."""
+    num_asked = sum(histogram.values())
+    num_wrong = histogram.get(0, 0)
+    num_right = histogram.get(num_responses, 0)
+    bars = "\n".join(
+        f"  {correct:>3} of {num_responses} right: {count} groups"
+        for correct, count in sorted(histogram.items())
+    )
+    advice = (
+        "the problems are too hard for the model, or its answers miss the format the scorer reads"
+        if num_wrong >= num_right
+        else "the problems are too easy for the model: use harder ones"
+    )
+    return (
+        f"only {num_found} of {num_needed} groups for the batch after asking for {num_asked}: "
+        f"{num_wrong} were all wrong, {num_right} all right\n{bars}\n{advice}; or raise "
+        "sampling.responses_per_prompt or sampling.max_asked_per_prompt"
+    )
