@@ -68,7 +68,13 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
-        checks = (_check_mini_batches, _check_lengths, _check_evaluation, _check_transport)
+        checks = (
+            _check_mini_batches,
+            _check_lengths,
+            _check_evaluation,
+            _check_reference,
+            _check_transport,
+        )
         problems = [problem for check in checks for problem in check(self)]
         if problems:
             raise ConfigError("\n".join(problems))
@@ -135,6 +141,14 @@ def _check_evaluation(config: RunConfig) -> Iterator[str]:
         yield (
             f"evaluation.every = {config.evaluation.every} needs problems: set data.held_out, or "
             "evaluation.every = 0"
+        )
+
+
+def _check_reference(config: RunConfig) -> Iterator[str]:
+    if config.dapo.objective.kl_coef > 0:
+        yield (
+            f"dapo.objective.kl_coef = {config.dapo.objective.kl_coef} needs log-probs of a "
+            "reference model, and training keeps none: set it to 0, as DAPO does"
         )
 
 

@@ -6,6 +6,7 @@ Nothing is downloaded: what lies on the Hub is checked where it is cached, and r
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def check_run(config: RunConfig) -> list[str]:
     """
     problems: list[MegadapoError] = []
     notes: list[str] = []
-    for check in (_check_model, _check_data, _check_resume):
+    for check in (_check_folder, _check_model, _check_data, _check_resume):
         try:
             notes += check(config)
         except MegadapoError as error:
@@ -35,6 +36,16 @@ def check_run(config: RunConfig) -> list[str]:
     if problems:
         raise type(problems[0])("\n".join(str(problem) for problem in problems))
     return notes
+
+
+def _check_folder(config: RunConfig) -> list[str]:
+    folder = config.run.folder.absolute()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"run.folder = {config.run.folder}: {nearest} is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.folder = {config.run.folder}: {nearest} cannot be written to")
+    return []
 
 
 def _check_model(config: RunConfig) -> list[str]:

@@ -6,6 +6,7 @@ line a step, always the same fields in the same order, so that it can be read by
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from datetime import datetime, timedelta
@@ -75,8 +76,14 @@ def evaluation_line(evaluation: EvaluationRecord) -> str:
     )
 
 
+_LOGGER = logging.getLogger("megadapo")
+
+
 class RunDisplay:
-    """Shows a run on the console and writes `log.txt`. Use as a context manager."""
+    """Shows a run on the console and writes `log.txt`. Use as a context manager.
+
+    While it is open, what the package logs goes to `log.txt`, warnings also to the console.
+    """
 
     def __init__(
         self,
@@ -96,8 +103,11 @@ class RunDisplay:
         self._phase = "start"
         self._phase_since = time.monotonic()
         self._live: Live | None = None
+        self._handler = _DisplayHandler(self)
 
     def __enter__(self) -> Self:
+        _LOGGER.addHandler(self._handler)
+        _LOGGER.setLevel(logging.INFO)
         if self._console.is_terminal:
             self._live = Live(
                 console=self._console, get_renderable=self._render, refresh_per_second=4
@@ -114,6 +124,7 @@ class RunDisplay:
         if self._live is not None:
             self._live.stop()
             self._live = None
+        _LOGGER.removeHandler(self._handler)
         self._log.close()
 
     @property
@@ -137,18 +148,25 @@ class RunDisplay:
         """Show a finished step."""
         self._records.append(record)
         line = step_line(record, num_steps=self._num_steps, eta_s=self.eta_s())
-        self._write(line, on_terminal=False)
+        self.write(line, console=not self._console.is_terminal)
 
     def evaluation(self, evaluation: EvaluationRecord) -> None:
         """Show a finished evaluation."""
         self._evaluations = [e for e in self._evaluations if e.step != evaluation.step]
         self._evaluations.append(evaluation)
-        self._write(evaluation_line(evaluation), on_terminal=False)
+        self.write(evaluation_line(evaluation), console=not self._console.is_terminal)
 
     def note(self, text: str) -> None:
         """Show a message that must not be missed: a resume, a shortfall, a warning."""
         for line in text.splitlines():
-            self._write(line, on_terminal=True)
+            self.write(line, console=True)
+
+    def write(self, line: str, *, console: bool) -> None:
+        """Write a line to `log.txt` and, if asked, to the console."""
+        self._log.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
+        if console:
+            # One line stays one line, whatever the width, and [brackets] are no markup.
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def eta_s(self) -> float | None:
         """Return the expected seconds to the end of the run, or None before the first step."""
@@ -160,12 +178,6 @@ class RunDisplay:
 
     def _num_done(self) -> int:
         return int(self._records[-1]["step"] or 0) if self._records else 0
-
-    def _write(self, line: str, *, on_terminal: bool) -> None:
-        self._log.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
-        if on_terminal or not self._console.is_terminal:
-            # One line stays one line, whatever the width, and [brackets] are no markup.
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _render(self) -> Panel:
         done = self._num_done()
@@ -197,6 +209,18 @@ class RunDisplay:
             now = f"{now} ± {self._evaluations[-1].standard_error:.3f}"
         table.add_row(label, curve, now, change)
         return table
+
+
+class _DisplayHandler(logging.Handler):
+    """Brings what the rooms log to the display."""
+
+    def __init__(self, display: RunDisplay) -> None:
+        super().__init__()
+        self._display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for line in f"{record.levelname.lower()}: {record.getMessage()}".splitlines():
+            self._display.write(line, console=record.levelno >= logging.WARNING)
 
 
 def sparkline(values: list[int | float], width: int = _CURVE_WIDTH) -> str:

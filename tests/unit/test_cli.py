@@ -129,6 +129,7 @@ def test_overrides_are_refused_where_they_mean_nothing(
         ("data.train=arithmetic:train:0", 3, "data.train"),
         ("data.held_out=arithmetic:wrong:9", 3, "data.held_out"),
         ("run.resume=nowhere", 4, "run.resume"),
+        ("run.folder=/dev/null/run", 2, "/dev/null is a file"),
         ("trainer.tensor_parallel=4", 2, "num_key_value_heads"),
         ("trainer.pipeline_parallel=3", 2, "num_hidden_layers"),
         ("rollout.max_response_tokens=49", 2, "max_position_embeddings = 64"),
@@ -138,6 +139,14 @@ def test_dry_run_checks_what_the_configuration_points_at(
     recipe: Path, capsys: pytest.CaptureFixture[str], override: str, code: int, said: str
 ) -> None:
     assert said in fails(capsys, code, "train", str(recipe), "--dry-run", f"--{override}")
+
+
+def test_run_folder_that_cannot_be_written_is_found_before_the_run(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's answer is replaced, because root may write everywhere."""
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert "cannot be written to" in fails(capsys, 2, "train", str(recipe), "--dry-run")
 
 
 def test_missing_hub_like_folder_beside_existing_ones_is_not_taken_for_a_hub_name(

@@ -199,6 +199,7 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
             ["weights.transport=cuda_ipc", "cluster.device=cpu"],
             ["weights.transport", "cluster.device"],
         ),
+        (["dapo.objective.kl_coef=0.1"], ["dapo.objective.kl_coef", "reference model"]),
         (["run.seed=-1"], ["run.seed"]),
         (["run.num_steps=0"], ["run.num_steps"]),
         (["run.resume="], ["run.resume"]),

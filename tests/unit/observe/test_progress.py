@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import re
 from collections.abc import Callable
@@ -100,6 +101,19 @@ def test_log_is_appended_to_when_a_run_goes_on(tmp_path: Path) -> None:
         "first",
         "second",
     ]
+
+
+def test_what_the_rooms_log_reaches_the_log_and_warnings_the_console(tmp_path: Path) -> None:
+    """A warning on stderr would be painted over by the live panel, and is in no file."""
+    plain, out = console(terminal=False)
+    logger = logging.getLogger("megadapo.data.prompts")
+    with RunDisplay(tmp_path, num_steps=1, console=plain):
+        logger.info("%d prompts", 3)
+        logger.warning("lost [2]")
+    logger.warning("after the end")
+    log = [line.split(" ", 1)[1] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert log == ["info: 3 prompts", "warning: lost [2]"]
+    assert out.getvalue().splitlines() == ["warning: lost [2]"]
 
 
 def test_time_to_go_follows_the_recent_steps(tmp_path: Path) -> None:
