@@ -1,0 +1,110 @@
+"""The model's last step: from hidden states to DAPO's loss or to log-probs, without the logits.
+
+megatron-core >= 0.18 hands hidden states and output weight to an `output_processor`; for 0.16 the
+same hook is given to GPTModel here. Both versions then run the same `PolicyHead`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megadapo.dapo.objective import PolicyObjective
+from megadapo.kernels.policy_head import PolicyHeadOutput, policy_head_loss, token_logprobs
+from megadapo.trainer.micro_batch import MicroBatch
+
+
+class _GPTModelWithHook(GPTModel):
+    """GPTModel of megatron-core 0.16 with the `output_processor` of later versions."""
+
+    def forward(
+        self,
+        *args: Any,
+        output_processor: Callable[..., Any],
+        output_processor_context: object,
+        **kwargs: Any,
+    ) -> Any:
+        self._processor = output_processor
+        self._processor_context = output_processor_context
+        return super().forward(*args, **kwargs)
+
+    def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        if not self.post_process:
+            return hidden_states
+        weight = None
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        return self._processor(
+            hidden_states=hidden_states,
+            output_layer=self.output_layer,
+            output_weight=weight,
+            context=self._processor_context,
+        )
+
+
+_HAS_HOOK = "output_processor" in inspect.signature(GPTModel.forward).parameters
+HookedGPTModel = GPTModel if _HAS_HOOK else _GPTModelWithHook
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadTask:
+    """What the head does with the hidden states of one micro-batch."""
+
+    micro_batch: MicroBatch
+    logprobs_old: Tensor | None
+    """[R] fp32; None asks for log-probs instead of the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyHead:
+    """The `output_processor`: rows that predict something go through the kernel, no others."""
+
+    objective: PolicyObjective
+    temperature: float
+    vocab_size: int
+    """Rows of the output weight that are tokens; the rest is padding."""
+
+    def __call__(
+        self,
+        *,
+        hidden_states: Tensor,  # [T, 1, H], or [T / TP, 1, H] with sequence parallelism
+        output_layer: torch.nn.Module,
+        output_weight: Tensor | None,
+        context: HeadTask,
+        **model_inputs: Any,
+    ) -> PolicyHeadOutput | Tensor:
+        """The loss with its statistics, or [R] log-probs where there are no old ones."""
+        micro_batch = context.micro_batch
+        if output_layer.sequence_parallel:
+            # the head returns the whole gradient on every rank, so each keeps its own part of it
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False
+            )
+        weight = output_layer.weight if output_weight is None else output_weight
+        hidden = hidden_states.squeeze(1).index_select(0, micro_batch.rows)
+        common = {
+            "temperature": self.temperature,
+            "group": mpu.get_tensor_model_parallel_group(),
+            "vocab_size": self.vocab_size,
+        }
+        if context.logprobs_old is None:
+            logprobs, _ = token_logprobs(hidden, weight, micro_batch.targets, **common)
+            return logprobs
+        return policy_head_loss(
+            hidden,
+            weight,
+            micro_batch.targets,
+            old_logprobs=context.logprobs_old,
+            advantages=micro_batch.advantages,
+            loss_weights=micro_batch.loss_weights,
+            objective=self.objective,
+            **common,
+        )

@@ -1,0 +1,225 @@
+"""Layer spec for machines without Transformer Engine: RMSNorm, rotary and packed attention.
+
+Attention never sees a mask over the whole packed micro-batch: sequences of similar length are
+padded into one causal batch, so memory and work follow the sequences, not their sum squared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+SHORT_SEQUENCE = 32
+"""Sequences up to this length share a bucket: the padding costs less than another call."""
+SHORTEST_OF_BUCKET = 0.75
+"""A sequence joins a bucket if it is at least this long against the bucket's longest."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length, padded to one length, at an offset of the padded buffer."""
+
+    offset: int
+    num_sequences: int
+    length: int
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Where sequences begin and end, plus what our own layers need to respect it."""
+
+    cos: Tensor | None = None  # [T, 1, D] of the rotary embedding
+    sin: Tensor | None = None  # [T, 1, D]
+    buckets: tuple[Bucket, ...] = ()
+    padded_rows: Tensor | None = None  # [T] row of the padded buffer that holds token t
+    num_padded_rows: int = 0
+
+
+def pack_sequences(
+    lengths: list[int], inverse_frequencies: Tensor, device: torch.device
+) -> PackedSequences:
+    """Lay out sequences of the given lengths (all positive), packed in this order."""
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    buckets, padded_rows, num_padded_rows = _buckets(lengths, cu_seqlens)
+    positions = torch.cat([torch.arange(n, dtype=torch.float32) for n in lengths])
+    angles = torch.outer(positions, inverse_frequencies.cpu()).repeat(1, 2)[:, None, :]
+    cu_seqlens = cu_seqlens.to(device)
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        cos=angles.cos().to(device),
+        sin=angles.sin().to(device),
+        buckets=buckets,
+        padded_rows=padded_rows.to(device),
+        num_padded_rows=num_padded_rows,
+    )
+
+
+def _buckets(lengths: list[int], cu_seqlens: Tensor) -> tuple[tuple[Bucket, ...], Tensor, int]:
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    members: list[list[int]] = []
+    for index in order:
+        longest = lengths[members[-1][0]] if members else 0
+        joins = lengths[index] >= SHORTEST_OF_BUCKET * longest or longest <= SHORT_SEQUENCE
+        if members and joins:
+            members[-1].append(index)
+        else:
+            members.append([index])
+    buckets: list[Bucket] = []
+    rows = torch.empty(int(cu_seqlens[-1]), dtype=torch.int64)
+    offset = 0
+    for bucket in members:
+        length = lengths[bucket[0]]
+        buckets.append(Bucket(offset, len(bucket), length))
+        for index in bucket:
+            start = int(cu_seqlens[index])
+            rows[start : start + lengths[index]] = torch.arange(offset, offset + lengths[index])
+            offset += length
+    return tuple(buckets), rows, offset
+
+
+class _ToPadded(torch.autograd.Function):
+    """x [T, ...] to [num_rows, ...] with zeros in the gaps; rows are distinct, so no sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(rows)
+        return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, rows, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        return grad.index_select(0, rows), None, None
+
+
+class _FromPadded(torch.autograd.Function):
+    """The inverse: padded [num_rows, ...] to [T, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = padded.shape[0]
+        return padded.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        padded = grad.new_zeros(ctx.num_rows, *grad.shape[1:])
+        return padded.index_copy_(0, rows, grad), None
+
+
+class RMSNorm(torch.nn.Module):
+    """x / rms(x) * weight with fp32 statistics; works on sequence-parallel activations."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        device = torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        )
+        # its gradient is a partial sum on each tensor-parallel rank, which megatron adds up
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, heads, D] by the angles of its positions (cos and sin [T, 1, D])."""
+    first, second = x.chunk(2, dim=-1)
+    rotated = torch.cat((-second, first), dim=-1)
+    return x * cos.to(x.dtype) + rotated * sin.to(x.dtype)
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention inside each packed sequence, with grouped queries."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: object | None = None,
+    ):
+        super().__init__()
+        assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        assert config.context_parallel_size == 1, "packed attention does not split sequences"
+        assert config.attention_dropout == 0.0, "policy training has no dropout"
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,  # [T, heads, D]
+        key: Tensor,  # [T, kv_heads, D]
+        value: Tensor,  # [T, kv_heads, D]
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """Attention output [T, heads * D]."""
+        packed = packed_seq_params
+        assert packed is not None and packed.padded_rows is not None
+        query = apply_rotary(query, packed.cos, packed.sin)
+        key = apply_rotary(key, packed.cos, packed.sin)
+        padded = [
+            _ToPadded.apply(x, packed.padded_rows, packed.num_padded_rows)
+            for x in (query, key, value)
+        ]
+        outputs = [self._bucket_attention(bucket, *padded) for bucket in packed.buckets]
+        return _FromPadded.apply(torch.cat(outputs), packed.padded_rows).flatten(1)
+
+    def _bucket_attention(self, bucket: Bucket, *padded: Tensor) -> Tensor:
+        """[rows, heads, D]; gaps lie behind their sequence, so causality hides them."""
+        rows = bucket.num_sequences * bucket.length
+        query, key, value = (
+            x.narrow(0, bucket.offset, rows)
+            .unflatten(0, (bucket.num_sequences, bucket.length))
+            .transpose(1, 2)
+            for x in padded
+        )
+        output = functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output.transpose(1, 2).flatten(0, 1)
+
+
+def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """megatron-core's local layer spec with our norm and attention in it."""
+    layer = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    num_layers = get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

@@ -1,0 +1,100 @@
+"""One forward pass worth of sequences, as the tensors the model and its head read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megadapo.data.batch import PackedBatch
+from megadapo.trainer.layers import PackedSequences, pack_sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """T tokens of packed sequences, R of which are predicted by the policy head.
+
+    Row r of the head reads hidden state `rows[r]`, which predicts the token behind it.
+    """
+
+    tokens: Tensor  # [1, T] int64
+    packed: PackedSequences
+    source: np.ndarray  # [R] place of each predicted token in the batch's flat arrays
+    rows: Tensor  # [R] int64
+    targets: Tensor  # [R] int64
+    logprobs_rollout: Tensor  # [R] fp32
+    advantages: Tensor  # [R] fp32
+    loss_weights: Tensor  # [R] fp32
+    is_current: Tensor  # [R] bool, sampled from the weights as they are
+
+
+class MicroBatchBuilder:
+    """Cuts micro-batches out of a packed batch."""
+
+    def __init__(
+        self, *, inverse_frequencies: Tensor, token_multiple: int, device: torch.device
+    ) -> None:
+        """`token_multiple`: T is padded to it, which sequence parallelism needs."""
+        self._inverse_frequencies = inverse_frequencies
+        self._token_multiple = token_multiple
+        self._device = device
+
+    def build(
+        self,
+        batch: PackedBatch,
+        sequences: Sequence[int],
+        *,
+        predicted: np.ndarray,
+        policy_version: int | None,
+    ) -> MicroBatch:
+        """The given sequences in this order; none at all gives padding that predicts nothing.
+
+        Args:
+            predicted: [tokens of the batch] bool, which tokens the head predicts.
+            policy_version: which sequences count as sampled from the present weights.
+        """
+        starts, stops = batch.cu_seqlens[:-1], batch.cu_seqlens[1:]
+        lengths = [int(stops[i] - starts[i]) for i in sequences]
+        source = _concatenate([np.arange(starts[i], stops[i]) for i in sequences])
+        versions = np.repeat(batch.policy_versions[list(sequences)], lengths)
+        padding = -len(source) % self._token_multiple if lengths else self._token_multiple
+        if padding:
+            lengths.append(padding)
+        chosen = np.flatnonzero(predicted[source])
+        of_rows = source[chosen]
+        return MicroBatch(
+            tokens=self._tensor(np.pad(batch.tokens[source], (0, padding)))[None, :],
+            packed=pack_sequences(lengths, self._inverse_frequencies, self._device),
+            source=of_rows,
+            rows=self._tensor(chosen - 1),
+            targets=self._tensor(batch.tokens[of_rows]),
+            logprobs_rollout=self._tensor(batch.logprobs_rollout[of_rows]),
+            advantages=self._tensor(batch.advantages[of_rows]),
+            loss_weights=self._tensor(batch.loss_weights[of_rows]),
+            is_current=self._tensor(versions[chosen] == policy_version),
+        )
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+
+def response_tokens(batch: PackedBatch) -> np.ndarray:
+    """[T] bool: the tokens that were sampled, not given."""
+    lengths = np.diff(batch.cu_seqlens)
+    starts = np.repeat(batch.cu_seqlens[:-1], lengths)
+    prompt_lengths = np.repeat(batch.prompt_lengths, lengths)
+    return np.arange(len(batch.tokens)) - starts >= prompt_lengths
+
+
+def trained_tokens(batch: PackedBatch) -> tuple[np.ndarray, int]:
+    """[T] bool: the tokens with a loss; and how many lost theirs for want of an engine log-prob."""
+    weighted = batch.loss_weights != 0.0
+    scored = np.isfinite(batch.logprobs_rollout)
+    return weighted & scored, int((weighted & ~scored).sum())
+
+
+def _concatenate(pieces: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)

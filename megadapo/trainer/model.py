@@ -1,0 +1,210 @@
+"""From a Hugging Face config.json to megatron-core's GPTModel of this rank."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+from megadapo.errors import ConfigError, DataError
+from megadapo.trainer.config import ModelConfig, TrainerConfig
+from megadapo.trainer.head import HookedGPTModel
+from megadapo.trainer.layers import local_block_spec
+from megadapo.weights.layout import layout_for
+
+VOCABULARY_MULTIPLE = 64
+"""The vocabulary is padded to a multiple of this, so checkpoints fit every common split."""
+
+_KNOWN = ("qwen2", "qwen3", "llama", "mistral")
+_QK_NORM = ("qwen3",)
+
+
+def read_hf_config(model: ModelConfig) -> dict[str, Any]:
+    """The model's config.json.
+
+    Raises:
+        DataError: the folder or its config.json cannot be read.
+    """
+    path = resolve_model_folder(model) / "config.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"model.path: {path} cannot be read as a model config: {error}") from error
+
+
+def resolve_model_folder(model: ModelConfig) -> Path:
+    """The model's folder on this machine; a Hub name is downloaded into the Hub's cache."""
+    if Path(model.path).is_dir():
+        return Path(model.path)
+    if model.path.count("/") != 1 or model.path.startswith((".", "/")):
+        raise DataError(f"model.path = {model.path!r}: there is no such folder")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.txt"] + (["*.safetensors"] if model.init == "pretrained" else [])
+    try:
+        return Path(snapshot_download(model.path, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise DataError(
+            f"model.path = {model.path!r} is neither a folder nor could it be read from the Hub: "
+            f"{error}"
+        ) from error
+
+
+def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
+    """Vocabulary rows with padding: a multiple of 64 and of the tensor-parallel size."""
+    multiple = math.lcm(VOCABULARY_MULTIPLE, tensor_parallel)
+    return -(-vocab_size // multiple) * multiple
+
+
+def transformer_config(
+    hf_config: dict[str, Any], model: ModelConfig, trainer: TrainerConfig
+) -> TransformerConfig:
+    """megatron-core's description of the model.
+
+    Raises:
+        ConfigError: the architecture, or an option of it, is not one the trainer knows.
+    """
+    _refuse_unknown(hf_config)
+    shape = layout_for(hf_config).shape
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
+    cuda = torch.cuda.is_available()
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf_config["rms_norm_eps"],
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.attention_bias,
+        qk_layernorm=hf_config["model_type"] in _QK_NORM,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=trainer.tensor_parallel,
+        pipeline_model_parallel_size=trainer.pipeline_parallel,
+        sequence_parallel=trainer.sequence_parallel,
+        # every micro-batch has its own number of tokens
+        variable_seq_lengths=trainer.pipeline_parallel > 1,
+        # loss weights hold the whole reduction, so gradients are plain sums everywhere
+        calculate_per_token_loss=True,
+        # only checked against variable_seq_lengths: there are no experts
+        moe_token_dispatcher_type="alltoall",
+        # overwritten later, but it also marks which parameters are sharded: the gradient norm
+        # counts unmarked ones on one rank only
+        perform_initialization=True,
+        use_cpu_initialization=not cuda,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=cuda,
+        batch_p2p_comm=cuda,
+        deterministic_mode=False,
+    )
+
+
+def build_model(
+    config: TransformerConfig, hf_config: dict[str, Any], trainer: TrainerConfig
+) -> GPTModel:
+    """This rank's part of the model, with weights not yet set."""
+    uses_te = uses_transformer_engine()
+    shape = layout_for(hf_config).shape
+    model = HookedGPTModel(
+        config=config,
+        transformer_layer_spec=_te_layer_spec(config) if uses_te else local_block_spec(config),
+        vocab_size=padded_vocabulary(shape.vocab_size, trainer.tensor_parallel),
+        max_sequence_length=hf_config["max_position_embeddings"],
+        pre_process=mpu.is_pipeline_first_stage(),
+        post_process=mpu.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=shape.tied,
+        # our own attention applies the rotary embedding itself, per packed sequence
+        position_embedding_type="rope" if uses_te else "none",
+    )
+    if uses_te:
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config).cuda()
+    return model
+
+
+def uses_transformer_engine() -> bool:
+    """Whether layers come from Transformer Engine: where it is installed and CUDA is there."""
+    if not torch.cuda.is_available():
+        return False
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return gpt_layer_specs.HAVE_TE
+
+
+def inverse_frequencies(hf_config: dict[str, Any]) -> Tensor:
+    """[D / 2] fp32 angle per position of each rotary pair, scaled as the model's config says."""
+    rope = _rope(hf_config)
+    size = layout_for(hf_config).shape.head_dim
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    frequencies = 1.0 / (rope["rope_theta"] ** exponents)
+    if rope["rope_type"] == "linear":
+        return frequencies / rope["factor"]
+    if rope["rope_type"] == "llama3":
+        return _llama3_frequencies(frequencies, rope)
+    return frequencies
+
+
+def _llama3_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
+    """Llama 3.1: slow pairs are slowed by `factor`, fast ones kept, those between are blended."""
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / rope["factor"]
+
+
+def _rope(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters; transformers 5 keeps them in one table, older files in several keys."""
+    table = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
+    table.setdefault("rope_theta", hf_config.get("rope_theta", 10000.0))
+    table["rope_type"] = table.get("rope_type", table.get("type", "default"))
+    if table["rope_type"] not in ("default", "linear", "llama3"):
+        raise ConfigError(
+            f"model.path: rotary scaling {table['rope_type']!r} is not supported; known are "
+            "default, linear and llama3"
+        )
+    return table
+
+
+def _refuse_unknown(hf_config: dict[str, Any]) -> None:
+    kind = hf_config.get("model_type")
+    if kind not in _KNOWN:
+        raise ConfigError(
+            f"model.path: architecture {kind!r} is not supported; known are {', '.join(_KNOWN)}"
+        )
+    if hf_config.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"model.path: activation {hf_config['hidden_act']!r} is not supported")
+    if kind != "qwen2" and hf_config.get("attention_bias"):
+        raise ConfigError(f"model.path: attention_bias is not supported for {kind}")
+    if hf_config.get("mlp_bias"):
+        raise ConfigError("model.path: mlp_bias is not supported")
+    # Qwen2 files carry a window that use_sliding_window = false turns off
+    if hf_config.get("sliding_window") and hf_config.get("use_sliding_window", True):
+        raise ConfigError("model.path: sliding-window attention is not supported")
+    _rope(hf_config)
+
+
+def _te_layer_spec(config: TransformerConfig) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)

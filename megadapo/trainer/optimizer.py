@@ -1,0 +1,81 @@
+"""megatron-core's distributed AdamW, and the guard that keeps non-finite numbers out of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megadapo.trainer.config import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What became of one update."""
+
+    grad_norm: float
+    """Global gradient norm before clipping; non-finite where the update was skipped for it."""
+    applied: bool
+
+
+def wrap_for_gradients(model: GPTModel, config: TransformerConfig) -> DistributedDataParallel:
+    """The model with fp32 gradient buffers that are summed (not averaged) over data parallel."""
+    assert config.calculate_per_token_loss, "anything else would average over data parallel"
+    return DistributedDataParallel(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=False,
+            overlap_param_gather=False,
+        ),
+        module=model,
+    )
+
+
+def build_optimizer(model: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizer:
+    """AdamW with fp32 master weights and moments, sharded over data-parallel ranks."""
+    dtype = next(model.parameters()).dtype
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=0.0,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.grad_clip,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        ),
+        [model],
+    )
+
+
+def step_if_finite(optimizer: MegatronOptimizer, *, loss: float, lr: float) -> OptimizerStep:
+    """Apply one update, or on every rank none if the loss or the gradient norm is not finite.
+
+    Weights and moments are bit-unchanged by a skipped update.
+
+    Args:
+        loss: of the whole mini-batch, the same number on every rank.
+        lr: learning rate of this update.
+    """
+    optimizer.prepare_grads()
+    # the norm is reduced over all ranks, so all of them take the same branch
+    grad_norm = float(optimizer.get_grad_norm())
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        return OptimizerStep(grad_norm, applied=False)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_mult"]
+    applied, _, _ = optimizer.step()
+    assert applied, "no loss scaling, so no reason for megatron-core to refuse a finite update"
+    return OptimizerStep(grad_norm, applied=True)

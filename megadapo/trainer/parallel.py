@@ -1,0 +1,49 @@
+"""Process groups of the trainer and this rank's place in them."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+
+import numpy as np
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+
+from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.settings import Rendezvous
+
+
+def join_groups(rendezvous: Rendezvous, trainer: TrainerConfig, *, seed: int) -> None:
+    """Join the world and form the tensor-, pipeline- and data-parallel groups."""
+    cuda = torch.cuda.is_available()
+    torch.distributed.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
+        init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=timedelta(seconds=trainer.timeout_s),
+    )
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=trainer.tensor_parallel,
+        pipeline_model_parallel_size=trainer.pipeline_parallel,
+        distributed_timeout_minutes=max(1, round(trainer.timeout_s / 60)),
+        # the reshardable optimizer checkpoint gathers over Gloo
+        create_gloo_process_groups=True,
+    )
+    seed_everything(seed)
+
+
+def seed_everything(seed: int) -> None:
+    """Same state on every rank; only a model with dropout would draw from it."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def leave_groups() -> None:
+    """Take the groups apart, so that a process can join others."""
+    if torch.distributed.is_initialized():
+        mpu.destroy_model_parallel()
+        torch.distributed.destroy_process_group()

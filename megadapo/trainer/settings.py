@@ -1,0 +1,30 @@
+"""What the driver tells a trainer rank; importable without torch or Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megadapo.dapo.objective import PolicyObjective
+from megadapo.trainer.config import ModelConfig, TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings:
+    """Everything a rank needs to know of the run's configuration."""
+
+    model: ModelConfig
+    trainer: TrainerConfig
+    objective: PolicyObjective
+    temperature: float
+    """Sampling temperature of the rollouts; log-probs are taken at it."""
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks of one trainer find each other."""
+
+    address: str
+    port: int
+    rank: int
+    world_size: int

@@ -1,0 +1,126 @@
+"""One mini-batch through megatron-core's pipeline schedule: log-probs, or loss and gradients.
+
+Loss weights hold the whole reduction, so nothing here divides: losses and gradients are sums over
+micro-batches and ranks, whatever the split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import finalize_model_grads as finalize_sums_and_scale
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megadapo.kernels.policy_head import PolicyHeadOutput
+from megadapo.trainer.head import HeadTask, PolicyHead
+from megadapo.trainer.metrics import MiniBatchSums
+from megadapo.trainer.micro_batch import MicroBatch
+
+
+def finalize_sums(model: list[DistributedDataParallel], num_tokens: Any, **groups: Any) -> None:
+    """megatron-core's reduction of gradients over all groups, without its division by tokens."""
+    finalize_sums_and_scale(model, None, **groups)
+
+
+def compute_logprobs(
+    model: DistributedDataParallel, head: PolicyHead, micro_batches: Sequence[MicroBatch]
+) -> list[Tensor]:
+    """Log-probs [R] of each micro-batch on the last pipeline stage; elsewhere an empty list."""
+    tasks = [HeadTask(micro_batch=micro_batch, logprobs_old=None) for micro_batch in micro_batches]
+    return _run_schedule(model, head, tasks, forward_only=True)
+
+
+def compute_gradients(
+    model: DistributedDataParallel,
+    head: PolicyHead,
+    micro_batches: Sequence[MicroBatch],
+    logprobs_old: Sequence[Tensor],
+) -> MiniBatchSums:
+    """Leave the mini-batch's summed gradients in the model's buffers.
+
+    Args:
+        logprobs_old: [R] of each micro-batch; read on the last pipeline stage only.
+
+    Returns:
+        This rank's sums; zeros except on the last pipeline stage.
+    """
+    olds = logprobs_old or [torch.empty(0)] * len(micro_batches)
+    tasks = [
+        HeadTask(micro_batch=micro_batch, logprobs_old=old)
+        for micro_batch, old in zip(micro_batches, olds, strict=True)
+    ]
+    model.zero_grad_buffer()
+    outputs = _run_schedule(model, head, tasks, forward_only=False)
+    sums = MiniBatchSums()
+    for task, output in zip(tasks, outputs, strict=False):
+        _add(sums, task, output)
+    return sums
+
+
+def _run_schedule(
+    model: DistributedDataParallel,
+    head: PolicyHead,
+    tasks: Sequence[HeadTask],
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """What the head returned for each task, on the last stage; every rank has as many tasks."""
+    forward_backward = get_forward_backward_func()
+    return forward_backward(
+        forward_step_func=partial(_forward_step, head),
+        data_iterator=iter(tasks),
+        model=[model],
+        num_microbatches=len(tasks),
+        # the true lengths travel with the activations (variable_seq_lengths)
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def _forward_step(
+    head: PolicyHead, tasks: Iterator[HeadTask], model: DistributedDataParallel
+) -> tuple[Any, Any]:
+    task = next(tasks)
+    output = model(
+        input_ids=task.micro_batch.tokens,
+        position_ids=None,
+        attention_mask=None,
+        packed_seq_params=task.micro_batch.packed,
+        output_processor=head,
+        output_processor_context=task,
+    )
+    return output, _loss_and_data
+
+
+def _loss_and_data(output: PolicyHeadOutput | Tensor) -> tuple[Tensor, Tensor, Any]:
+    """The schedule's (loss to differentiate, token count it may divide by, what to hand back)."""
+    num_tokens = torch.zeros((), dtype=torch.int)
+    if isinstance(output, Tensor):
+        return output.sum(), num_tokens, output
+    return output.loss, num_tokens, output
+
+
+def _add(sums: MiniBatchSums, task: HeadTask, output: PolicyHeadOutput) -> None:
+    sums.loss += output.loss.item()
+    old, num_rows = task.logprobs_old, len(output.logprobs)
+    if not num_rows:
+        return
+    ratio = (output.logprobs - old).exp()
+    sums.num_tokens += num_rows
+    sums.entropy += output.entropy.sum(dtype=torch.float64).item()
+    sums.ratio += ratio.sum(dtype=torch.float64).item()
+    sums.clipped_low += float(output.clip_low_fraction) * num_rows
+    sums.clipped_high += float(output.clip_high_fraction) * num_rows
+    sums.token_probability += output.logprobs.exp().sum(dtype=torch.float64).item()
+    sums.max_ratio_error = max(sums.max_ratio_error, (ratio - 1.0).abs().max().item())
+    difference = (old - task.micro_batch.logprobs_rollout).abs()[task.micro_batch.is_current]
+    if len(difference):
+        sums.num_compared += len(difference)
+        sums.logprob_difference += difference.sum(dtype=torch.float64).item()
+        sums.max_logprob_difference = max(sums.max_logprob_difference, difference.max().item())

@@ -1,0 +1,125 @@
+"""The Ray actor around one trainer rank: threads, device, and errors that survive the journey."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from megadapo.data.batch import PackedBatch
+from megadapo.errors import InfraError, MegadapoError
+from megadapo.trainer.result import UpdateResult
+from megadapo.trainer.settings import Rendezvous, TrainerSettings
+
+if TYPE_CHECKING:
+    from megadapo.trainer.rank import TrainerRank
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+
+def _named_failures(method: Callable[P, R]) -> Callable[P, R]:
+    """Turn failures of libraries, which may not pickle, into InfraError that names the rank."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except MegadapoError:
+            raise
+        except (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            FutureTimeoutError,
+            ImportError,
+            LookupError,
+            MemoryError,
+            OSError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            worker: TrainerWorker = args[0]
+            logger.exception("trainer rank %d failed in %s", worker.rank, method.__name__)
+            raise InfraError(
+                f"trainer rank {worker.rank} failed in {method.__name__}: "
+                f"{type(error).__name__}: {error}"
+            ) from None
+
+    return call
+
+
+class TrainerWorker:
+    """One process of the trainer; sync methods, one call at a time."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._trainer: TrainerRank | None = None
+
+    def find_rendezvous(self, world_size: int) -> Rendezvous:
+        """An address and a free port of this rank's node, for all ranks to meet at."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        with socket.create_server((address, 0)) as server:
+            port = server.getsockname()[1]
+        return Rendezvous(address=address, port=port, rank=self.rank, world_size=world_size)
+
+    @_named_failures
+    def start(self, settings: TrainerSettings, rendezvous: Rendezvous) -> None:
+        """Build this rank's part of the trainer; all ranks must be starting."""
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        if not torch.cuda.is_available():
+            from megadapo.trainer.cpu_platform import install_cpu_platform
+
+            install_cpu_platform()
+        from megadapo.trainer.rank import TrainerRank
+
+        self._trainer = TrainerRank(settings, rendezvous)
+
+    @_named_failures
+    def update(self, batch: PackedBatch, policy_version: int, step: int) -> UpdateResult:
+        return self._started().update(batch, policy_version=policy_version, step=step)
+
+    @_named_failures
+    def logprobs(self, batch: PackedBatch) -> np.ndarray | None:
+        return self._started().logprobs(batch)
+
+    @_named_failures
+    def save(self, folder: Path) -> None:
+        self._started().save(folder)
+
+    @_named_failures
+    def load(self, folder: Path) -> None:
+        self._started().load(folder)
+
+    @_named_failures
+    def export(self, folder: Path) -> None:
+        self._started().export(folder)
+
+    @_named_failures
+    def apply(self, function: Callable[..., R], *args: Any) -> R:
+        """Call `function(trainer_rank, *args)` here: how other rooms reach the weights."""
+        return function(self._started(), *args)
+
+    @_named_failures
+    def leave(self) -> None:
+        """Take the process groups apart before the process ends."""
+        if self._trainer is not None:
+            self._trainer.leave()
+
+    def _started(self) -> TrainerRank:
+        assert self._trainer is not None, "start() comes first"
+        return self._trainer
