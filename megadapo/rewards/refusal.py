@@ -17,7 +17,6 @@ _REFUSED = (
     (re.compile(r"(\^|\*\*)[({\s]*[-+]?\s*\d{4}"), "an exponent of four or more digits"),
     (re.compile(r"[)\]}]\s*(\^|\*\*)[({\s]*\d{3}"), "a large power of an expression"),
     (re.compile(r"\d[\s})]*(\^|\*\*)[({\s]*\d+[\s})]*(\^|\*\*)"), "a power of a power"),
-    (re.compile(r"(\^|\*\*)[^,;=]*(\^|\*\*)[^,;=]*(\^|\*\*)"), "three powers in one expression"),
     (re.compile(r"\d{3}[\s)}\]]*!|![\s)}\]]*!"), "a large or repeated factorial"),
     (re.compile(r"\\(sum|prod|int|lim|[dt]?binom|bigcup|bigcap)"), "a long computation"),
     (re.compile(r"[\x00-\x08\x0e-\x1f\x7f]"), "control characters"),

@@ -35,7 +35,7 @@ class RewardConfig:
     """Compare every answer symbolically too, and count where the two verdicts differ."""
     symbolic_workers: int = 2
     """Number of processes for the symbolic comparison, one thread each."""
-    symbolic_timeout_s: float = 1.0
+    symbolic_timeout_s: float = 2.0
     """Wall-clock limit of one symbolic comparison, in seconds; its process is killed after it."""
     symbolic_batch_timeout_s: float = 30.0
     """Wall-clock limit for one batch of responses, in seconds; the rest is skipped and counted."""

@@ -62,18 +62,18 @@ def test_no_response_takes_long() -> None:
     """A response the policy learns to write must not hold a step up."""
     for case in CORPUS:
         response = response_of(case)
-        started = time.perf_counter()
+        started = time.process_time()
         for rule in RULES:
             score(response, case["ground_truth"], rule)
-        assert time.perf_counter() - started < 0.5, case["kind"]
+        assert time.process_time() - started < 0.5, case["kind"]
 
 
 @pytest.mark.parametrize("unit", ["\\text{", "\\boxed{", "\\overline{", "$", "frac", "a", "=", "{"])
 def test_no_gold_takes_long(unit: str) -> None:
     gold = (unit * MAX_GROUND_TRUTH)[:MAX_GROUND_TRUTH]
-    started = time.perf_counter()
+    started = time.process_time()
     score("Answer: 42", gold)
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 def test_a_gold_that_would_take_long_is_an_error_and_not_a_verdict() -> None:

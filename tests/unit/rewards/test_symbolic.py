@@ -1,0 +1,273 @@
+"""The second opinion: right answers, and no answer that can hang, kill or slow down a run."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megadapo.errors import InfraError
+from megadapo.rewards import symbolic
+from megadapo.rewards.refusal import MAX_CHARS, MAX_DEPTH, refusal
+from megadapo.rewards.symbolic import SymbolicCounts, SymbolicPool
+
+RIGHT_AND_WRONG = [
+    (("42", "42"), True),
+    (("42.", "42"), True),
+    (("**42**", "42"), True),
+    ((r"\frac{1}{2}", "0.5"), True),
+    (("$x = 42$", "42"), True),
+    ((r"\boxed{42}", "42"), True),
+    (("1,000", "1000"), True),
+    ((r"\sqrt{12}", r"2\sqrt{3}"), True),
+    (("(1,2)", "(1, 2)"), True),
+    (("7", "42"), False),
+    (("-7", "7"), False),
+    (("0.33", r"\frac{1}{3}"), False),
+    (("(2,1)", "(1,2)"), False),
+]
+HARMFUL = (
+    "9**9**9",
+    "10^{10^{10}}",
+    "100000000!",
+    "((9!)!)!",
+    r"\binom{10000000}{5000000}",
+    r"\sum_{i=1}^{1000000000} i",
+    r"\prod_{i=1}^{99} \prod_{j=1}^{99} i^j",
+    "(1+x)^{100000}",
+    "(1+x)^{999}",
+    "7^7^7^7 mod 100",
+    "(99^{999})^{999}",
+    "(" * 3000 + ")" * 3000,
+    "(" * 30 + "1" + ")" * 30,
+    "{" * 100,
+    "9" * 41,
+    "1," * 10_000,
+    "\x00" * 10,
+)
+SLOW = "(x+y+z+w)^{99}"
+"""Passes the look at it, and keeps sympy busy for longer than any limit here."""
+
+
+def start_pool(**options: float) -> SymbolicPool:
+    defaults = {"num_workers": 1, "timeout_s": 30.0, "batch_timeout_s": 60.0}
+    return SymbolicPool(**(defaults | {"memory_bytes": 1 << 30} | options))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[SymbolicPool]:
+    pool = start_pool(num_workers=2)
+    yield pool
+    pool.close()
+
+
+def worker_ids(pool: SymbolicPool) -> list[int]:
+    return [worker._process.pid for worker in pool._workers]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_known_answers_get_the_right_verdict(pool: SymbolicPool) -> None:
+    pairs = [pair for pair, _ in RIGHT_AND_WRONG]
+    assert pool.check_batch(pairs) == [expected for _, expected in RIGHT_AND_WRONG]
+    assert pool.check_batch([]) == []
+
+
+def test_a_pair_is_compared_once_however_often_it_occurs(pool: SymbolicPool) -> None:
+    before = pool.counts.num_checked
+    assert pool.check_batch([("17", "17"), ("18", "17")] * 500) == [True, False] * 500
+    assert pool.counts.num_checked - before == 2
+
+
+def test_text_that_is_no_mathematics_gives_no_verdict_and_is_counted(pool: SymbolicPool) -> None:
+    before = pool.counts.num_unparsed
+    assert pool.check_batch([("\\frac{", "42"), ("", "42")]) == [None] * 2
+    assert pool.counts.num_unparsed - before == 2
+
+
+@pytest.mark.parametrize("answer", HARMFUL, ids=lambda answer: answer[:20].encode().hex())
+def test_answers_that_look_harmful_are_refused_in_either_place(
+    pool: SymbolicPool, answer: str
+) -> None:
+    before = pool.counts
+    assert pool.check_batch([(answer, "42"), ("42", answer)]) == [None, None]
+    assert pool.counts == dataclasses.replace(before, num_refused=before.num_refused + 2)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["42", "x^2+1", "2^{10}", r"\frac{a^2+b^2}{c^2}", "10!", "e^{2\\pi i}", "f(g(h(x)))", "9" * 40]
+    + ["x" * MAX_CHARS, "(" * MAX_DEPTH + "1" + ")" * MAX_DEPTH],
+)
+def test_ordinary_answers_are_not_refused(answer: str) -> None:
+    assert refusal(answer) is None
+
+
+def test_looking_at_an_answer_takes_no_time() -> None:
+    for unit in ("(", "^", "1", "!", "^1", "1^{", "\\", " ", "{1}", "**(", "1 "):
+        for text in ((unit * MAX_CHARS)[:MAX_CHARS], unit * 10**6):
+            started = time.process_time()
+            refusal(text)
+            assert time.process_time() - started < 0.1, unit
+
+
+def test_code_in_an_answer_does_not_run(pool: SymbolicPool, tmp_path) -> None:
+    target = tmp_path / "written"
+    for call in ("__import__('os').system('touch {}')", "open('{}','w')", "exec('open(\"{}\",1)')"):
+        pool.check_batch([(call.format(target), "42"), (f"${call.format(target)}$", "42")])
+    assert not target.exists()
+
+
+@pytest.mark.fault
+def test_a_comparison_past_its_time_is_killed_and_the_rest_still_gets_verdicts() -> None:
+    pool = start_pool(timeout_s=1.0)
+    first = worker_ids(pool)
+    started = time.perf_counter()
+    verdicts = pool.check_batch([("1", "1"), (SLOW, "42"), ("2", "2"), ("3", "4")])
+    elapsed = time.perf_counter() - started
+    assert verdicts == [True, None, True, False]
+    assert elapsed < 20
+    assert pool.counts.num_timeouts == 1
+    assert pool.counts.num_checked == 3
+    assert worker_ids(pool) != first and not is_running(first[0])
+    pool.close()
+
+
+@pytest.mark.fault
+def test_a_batch_of_slow_answers_ends_at_the_limit_of_the_batch() -> None:
+    pool = start_pool(timeout_s=0.5, batch_timeout_s=1.5)
+    started = time.perf_counter()
+    verdicts = pool.check_batch([(SLOW, str(gold)) for gold in range(200)])
+    assert time.perf_counter() - started < 10
+    assert verdicts == [None] * 200
+    counts = pool.counts
+    assert counts.num_timeouts >= 1 and counts.num_skipped >= 150
+    assert counts.num_timeouts + counts.num_skipped == 200
+    pool.close()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_worker_costs_one_verdict_and_is_replaced(kill: signal.Signals) -> None:
+    pool = start_pool()
+    os.kill(worker_ids(pool)[0], kill)
+    verdicts = pool.check_batch([("1", "1"), ("2", "2"), ("3", "3")])
+    assert verdicts == [None, True, True]
+    assert pool.counts == SymbolicCounts(num_checked=2, num_crashes=1)
+    pool.close()
+
+
+@pytest.mark.fault
+def test_a_stopped_worker_is_replaced() -> None:
+    pool = start_pool(timeout_s=1.0)
+    os.kill(worker_ids(pool)[0], signal.SIGSTOP)
+    assert pool.check_batch([("1", "1"), ("2", "2")]) == [None, True]
+    assert pool.counts.num_timeouts == 1
+    pool.close()
+
+
+def test_memory_is_limited() -> None:
+    with pytest.raises(InfraError, match=r"reward\.symbolic = false"):
+        start_pool(memory_bytes=40 << 20)
+
+
+def test_a_worker_that_cannot_start_is_an_error_that_says_why(monkeypatch) -> None:
+    def environment_without_packages() -> dict[str, str]:
+        return {"PYTHONPATH": str(Path(symbolic.__file__).parents[2]), "PYTHONNOUSERSITE": "1"}
+
+    monkeypatch.setattr(symbolic, "_environment", environment_without_packages)
+    monkeypatch.setattr(sys, "executable", os.path.realpath(sys.executable))
+    with pytest.raises(InfraError, match="cannot start: ModuleNotFoundError: .*math_verify"):
+        start_pool()
+
+
+def test_workers_see_no_secrets(monkeypatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    pool = start_pool()
+    environment = Path(f"/proc/{worker_ids(pool)[0]}/environ").read_bytes()
+    assert b"secret" not in environment and b"HOME" not in environment
+    pool.close()
+
+
+def test_verdicts_do_not_depend_on_the_thread_they_are_asked_from(pool: SymbolicPool) -> None:
+    """In any thread but the main one math-verify's own time limit makes every answer wrong."""
+    pairs = [pair for pair, _ in RIGHT_AND_WRONG]
+    expected = [right for _, right in RIGHT_AND_WRONG]
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(pool.check_batch, pairs) for _ in range(8)]
+        assert all(future.result() == expected for future in asked)
+
+    async def ask() -> list[list[bool | None]]:
+        in_loop = pool.check_batch(pairs)
+        return [in_loop, *await asyncio.gather(*[asyncio.to_thread(pool.check_batch, pairs)] * 1)]
+
+    assert asyncio.run(ask()) == [expected] * 2
+
+
+def test_a_pool_can_be_started_in_a_thread() -> None:
+    found: list[list[bool | None]] = []
+
+    def work() -> None:
+        pool = start_pool()
+        found.append(pool.check_batch([("1/2", "0.5"), ("1", "2")]))
+        pool.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [[True, False]]
+
+
+def test_closing_ends_the_processes_and_later_use_is_an_error() -> None:
+    pool = start_pool(num_workers=2)
+    running = worker_ids(pool)
+    assert all(is_running(pid) for pid in running)
+    pool.close()
+    pool.close()
+    assert not any(is_running(pid) for pid in running)
+    with pytest.raises(InfraError, match="closed"):
+        pool.check_batch([("1", "1")])
+
+
+@pytest.mark.fault
+def test_workers_do_not_outlive_a_killed_run_even_while_they_are_busy() -> None:
+    program = (
+        "import json, threading, time\n"
+        "from megadapo.rewards.symbolic import SymbolicPool\n"
+        "options = {'timeout_s': 2, 'batch_timeout_s': 60, 'memory_bytes': 1 << 30}\n"
+        "pool = SymbolicPool(num_workers=2, **options)\n"
+        f"pairs = [({SLOW!r}, '1')]\n"
+        "threading.Thread(target=pool.check_batch, args=(pairs,)).start()\n"
+        "print(json.dumps([w._process.pid for w in pool._workers]), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment, text=True
+    )
+    workers = json.loads(run.stdout.readline())
+    time.sleep(0.3)
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    deadline = time.monotonic() + 20
+    while any(is_running(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(is_running(pid) for pid in workers)
