@@ -21,6 +21,7 @@ class MiniBatchSums:
     clipped_low: float = 0.0
     clipped_high: float = 0.0
     token_probability: float = 0.0
+    logprob: float = 0.0
     num_compared: float = 0.0
     """Tokens sampled from the present weights, whose two log-probs must agree."""
     logprob_difference: float = 0.0
@@ -78,6 +79,7 @@ def summarize(
         clip_low_fraction=_ratio(total("clipped_low"), tokens),
         clip_high_fraction=_ratio(total("clipped_high"), tokens),
         token_probability_mean=_ratio(total("token_probability"), tokens),
+        logprob_mean=_ratio(total("logprob"), tokens),
         grad_norm=_ratio(sum(grad_norms), len(grad_norms)),
         lr=lr,
         skipped_updates=skipped_updates,

@@ -65,7 +65,7 @@ class TrainerRank:
         # megatron-core copies weights into its buffers and masters here: they must be set before
         self.model = wrap_for_gradients(model, self.config)
         self.optimizer = build_optimizer(self.model, settings.trainer.optimizer)
-        self._head = PolicyHead(
+        self.head = PolicyHead(
             objective=settings.objective,
             temperature=settings.temperature,
             vocab_size=self.layout.shape.vocab_size,
@@ -92,13 +92,13 @@ class TrainerRank:
         lr = self.settings.trainer.optimizer.lr_at(step)
         predicted, num_dropped = trained_tokens(batch)
         cut = [
-            self._micro_batches(batch, indices, predicted, policy_version)
+            self.micro_batches(batch, indices, predicted, policy_version)
             for indices in batch.mini_batches
         ]
         old = [self._logprobs(micro_batches) for micro_batches in cut]
         reduced, grad_norms = [], []
         for micro_batches, logprobs_old in zip(cut, old, strict=True):
-            sums = compute_gradients(self.model, self._head, micro_batches, logprobs_old)
+            sums = compute_gradients(self.model, self.head, micro_batches, logprobs_old)
             sums = sums.reduced(contributes=self._has_results, device=self.device)
             outcome = step_if_finite(self.optimizer, loss=sums.loss, lr=lr)
             reduced.append(sums)
@@ -120,7 +120,7 @@ class TrainerRank:
         predicted = response_tokens(batch)
         result = np.full(len(batch.tokens), np.nan, dtype=np.float32)
         for indices in batch.mini_batches:
-            micro_batches = self._micro_batches(batch, indices, predicted, None)
+            micro_batches = self.micro_batches(batch, indices, predicted, None)
             computed = self._logprobs(micro_batches)
             for micro_batch, values in zip(micro_batches, computed, strict=False):
                 result[micro_batch.source] = values.cpu().numpy()
@@ -165,9 +165,9 @@ class TrainerRank:
 
     def _logprobs(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
         with torch.no_grad():
-            return compute_logprobs(self.model, self._head, micro_batches)
+            return compute_logprobs(self.model, self.head, micro_batches)
 
-    def _micro_batches(
+    def micro_batches(
         self,
         batch: PackedBatch,
         indices: np.ndarray,

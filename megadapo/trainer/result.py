@@ -19,6 +19,8 @@ class UpdateResult:
     clip_low_fraction: float
     clip_high_fraction: float
     token_probability_mean: float
+    logprob_mean: float
+    """Mean log-prob of the trained tokens in nats: minus the loss of a supervised run."""
     grad_norm: float
     """Mean over the applied updates, before clipping; NaN if none was applied."""
     lr: float

@@ -118,6 +118,7 @@ def _add(sums: MiniBatchSums, task: HeadTask, output: PolicyHeadOutput) -> None:
     sums.clipped_low += float(output.clip_low_fraction) * num_rows
     sums.clipped_high += float(output.clip_high_fraction) * num_rows
     sums.token_probability += output.logprobs.exp().sum(dtype=torch.float64).item()
+    sums.logprob += output.logprobs.sum(dtype=torch.float64).item()
     sums.max_ratio_error = max(sums.max_ratio_error, (ratio - 1.0).abs().max().item())
     difference = (old - task.micro_batch.logprobs_rollout).abs()[task.micro_batch.is_current]
     if len(difference):

@@ -1,0 +1,127 @@
+"""Configuration of the trainer: the paper's schedule, and layouts that cannot be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megadapo.errors import ConfigError
+from megadapo.trainer.config import (
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+    validate_model_layout,
+)
+
+QWEN_7B = {
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+}
+
+
+def test_warm_up_is_linear_over_rollout_steps_and_never_zero() -> None:
+    optimizer = OptimizerConfig(lr=1e-6, warmup_steps=20)
+    assert optimizer.lr_at(1) == pytest.approx(1e-6 / 20)
+    assert optimizer.lr_at(10) == pytest.approx(5e-7)
+    assert optimizer.lr_at(20) == optimizer.lr_at(21) == optimizer.lr_at(10_000) == 1e-6
+
+
+def test_without_warm_up_the_first_step_has_the_full_rate() -> None:
+    assert OptimizerConfig(lr=3e-4, warmup_steps=0).lr_at(1) == 3e-4
+
+
+def test_cosine_starts_after_warm_up_and_stays_at_its_end() -> None:
+    optimizer = OptimizerConfig(
+        lr=1.0, warmup_steps=10, schedule="cosine", decay_steps=110, min_lr=0.1
+    )
+    assert optimizer.lr_at(5) == 0.5
+    assert optimizer.lr_at(10) == 1.0
+    assert optimizer.lr_at(60) == pytest.approx(0.55)
+    assert optimizer.lr_at(110) == optimizer.lr_at(500) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"lr": -1.0}, "trainer.optimizer.lr"),
+        ({"lr": float("nan")}, "trainer.optimizer.lr"),
+        ({"beta2": 1.0}, "trainer.optimizer.beta2"),
+        ({"eps": 0.0}, "trainer.optimizer.eps"),
+        ({"warmup_steps": -1}, "trainer.optimizer.warmup_steps"),
+        ({"schedule": "cosine"}, "trainer.optimizer.decay_steps"),
+        ({"decay_steps": 10}, "trainer.optimizer.decay_steps"),
+    ],
+)
+def test_impossible_optimizer_values_name_their_key(changes: dict, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        OptimizerConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"tensor_parallel": 0}, "trainer.tensor_parallel"),
+        ({"sequence_parallel": True}, "trainer.sequence_parallel"),
+        ({"tokens_per_micro_batch": 0}, "trainer.tokens_per_micro_batch"),
+        ({"num_threads": -1}, "trainer.num_threads"),
+        ({"timeout_s": 0.0}, "timeout_s"),
+    ],
+)
+def test_impossible_trainer_values_name_their_key(changes: dict, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        TrainerConfig(**changes)
+
+
+def test_empty_model_path_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model.path"):
+        ModelConfig(path="")
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (4, 2), (4, 7), (1, 28)])
+def test_layouts_that_divide_the_model_pass(tensor: int, pipeline: int) -> None:
+    trainer = TrainerConfig(tensor_parallel=tensor, pipeline_parallel=pipeline)
+    validate_model_layout(QWEN_7B, trainer)
+
+
+def test_a_layout_that_does_not_divide_names_every_key_and_what_fits() -> None:
+    trainer = TrainerConfig(tensor_parallel=8, pipeline_parallel=3)
+    with pytest.raises(ConfigError) as caught:
+        validate_model_layout(QWEN_7B, trainer)
+    message = str(caught.value)
+    assert (
+        "trainer.tensor_parallel = 8 does not divide the model's num_attention_heads = 28"
+        in message
+    )
+    assert "num_key_value_heads = 4" in message
+    assert "sizes that fit this model: 1, 2, 4\n" in message
+    assert "trainer.pipeline_parallel = 3" in message
+    assert "1, 2, 4, 7, 14, 28" in message
+
+
+def test_a_model_without_key_value_heads_has_as_many_as_query_heads() -> None:
+    config = {key: value for key, value in QWEN_7B.items() if key != "num_key_value_heads"}
+    validate_model_layout(config, TrainerConfig(tensor_parallel=4))
+    with pytest.raises(ConfigError, match="num_key_value_heads = 28"):
+        validate_model_layout(config, TrainerConfig(tensor_parallel=8))
+
+
+def test_a_broken_model_config_is_named() -> None:
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        validate_model_layout(QWEN_7B | {"num_hidden_layers": "many"}, TrainerConfig())
+
+
+def test_driver_side_modules_load_neither_torch_nor_megatron() -> None:
+    """`--dry-run` must answer at once, on machines without either."""
+    code = (
+        "import sys, megadapo.trainer.config, megadapo.trainer.result, megadapo.trainer.settings, "
+        "megadapo.trainer.group;"
+        "print([m for m in ('torch', 'megatron', 'ray') if m in sys.modules])"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.strip() == "[]"
