@@ -47,7 +47,7 @@ class SymbolicCounts:
     num_timeouts: int = 0
     num_crashes: int = 0
     num_skipped: int = 0
-    """Comparisons given up because the whole batch had taken its time."""
+    """Comparisons not made because those before them had used up the time there is."""
 
 
 class SymbolicPool:
@@ -58,14 +58,15 @@ class SymbolicPool:
     """
 
     def __init__(
-        self, *, num_workers: int, timeout_s: float, batch_timeout_s: float, memory_bytes: int
+        self, *, num_workers: int, timeout_s: float, seconds_per_minute: float, memory_bytes: int
     ) -> None:
         self._timeout_s = timeout_s
-        self._batch_timeout_s = batch_timeout_s
+        self._seconds_per_minute = seconds_per_minute
         self._memory_bytes = memory_bytes
         self._counts = SymbolicCounts()
         self._num_failed_starts = 0
         self._verdicts: dict[Pair, bool] = {}
+        self._busy: deque[tuple[float, float]] = deque()
         self._lock = threading.Lock()
         self._workers = [_Worker(memory_bytes) for _ in range(num_workers)]
         with contextlib.ExitStack() as on_error:
@@ -107,7 +108,8 @@ class SymbolicPool:
         return not refused
 
     def _run(self, queue: deque[Pair]) -> None:
-        until = time.monotonic() + self._batch_timeout_s
+        started = time.monotonic()
+        until = started + self._allowance(started)
         while queue or any(worker.pair for worker in self._workers):
             if queue and time.monotonic() >= until:
                 self._count("num_skipped", len(queue))
@@ -117,6 +119,13 @@ class SymbolicPool:
                 if queue and worker.ready and worker.pair is None:
                     worker.assign(queue.popleft(), self._timeout_s)
             self._wait(until)
+        self._busy.append((started, time.monotonic() - started))
+
+    def _allowance(self, now: float) -> float:
+        """Seconds that comparisons may still take in the minute that ends now."""
+        while self._busy and self._busy[0][0] < now - 60.0:
+            self._busy.popleft()
+        return self._seconds_per_minute - sum(seconds for _, seconds in self._busy)
 
     def _wait(self, until: float) -> None:
         """Take in what the workers reply, and replace those that ended or are past their time."""

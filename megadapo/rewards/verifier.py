@@ -18,7 +18,9 @@ from megadapo.rewards.symbolic import SymbolicCounts, SymbolicPool
 logger = logging.getLogger(__name__)
 
 MAX_LOST_SHARE = 0.02
-"""Comparisons in a batch that may be lost to time limits and crashes without a warning."""
+"""Comparisons that may be lost to time limits and crashes without a warning."""
+LOSS_WINDOW = 1024
+"""Answers over which that share is looked at, so that one slow answer is not an alarm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +39,16 @@ class RewardConfig:
     """Number of processes for the symbolic comparison, one thread each."""
     symbolic_timeout_s: float = 2.0
     """Wall-clock limit of one symbolic comparison, in seconds; its process is killed after it."""
-    symbolic_batch_timeout_s: float = 30.0
-    """Wall-clock limit for one batch of responses, in seconds; the rest is skipped and counted."""
+    symbolic_seconds_per_minute: float = 15.0
+    """Seconds in any minute that responses may wait for symbolic comparisons; when a policy writes
+    answers that take longer, the rest is skipped and counted."""
     symbolic_memory_mib: int = 1024
     """Address space of one symbolic process, in MiB."""
 
     def __post_init__(self) -> None:
         if self.decide == "symbolic" and not self.symbolic:
             raise ConfigError('reward.decide = "symbolic" needs reward.symbolic = true')
-        for name in ("symbolic_workers", "symbolic_timeout_s", "symbolic_batch_timeout_s"):
+        for name in ("symbolic_workers", "symbolic_timeout_s", "symbolic_seconds_per_minute"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"reward.{name} = {getattr(self, name)} is not positive")
         if self.symbolic_memory_mib < 256:
@@ -109,12 +112,13 @@ class Verifier:
         self._lock = threading.Lock()
         self._counts = VerifierCounts()
         self._disagreements: deque[Disagreement] = deque(maxlen=100)
+        self._num_asked = self._num_lost = 0
         self._pool: SymbolicPool | None = None
         if config.symbolic:
             self._pool = SymbolicPool(
                 num_workers=config.symbolic_workers,
                 timeout_s=config.symbolic_timeout_s,
-                batch_timeout_s=config.symbolic_batch_timeout_s,
+                seconds_per_minute=config.symbolic_seconds_per_minute,
                 memory_bytes=config.symbolic_memory_mib << 20,
             )
 
@@ -161,6 +165,7 @@ class Verifier:
     def close(self) -> None:
         """End the symbolic processes."""
         if self._pool is not None:
+            self._watch_losses(0, last=True)
             self._pool.close()
 
     def _second_opinions(
@@ -172,10 +177,28 @@ class Verifier:
         asked = {
             i: (answer, ground_truths[i]) for i, answer in enumerate(answers) if answer is not None
         }
-        before = self._pool.counts
         verdicts = dict(zip(asked, self._pool.check_batch(list(asked.values())), strict=True))
-        _warn_of_losses(before, self._pool.counts, len(set(asked.values())))
+        self._watch_losses(len(asked))
         return [verdicts.get(i) for i in range(len(responses))]
+
+    def _watch_losses(self, num_asked: int, *, last: bool = False) -> None:
+        """Warn where too many comparisons have been lost since the last look."""
+        assert self._pool is not None
+        with self._lock:
+            self._num_asked += num_asked
+            if self._num_asked < LOSS_WINDOW and not last:
+                return
+            counts, num_asked, self._num_asked = self._pool.counts, self._num_asked, 0
+            num_lost = _num_lost(counts) - self._num_lost
+            self._num_lost = _num_lost(counts)
+        if num_lost > MAX_LOST_SHARE * num_asked:
+            logger.warning(
+                "symbolic comparisons lost to time limits and crashes: %d for the last %d "
+                "answers; since the start: %s",
+                num_lost,
+                num_asked,
+                counts,
+            )
 
     def _verdict(self, rule: Score, symbolic_correct: bool | None) -> Verdict:
         correct = rule.correct
@@ -208,17 +231,6 @@ class Verifier:
                 num_only_rule=counts.num_only_rule + num_only_rule,
                 num_only_symbolic=counts.num_only_symbolic + len(differing) - num_only_rule,
             )
-
-
-def _warn_of_losses(before: SymbolicCounts, after: SymbolicCounts, num_asked: int) -> None:
-    num_lost = _num_lost(after) - _num_lost(before)
-    if num_lost > MAX_LOST_SHARE * num_asked:
-        logger.warning(
-            "%d of %d symbolic comparisons were lost to time limits and crashes; %s",
-            num_lost,
-            num_asked,
-            after,
-        )
 
 
 def _num_lost(counts: SymbolicCounts) -> int:

@@ -86,11 +86,11 @@ def test_a_batch_may_be_empty_and_must_have_a_gold_for_each_response(verifier: V
 @pytest.mark.fault
 def test_lost_comparisons_do_not_change_the_reward_and_are_warned_of(caplog) -> None:
     """The silent form of this failure is a reward of 0 for everything."""
-    with Verifier(RewardConfig(symbolic_workers=1, symbolic_timeout_s=3.0)) as verifier:
-        with caplog.at_level(logging.WARNING):
-            verdicts = verifier.score_batch([SLOW, "Answer: 42"], ["42", "42"])
+    config = RewardConfig(symbolic_workers=1, symbolic_timeout_s=3.0)
+    with caplog.at_level(logging.WARNING), Verifier(config) as verifier:
+        verdicts = verifier.score_batch([SLOW, "Answer: 42"], ["42", "42"])
         assert [(v.correct, v.symbolic_correct) for v in verdicts] == [(False, None), (True, True)]
-    assert "1 of 2 symbolic comparisons were lost" in caplog.text
+    assert "crashes: 1 for the last 2 answers" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_lost_comparisons_do_not_change_the_reward_and_are_warned_of(caplog) -> 
         ({"symbolic_workers": 0}, "reward.symbolic_workers"),
         ({"symbolic_timeout_s": 0.0}, "reward.symbolic_timeout_s"),
         ({"symbolic_timeout_s": float("nan")}, "reward.symbolic_timeout_s"),
-        ({"symbolic_batch_timeout_s": -1.0}, "reward.symbolic_batch_timeout_s"),
+        ({"symbolic_seconds_per_minute": -1.0}, "reward.symbolic_seconds_per_minute"),
         ({"symbolic_memory_mib": 10}, "reward.symbolic_memory_mib"),
     ],
 )
