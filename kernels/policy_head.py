@@ -1,0 +1,723 @@
+"""The policy head: from hidden states to DAPO's loss and gradient without the logits.
+
+`policy_head_loss` closes the gradient inside the forward pass: per block of tokens a logits
+product, two row passes and the d_hidden and d_weight products, three in all, and nothing of size
+tokens x vocabulary is ever stored. `token_logprobs` is the same head for any other objective; it
+recomputes the logits in its backward pass. Both share plan, row passes and bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megadapo.dapo.objective import PolicyObjective
+from megadapo.kernels.head_plan import (
+    RowSelection,
+    Tiling,
+    check_operands,
+    check_temperature,
+    check_token_tensor,
+    plan_shards,
+    plan_tiling,
+    select_rows,
+)
+from megadapo.kernels.policy_terms import (
+    CLIPPED_HIGH,
+    CLIPPED_LOW,
+    DROPPED,
+    DUAL_CLIPPED,
+    policy_loss_ref,
+)
+from megadapo.kernels.row_exchange import (
+    Block,
+    ReplicatedRows,
+    RowExchange,
+    ShardedRows,
+    gather_stats,
+    group_size,
+)
+from megadapo.kernels.vendor_gemm import Fp32Sum, mm_fp32, mm_rows, widen_for_logits
+from megadapo.kernels.vocab_rows import (
+    PolicyInputs,
+    RowOutputs,
+    VocabShards,
+    logprob_grad_rows,
+    logprob_rows,
+    policy_rows,
+    row_stats,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyHeadOutput:
+    """The loss of one micro-batch and what the metrics need of it.
+
+    Sums and counts are 0-d float64 tensors over the tokens with a loss weight that were not
+    dropped: add them over micro-batches and data-parallel ranks, then divide. They are equal on
+    all tensor-parallel ranks. Only `loss` carries a gradient.
+    """
+
+    loss: Tensor
+    """sum_t loss_weights[t] * l_t, fp32, 0-d."""
+    logprobs: Tensor
+    """[T] fp32, 0 where the loss weight is 0."""
+    entropy: Tensor
+    """[T] fp32 in nats, 0 where the loss weight is 0."""
+    ratio_max_error: Tensor
+    """max |ratio - 1|, 0-d fp32: combine with max, not with a sum."""
+    num_tokens: Tensor
+    num_dropped: Tensor
+    """Tokens left out because a log-prob or importance weight of theirs was not finite."""
+    ratio_sum: Tensor
+    clip_low_count: Tensor
+    clip_high_count: Tensor
+    dual_clip_count: Tensor
+    entropy_sum: Tensor
+    probability_sum: Tensor
+    kl_sum: Tensor
+
+    def mean(self, name: str) -> Tensor:
+        """One of the sums or counts over `num_tokens`; 0 when there are none."""
+        return getattr(self, name) / self.num_tokens.clamp(min=1)
+
+    @property
+    def ratio_mean(self) -> Tensor:
+        return self.mean("ratio_sum")
+
+    @property
+    def clip_low_fraction(self) -> Tensor:
+        return self.mean("clip_low_count")
+
+    @property
+    def clip_high_fraction(self) -> Tensor:
+        return self.mean("clip_high_count")
+
+    @property
+    def dual_clip_fraction(self) -> Tensor:
+        return self.mean("dual_clip_count")
+
+    @property
+    def entropy_mean(self) -> Tensor:
+        return self.mean("entropy_sum")
+
+    @property
+    def probability_mean(self) -> Tensor:
+        return self.mean("probability_sum")
+
+    @property
+    def kl_mean(self) -> Tensor:
+        return self.mean("kl_sum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HeadCall:
+    """What both passes over the blocks need, fixed before the first product."""
+
+    targets: Tensor  # [R] int64
+    selection: RowSelection
+    num_tokens: int
+    tiling: Tiling
+    shards: VocabShards
+    temperature: float
+    group: dist.ProcessGroup | None
+    sequence_parallel: bool
+
+    @property
+    def num_rows(self) -> int:
+        return self.selection.num_rows
+
+    def blocks(self) -> list[Block]:
+        return self.tiling.blocks(self.num_rows)
+
+    def exchange(self, hidden: Tensor) -> RowExchange:
+        rows = self.selection.rows
+        if self.sequence_parallel and group_size(self.group) > 1:
+            assert self.group is not None
+            return ShardedRows(hidden, rows, self.selection.counts, self.blocks(), self.group)
+        return ReplicatedRows(hidden, rows, self.group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PolicyCall:
+    head: _HeadCall
+    inputs: PolicyInputs  # [R]
+    objective: PolicyObjective
+    accumulate_in_forward: bool
+
+
+def token_logprobs_ref(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy [T] by the book: all logits at once, any precision, autograd."""
+    logits = hidden @ weight[:vocab_size].t() / temperature
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], entropy
+
+
+def policy_head_loss_ref(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_weights: Tensor,
+    objective: PolicyObjective,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    ref_logprobs: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+) -> Tensor:
+    """The loss of `policy_head_loss` by the book; finite inputs only."""
+    chosen = loss_weights != 0
+    logprobs, entropy = token_logprobs_ref(
+        hidden[chosen],
+        weight,
+        targets[chosen],
+        temperature=temperature,
+        vocab_size=vocab_size,
+    )
+    losses = policy_loss_ref(
+        logprobs,
+        entropy,
+        old_logprobs=old_logprobs[chosen],
+        advantages=advantages[chosen],
+        objective=objective,
+        ref_logprobs=None if ref_logprobs is None else ref_logprobs[chosen],
+        importance_weights=None if importance_weights is None else importance_weights[chosen],
+    )
+    return (loss_weights[chosen] * losses).sum()
+
+
+class _Buffers:
+    """The two reused buffers: a tile of fp32 logits and a block of their gradient.
+
+    With fp32 hidden states both are the same memory: a tile's gradient overwrites its logits.
+    """
+
+    def __init__(self, call: _HeadCall, like: Tensor, *, for_grad: bool) -> None:
+        blocks = call.blocks()
+        block_rows = max((stop - start for start, stop in blocks), default=0)
+        tile_rows = max((b - a for a, b in call.tiling.tiles(block_rows)), default=0)
+        columns = call.shards.num_columns
+        self._grads: Tensor | None = None
+        if for_grad:
+            self._grads = like.new_empty(block_rows, columns)
+        self._logits: Tensor | None = None
+        if not for_grad or like.dtype != torch.float32:
+            self._logits = like.new_empty(tile_rows, columns, dtype=torch.float32)
+
+    def logits(self, tile: Block) -> Tensor:
+        if self._logits is not None:
+            return self._logits[: tile[1] - tile[0]]
+        return self.grads(tile)
+
+    def grads(self, rows: Block) -> Tensor:
+        assert self._grads is not None
+        return self._grads[rows[0] : rows[1]]
+
+
+class _Projection:
+    """Logits of a tile: one product per vocabulary shard, so that TP does not change their bits."""
+
+    def __init__(self, weight: Tensor, shards: VocabShards) -> None:
+        self._weight = widen_for_logits(weight)
+        self._exact_bf16 = weight.dtype == torch.bfloat16
+        self._shards = shards
+
+    def __call__(self, hidden: Tensor, out: Tensor) -> None:
+        hidden = widen_for_logits(hidden)
+        for shard in range(self._shards.num_local):
+            columns = slice(shard * self._shards.size, (shard + 1) * self._shards.size)
+            mm_fp32(
+                hidden,
+                self._weight[columns].t(),
+                out=out[:, columns],
+                exact_bf16=self._exact_bf16,
+            )
+
+
+class _PolicyHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, call, needs_grad):  # noqa: ANN001, ANN205
+        wants_hidden, wants_weight = (needs_grad and need for need in ctx.needs_input_grad[:2])
+        outputs, d_hidden, d_weight = _policy_blocks(
+            hidden, weight, call, wants_hidden=wants_hidden, wants_weight=wants_weight
+        )
+        if wants_hidden or wants_weight:
+            ctx.grads = (d_hidden, d_weight)
+            ctx.weight = weight
+            ctx.is_accumulated = call.accumulate_in_forward
+        weighted = call.inputs.loss_weights.double() * outputs.loss.double()
+        loss = weighted.sum().float()
+        rest = tuple(vars(outputs).values())
+        ctx.mark_non_differentiable(*rest)
+        ctx.set_materialize_grads(False)
+        return loss, *rest
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_loss, *_):  # noqa: ANN001, ANN205
+        if ctx.grads is None:
+            raise RuntimeError(
+                "policy_head_loss keeps its gradient once: backward was called a second time"
+            )
+        (d_hidden, d_weight), ctx.grads = ctx.grads, None
+        if d_loss is None:
+            return None, None, None, None
+        if d_hidden is not None and not _is_known_one(d_loss):
+            d_hidden.mul_(d_loss)
+        if d_weight is not None:
+            d_weight = _hand_over(ctx.weight, d_weight, d_loss, ctx.is_accumulated)
+        return d_hidden, d_weight, None, None
+
+
+def _policy_blocks(
+    hidden: Tensor, weight: Tensor, call: _PolicyCall, *, wants_hidden: bool, wants_weight: bool
+) -> tuple[RowOutputs, Tensor | None, Tensor | None]:
+    """Run every block; return per-row outputs and the gradients of a loss whose scale is 1."""
+    head = call.head
+    wants_grad = wants_hidden or wants_weight
+    outputs = RowOutputs.empty(head.num_rows, hidden.device)
+    buffers = _Buffers(head, hidden, for_grad=wants_grad)
+    project = _Projection(weight, head.shards)
+    exchange = head.exchange(hidden)
+    into = _main_grad(weight) if call.accumulate_in_forward else None
+    d_weight = Fp32Sum(weight.shape, weight, into) if wants_weight else None
+    for block in head.blocks():
+        rows = exchange.fetch(block)
+        for tile in head.tiling.tiles(block[1] - block[0]):
+            first, last = block[0] + tile[0], block[0] + tile[1]
+            logits = buffers.logits(tile)
+            project(rows[tile[0] : tile[1]], logits)
+            targets = head.targets[first:last]
+            stats = row_stats(
+                logits,
+                targets,
+                shards=head.shards,
+                temperature=head.temperature,
+                for_entropy=wants_grad and call.objective.entropy_coef != 0.0,
+            )
+            policy_rows(
+                logits,
+                targets,
+                gather_stats(stats, head.group),
+                inputs=call.inputs.rows(first, last),
+                outputs=outputs.rows(first, last),
+                objective=call.objective,
+                shards=head.shards,
+                temperature=head.temperature,
+                d_logits=buffers.grads(tile) if wants_grad else None,
+            )
+        if wants_grad:
+            d_logits = buffers.grads((0, block[1] - block[0]))
+            _block_products(block, rows, weight, d_logits, exchange, wants_hidden, d_weight)
+    return (
+        outputs,
+        exchange.finish() if wants_hidden else None,
+        d_weight.result() if d_weight is not None else None,
+    )
+
+
+def _block_products(
+    block: Block,
+    rows: Tensor,
+    weight: Tensor,
+    d_logits: Tensor,
+    exchange: RowExchange,
+    wants_hidden: bool,
+    d_weight: Fp32Sum | None,
+) -> None:
+    """The two backward products of a block; the first one's reduction runs under the second."""
+    if wants_hidden:
+        mm_rows(d_logits, weight, out=exchange.slot(block))
+        exchange.send(block)
+    if d_weight is not None:
+        d_weight.add(d_logits, rows)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, call):  # noqa: ANN001, ANN205
+        values = torch.zeros(2, call.num_rows, dtype=torch.float32, device=hidden.device)
+        stats = torch.empty(
+            call.shards.num_total, 4, call.num_rows, dtype=torch.float32, device=hidden.device
+        )
+        for start, stop, logits in _logits_by_tile(hidden, weight, call):
+            targets = call.targets[start:stop]
+            local = row_stats(
+                logits,
+                targets,
+                shards=call.shards,
+                temperature=call.temperature,
+                for_entropy=False,
+            )
+            merged = gather_stats(local, call.group)
+            stats[:, :, start:stop] = merged
+            logprob_rows(
+                logits,
+                targets,
+                merged,
+                logprobs=values[0, start:stop],
+                entropy=values[1, start:stop],
+                shards=call.shards,
+                temperature=call.temperature,
+            )
+        ctx.save_for_backward(hidden, weight, stats)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return values[0], values[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_logprobs, d_entropy):  # noqa: ANN001, ANN205
+        if d_logprobs is None and d_entropy is None:
+            return None, None, None
+        hidden, weight, stats = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        call = ctx.call
+        if d_logprobs is None:
+            d_logprobs = torch.zeros_like(d_entropy)
+        d_hidden, d_weight = _logprob_grad_blocks(
+            hidden,
+            weight,
+            stats,
+            d_logprobs.contiguous(),
+            None if d_entropy is None else d_entropy.contiguous(),
+            call,
+            wants_hidden=wants_hidden,
+            wants_weight=wants_weight,
+        )
+        if d_weight is not None:
+            is_accumulated = _main_grad(weight) is not None
+            one = torch.ones((), device=hidden.device)
+            d_weight = _hand_over(weight, d_weight, one, is_accumulated)
+        return d_hidden, d_weight, None
+
+
+def _logits_by_tile(
+    hidden: Tensor, weight: Tensor, call: _HeadCall
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield every tile's rows start to stop and its logits, in one reused buffer."""
+    buffers = _Buffers(call, hidden, for_grad=False)
+    project = _Projection(weight, call.shards)
+    exchange = call.exchange(hidden)
+    for block in call.blocks():
+        rows = exchange.fetch(block)
+        for tile in call.tiling.tiles(block[1] - block[0]):
+            logits = buffers.logits(tile)
+            project(rows[tile[0] : tile[1]], logits)
+            yield block[0] + tile[0], block[0] + tile[1], logits
+
+
+def _logprob_grad_blocks(
+    hidden: Tensor,
+    weight: Tensor,
+    stats: Tensor,
+    d_logprobs: Tensor,
+    d_entropy: Tensor | None,
+    call: _HeadCall,
+    *,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The recomputing backward pass: a fourth product and no collective for the statistics."""
+    buffers = _Buffers(call, hidden, for_grad=True)
+    project = _Projection(weight, call.shards)
+    exchange = call.exchange(hidden)
+    d_weight = Fp32Sum(weight.shape, weight, _main_grad(weight)) if wants_weight else None
+    for block in call.blocks():
+        rows = exchange.fetch(block)
+        for tile in call.tiling.tiles(block[1] - block[0]):
+            chosen = slice(block[0] + tile[0], block[0] + tile[1])
+            logits = buffers.logits(tile)
+            project(rows[tile[0] : tile[1]], logits)
+            logprob_grad_rows(
+                logits,
+                call.targets[chosen],
+                stats[:, :, chosen].contiguous(),
+                d_logprobs=d_logprobs[chosen],
+                d_entropy=None if d_entropy is None else d_entropy[chosen],
+                shards=call.shards,
+                temperature=call.temperature,
+                d_logits=buffers.grads(tile),
+            )
+        d_logits = buffers.grads((0, block[1] - block[0]))
+        _block_products(block, rows, weight, d_logits, exchange, wants_hidden, d_weight)
+    return (
+        exchange.finish() if wants_hidden else None,
+        d_weight.result() if d_weight is not None else None,
+    )
+
+
+def _main_grad(weight: Tensor) -> Tensor | None:
+    """Megatron's own gradient accumulator of this parameter, if it has one."""
+    return getattr(weight, "main_grad", None)
+
+
+def _is_known_one(scale: Tensor) -> bool:
+    """Whether a scale is 1, where looking costs nothing; on a device it would be a sync."""
+    return scale.device.type == "cpu" and scale.item() == 1.0
+
+
+def _hand_over(
+    weight: Tensor, d_weight: Tensor, scale: Tensor, is_accumulated: bool
+) -> Tensor | None:
+    """Give scale * d_weight to main_grad, or return it where the parameter has none.
+
+    With main_grad autograd still needs some gradient, so that Megatron's hook runs on the
+    backward thread: its content is not read, unless the parameter says `zero_out_wgrad`, as a
+    tied embedding does, whose own gradient is added to it.
+    """
+    main_grad = _main_grad(weight)
+    if main_grad is None:
+        return (d_weight if _is_known_one(scale) else d_weight.mul_(scale)).to(weight.dtype)
+    if is_accumulated:
+        _require_one(scale)
+    elif _is_known_one(scale):
+        main_grad.add_(d_weight)
+    else:
+        main_grad.add_(d_weight.mul_(scale))
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)
+
+
+def _require_one(scale: Tensor) -> None:
+    """Refuse a scale other than 1 for a gradient that main_grad already holds."""
+    if scale.device.type == "cuda":
+        torch._assert_async(scale == 1.0)
+    elif scale.item() != 1.0:
+        raise RuntimeError(
+            f"the loss was scaled by {scale.item()} after accumulate_in_forward had written its "
+            "gradient into main_grad; scale loss_weights instead, or leave that option off"
+        )
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    chunk_tokens: int | None = None,
+    loss_mask: Tensor | None = None,
+    rows: Tensor | None = None,
+    tp_invariant: bool | None = None,
+    sequence_parallel: bool = False,
+    check_inputs: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return (log-probs [T], entropy [T]) in fp32, differentiable in hidden and weight.
+
+    `loss_mask` [T]: tokens where it is 0 are not computed and get 0. Pass the loss weights of
+    the update here, so that old log-probs come from the very shapes of the update and the first
+    ratio is exactly 1. The other arguments are those of `policy_head_loss`.
+    """
+    call = _plan(
+        hidden,
+        weight,
+        targets,
+        mask=loss_mask,
+        finite={},
+        temperature=temperature,
+        group=group,
+        vocab_size=vocab_size,
+        chunk_tokens=chunk_tokens,
+        rows=rows,
+        tp_invariant=tp_invariant,
+        sequence_parallel=sequence_parallel,
+        check_inputs=check_inputs,
+    )
+    logprobs, entropy = _TokenLogprobs.apply(hidden.contiguous(), weight, call)
+    selection = call.selection
+    return (
+        selection.spread(logprobs, call.num_tokens),
+        selection.spread(entropy, call.num_tokens),
+    )
+
+
+def policy_head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_weights: Tensor,
+    objective: PolicyObjective,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    chunk_tokens: int | None = None,
+    ref_logprobs: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    rows: Tensor | None = None,
+    tp_invariant: bool | None = None,
+    sequence_parallel: bool = False,
+    check_inputs: bool = True,
+    accumulate_in_forward: bool = False,
+) -> PolicyHeadOutput:
+    """Return sum_t loss_weights[t] * l_t with its gradient in hidden and weight, and metrics.
+
+    Args:
+        hidden: [T, H], equal on every tensor-parallel rank, or this rank's [T/p, H] with
+            `sequence_parallel`. Its gradient comes out summed over the group.
+        weight: [V/p, H], this rank's rows of the output layer in hidden's dtype. Its gradient is
+            accumulated in fp32, into `weight.main_grad` where the parameter has one.
+        targets: [T] token ids over the whole vocabulary.
+        old_logprobs: [T]. A token whose value is not finite is dropped and counted, as is one
+            whose importance weight or reference log-prob is not.
+        advantages: [T].
+        loss_weights: [T]; tokens with weight 0 do not enter the head at all.
+        objective: clip range and the optional terms.
+        temperature: logits are divided by it.
+        group: tensor-parallel process group; None for a single rank.
+        vocab_size: true vocabulary size; later rows of weight are padding and get no gradient.
+        chunk_tokens: tokens per block; by default as many as fit the buffers.
+        ref_logprobs: [T] of the reference policy, needed when `objective.kl_coef` is not 0.
+        importance_weights: [T] factor on each token's policy term, such as a truncated
+            trainer/engine importance weight.
+        rows: [R] indices of the tokens with a loss weight, ascending, when the caller has them.
+        tp_invariant: True makes log-probs, entropy and loss the same bits for TP 1, 2, 4 and 8,
+            given the same padded vocabulary; None does so wherever it can be cut in 8.
+        check_inputs: False skips the checks of values, which wait for the device once.
+        accumulate_in_forward: write the weight's gradient into main_grad in the forward pass,
+            which saves a buffer of its size; the loss must then not be scaled afterwards.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; targets outside the vocabulary;
+            advantages or loss weights that are not finite.
+    """
+    per_token = {"advantages": advantages, "loss_weights": loss_weights}
+    others = {
+        "old_logprobs": old_logprobs,
+        "ref_logprobs": ref_logprobs,
+        "importance_weights": importance_weights,
+    }
+    if objective.kl_coef != 0.0 and ref_logprobs is None:
+        raise ValueError(f"objective.kl_coef is {objective.kl_coef} but ref_logprobs is missing")
+    call = _plan(
+        hidden,
+        weight,
+        targets,
+        mask=loss_weights,
+        finite=per_token,
+        others=others,
+        temperature=temperature,
+        group=group,
+        vocab_size=vocab_size,
+        chunk_tokens=chunk_tokens,
+        rows=rows,
+        tp_invariant=tp_invariant,
+        sequence_parallel=sequence_parallel,
+        check_inputs=check_inputs,
+    )
+    taken = {
+        name: None if value is None else call.selection.take(value).float().contiguous()
+        for name, value in (per_token | others).items()
+    }
+    if accumulate_in_forward and _main_grad(weight) is None:
+        raise ValueError("accumulate_in_forward needs a weight with main_grad")
+    policy = _PolicyCall(
+        head=call,
+        inputs=PolicyInputs(**taken),
+        objective=objective,
+        accumulate_in_forward=accumulate_in_forward,
+    )
+    loss, *values = _PolicyHead.apply(hidden.contiguous(), weight, policy, torch.is_grad_enabled())
+    return _output(
+        loss, RowOutputs(**dict(zip(RowOutputs.__dataclass_fields__, values, strict=True))), call
+    )
+
+
+def _plan(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    mask: Tensor | None,
+    finite: dict[str, Tensor],
+    others: dict[str, Tensor | None] | None = None,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+    vocab_size: int | None,
+    chunk_tokens: int | None,
+    rows: Tensor | None,
+    tp_invariant: bool | None,
+    sequence_parallel: bool,
+    check_inputs: bool,
+) -> _HeadCall:
+    """Check the arguments and fix rows, blocks and shards; the same on every rank."""
+    tp = group_size(group)
+    num_tokens = check_operands(hidden, weight, targets, tp=tp, sequence_parallel=sequence_parallel)
+    check_temperature(temperature)
+    for name, value in ({"loss_mask": mask} | finite | (others or {})).items():
+        if value is not None:
+            check_token_tensor(name, value, num_tokens, hidden.device)
+    shards = plan_shards(weight, group, vocab_size, tp_invariant)
+    selection = select_rows(
+        mask,
+        targets,
+        vocab_size=shards.vocab_size,
+        num_parts=tp if sequence_parallel else 1,
+        finite=finite,
+        rows=rows,
+        check_inputs=check_inputs,
+    )
+    padded_vocab = shards.size * shards.num_total
+    return _HeadCall(
+        targets=selection.take(targets).long().contiguous(),
+        selection=selection,
+        num_tokens=num_tokens,
+        tiling=plan_tiling(padded_vocab, hidden.dtype, hidden.device, chunk_tokens),
+        shards=shards,
+        temperature=float(temperature),
+        group=group if tp > 1 else None,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def _output(loss: Tensor, rows: RowOutputs, call: _HeadCall) -> PolicyHeadOutput:
+    """Reduce the rows' values once, in float64."""
+    kept = rows.flags < DROPPED
+    share = kept.double()
+
+    def total(values: Tensor) -> Tensor:
+        return torch.where(kept, values.double(), 0.0).sum()
+
+    def count(bit: int) -> Tensor:
+        return total((rows.flags & bit) != 0)
+
+    error = torch.where(kept, (rows.ratio - 1.0).abs(), 0.0)
+    return PolicyHeadOutput(
+        loss=loss,
+        logprobs=call.selection.spread(rows.logprobs, call.num_tokens),
+        entropy=call.selection.spread(rows.entropy, call.num_tokens),
+        ratio_max_error=error.amax() if call.num_rows else error.sum(),
+        num_tokens=share.sum(),
+        num_dropped=call.num_rows - share.sum(),
+        ratio_sum=total(rows.ratio),
+        clip_low_count=count(CLIPPED_LOW),
+        clip_high_count=count(CLIPPED_HIGH),
+        dual_clip_count=count(DUAL_CLIPPED),
+        entropy_sum=total(rows.entropy),
+        probability_sum=total(rows.logprobs.exp()),
+        kl_sum=total(rows.kl),
+    )

@@ -1,0 +1,215 @@
+"""DAPO's objective for one token: its value and its derivative, in torch and in Triton.
+
+Both say the same formulas side by side, so that a new objective is added in one place. Source:
+DAPO (arXiv 2503.14476) equation 8; dual clip: arXiv 1912.09729 equation 5; k1, k2, k3:
+Schulman, "Approximating KL Divergence" (2020).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megadapo.dapo.objective import MAX_LOG_RATIO, PolicyObjective
+
+CLIPPED_LOW = 1
+CLIPPED_HIGH = 2
+DUAL_CLIPPED = 4
+DROPPED = 8
+"""Bits of a token's flags. A dropped token contributes to no sum and no gradient."""
+
+KL_KINDS = {"none": 0, "k1": 1, "k2": 2, "k3": 3}
+
+# Triton reads globals only as constexpr
+_MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
+_CLIPPED_LOW = tl.constexpr(CLIPPED_LOW)
+_CLIPPED_HIGH = tl.constexpr(CLIPPED_HIGH)
+_DUAL_CLIPPED = tl.constexpr(DUAL_CLIPPED)
+_DROPPED = tl.constexpr(DROPPED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTerms:
+    """What the objective says about each token; all fp32 [R] but `flags`."""
+
+    loss: Tensor
+    """l_t, not yet weighted."""
+    d_logprobs: Tensor
+    """dl_t / dlogprob_t."""
+    ratio: Tensor
+    kl: Tensor
+    """The KL estimate of the token, 0 without reference log-probs."""
+    flags: Tensor
+    """uint8 bits."""
+
+
+def kl_kind(objective: PolicyObjective, ref_logprobs: Tensor | None) -> str:
+    """Name the KL estimator that this call needs, `none` without a reference."""
+    return "none" if ref_logprobs is None else objective.kl_kind
+
+
+def policy_loss_ref(
+    logprobs: Tensor,
+    entropy: Tensor,
+    *,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    objective: PolicyObjective,
+    ref_logprobs: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+) -> Tensor:
+    """l_t [R] by the book and by autograd, in any precision: what the rest must agree with."""
+    ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    clipped = ratio.clamp(1.0 - objective.clip_low, 1.0 + objective.clip_high)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    if objective.dual_clip is not None:
+        bound = -objective.dual_clip * advantages
+        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    if importance_weights is not None:
+        loss = loss * importance_weights
+    if ref_logprobs is not None:
+        gap = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        kinds = {"k1": -gap, "k2": 0.5 * gap.square(), "k3": gap.exp() - gap - 1.0}
+        loss = loss + objective.kl_coef * kinds[objective.kl_kind]
+    return loss - objective.entropy_coef * entropy
+
+
+def policy_terms(
+    logprobs: Tensor,
+    entropy: Tensor,
+    *,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    objective: PolicyObjective,
+    ref_logprobs: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+) -> TokenTerms:
+    """Return value and derivative of every token's loss; see `TokenTerms`."""
+    log_ratio = logprobs - old_logprobs
+    inside = log_ratio.abs() <= MAX_LOG_RATIO
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    high = (advantages > 0) & (ratio > 1.0 + objective.clip_high)
+    low = (advantages < 0) & (ratio < 1.0 - objective.clip_low)
+    bound = torch.where(high, 1.0 + objective.clip_high, ratio)
+    bound = torch.where(low, 1.0 - objective.clip_low, bound)
+    cut = high | low
+    flags = low.to(torch.uint8) * CLIPPED_LOW + high.to(torch.uint8) * CLIPPED_HIGH
+    if objective.dual_clip is not None:
+        dual = (advantages < 0) & (ratio > objective.dual_clip)
+        bound = torch.where(dual, objective.dual_clip, bound)
+        cut = cut | dual
+        flags += dual.to(torch.uint8) * DUAL_CLIPPED
+
+    kept = old_logprobs.isfinite()
+    policy = -bound * advantages
+    d_policy = torch.where(cut | ~inside, 0.0, -ratio * advantages)
+    if importance_weights is not None:
+        kept &= importance_weights.isfinite()
+        policy, d_policy = policy * importance_weights, d_policy * importance_weights
+    kl, d_kl = _kl_terms(logprobs, ref_logprobs, objective)
+    if ref_logprobs is not None:
+        kept &= ref_logprobs.isfinite()
+    loss = policy + objective.kl_coef * kl - objective.entropy_coef * entropy
+    zero = torch.zeros_like(ratio)
+    return TokenTerms(
+        loss=torch.where(kept, loss, zero),
+        d_logprobs=torch.where(kept, d_policy + objective.kl_coef * d_kl, zero),
+        ratio=torch.where(kept, ratio, zero),
+        kl=torch.where(kept, kl, zero),
+        flags=torch.where(kept, flags, DROPPED),
+    )
+
+
+def _kl_terms(
+    logprobs: Tensor, ref_logprobs: Tensor | None, objective: PolicyObjective
+) -> tuple[Tensor, Tensor]:
+    """Return the KL estimate and its derivative in the log-prob, both [R]."""
+    if ref_logprobs is None:
+        zero = torch.zeros_like(logprobs)
+        return zero, zero
+    raw = ref_logprobs - logprobs
+    gap = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    inside = raw.abs() <= MAX_LOG_RATIO
+    if objective.kl_kind == "k1":
+        value, slope = -gap, torch.ones_like(gap)
+    elif objective.kl_kind == "k2":
+        value, slope = 0.5 * gap.square(), -gap
+    else:
+        value, slope = gap.exp() - gap - 1.0, 1.0 - gap.exp()
+    return value, torch.where(inside, slope, torch.zeros_like(slope))
+
+
+@triton.jit
+def clamp_log_ratio(x):
+    # comparisons, not min and max: a NaN must reach the loss, where it is caught
+    x = tl.where(x > _MAX_LOG_RATIO, _MAX_LOG_RATIO, x)
+    return tl.where(x < -_MAX_LOG_RATIO, -_MAX_LOG_RATIO, x)
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def token_terms(
+    logprob,
+    entropy,
+    old_logprob,
+    advantage,
+    importance_weight,
+    ref_logprob,
+    ratio_low,
+    ratio_high,
+    dual_clip,
+    entropy_coef,
+    kl_coef,
+    HAS_DUAL_CLIP: tl.constexpr,
+    KL_KIND: tl.constexpr,
+):
+    """`policy_terms` for one token: (loss, d_logprob, ratio, kl, flags)."""
+    log_ratio = logprob - old_logprob
+    inside = tl.abs(log_ratio) <= _MAX_LOG_RATIO
+    ratio = tl.exp(clamp_log_ratio(log_ratio))
+    high = (advantage > 0) & (ratio > ratio_high)
+    low = (advantage < 0) & (ratio < ratio_low)
+    bound = tl.where(high, ratio_high, ratio)
+    bound = tl.where(low, ratio_low, bound)
+    cut = high | low
+    flags = tl.where(low, _CLIPPED_LOW, 0) + tl.where(high, _CLIPPED_HIGH, 0)
+    if HAS_DUAL_CLIP:
+        dual = (advantage < 0) & (ratio > dual_clip)
+        bound = tl.where(dual, dual_clip, bound)
+        cut = cut | dual
+        flags += tl.where(dual, _DUAL_CLIPPED, 0)
+
+    kept = is_finite(old_logprob) & is_finite(importance_weight)
+    policy = -bound * advantage * importance_weight
+    d_policy = tl.where(inside & (cut == 0), -ratio * advantage * importance_weight, 0.0)
+    kl = 0.0
+    d_kl = 0.0
+    if KL_KIND != 0:
+        kept = kept & is_finite(ref_logprob)
+        raw = ref_logprob - logprob
+        gap = clamp_log_ratio(raw)
+        if KL_KIND == 1:
+            kl = -gap
+            d_kl = 1.0
+        elif KL_KIND == 2:
+            kl = 0.5 * gap * gap
+            d_kl = -gap
+        else:
+            kl = tl.exp(gap) - gap - 1.0
+            d_kl = 1.0 - tl.exp(gap)
+        d_kl = tl.where(tl.abs(raw) <= _MAX_LOG_RATIO, d_kl, 0.0)
+    loss = policy + kl_coef * kl - entropy_coef * entropy
+    loss = tl.where(kept, loss, 0.0)
+    d_logprob = tl.where(kept, d_policy + kl_coef * d_kl, 0.0)
+    ratio = tl.where(kept, ratio, 0.0)
+    kl = tl.where(kept, kl, 0.0)
+    flags = tl.where(kept, flags, _DROPPED)
+    return loss, d_logprob, ratio, kl, flags

@@ -1,0 +1,206 @@
+"""How hidden rows reach every tensor-parallel rank and how their gradients go back, block by block.
+
+Rows are the tokens that enter the head, in order. Without sequence parallelism every rank holds
+them all and the gradient is all-reduced. With it each rank owns a contiguous part of the sequence:
+a block's rows are broadcast by their owners while the block before is computed, and its gradient
+is reduced to the owners while the block after is computed. Blocks hold the same rows either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Block = tuple[int, int]
+"""Rows start to stop among the selected rows."""
+
+
+class RowExchange(Protocol):
+    """Blocks are fetched in order, each once; `slot` then `send` give its gradient back."""
+
+    def fetch(self, block: Block) -> Tensor: ...
+
+    def slot(self, block: Block) -> Tensor: ...
+
+    def send(self, block: Block) -> None: ...
+
+    def finish(self) -> Tensor: ...
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Ranks in the tensor-parallel group; no group means one."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)
+
+
+def gather_stats(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Collect stats [S/p, 4, R] of every rank into [S, 4, R], shards in global order."""
+    size = group_size(group)
+    if size == 1:
+        return stats
+    every = stats.new_empty(size * stats.shape[0], *stats.shape[1:])
+    dist.all_gather_into_tensor(every, stats, group=group)
+    return every
+
+
+class ReplicatedRows:
+    """Every rank of `group` holds all of hidden [T, H]; `rows` [R] selects, None takes all."""
+
+    def __init__(
+        self, hidden: Tensor, rows: Tensor | None, group: dist.ProcessGroup | None
+    ) -> None:
+        self._hidden = hidden
+        self._rows = rows
+        self._group = group if group_size(group) > 1 else None
+        self._grad: Tensor | None = None
+        self._pending: list[dist.Work] = []
+
+    def fetch(self, block: Block) -> Tensor:
+        if self._rows is None:
+            return self._hidden[block[0] : block[1]]
+        return self._hidden.index_select(0, self._rows[block[0] : block[1]])
+
+    def slot(self, block: Block) -> Tensor:
+        if self._grad is None:
+            num_rows = self._hidden.shape[0] if self._rows is None else self._rows.shape[0]
+            self._grad = self._hidden.new_empty(num_rows, self._hidden.shape[1])
+        return self._grad[block[0] : block[1]]
+
+    def send(self, block: Block) -> None:
+        if self._group is not None:
+            work = dist.all_reduce(self.slot(block), group=self._group, async_op=True)
+            self._pending.append(work)
+
+    def finish(self) -> Tensor:
+        for work in self._pending:
+            work.wait()
+        return _spread(self._grad, self._rows, self._hidden)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Rows of one block that one rank owns: `start:stop` within the block."""
+
+    owner: int
+    start: int
+    stop: int
+
+
+class ShardedRows:
+    """Each rank of `group` holds hidden [T/p, H], its part of the sequence.
+
+    `rows` [R] are the selected rows of the whole sequence and `counts` how many of them each
+    rank owns. `blocks` is the order in which they will be fetched, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        rows: Tensor | None,
+        counts: Sequence[int],
+        blocks: Sequence[Block],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._hidden = hidden
+        self._group = group
+        self._rank = group_rank(group)
+        self._blocks = list(blocks)
+        edges = [0]
+        for count in counts:
+            edges.append(edges[-1] + count)
+        self._edges = edges
+        self._own: Tensor | None = None
+        if rows is not None:
+            own = rows[edges[self._rank] : edges[self._rank + 1]]
+            self._own = own - self._rank * hidden.shape[0]
+        self._num_started = 0
+        self._arriving: dict[Block, tuple[Tensor, list[dist.Work]]] = {}
+        self._leaving: dict[Block, tuple[Tensor, list[dist.Work]]] = {}
+        self._grad: Tensor | None = None
+
+    def fetch(self, block: Block) -> Tensor:
+        # the block after this one travels while this one is computed
+        while self._num_started < min(len(self._blocks), self._blocks.index(block) + 2):
+            self._start_broadcast(self._blocks[self._num_started])
+            self._num_started += 1
+        tensor, works = self._arriving.pop(block)
+        for work in works:
+            work.wait()
+        return tensor
+
+    def slot(self, block: Block) -> Tensor:
+        if block not in self._leaving:
+            grad = self._hidden.new_empty(block[1] - block[0], self._hidden.shape[1])
+            self._leaving[block] = (grad, [])
+        return self._leaving[block][0]
+
+    def send(self, block: Block) -> None:
+        grad, works = self._leaving[block]
+        for segment in self._segments(block):
+            owner = dist.get_global_rank(self._group, segment.owner)
+            part = grad[segment.start : segment.stop]
+            works.append(dist.reduce(part, owner, group=self._group, async_op=True))
+        for earlier in [b for b in self._leaving if b != block]:
+            self._receive_grad(earlier)
+
+    def finish(self) -> Tensor:
+        for block in list(self._leaving):
+            self._receive_grad(block)
+        return _spread(self._grad, self._own, self._hidden)
+
+    def _segments(self, block: Block) -> list[_Segment]:
+        segments = []
+        for owner, (low, high) in enumerate(zip(self._edges, self._edges[1:], strict=False)):
+            start, stop = max(low, block[0]), min(high, block[1])
+            if start < stop:
+                segments.append(_Segment(owner, start - block[0], stop - block[0]))
+        return segments
+
+    def _own_rows(self, block: Block, segment: _Segment) -> slice:
+        """The segment's place among this rank's own selected rows."""
+        first = block[0] - self._edges[self._rank]
+        return slice(first + segment.start, first + segment.stop)
+
+    def _start_broadcast(self, block: Block) -> None:
+        tensor = self._hidden.new_empty(block[1] - block[0], self._hidden.shape[1])
+        works = []
+        for segment in self._segments(block):
+            part = tensor[segment.start : segment.stop]
+            if segment.owner == self._rank:
+                own = self._own_rows(block, segment)
+                if self._own is None:
+                    part.copy_(self._hidden[own])
+                else:
+                    torch.index_select(self._hidden, 0, self._own[own], out=part)
+            owner = dist.get_global_rank(self._group, segment.owner)
+            works.append(dist.broadcast(part, owner, group=self._group, async_op=True))
+        self._arriving[block] = (tensor, works)
+
+    def _receive_grad(self, block: Block) -> None:
+        grad, works = self._leaving.pop(block)
+        for work in works:
+            work.wait()
+        if self._grad is None:
+            num_rows = self._edges[self._rank + 1] - self._edges[self._rank]
+            self._grad = self._hidden.new_empty(num_rows, self._hidden.shape[1])
+        for segment in self._segments(block):
+            if segment.owner == self._rank:
+                own = self._own_rows(block, segment)
+                self._grad[own] = grad[segment.start : segment.stop]
+
+
+def _spread(grad: Tensor | None, rows: Tensor | None, hidden: Tensor) -> Tensor:
+    """Put the selected rows' gradients into a tensor of hidden's shape, zeros elsewhere."""
+    if grad is None:
+        return torch.zeros_like(hidden)
+    if rows is None:
+        return grad
+    return torch.zeros_like(hidden).index_copy_(0, rows, grad)
