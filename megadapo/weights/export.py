@@ -143,9 +143,7 @@ class _FileWriter:
             yield from ((name, file) for name in names)
 
 
-def full_tensors(
-    source: TensorSource, layout: ModelLayout
-) -> Iterator[tuple[str, torch.Tensor]]:
+def full_tensors(source: TensorSource, layout: ModelLayout) -> Iterator[tuple[str, torch.Tensor]]:
     """The full tensors of a source in the order of the model, one at a time."""
     for name, shape in layout.hf_shapes.items():
         yield name, source.read(name, 0, 0, shape[0])

@@ -1,0 +1,227 @@
+"""The driver's side of a weight update: from the trainer's ranks into every engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megadapo.errors import InfraError, MegadapoError
+from megadapo.weights.buckets import num_rounds, pack
+from megadapo.weights.config import WeightsConfig
+from megadapo.weights.plan import EngineShape, Plan
+from megadapo.weights.planning import make_plan
+from megadapo.weights.sender import SenderInfo
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+    from megadapo.rollout.group import EngineGroup
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishReport:
+    """What one update moved."""
+
+    policy_version: int
+    seconds: float
+    num_bytes: int
+    """Bytes that the trainer's ranks put into buckets."""
+    num_rounds: int
+    verified: bool
+
+
+class Publisher:
+    """Moves the trainer's weights into the engines; connects once, then repeats the same plan.
+
+    Args:
+        trainer_ranks: Ray actors of the trainer, by rank. Each has a method
+            `weight_sender(method, *args, **kwargs)` that calls its `WeightSender`.
+        engines: The rollout engines, each of `tensor_parallel` ranks.
+        config: The `[weights]` section.
+        tensor_parallel: Ranks of one engine.
+        dtype: Type of the engines' weights.
+    """
+
+    def __init__(
+        self,
+        trainer_ranks: Sequence[ActorHandle],
+        engines: EngineGroup,
+        config: WeightsConfig,
+        *,
+        tensor_parallel: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._ranks, self._engines, self._config = list(trainer_ranks), engines, config
+        self._tensor_parallel, self._dtype = tensor_parallel, dtype
+        self._plan: Plan | None = None
+        self._num_published = 0
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of every update; made and handed out at the first call."""
+        if self._plan is None:
+            self._plan = self._connect()
+        return self._plan
+
+    def publish(self, policy_version: int) -> PublishReport:
+        """Put the trainer's present weights into every engine. The engines must be idle.
+
+        Afterwards the engines' prefix caches are empty and their samples carry `policy_version`.
+
+        Raises:
+            InfraError: A rank or engine failed or missed `weights.deadline_s`; the message names
+                the bucket and the rank. The engines then either still have their old weights, or
+                refuse to generate until an update is complete.
+            WeightError: A checksum differs; the parameter is named.
+        """
+        started = time.monotonic()
+        plan = self.plan
+        verify = self._config.verify == "every" or (
+            self._config.verify == "first" and self._num_published == 0
+        )
+        deadline = self._config.deadline_s
+        sums = [self._filled(0, self._fill(0, verify))]
+        # Until here the engines kept their old weights; from here on they refuse to generate.
+        self._engines.start_weight_update(timeout_s=deadline)
+        for number in range(self._num_rounds):
+            taking = self._take(number, verify)
+            if number + 1 < self._num_rounds:
+                # Written into the other bucket while this one is read.
+                sums.append(self._filled(number + 1, self._fill(number + 1, verify)))
+            self._taken(number, taking)
+        if verify:
+            by_feeder = [list(rounds) for rounds in zip(*sums, strict=True)]
+            refs = self._engines.submit_update([{"checksums": by_feeder}] * self._num_engines)
+            self._engines.collect(refs, timeout_s=deadline)
+        self._engines.finish_weight_update(policy_version, timeout_s=deadline)
+        self._num_published += 1
+        return PublishReport(
+            policy_version=policy_version,
+            seconds=time.monotonic() - started,
+            num_bytes=plan_bytes(plan),
+            num_rounds=self._num_rounds,
+            verified=verify,
+        )
+
+    @property
+    def _num_engines(self) -> int:
+        return len(self._engines.actors)
+
+    def _connect(self) -> Plan:
+        """Plan the update, and let trainer ranks and engines open their buckets."""
+        infos: list[SenderInfo] = self._call("describe")
+        nodes = self._engine_nodes()
+        receivers = list(dict.fromkeys(nodes))
+        source_nodes = [info.node for info in infos]
+        bucket_bytes = int(self._config.bucket_mib * MIB)
+        transport = self._transport(infos)
+        plan = make_plan(
+            infos[0].layout,
+            [info.position for info in infos],
+            EngineShape(tp_size=self._tensor_parallel, nodes=tuple(receivers)),
+            itemsize=self._dtype.itemsize,
+            max_bundle_bytes=bucket_bytes,
+            source_nodes=source_nodes,
+        )
+        self._num_rounds = num_rounds(pack(plan, bucket_bytes))
+        offers = self._call(
+            "prepare", plan, bucket_bytes=bucket_bytes, dtype=self._dtype, transport=transport
+        )
+        common = {
+            "plan": plan.to_json(),
+            "shape": asdict(infos[0].layout.shape),
+            "bucket_bytes": bucket_bytes,
+            "transport": transport,
+            "offers": offers,
+        }
+        self._engines.init_weight_transfer(
+            [common | {"engine": receivers.index(node)} for node in nodes],
+            timeout_s=self._config.deadline_s,
+        )
+        self._call("opened")
+        return plan
+
+    def _transport(self, infos: Sequence[SenderInfo]) -> str:
+        if self._config.transport != "auto":
+            return self._config.transport
+        return "shared_memory" if infos[0].device == "cpu" else "cuda_ipc"
+
+    def _engine_nodes(self) -> list[str]:
+        import ray
+
+        refs = [actor.__ray_call__.remote(_host_name) for actor in self._engines.actors]
+        return ray.get(refs, timeout=self._config.deadline_s)
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every trainer rank's sender and wait for all."""
+        refs = [rank.weight_sender.remote(method, *args, **kwargs) for rank in self._ranks]
+        return self._wait(refs, f"weights: {method}")
+
+    def _fill(self, number: int, verify: bool) -> list[ObjectRef]:
+        return [
+            rank.weight_sender.remote("fill", number, with_checksums=verify) for rank in self._ranks
+        ]
+
+    def _filled(self, number: int, refs: Sequence[ObjectRef]) -> list[list[int]]:
+        return self._wait(refs, f"weights: bucket {number} of {self._num_rounds}")
+
+    def _take(self, number: int, verify: bool) -> list[ObjectRef]:
+        info = {"round": number, "with_checksums": verify}
+        return self._engines.submit_update([info] * self._num_engines)
+
+    def _taken(self, number: int, refs: Sequence[ObjectRef]) -> None:
+        try:
+            self._engines.collect(refs, timeout_s=self._config.deadline_s)
+        except InfraError as error:
+            raise InfraError(f"weights: bucket {number} of {self._num_rounds}: {error}") from None
+
+    def _wait(self, refs: Sequence[ObjectRef], what: str) -> list[Any]:
+        """Results of one call per trainer rank, in time or not at all."""
+        import ray
+        from ray.exceptions import RayActorError, RayTaskError
+
+        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=self._config.deadline_s)
+        late = [str(rank) for rank, ref in enumerate(refs) if ref not in set(ready)]
+        results = []
+        for rank, ref in enumerate(refs):
+            if ref not in set(ready):
+                continue
+            try:
+                results.append(ray.get(ref))
+            except RayActorError as error:
+                raise InfraError(f"{what}: trainer rank {rank} died: {error}") from None
+            except RayTaskError as error:
+                if isinstance(error.cause, MegadapoError):
+                    raise error.cause from None
+                raise InfraError(f"{what}: trainer rank {rank} failed: {error.cause}") from None
+        if late:
+            raise InfraError(
+                f"{what}: trainer rank {', '.join(late)} did not answer within "
+                f"{self._config.deadline_s:g} s (weights.deadline_s)."
+            )
+        return results
+
+
+def plan_bytes(plan: Plan) -> int:
+    """Bytes of all slices of a plan, without alignment."""
+    per_bundle = [
+        [sum(copy.numel for copy in bundle.copies) for bundle in template]
+        for template in plan.templates
+    ]
+    return plan.itemsize * sum(
+        per_bundle[plan.blocks[transfer.block].template][transfer.bundle]
+        for transfer in plan.transfers
+    )
+
+
+def _host_name(actor: object) -> str:
+    import socket
+
+    return socket.gethostname()

@@ -1,0 +1,146 @@
+"""A trainer rank's side of a weight update: it fills the buckets that the plan gives to it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megadapo.weights.buckets import Placed, checksum, largest_bucket, pack, slice_view
+from megadapo.weights.layout import ModelLayout, ShardPosition
+from megadapo.weights.load import match_params
+from megadapo.weights.plan import Plan
+from megadapo.weights.transports import Outbox, open_outbox
+
+
+@dataclass(frozen=True, kw_only=True)
+class SenderInfo:
+    """What the driver must know of a trainer rank to plan an update."""
+
+    position: ShardPosition
+    layout: ModelLayout
+    node: str
+    device: str
+
+
+class WeightSender:
+    """Copies slices of this rank's parameters into buckets.
+
+    Args:
+        params: Megatron-named parameters of this rank, with global layer numbers; they are read
+            where they are, at every update.
+        layout: Layout of the model.
+        position: What of the model this rank holds.
+        rank: This rank's number among the trainer's ranks.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, torch.Tensor],
+        layout: ModelLayout,
+        position: ShardPosition,
+        rank: int,
+    ) -> None:
+        pairs = match_params(params, layout, position)
+        self._params = {shard.name: param for shard, param in pairs}
+        self._position, self._layout, self._rank = position, layout, rank
+        self._device = pairs[0][1].device
+        self._plan: Plan | None = None
+        self._outbox: Outbox | None = None
+
+    def describe(self) -> SenderInfo:
+        """Where this rank stands and runs."""
+        return SenderInfo(
+            position=self._position,
+            layout=self._layout,
+            node=socket.gethostname(),
+            device=self._device.type,
+        )
+
+    def prepare(
+        self, plan: Plan, *, bucket_bytes: int, dtype: torch.dtype, transport: str
+    ) -> dict | None:
+        """Take the plan, allocate two buckets and offer them; None where nothing is sent."""
+        self.close()
+        schedule = pack(plan, bucket_bytes)
+        self._plan, self._dtype, self._schedule = plan, dtype, schedule
+        if not schedule[self._rank]:
+            return None
+        self._outbox = open_outbox(transport, largest_bucket(plan, schedule), self._device)
+        return self._outbox.offer()
+
+    def opened(self) -> None:
+        """Every receiver has opened the offer."""
+        if self._outbox is not None:
+            self._outbox.opened()
+
+    @torch.no_grad()
+    def fill(self, round_number: int, *, with_checksums: bool = False) -> list[int]:
+        """Fill this rank's bucket of a round.
+
+        Collective over the trainer where the plan relays slices between its nodes.
+
+        Returns:
+            The checksum of every slice in the bucket, in order, if asked for.
+        """
+        assert self._plan is not None, "prepare first"
+        self._relay(round_number)
+        own = self._bucket_of(self._rank, round_number)
+        if not own or self._outbox is None:
+            return []
+        bucket = self._outbox.bucket(round_number)
+        sums = []
+        for placed in own:
+            if placed.transfer.origin == self._rank:
+                self._fill_one(bucket, placed)
+            if with_checksums:
+                sums += self._checksums(bucket, placed)
+        self._outbox.post(round_number)
+        return sums
+
+    def close(self) -> None:
+        """Give the buckets back."""
+        if self._outbox is not None:
+            self._outbox.close()
+        self._outbox = self._plan = None
+
+    def _bucket_of(self, rank: int, round_number: int) -> Sequence[Placed]:
+        rounds = self._schedule[rank]
+        return rounds[round_number] if round_number < len(rounds) else ()
+
+    def _fill_one(self, bucket: torch.Tensor, placed: Placed) -> None:
+        for offset, copy in self._plan.slices(placed.transfer, placed.offset):
+            param = self._params[copy.source_name]
+            piece = param.narrow(copy.axis, copy.source_offset, copy.size)
+            slice_view(bucket, offset, copy, self._dtype).copy_(piece)
+
+    def _checksums(self, bucket: torch.Tensor, placed: Placed) -> list[int]:
+        return [
+            checksum(slice_view(bucket, offset, copy, self._dtype))
+            for offset, copy in self._plan.slices(placed.transfer, placed.offset)
+        ]
+
+    def _relay(self, round_number: int) -> None:
+        """Hand slices to the ranks that feed engines on other nodes, over the trainer's group."""
+        operations, staged = [], []
+        for feeder in range(len(self._schedule)):
+            for placed in self._bucket_of(feeder, round_number):
+                origin, size = placed.transfer.origin, self._plan.bundle(placed.transfer).num_bytes
+                if origin == feeder or self._rank not in (origin, feeder):
+                    continue
+                if self._rank == feeder:
+                    target = self._outbox.bucket(round_number).narrow(0, placed.offset, size)
+                    operations.append(
+                        torch.distributed.P2POp(torch.distributed.irecv, target, origin)
+                    )
+                else:
+                    staged.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+                    self._fill_one(staged[-1], Placed(0, placed.transfer))
+                    operations.append(
+                        torch.distributed.P2POp(torch.distributed.isend, staged[-1], feeder)
+                    )
+        if operations:
+            for work in torch.distributed.batch_isend_irecv(operations):
+                work.wait()

@@ -1,0 +1,113 @@
+"""A trainer rank that only holds and sends weights, and engines that answer for a fixed prompt."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megadapo.cluster import Cluster, ClusterConfig
+from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.engine import WeightsFrom
+from megadapo.rollout.group import EngineGroup
+from megadapo.rollout.requests import Draw, GroupRequest
+from megadapo.weights.layout import ShardPosition
+from megadapo.weights.load import import_weights
+from megadapo.weights.megatron_folder import open_layout
+from megadapo.weights.placement import replica_positions
+from megadapo.weights.sender import WeightSender
+
+GREEDY = Draw(temperature=0.0, top_p=1.0, max_tokens=12)
+PROMPTS = [(2, 3, 4, 5), (7, 7, 9), (40, 3, 21, 11, 30, 2)]
+
+
+class SenderRank:
+    """The weights of one trainer rank, in a process of its own."""
+
+    def __init__(self, folder: Path, position: ShardPosition, rank: int) -> None:
+        torch.set_num_threads(1)
+        self._layout, self._position = open_layout(folder), position
+        self._params = {
+            shard.name: torch.nn.Parameter(torch.full(shard.shape, torch.nan))
+            for shard in self._layout.megatron_shards(position)
+        }
+        self.load(folder)
+        self._sender = WeightSender(self._params, self._layout, position, rank)
+
+    def load(self, folder: Path) -> None:
+        """Take the weights of another folder, as an optimizer step would change them."""
+        import_weights(folder, self._params, self._layout, self._position)
+
+    def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._sender, method)(*args, **kwargs)
+
+    def pid(self) -> int:
+        import os
+
+        return os.getpid()
+
+
+def start_senders(folder: Path, **sizes: int) -> list[Any]:
+    """One actor per trainer rank."""
+    import ray
+
+    # Ray's workers cannot import test modules.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    actor = ray.remote(num_cpus=0)(SenderRank)
+    positions = replica_positions(open_layout(folder), **sizes)
+    return [actor.remote(folder, position, rank) for rank, position in enumerate(positions)]
+
+
+def start_engines(
+    folder: Path,
+    log_folder: Path,
+    *,
+    num_engines: int = 1,
+    tensor_parallel: int = 1,
+    weights_from: WeightsFrom = "trainer",
+) -> EngineGroup:
+    """Engines for the model of `folder`, with its weights or still without."""
+    config = RolloutConfig(
+        num_engines=num_engines,
+        tensor_parallel=tensor_parallel,
+        max_response_tokens=16,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+    )
+    cluster = Cluster.start(
+        ClusterConfig(device="cpu"),
+        num_trainer_ranks=1,
+        num_engines=num_engines,
+        engine_ranks=tensor_parallel,
+    )
+    return EngineGroup.start(
+        config,
+        cluster,
+        model=str(folder),
+        dtype="float32",
+        max_prompt_tokens=16,
+        log_folder=log_folder,
+        weights_from=weights_from,
+    )
+
+
+def greedy(engines: EngineGroup) -> list[list[tuple[tuple[int, ...], torch.Tensor]]]:
+    """Per engine and prompt: greedy tokens and their log-probs."""
+    count = len(engines.actors)
+    requests = [
+        GroupRequest(key=number * count + engine, prompt_ids=prompt, seeds=(0,))
+        for number, prompt in enumerate(PROMPTS)
+        for engine in range(count)
+    ]
+    answers = {}
+    for group in engines.generate(requests, replace(GREEDY)):
+        response = group.responses[0]
+        tokens = tuple(int(token) for token in response.token_ids)
+        answers[group.key] = (tokens, torch.from_numpy(response.logprobs.copy()))
+    return [
+        [answers[number * count + engine] for number in range(len(PROMPTS))]
+        for engine in range(count)
+    ]
