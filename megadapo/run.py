@@ -59,7 +59,8 @@ class Run:
         run = cls(config, checkpoint)
         (run.folder / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
         run._store.set_aside_after(run.step)
-        run._metrics.rewind(run.step)
+        # nothing recorded counts where no checkpoint stands, the first evaluation included
+        run._metrics.rewind(run.step if checkpoint is not None else -1)
         run.records = read_metrics(run.folder)
         run._display.restore(run.records, read_evaluations(run.folder))
         for note in notes:
@@ -139,6 +140,13 @@ class Run:
         """Count the step as done; `state` is what its checkpoint holds beside the trainer's."""
         self.step = step
         self._state = state
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the weights after `step` are scored; before the first step and after the last."""
+        config = self._config.evaluation
+        if config.every == 0 or (step == self.step and step > 0):
+            return False
+        return step % config.every == 0 or step == self._config.run.num_steps
 
     @property
     def saves(self) -> bool:

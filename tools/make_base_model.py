@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from megadapo.trainer.group import TrainerGroup
 from rich.progress import Progress
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config
@@ -26,6 +25,7 @@ from megadapo.config import RunConfig, from_dict
 from megadapo.dapo.config import DapoConfig
 from megadapo.data.arithmetic import Problem, generate, worked_answer
 from megadapo.data.batch import PackedBatch, Sample, pack_samples
+from megadapo.trainer.group import TrainerGroup
 
 DIRECT_SHARE = 0.7
 """Share of direct answers in the data; the others go step by step."""
@@ -47,6 +47,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default 2e-3)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
     options = parser.parse_args()
+    if options.folder.exists():
+        parser.error(f"{options.folder} exists already; name a new folder")
     losses = make_base_model(
         options.folder, num_steps=options.steps, lr=options.lr, seed=options.seed
     )
@@ -130,7 +132,7 @@ def supervised_config(model: Path, *, num_steps: int, lr: float, seed: int) -> R
             "model": {"path": str(model), "init": "random", "dtype": "float32"},
             "data": {"train": f"arithmetic:train:{NUM_PROBLEMS}"},
             "cluster": {"device": "cpu"},
-            "sampling": {"prompts_per_step": BATCH_SIZE, "responses_per_prompt": 1},
+            "sampling": {"prompts_per_step": BATCH_SIZE // 2, "responses_per_prompt": 2},
             "dapo": {"responses_per_mini_batch": BATCH_SIZE, "overlong_buffer": 0},
             "trainer": {
                 "optimizer": {
@@ -173,7 +175,8 @@ def _sample(problem: Problem, rng: random.Random, tokenizer: PreTrainedTokenizer
     return Sample(
         prompt_ids=tuple(tokenizer.encode(problem.text)),
         response_ids=response,
-        logprobs_rollout=(float("nan"),) * len(response),
+        # no engine sampled these tokens; -1 is no version of a policy, so nothing is compared
+        logprobs_rollout=(0.0,) * len(response),
         finish_reason="stop",
         policy_version=-1,
         text=text,

@@ -41,6 +41,7 @@ from megadapo.weights.export import export_weights
 from megadapo.weights.gather import ProcessGroups, gather_weights
 from megadapo.weights.layout import ShardPosition, layout_for
 from megadapo.weights.load import import_weights
+from megadapo.weights.sender import WeightSender
 
 
 class TrainerRank:
@@ -70,6 +71,9 @@ class TrainerRank:
             temperature=settings.temperature,
             vocab_size=self.layout.shape.vocab_size,
         )
+        self.weight_sender = WeightSender(
+            self.parameters, self.layout, self.position, torch.distributed.get_rank()
+        )
         self._builder = MicroBatchBuilder(
             inverse_frequencies=inverse_frequencies(self.hf_config),
             token_multiple=settings.trainer.tensor_parallel,
@@ -95,11 +99,11 @@ class TrainerRank:
             self.micro_batches(batch, indices, predicted, policy_version)
             for indices in batch.mini_batches
         ]
-        old = [self._logprobs(micro_batches) for micro_batches in cut]
+        old = [self.logprobs_of(micro_batches) for micro_batches in cut]
         reduced, grad_norms = [], []
         for micro_batches, logprobs_old in zip(cut, old, strict=True):
             sums = compute_gradients(self.model, self.head, micro_batches, logprobs_old)
-            sums = sums.reduced(contributes=self._has_results, device=self.device)
+            sums = sums.reduced(contributes=self.has_results, device=self.device)
             outcome = step_if_finite(self.optimizer, loss=sums.loss, lr=lr)
             reduced.append(sums)
             if outcome.applied:
@@ -121,10 +125,10 @@ class TrainerRank:
         result = np.full(len(batch.tokens), np.nan, dtype=np.float32)
         for indices in batch.mini_batches:
             micro_batches = self.micro_batches(batch, indices, predicted, None)
-            computed = self._logprobs(micro_batches)
+            computed = self.logprobs_of(micro_batches)
             for micro_batch, values in zip(micro_batches, computed, strict=False):
                 result[micro_batch.source] = values.cpu().numpy()
-        return result if self._has_results else None
+        return result if self.has_results else None
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer so that any other split can load them."""
@@ -159,11 +163,11 @@ class TrainerRank:
         leave_groups()
 
     @property
-    def _has_results(self) -> bool:
+    def has_results(self) -> bool:
         """Whether this rank's sums count: one tensor-parallel rank of each last stage."""
         return mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0
 
-    def _logprobs(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
+    def logprobs_of(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
         with torch.no_grad():
             return compute_logprobs(self.model, self.head, micro_batches)
 

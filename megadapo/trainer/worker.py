@@ -115,6 +115,11 @@ class TrainerWorker:
         return function(self._started(), *args)
 
     @_named_failures
+    def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of this rank's WeightSender, for weights/publish.py."""
+        return getattr(self._started().weight_sender, method)(*args, **kwargs)
+
+    @_named_failures
     def leave(self) -> None:
         """Take the process groups apart before the process ends."""
         if self._trainer is not None:

@@ -1,0 +1,56 @@
+"""One step's results under the names of the metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megadapo.observe.metrics import EvaluationRecord
+
+if TYPE_CHECKING:
+    from megadapo.rollout.sampler import SampledBatch
+    from megadapo.trainer.result import UpdateResult
+
+
+def step_metrics(
+    step: int,
+    sampled: SampledBatch,
+    update: UpdateResult,
+    evaluation: EvaluationRecord | None,
+) -> dict[str, int | float | None]:
+    """Everything a step measured but its times, which the run adds.
+
+    Args:
+        step: the step; its weights are published as this policy_version.
+        evaluation: the held-out evaluation of those weights, where there was one.
+    """
+    return {
+        "step": step,
+        "policy_version": step,
+        "time/reward_s": sampled.reward_seconds,
+        "reward/mean": sampled.reward_mean,
+        "accuracy/mean": sampled.accuracy,
+        "response_length/mean": sampled.response_length_mean,
+        "response_length/p95": sampled.response_length_p95,
+        "response_length/truncated_fraction": sampled.truncated_fraction,
+        "groups/sampled": sampled.num_sampled,
+        "groups/kept": sampled.num_kept,
+        "groups/all_correct": sampled.num_all_correct,
+        "groups/all_wrong": sampled.num_all_wrong,
+        "groups/from_reserve": sampled.num_from_reserve,
+        "groups/to_reserve": sampled.num_to_reserve,
+        "tokens/generated": sampled.num_tokens,
+        "tokens/trained": update.tokens_trained,
+        "policy/loss": update.loss,
+        "policy/entropy": update.entropy,
+        "policy/ratio_mean": update.ratio_mean,
+        "policy/ratio_first_max_error": update.ratio_first_max_error,
+        "policy/clip_low_fraction": update.clip_low_fraction,
+        "policy/clip_high_fraction": update.clip_high_fraction,
+        "policy/token_probability_mean": update.token_probability_mean,
+        "policy/grad_norm": update.grad_norm,
+        "policy/lr": update.lr,
+        "policy/skipped_updates": update.skipped_updates,
+        "parity/logprob_abs_mean": update.logprob_abs_mean,
+        "parity/logprob_abs_max": update.logprob_abs_max,
+        "eval/accuracy": None if evaluation is None else evaluation.accuracy,
+    }

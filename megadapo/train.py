@@ -1,0 +1,62 @@
+"""The DAPO loop: one call per arrow of the data flow."""
+
+from __future__ import annotations
+
+from megadapo.config import RunConfig
+from megadapo.data.batch import pack
+from megadapo.errors import RunInterrupted
+from megadapo.observe.oracles import check_oracles
+from megadapo.observe.report import RunSummary
+from megadapo.observe.step_metrics import step_metrics
+from megadapo.run import Run
+from megadapo.workers import Workers, start_workers
+
+
+def train(config: RunConfig) -> RunSummary:
+    """Run, or go on with, the training that `config` describes, to its last step.
+
+    Raises:
+        RunInterrupted: it was asked to stop; every completed step is saved.
+        MegadapoError: whatever else ended it early; the last checkpoint stands.
+    """
+    with Run.open(config) as run:
+        if not run.finished:
+            with start_workers(config, run, run.checkpoint) as workers:
+                _train(config, run, workers)
+    return run.finish()
+
+
+def _train(config: RunConfig, run: Run, workers: Workers) -> None:
+    with run.phase("publish weights"):
+        workers.publish(policy_version=run.step)
+    if run.evaluates(run.step):
+        with run.phase("evaluate"):
+            run.record_evaluation(workers.evaluate(run.step))
+    try:
+        for step in run.steps():
+            with run.phase("rollout", interruptible=True):
+                sampled = workers.sampler.next_batch()
+            with run.phase("train"):
+                workers.engines.sleep()
+                batch = pack(
+                    sampled.groups,
+                    config.dapo,
+                    max_response_tokens=config.rollout.max_response_tokens,
+                )
+                update = workers.trainer.update(batch, policy_version=step - 1, step=step)
+            with run.phase("sync"):
+                workers.publish(policy_version=step)
+            evaluation = None
+            if run.evaluates(step):
+                with run.phase("evaluate"):
+                    evaluation = workers.evaluate(step)
+                    run.record_evaluation(evaluation)
+            run.record(step_metrics(step, sampled, update, evaluation))
+            check_oracles(run.records, config.oracles)
+            run.complete(step, workers.state_dict())
+            if run.saves:
+                run.save(workers.trainer.save)
+    except RunInterrupted:
+        # the trainer is as the last completed step left it: only rollouts are interruptible
+        run.save(workers.trainer.save)
+        raise
