@@ -101,8 +101,10 @@ def _optimizer(machine: Machine, has_te: bool) -> Choice:
 
 def _head(machine: Machine) -> Choice:
     if machine.uses_cuda:
-        return Choice(what="policy head", used="Triton row kernels", why="CUDA device")
-    return Choice(what="policy head", used="chunked torch", why="Triton has no CPU backend")
+        used = "vendor matrix products, Triton row passes"
+        return Choice(what="policy head", used=used, why="CUDA device")
+    used = "vendor matrix products, in-place torch row passes"
+    return Choice(what="policy head", used=used, why="Triton has no CPU backend")
 
 
 def _transport(machine: Machine) -> Choice:
