@@ -1,0 +1,227 @@
+"""Senders, buckets and receivers together, without vLLM: what an engine rank ends up with."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from weight_models import FAMILY_NAMES, make_model
+
+from megadapo.errors import InfraError, WeightError
+from megadapo.weights.buckets import checksum, num_rounds, pack
+from megadapo.weights.load import import_weights
+from megadapo.weights.megatron_folder import open_layout
+from megadapo.weights.placement import replica_positions
+from megadapo.weights.plan import EngineShape
+from megadapo.weights.planning import make_plan
+from megadapo.weights.receiver import WeightReceiver
+from megadapo.weights.sender import WeightSender
+from megadapo.weights.shared_memory import MEMORY_FOLDER, SharedMemoryInbox, SharedMemoryOutbox
+
+BUCKET = 4096
+
+
+class Shards:
+    """A target that keeps whole shards, as vLLM's layerwise reload is given them."""
+
+    def __init__(self, dtype):
+        self.dtype, self.open, self.done = dtype, set(), {}
+        self.most_open = 0
+
+    def begin(self, name, shape):
+        self.open.add(name)
+        self.most_open = max(self.most_open, len(self.open))
+        return torch.zeros(shape, dtype=self.dtype)
+
+    def complete(self, name, tensor):
+        self.open.remove(name)
+        assert name not in self.done
+        self.done[name] = tensor
+
+
+class Connection:
+    """All trainer ranks and all ranks of one engine, connected through shared memory."""
+
+    def __init__(self, folder, trainer, engine, dtype=torch.float32):
+        self.layout = open_layout(folder)
+        self.engine, self.dtype = engine, dtype
+        positions = replica_positions(self.layout, **trainer)
+        self.senders = []
+        for rank, position in enumerate(positions):
+            params = {s.name: torch.empty(s.shape) for s in self.layout.megatron_shards(position)}
+            import_weights(folder, params, self.layout, position)
+            self.senders.append(WeightSender(params, self.layout, position, rank))
+        self.plan = make_plan(
+            self.layout, positions, engine, itemsize=dtype.itemsize, max_bundle_bytes=BUCKET
+        )
+        self.num_rounds = num_rounds(pack(self.plan, BUCKET))
+        offers = [
+            sender.prepare(self.plan, bucket_bytes=BUCKET, dtype=dtype, transport="shared_memory")
+            for sender in self.senders
+        ]
+        self.inbox = SharedMemoryInbox(offers)
+        for sender in self.senders:
+            sender.opened()
+        self.receivers = [
+            WeightReceiver(
+                self.plan,
+                self.layout.engine_shards(engine.position(rank)),
+                engine=0,
+                engine_rank=rank,
+                bucket_bytes=BUCKET,
+                dtype=dtype,
+            )
+            for rank in range(engine.num_ranks)
+        ]
+
+    def run(self, *, with_checksums=True, damage=None):
+        """One update, with the sender always one round ahead, as the driver lets it be."""
+        targets = [Shards(self.dtype) for _ in self.receivers]
+        for receiver, target in zip(self.receivers, targets, strict=True):
+            receiver.start(target, self.inbox, with_checksums=with_checksums)
+        sums = [self.fill(0, with_checksums)]
+        for number in range(self.num_rounds):
+            if number + 1 < self.num_rounds:
+                sums.append(self.fill(number + 1, with_checksums))
+            if damage is not None:
+                damage(number, self.inbox)
+            for receiver in self.receivers:
+                receiver.take(number)
+        for receiver in self.receivers:
+            receiver.verify([list(rounds) for rounds in zip(*sums, strict=True)])
+            receiver.finish()
+        return targets
+
+    def fill(self, number, with_checksums):
+        return [sender.fill(number, with_checksums=with_checksums) for sender in self.senders]
+
+
+def expected_shards(folder, layout, position, dtype):
+    """Engine parameters cut out of the Hugging Face tensors."""
+    hf = load_file(folder / "model.safetensors")
+    expected = {}
+    for shard in layout.engine_shards(position):
+        local = torch.zeros(shard.shape)
+        for offset, run in shard.placed_runs():
+            piece = hf[run.tensor].narrow(shard.axis, run.start, run.size)
+            local.narrow(shard.axis, offset, run.size).copy_(piece)
+        expected.setdefault(shard.name, []).append(local.to(dtype))
+    stacked = {s.name for s in layout.engine_shards(position) if s.expert is not None}
+    return {
+        name: torch.stack(parts) if name in stacked else parts[0]
+        for name, parts in expected.items()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("trainer,engine,dtype", [
+    ({}, EngineShape(), torch.float32),
+    ({"tp_size": 4, "pp_size": 2}, EngineShape(tp_size=2), torch.float32),
+    ({"tp_size": 2, "num_dp": 2}, EngineShape(tp_size=4), torch.bfloat16),
+    ({"pp_size": 2, "vpp_size": 2}, EngineShape(tp_size=2, pp_size=2), torch.float32),
+    ({"tp_size": 2}, EngineShape(tp_size=2, expert_parallel=True), torch.float32),
+])  # fmt: skip
+def test_engine_ranks_get_exactly_their_shards(model_folders, family, trainer, engine, dtype):
+    """Catches any byte that is lost, misplaced, stale or sent for nothing."""
+    connection = Connection(model_folders[family], trainer, engine, dtype)
+    assert connection.num_rounds > 1
+    targets = connection.run()
+    for rank, (target, receiver) in enumerate(zip(targets, connection.receivers, strict=True)):
+        expected = expected_shards(
+            model_folders[family], connection.layout, engine.position(rank), dtype
+        )
+        assert target.done.keys() == expected.keys()
+        assert all(torch.equal(target.done[name], expected[name]) for name in expected)
+        runs = sum(
+            run.size * shard.numel_per_row
+            for shard in connection.layout.engine_shards(engine.position(rank))
+            for run in shard.runs
+        )
+        assert receiver.num_bytes == runs * dtype.itemsize
+
+
+def test_a_second_update_sends_the_weights_as_they_are_then(model_folders):
+    """Catches senders that keep a copy of the first weights."""
+    connection = Connection(model_folders["Qwen2"], {"tp_size": 2}, EngineShape())
+    (before,) = connection.run()
+    for sender in connection.senders:
+        for param in sender._params.values():
+            param.mul_(2)
+    (after,) = connection.run()
+    assert all(torch.equal(after.done[name], 2 * before.done[name]) for name in before.done)
+
+
+def test_layers_arrive_in_order_so_few_shards_are_open_at_once(model_folders):
+    """Catches a schedule that touches every layer before it completes one: the engine would hold
+    a second copy of the model."""
+    connection = Connection(model_folders["Llama"], {"tp_size": 2}, EngineShape())
+    (target,) = connection.run()
+    assert target.most_open < len(target.done) / 3
+
+
+def test_a_damaged_slice_is_found_by_its_checksum_and_named(model_folders):
+    """Catches memory that changes between trainer and engine."""
+    connection = Connection(model_folders["Qwen2"], {}, EngineShape())
+
+    def flip_a_bit(number, inbox):
+        if number == 1:
+            inbox.bucket(0, 1)[17] ^= 4
+
+    with pytest.raises(WeightError, match=r"differ for model\..*from trainer rank 0, bucket 1"):
+        connection.run(damage=flip_a_bit)
+
+
+def test_an_update_that_stops_early_is_not_finished(model_folders):
+    """Catches an engine that serves a mixture of two versions."""
+    connection = Connection(model_folders["Qwen2"], {}, EngineShape())
+    receiver = connection.receivers[0]
+    receiver.start(Shards(torch.float32), connection.inbox, with_checksums=False)
+    connection.fill(0, False)
+    receiver.take(0)
+    with pytest.raises(WeightError, match="Incomplete weight update"):
+        receiver.finish()
+
+
+def test_a_rank_with_nothing_but_padding_still_gets_its_vocabulary(tmp_path):
+    """Catches a parameter that is never completed because nothing is copied into it."""
+    folder = make_model(tmp_path / "small", "Qwen2", vocab_size=20)
+    connection = Connection(folder, {}, EngineShape(tp_size=4))
+    *_, last = connection.run()
+    assert torch.equal(last.done["model.embed_tokens.weight"], torch.zeros(16, 32))
+
+
+def test_shared_memory_leaves_no_file_behind():
+    """Catches memory that survives a killed run."""
+    folder = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else Path(tempfile.gettempdir())
+    before = set(folder.glob("megadapo-weights-*"))
+    outbox = SharedMemoryOutbox(64)
+    inbox = SharedMemoryInbox([outbox.offer(), None])
+    outbox.opened()
+    assert set(folder.glob("megadapo-weights-*")) == before
+    outbox.bucket(3)[5] = 77
+    assert inbox.bucket(0, 1)[5] == 77 and inbox.bucket(0, 0)[5] == 0
+    with pytest.raises(InfraError, match="is not there"):
+        SharedMemoryInbox([outbox.offer()])
+
+
+def test_buckets_larger_than_the_shared_memory_are_refused():
+    """Catches a process that dies at the first page the file system cannot give."""
+    with pytest.raises(InfraError, match="lower weights.bucket_mib"):
+        SharedMemoryOutbox(1 << 55)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checksums_see_every_bit_and_every_exchange(dtype):
+    """Catches a checksum that a swap of rows, a zeroed row or a flipped bit leaves unchanged."""
+    torch.manual_seed(0)
+    tensor = torch.randn(700, 3001).to(dtype)
+    value = checksum(tensor)
+    assert checksum(tensor.clone()) == value
+    swapped = tensor.clone()
+    swapped[[1, 2]] = tensor[[2, 1]]
+    flipped = tensor.clone()
+    flipped.view(torch.int16)[-1, -1] ^= 1
+    assert len({value, checksum(swapped), checksum(flipped), checksum(tensor.T)}) == 4
