@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,13 +126,19 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> None:
 
     if ray.is_initialized():
         return
-    common: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if config.address is not None:
-        ray.init(address=config.address, log_to_driver=False)
+        ray.init(address=config.address, **quiet)
         return
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # slots are logical: more processes than cores is legal on a laptop
-    ray.init(num_cpus=max(num_slots, os.cpu_count() or 1), _node_ip_address="127.0.0.1", **common)
+    # a process without a GPU share sees no GPU, instead of all of them
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+    ray.init(
+        # slots are logical: more processes than cores is legal on a laptop
+        num_cpus=max(num_slots, os.cpu_count() or 1),
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        **quiet,
+    )
 
 
 def _reserve(config: ClusterConfig, num_slots: int) -> PlacementGroup:

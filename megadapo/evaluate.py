@@ -1,0 +1,54 @@
+"""Score a model, or the newest checkpoint of a run, on held-out problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from megadapo.config import RunConfig
+from megadapo.errors import ConfigError
+from megadapo.observe.metrics import EvaluationRecord
+from megadapo.run import find_checkpoint
+from megadapo.workers import start_workers
+
+
+def evaluate_policy(config: RunConfig) -> EvaluationRecord:
+    """Evaluate the run's newest checkpoint, or `model.path` where there is none yet.
+
+    Starts the same trainer and engines as training, so that a checkpoint needs no conversion.
+
+    Raises:
+        ConfigError: the configuration names no held-out problems.
+    """
+    if config.data.held_out is None:
+        raise ConfigError("data.held_out names no problems to evaluate on")
+    console = Console()
+    checkpoint, notes = find_checkpoint(config)
+    for note in notes or [f"no checkpoint in {config.run.folder}: evaluating {config.model.path}"]:
+        console.print(note, markup=False, soft_wrap=True)
+    step = 0 if checkpoint is None else checkpoint.step
+    with start_workers(config, _Spinner(console), checkpoint) as workers:
+        workers.publish(policy_version=step)
+        with console.status("evaluate"):
+            record = workers.evaluate(step)
+    console.print(
+        f"avg@{record.samples_per_problem} on {record.num_problems} problems: "
+        f"{record.accuracy:.4f} ± {record.standard_error:.4f}, "
+        f"mean length {record.response_length:.1f} tokens",
+        highlight=False,
+    )
+    return record
+
+
+class _Spinner:
+    """Says on the console which part is being started."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with self._console.status(name):
+            yield
