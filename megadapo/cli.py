@@ -9,9 +9,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megadapo import __version__
 from megadapo.errors import ConfigError, MegadapoError
+
+if TYPE_CHECKING:
+    from megadapo.config import RunConfig
 
 EXIT_KEYBOARD_INTERRUPT = 130
 
@@ -43,6 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megadapo {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_train(commands)
+    _add_eval(commands)
+    _add_convert(commands)
     _add_plot(commands)
     _add_doctor(commands)
     return parser
@@ -70,12 +76,7 @@ def _overrides(arguments: argparse.Namespace, rest: list[str]) -> list[str]:
 
 def _add_train(commands: _Commands) -> None:
     parser = _add(commands, "train", "train a model, or go on with a run", epilog=_OVERRIDES)
-    parser.add_argument("config", help="recipe (TOML), or the folder of a run to go on with")
-    parser.add_argument(
-        "--resume",
-        metavar="auto|never|PATH",
-        help="where to start: newest complete checkpoint, anew, or this checkpoint",
-    )
+    _add_config(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -85,15 +86,9 @@ def _add_train(commands: _Commands) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from megadapo.config import load_config, to_toml
-    from megadapo.preflight import check_run
+    from megadapo.config import to_toml
 
-    # Whoever names a run's folder wants to go on with it, however it was started.
-    resume = arguments.resume or ("auto" if Path(arguments.config).is_dir() else None)
-    overrides = [f"run.resume={resume}"] if resume is not None else []
-    overrides += arguments.overrides
-    config = load_config(arguments.config, overrides)
-    notes = check_run(config)
+    config, notes = _load_checked(arguments)
     if arguments.dry_run:
         print(to_toml(config), end="")
         for note in notes:
@@ -103,6 +98,51 @@ def _train(arguments: argparse.Namespace) -> int:
 
     train(config)
     return 0
+
+
+def _add_eval(commands: _Commands) -> None:
+    parser = _add(
+        commands, "eval", "score a run or a model on held-out problems", epilog=_OVERRIDES
+    )
+    _add_config(parser)
+    parser.set_defaults(command=_eval, takes_overrides=True)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    config, _ = _load_checked(arguments)
+    from megadapo.evaluate import evaluate_policy
+
+    evaluate_policy(config)
+    return 0
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="recipe (TOML), or the folder of a run")
+    parser.add_argument(
+        "--resume",
+        metavar="auto|never|PATH",
+        help="newest complete checkpoint, none, or this one; the same as --run.resume",
+    )
+
+
+def _load_checked(arguments: argparse.Namespace) -> tuple[RunConfig, list[str]]:
+    """Return the configuration, and what of it could not be checked without starting anything."""
+    from megadapo.config import load_config
+    from megadapo.preflight import check_run
+
+    # Whoever names a run's folder wants to go on with it, however it was started.
+    resume = arguments.resume or ("auto" if Path(arguments.config).is_dir() else None)
+    overrides = [f"run.resume={resume}"] if resume is not None else []
+    config = load_config(arguments.config, [*overrides, *arguments.overrides])
+    return config, check_run(config)
+
+
+def _add_convert(commands: _Commands) -> None:
+    from megadapo.weights import convert
+
+    parser = _add(commands, "convert", "convert, inspect and compare model folders")
+    convert.add_arguments(parser)
+    parser.set_defaults(command=convert.run)
 
 
 def _add_plot(commands: _Commands) -> None:

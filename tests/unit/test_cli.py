@@ -276,3 +276,15 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
             main([name, "--help"])
         assert ended.value.code == 0
         assert f"megadapo {name}" in capsys.readouterr().out
+
+
+def test_evaluation_without_problems_ends_before_anything_starts(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "data.held_out" in fails(capsys, 2, "eval", str(recipe))
+
+
+def test_conversion_of_what_is_no_model_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert str(tmp_path) in fails(capsys, 3, "convert", "inspect", str(tmp_path))
