@@ -130,9 +130,10 @@ def _load_checked(arguments: argparse.Namespace) -> tuple[RunConfig, list[str]]:
     from megadapo.config import load_config
     from megadapo.preflight import check_run
 
-    # Whoever names a run's folder wants to go on with it, however it was started.
-    resume = arguments.resume or ("auto" if Path(arguments.config).is_dir() else None)
-    overrides = [f"run.resume={resume}"] if resume is not None else []
+    overrides = [] if arguments.resume is None else [f"run.resume={arguments.resume}"]
+    if Path(arguments.config).is_dir():
+        # Whoever names a run's folder means that folder, from wherever and however it was started.
+        overrides = [f"run.folder={arguments.config}", "run.resume=auto", *overrides]
     config = load_config(arguments.config, [*overrides, *arguments.overrides])
     return config, check_run(config)
 

@@ -205,7 +205,7 @@ def test_problems_of_model_and_data_are_reported_together(
 def test_naming_a_run_folder_goes_on_with_it(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run started with --resume never must not start anew when its folder is named."""
+    """Nor may a run started with --resume never, or in another directory, start anew elsewhere."""
     from megadapo.config import to_dict
 
     folder = tmp_path / "run"
@@ -213,7 +213,8 @@ def test_naming_a_run_folder_goes_on_with_it(
     started = load_config(recipe, ["run.resume=never"])
     (folder / "config.json").write_text(json.dumps(to_dict(started)))
     assert main(["train", str(folder), "--dry-run"]) == 0
-    assert 'resume = "auto"' in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert 'resume = "auto"' in printed and f'folder = "{folder}"' in printed
     assert main(["train", str(folder), "--dry-run", "--resume=never"]) == 0
     assert 'resume = "never"' in capsys.readouterr().out
 
