@@ -17,7 +17,7 @@ import numpy as np
 
 from megadapo.errors import InfraError
 from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.failure import describe_failure
+from megadapo.rollout.failure import START_LINE, describe_failure
 from megadapo.rollout.platform import EnginePlatform
 from megadapo.rollout.reaper import kill_marked, start_reaper
 from megadapo.rollout.requests import (
@@ -293,5 +293,7 @@ def _redirect_output(log_file: Path) -> None:
     """Let this process and its children write to the engine's own log file."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("ab") as file:
+        file.write(START_LINE.encode())
+        file.flush()
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 TAIL_BYTES = 1 << 20
+START_LINE = "=== rollout engine starts ===\n"
+"""What an engine writes into its log first: causes are looked for after the last one."""
 
 ADVICE = (
     (
@@ -51,8 +53,9 @@ _CONSEQUENCES = (
 
 
 def root_cause(log: str) -> str | None:
-    """Return the last error in a log that is not the echo of another process's."""
-    found = [m.group(1).strip() for line in log.splitlines() if (m := _ERROR_LINE.search(line))]
+    """Return the last error of an engine's log that is not the echo of another process's."""
+    lines = log.rpartition(START_LINE)[2].splitlines()
+    found = [match.group(1).strip() for line in lines if (match := _ERROR_LINE.search(line))]
     causes = [line for line in found if not any(echo in line for echo in _CONSEQUENCES)]
     return causes[-1] if causes else (found[-1] if found else None)
 

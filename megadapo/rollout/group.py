@@ -31,6 +31,7 @@ class EngineGroup:
         self.policy_version = 0
         self._specs = list(specs)
         self._config = specs[0].config
+        self._starting = [actor.start.remote() for actor in self.actors]
 
     @classmethod
     def start(
@@ -44,8 +45,9 @@ class EngineGroup:
         log_folder: Path,
         weights_from: WeightsFrom = "trainer",
         shares_gpus: bool = True,
+        wait: bool = True,
     ) -> EngineGroup:
-        """Start all engines and wait until each has answered a request.
+        """Start all engines.
 
         Args:
             model: Hugging Face folder or Hub name.
@@ -53,9 +55,10 @@ class EngineGroup:
             log_folder: where every engine writes its own log file.
             weights_from: "trainer" leaves the weights random until they are published.
             shares_gpus: whether a trainer works on the same GPUs.
+            wait: False returns at once, and `wait_until_ready` must follow.
 
         Raises:
-            InfraError: an engine did not start; nothing is left running.
+            InfraError: an engine did not start in time or at all; nothing is left running.
         """
         specs = [
             EngineSpec(
@@ -72,12 +75,21 @@ class EngineGroup:
         ]
         actors = [_start_actor(spec, cluster.engine_options(spec.index)) for spec in specs]
         engines = cls(actors, specs)
-        try:
-            engines.call_all("start", timeout_s=config.start_timeout_s)
-        except BaseException:
-            engines.shutdown()
-            raise
+        if wait:
+            engines.wait_until_ready()
         return engines
+
+    def wait_until_ready(self) -> None:
+        """Wait until each engine has answered a request.
+
+        Raises:
+            InfraError: as for `start`.
+        """
+        try:
+            self.collect(self._starting, timeout_s=self._config.start_timeout_s)
+        except BaseException:
+            self.shutdown()
+            raise
 
     def generate(self, groups: Sequence[GroupRequest], draw: Draw) -> Iterator[GroupResponse]:
         """Yield the responses of each group as it finishes, in no promised order.

@@ -1,0 +1,39 @@
+from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.platform import EnginePlatform
+
+CPU = EnginePlatform(gpus=(), shares_gpus=True)
+
+
+def test_cpu_threads_are_set_but_not_pinned():
+    """Pinned by vLLM, two engines on one machine would share the first core."""
+    variables = CPU.environment(RolloutConfig(num_threads=3))
+    assert variables["OMP_NUM_THREADS"] == "3"
+    assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_attention_on_a_cpu_does_not_split_a_sequence_over_threads():
+    """Measured: with splitting, log-probs at two threads depend on the rest of the batch."""
+    assert CPU.environment(RolloutConfig())["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
+
+
+def test_no_prompt_is_cut_on_a_cpu():
+    """A seeded request whose prompt is prefilled in pieces kills vLLM's CPU engine."""
+    arguments = CPU.engine_arguments(RolloutConfig(max_num_batched_tokens=64), max_model_len=500)
+    assert arguments["enable_chunked_prefill"] is False
+    assert arguments["max_num_batched_tokens"] == 500
+
+
+def test_an_engine_on_gpus_sees_its_own_only():
+    platform = EnginePlatform(gpus=(2, 3), shares_gpus=False)
+    variables = platform.environment(RolloutConfig(tensor_parallel=2, batch_invariant=True))
+    assert variables["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert variables["VLLM_BATCH_INVARIANT"] == "1"
+    assert "OMP_NUM_THREADS" not in variables
+
+
+def test_only_an_engine_that_shares_its_gpu_sleeps():
+    assert EnginePlatform(gpus=(0,), shares_gpus=True).sleeps
+    assert not EnginePlatform(gpus=(0,), shares_gpus=False).sleeps
+    assert not CPU.sleeps
+    shared = EnginePlatform(gpus=(0,), shares_gpus=True)
+    assert shared.engine_arguments(RolloutConfig(), 100)["enable_sleep_mode"] is True

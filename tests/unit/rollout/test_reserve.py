@@ -1,0 +1,84 @@
+import json
+import math
+
+import pytest
+from scripted_engines import make_prompts
+
+from megadapo.data.batch import Group, Sample
+from megadapo.errors import CheckpointError
+from megadapo.rollout.reserve import Reserve, decode_group, encode_group
+
+
+def make_group(order: int) -> Group:
+    samples = tuple(
+        Sample(
+            prompt_ids=(5, 151_000, 7),
+            response_ids=tuple(range(order, order + length)),
+            logprobs_rollout=tuple(
+                float(value) for value in ([math.nan, -math.inf, -1.5, -0.25] * 3)[:length]
+            ),
+            finish_reason=reason,
+            policy_version=4,
+            text="5 \u00e9\n\x00",
+        )
+        for length, reason in ((1, "stop"), (7, "length"))
+    )
+    return Group(
+        order=order,
+        prompt=make_prompts(order + 1)[order],
+        samples=samples,
+        rewards=(1.0, -1.0),
+        correct=(True, False),
+    )
+
+
+def test_what_came_first_goes_first():
+    reserve = Reserve(limit=10)
+    reserve.put([make_group(0), make_group(1)])
+    reserve.put([make_group(2)])
+    assert [group.order for group in reserve.take(2)] == [0, 1]
+    assert [group.order for group in reserve.take(5)] == [2]
+    assert reserve.take(1) == []
+
+
+def test_the_limit_holds_and_what_is_thrown_away_is_known():
+    reserve = Reserve(limit=3)
+    assert reserve.put([make_group(i) for i in range(2)]) == 2
+    assert reserve.put([make_group(i) for i in range(2, 6)]) == 1
+    assert [group.order for group in reserve.take(9)] == [0, 1, 2]
+    assert Reserve(limit=0).put([make_group(0)]) == 0
+
+
+def test_groups_survive_json_exactly():
+    """Lost digits of a log-prob would make a resumed run differ from an uninterrupted one."""
+    reserve, other = Reserve(limit=5), Reserve(limit=5)
+    reserve.put([make_group(i) for i in range(4)])
+    other.load_state_dict(json.loads(json.dumps(reserve.state_dict(), allow_nan=False)))
+    before, after = reserve.take(5), other.take(5)
+    for one, two in zip(before, after, strict=True):
+        # NaN is not equal to itself: repr compares it and every digit
+        assert repr(one) == repr(two)
+
+
+def test_a_smaller_limit_after_a_resume_keeps_the_oldest():
+    reserve, smaller = Reserve(limit=5), Reserve(limit=2)
+    reserve.put([make_group(i) for i in range(4)])
+    smaller.load_state_dict(reserve.state_dict())
+    assert [group.order for group in smaller.take(5)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda entry: entry.pop("samples"),
+        lambda entry: entry["samples"][0].update(response_ids="not base64!"),
+        lambda entry: entry["samples"][0].update(logprobs="AAAA"),
+        lambda entry: entry.update(prompt=None),
+    ],
+)
+def test_damage_is_refused(damage):
+    entry = encode_group(make_group(1))
+    assert decode_group(entry).order == 1
+    damage(entry)
+    with pytest.raises(CheckpointError, match="reserve"):
+        Reserve(limit=3).load_state_dict([entry])

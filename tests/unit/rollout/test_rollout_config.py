@@ -1,0 +1,54 @@
+import pytest
+
+from megadapo.errors import ConfigError
+from megadapo.rollout.config import EvaluationConfig, RolloutConfig, SamplingConfig
+
+
+def test_defaults_are_the_papers():
+    rollout, sampling, evaluation = RolloutConfig(), SamplingConfig(), EvaluationConfig()
+    assert (rollout.temperature, rollout.top_p, rollout.max_response_tokens) == (1.0, 1.0, 20480)
+    assert (sampling.prompts_per_step, sampling.responses_per_prompt) == (512, 16)
+    assert (evaluation.samples_per_problem, evaluation.temperature, evaluation.top_p) == (
+        32,
+        1.0,
+        0.7,
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "key"),
+    [
+        (RolloutConfig, {"num_engines": 0}, "rollout.num_engines"),
+        (RolloutConfig, {"tensor_parallel": 0}, "rollout.tensor_parallel"),
+        (RolloutConfig, {"temperature": 0.0}, "rollout.temperature"),
+        (RolloutConfig, {"top_p": 0.0}, "rollout.top_p"),
+        (RolloutConfig, {"top_p": 1.1}, "rollout.top_p"),
+        (RolloutConfig, {"kv_cache_gib": 0}, "rollout.kv_cache_gib"),
+        (RolloutConfig, {"gpu_memory_utilization": 1.0}, "rollout.gpu_memory_utilization"),
+        (RolloutConfig, {"round_timeout_s": 0.0}, "rollout.round_timeout_s"),
+        (SamplingConfig, {"responses_per_prompt": 1}, "sampling.responses_per_prompt"),
+        (SamplingConfig, {"oversampling": 0.9}, "sampling.oversampling"),
+        (SamplingConfig, {"max_asked_per_prompt": 0.5}, "sampling.max_asked_per_prompt"),
+        (SamplingConfig, {"on_shortfall": "crash"}, "sampling.on_shortfall"),
+        (SamplingConfig, {"prompts_per_step": 8, "reserve_limit": 8}, "sampling.reserve_limit"),
+        (SamplingConfig, {"reserve_limit": -1}, "sampling.reserve_limit"),
+        (EvaluationConfig, {"every": -1}, "evaluation.every"),
+        (EvaluationConfig, {"temperature": -0.1}, "evaluation.temperature"),
+        (EvaluationConfig, {"max_problems": 0}, "evaluation.max_problems"),
+    ],
+)
+def test_an_impossible_value_is_refused_by_its_dotted_key(section, values, key):
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        section(**values)
+
+
+def test_a_response_alone_can_be_greedy_in_evaluation_only():
+    assert EvaluationConfig(temperature=0.0).temperature == 0.0
+
+
+def test_every_step_asks_for_something():
+    """A reserve as large as the batch would let a step train on an older policy's groups alone."""
+    for prompts_per_step in (1, 2, 5, 512):
+        config = SamplingConfig(prompts_per_step=prompts_per_step)
+        assert 0 <= config.reserve_size < prompts_per_step
+        assert config.max_asked_per_step == 10 * prompts_per_step
