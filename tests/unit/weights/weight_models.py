@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import transformers
 
 FAMILY_NAMES = ("Qwen2", "Qwen3", "Llama", "Mistral", "Qwen3Moe")
 
@@ -25,6 +24,8 @@ and q heads that do not add up to the hidden size."""
 
 def make_model(folder: Path, family: str, **changes: object) -> Path:
     """A random model of a family in Hugging Face format; its layers are all different."""
+    import transformers
+
     sizes = ODD | changes
     if family == "Qwen3Moe":
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
