@@ -1,0 +1,54 @@
+"""The base model of the quickstart: the tool that makes it learns, and what is shipped is small."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+REPOSITORY = Path(__file__).parents[2]
+SHIPPED = REPOSITORY / "configs" / "quickstart-base"
+
+
+def load_tool():
+    path = REPOSITORY / "tools" / "make_base_model.py"
+    spec = importlib.util.spec_from_file_location("make_base_model", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["make_base_model"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_tool_still_learns_and_exports_what_it_learned(tmp_path):
+    """An export of the initial weights, or of wrongly laid out ones, would have a loss near 5.6."""
+    tool = load_tool()
+    losses = tool.make_base_model(tmp_path / "model", num_steps=40, lr=2e-3, seed=3)
+    assert losses[0] > 5.0
+    assert losses[-1] < 2.5
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    prompt = tokenizer.encode("12+34+56=?")
+    ids = torch.tensor([prompt + tokenizer.encode("Answer: 102") + [tokenizer.eos_token_id]])
+    with torch.no_grad():
+        logprobs = model(ids).logits.log_softmax(-1)[0, :-1]
+    response = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
+    assert -logprobs[response, ids[0, response + 1]].mean() < 2.5
+
+
+def test_the_shipped_model_is_small_and_its_tokenizer_is_the_tools():
+    """A tokenizer that changed under the weights would turn the base model into noise."""
+    assert sum(p.stat().st_size for p in SHIPPED.iterdir()) < 4_000_000
+    tool = load_tool()
+    made = tool.make_tokenizer(tool.generate("train", tool.NUM_PROBLEMS, 0))
+    shipped = AutoTokenizer.from_pretrained(SHIPPED)
+    assert shipped.get_vocab() == made.get_vocab()
+    assert shipped.encode("12+34=46;46+5=51\nAnswer: 51") == made.encode(
+        "12+34=46;46+5=51\nAnswer: 51"
+    )
