@@ -101,6 +101,7 @@ class RunDisplay:
         self._records: list[MetricRecord] = []
         self._evaluations: list[EvaluationRecord] = []
         self._phase = "start"
+        self._under_way = False
         self._phase_since = time.monotonic()
         self._live: Live | None = None
         self._handler = _DisplayHandler(self)
@@ -140,18 +141,22 @@ class RunDisplay:
         self._evaluations = list(evaluations)
 
     def phase(self, name: str) -> None:
-        """Say what the run is doing now: rollout, train, sync, evaluation, checkpoint."""
+        """Say what the run is doing now; up to its first result each phase is a line in the log."""
         self._phase = name
         self._phase_since = time.monotonic()
+        if not self._under_way:
+            self.write(f"starting: {name}", console=not self._console.is_terminal)
 
     def step(self, record: MetricRecord) -> None:
         """Show a finished step."""
+        self._under_way = True
         self._records.append(record)
         line = step_line(record, num_steps=self._num_steps, eta_s=self.eta_s())
         self.write(line, console=not self._console.is_terminal)
 
     def evaluation(self, evaluation: EvaluationRecord) -> None:
         """Show a finished evaluation."""
+        self._under_way = True
         self._evaluations = [e for e in self._evaluations if e.step != evaluation.step]
         self._evaluations.append(evaluation)
         self.write(evaluation_line(evaluation), console=not self._console.is_terminal)

@@ -49,13 +49,15 @@ def test_without_a_terminal_there_is_one_line_a_step_however_narrow(
     run = record_run(tmp_path / "run", num_steps=3)
     plain, out = console(terminal=False)
     with RunDisplay(tmp_path, num_steps=3, console=plain) as display:
+        display.phase("start trainer")
         for r in read_metrics(run):
-            display.phase("rollout")
             display.step(r)
+            display.phase("rollout")
         display.evaluation(read_evaluations(run)[-1])
         display.note("skipped [step-3]: damaged\nsecond line")
     printed = out.getvalue().splitlines()
     assert [line.split(" ")[0] for line in printed] == [
+        "starting:",
         "step=1/3",
         "step=2/3",
         "step=3/3",
@@ -63,7 +65,7 @@ def test_without_a_terminal_there_is_one_line_a_step_however_narrow(
         "skipped",
         "second",
     ]
-    assert printed[4] == "skipped [step-3]: damaged"
+    assert printed[5] == "skipped [step-3]: damaged"
     log = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split(" ", 1)[1] for line in log] == printed
     assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d ", line) for line in log)
