@@ -1,0 +1,123 @@
+"""What the engine tests share: starting engines, asking them, and transformers' own answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from megadapo.cluster import Cluster, ClusterConfig
+from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.group import EngineGroup
+from megadapo.rollout.requests import Draw, GroupRequest, Response, response_seeds
+
+MAX_PROMPT_TOKENS = 192
+MAX_RESPONSE_TOKENS = 48
+EOS = 1
+
+
+@contextmanager
+def running_engines(model: Path, log_folder: Path, **config: Any) -> Iterator[EngineGroup]:
+    """Engines on a cluster of their own; all of it ends with the block."""
+    rollout = RolloutConfig(**{"max_response_tokens": MAX_RESPONSE_TOKENS, **config})
+    cluster = Cluster.start(
+        ClusterConfig(device="cpu"),
+        num_trainer_ranks=1,
+        num_engines=rollout.num_engines,
+        engine_ranks=rollout.tensor_parallel,
+    )
+    try:
+        engines = EngineGroup.start(
+            rollout,
+            cluster,
+            model=str(model),
+            dtype="float32",
+            max_prompt_tokens=MAX_PROMPT_TOKENS,
+            log_folder=log_folder,
+            weights_from="folder",
+        )
+        try:
+            yield engines
+        finally:
+            engines.shutdown()
+    finally:
+        cluster.shutdown()
+
+
+def make_requests(num_groups: int, num_responses: int, *, name: str = "test") -> list[GroupRequest]:
+    """Groups with prompts of 1 to 170 tokens, some of them longer than a cache block."""
+    source = np.random.default_rng(5)
+    return [
+        GroupRequest(
+            key=key,
+            prompt_ids=tuple(source.integers(2, 50, size=1 + key * 37 % 170).tolist()),
+            seeds=response_seeds(num_responses, name, key),
+        )
+        for key in range(num_groups)
+    ]
+
+
+def ask(
+    engines: EngineGroup,
+    groups: Sequence[GroupRequest],
+    *,
+    temperature: float = 1.0,
+    max_tokens: int = MAX_RESPONSE_TOKENS,
+) -> dict[int, tuple[Response, ...]]:
+    """The responses of each group, by its key."""
+    draw = Draw(temperature=temperature, top_p=1.0, max_tokens=max_tokens)
+    answers = {answer.key: answer.responses for answer in engines.generate(groups, draw)}
+    assert sorted(answers) == sorted(group.key for group in groups)
+    return answers
+
+
+def bits(answers: dict[int, tuple[Response, ...]]) -> dict[int, list[tuple[Any, ...]]]:
+    """Everything that was answered, log-probs to their last bit."""
+    return {
+        key: [(r.token_ids.tobytes(), r.logprobs.tobytes(), r.finish_reason, r.text) for r in group]
+        for key, group in answers.items()
+    }
+
+
+class Reference:
+    """The same model in transformers, fp32."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def distribution(self, token_ids: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+        """Log-probs of the next token after each position, [n, V]."""
+        logits = self._model(torch.tensor([list(token_ids)])).logits[0]
+        return torch.log_softmax(logits / temperature, dim=-1)
+
+    def logprobs(
+        self, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
+    ) -> np.ndarray:
+        """Log-prob of each response token, [n]."""
+        tokens = [*prompt, *response]
+        table = self.distribution(tokens[:-1], temperature)[len(prompt) - 1 :]
+        return table[torch.arange(len(response)), torch.tensor(response)].numpy()
+
+
+def worst_error(
+    reference: Reference,
+    groups: Sequence[GroupRequest],
+    answers: dict[int, tuple[Response, ...]],
+    temperature: float = 1.0,
+) -> float:
+    """Largest difference of a sampled token's log-prob from the reference's."""
+    errors = [
+        np.abs(
+            response.logprobs
+            - reference.logprobs(group.prompt_ids, response.token_ids.tolist(), temperature)
+        ).max()
+        for group in groups
+        for response in answers[group.key]
+    ]
+    return float(max(errors))
