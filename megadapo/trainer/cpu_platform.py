@@ -6,6 +6,7 @@ Everything that differs between the platforms is here; with CUDA present nothing
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,7 @@ def install_cpu_platform() -> None:
         return
     _answer_for_devices()
     _answer_for_tensors()
+    _import_megatron_uncompiled()
     _answer_for_random_states()
     torch.cuda.megadapo_cpu_platform = True
 
@@ -92,6 +94,20 @@ def _answer_for_tensors() -> None:
     torch.nn.Module.cuda = lambda self, device=None: self
     for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor"):
         setattr(torch.cuda, name, getattr(torch, name))
+
+
+def _import_megatron_uncompiled() -> None:
+    """megatron-core marks its fused GPU functions for torch.compile as it is imported.
+
+    None of them runs here, and loading the compiler would double the start of every rank.
+    """
+    compiler = torch.compile
+    torch.compile = lambda function: function
+    try:
+        importlib.import_module("megatron.core")
+        importlib.import_module("megatron.core.models.gpt")
+    finally:
+        torch.compile = compiler
 
 
 def _answer_for_random_states() -> None:

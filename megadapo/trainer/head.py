@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megadapo.dapo.objective import PolicyObjective
@@ -60,7 +59,7 @@ class HeadTask:
 
     micro_batch: MicroBatch
     logprobs_old: Tensor | None
-    """[R] fp32; None asks for log-probs instead of the loss."""
+    """[T] fp32; None asks for log-probs instead of the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +80,17 @@ class PolicyHead:
         context: HeadTask,
         **model_inputs: Any,
     ) -> PolicyHeadOutput | Tensor:
-        """The loss with its statistics, or [R] log-probs where there are no old ones."""
+        """The loss with its statistics, or [T] log-probs where there are no old ones."""
         micro_batch = context.micro_batch
-        if output_layer.sequence_parallel:
-            # the head returns the whole gradient on every rank, so each keeps its own part of it
-            hidden_states = gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=False
-            )
+        hidden = hidden_states.squeeze(1)
         weight = output_layer.weight if output_weight is None else output_weight
-        hidden = hidden_states.squeeze(1).index_select(0, micro_batch.rows)
         common = {
             "temperature": self.temperature,
             "group": mpu.get_tensor_model_parallel_group(),
             "vocab_size": self.vocab_size,
+            # the same rows in both passes: equal shapes give equal bits
+            "rows": micro_batch.rows,
+            "sequence_parallel": output_layer.sequence_parallel,
         }
         if context.logprobs_old is None:
             logprobs, _ = token_logprobs(hidden, weight, micro_batch.targets, **common)

@@ -17,17 +17,18 @@ from megadapo.trainer.layers import PackedSequences, pack_sequences
 class MicroBatch:
     """T tokens of packed sequences, R of which are predicted by the policy head.
 
-    Row r of the head reads hidden state `rows[r]`, which predicts the token behind it.
+    Entry t of a [T] tensor belongs to hidden state t and is about the token behind it; outside of
+    `rows` its value means nothing.
     """
 
     tokens: Tensor  # [1, T] int64
     packed: PackedSequences
     source: np.ndarray  # [R] place of each predicted token in the batch's flat arrays
-    rows: Tensor  # [R] int64
-    targets: Tensor  # [R] int64
+    rows: Tensor  # [R] int64, ascending: the hidden states that predict them
+    targets: Tensor  # [T] int64
+    advantages: Tensor  # [T] fp32
+    loss_weights: Tensor  # [T] fp32
     logprobs_rollout: Tensor  # [R] fp32
-    advantages: Tensor  # [R] fp32
-    loss_weights: Tensor  # [R] fp32
     is_current: Tensor  # [R] bool, sampled from the weights as they are
 
 
@@ -65,15 +66,22 @@ class MicroBatchBuilder:
             lengths.append(padding)
         chosen = np.flatnonzero(predicted[source])
         of_rows = source[chosen]
+        rows = chosen - 1
+
+        def at_rows(values: np.ndarray) -> Tensor:
+            spread = np.zeros(len(source) + padding, dtype=values.dtype)
+            spread[rows] = values[of_rows]
+            return self._tensor(spread)
+
         return MicroBatch(
             tokens=self._tensor(np.pad(batch.tokens[source], (0, padding)))[None, :],
             packed=pack_sequences(lengths, self._inverse_frequencies, self._device),
             source=of_rows,
-            rows=self._tensor(chosen - 1),
-            targets=self._tensor(batch.tokens[of_rows]),
+            rows=self._tensor(rows),
+            targets=at_rows(batch.tokens),
+            advantages=at_rows(batch.advantages),
+            loss_weights=at_rows(batch.loss_weights),
             logprobs_rollout=self._tensor(batch.logprobs_rollout[of_rows]),
-            advantages=self._tensor(batch.advantages[of_rows]),
-            loss_weights=self._tensor(batch.loss_weights[of_rows]),
             is_current=self._tensor(versions[chosen] == policy_version),
         )
 

@@ -127,7 +127,7 @@ class TrainerRank:
             micro_batches = self.micro_batches(batch, indices, predicted, None)
             computed = self.logprobs_of(micro_batches)
             for micro_batch, values in zip(micro_batches, computed, strict=False):
-                result[micro_batch.source] = values.cpu().numpy()
+                result[micro_batch.source] = values[micro_batch.rows].cpu().numpy()
         return result if self.has_results else None
 
     def save(self, folder: Path) -> None:

@@ -6,6 +6,7 @@ micro-batches and ranks, whatever the split.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ def finalize_sums(model: list[DistributedDataParallel], num_tokens: Any, **group
 def compute_logprobs(
     model: DistributedDataParallel, head: PolicyHead, micro_batches: Sequence[MicroBatch]
 ) -> list[Tensor]:
-    """Log-probs [R] of each micro-batch on the last pipeline stage; elsewhere an empty list."""
+    """Log-probs [T] of each micro-batch on the last pipeline stage; elsewhere an empty list."""
     tasks = [HeadTask(micro_batch=micro_batch, logprobs_old=None) for micro_batch in micro_batches]
     return _run_schedule(model, head, tasks, forward_only=True)
 
@@ -44,7 +45,7 @@ def compute_gradients(
     """Leave the mini-batch's summed gradients in the model's buffers.
 
     Args:
-        logprobs_old: [R] of each micro-batch; read on the last pipeline stage only.
+        logprobs_old: [T] of each micro-batch; read on the last pipeline stage only.
 
     Returns:
         This rank's sums; zeros except on the last pipeline stage.
@@ -107,20 +108,20 @@ def _loss_and_data(output: PolicyHeadOutput | Tensor) -> tuple[Tensor, Tensor, A
 
 
 def _add(sums: MiniBatchSums, task: HeadTask, output: PolicyHeadOutput) -> None:
-    sums.loss += output.loss.item()
-    old, num_rows = task.logprobs_old, len(output.logprobs)
-    if not num_rows:
-        return
-    ratio = (output.logprobs - old).exp()
-    sums.num_tokens += num_rows
-    sums.entropy += output.entropy.sum(dtype=torch.float64).item()
-    sums.ratio += ratio.sum(dtype=torch.float64).item()
-    sums.clipped_low += float(output.clip_low_fraction) * num_rows
-    sums.clipped_high += float(output.clip_high_fraction) * num_rows
-    sums.token_probability += output.logprobs.exp().sum(dtype=torch.float64).item()
-    sums.logprob += output.logprobs.sum(dtype=torch.float64).item()
-    sums.max_ratio_error = max(sums.max_ratio_error, (ratio - 1.0).abs().max().item())
-    difference = (old - task.micro_batch.logprobs_rollout).abs()[task.micro_batch.is_current]
+    # the head leaves out tokens whose log-probs are not finite; here only the model can be at
+    # fault for that, and its gradient is not to be trusted
+    sums.loss += math.nan if output.num_dropped.item() else output.loss.item()
+    sums.num_tokens += output.num_tokens.item()
+    sums.entropy += output.entropy_sum.item()
+    sums.ratio += output.ratio_sum.item()
+    sums.clipped_low += output.clip_low_count.item()
+    sums.clipped_high += output.clip_high_count.item()
+    sums.token_probability += output.probability_sum.item()
+    rows = task.micro_batch.rows
+    sums.logprob += output.logprobs[rows].sum(dtype=torch.float64).item()
+    sums.max_ratio_error = max(sums.max_ratio_error, output.ratio_max_error.item())
+    difference = (task.logprobs_old[rows] - task.micro_batch.logprobs_rollout).abs()
+    difference = difference[task.micro_batch.is_current]
     if len(difference):
         sums.num_compared += len(difference)
         sums.logprob_difference += difference.sum(dtype=torch.float64).item()

@@ -1,0 +1,43 @@
+"""Packed batches of random tokens with ragged lengths."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megadapo.data.batch import PackedBatch
+
+VOCAB_SIZE = 150
+
+
+def random_batch(
+    lengths: list[int], *, num_mini_batches: int = 1, seed: int = 0, policy_version: int = 0
+) -> PackedBatch:
+    """Sequences of the given lengths; about a third of each is prompt."""
+    rng = np.random.default_rng(seed)
+    sizes = np.array(lengths, dtype=np.int64)
+    prompt_lengths = np.maximum(1, sizes // 3)
+    cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    num_tokens = int(cu_seqlens[-1])
+    is_response = np.concatenate(
+        [np.arange(n) >= p for n, p in zip(sizes, prompt_lengths, strict=True)]
+    )
+    # off-centre, so that the loss is not a small difference of large terms
+    advantages = np.repeat(rng.normal(0.7, 0.5, len(lengths)), sizes)
+    mini_batches = np.array_split(np.arange(len(lengths)), num_mini_batches)
+    tokens_of = np.concatenate(
+        [np.full(n, is_response[a : a + n].sum()) for a, n in zip(cu_seqlens, sizes, strict=False)]
+    )
+    weights = 1.0 / (len(lengths) / num_mini_batches * tokens_of)
+    return PackedBatch(
+        tokens=rng.integers(0, VOCAB_SIZE, num_tokens),
+        cu_seqlens=cu_seqlens,
+        prompt_lengths=prompt_lengths,
+        logprobs_rollout=np.where(is_response, -4.0, np.nan).astype(np.float32),
+        advantages=np.where(is_response, advantages, 0.0).astype(np.float32),
+        loss_weights=np.where(is_response, weights, 0.0).astype(np.float32),
+        policy_versions=np.full(len(lengths), policy_version, dtype=np.int32),
+        mini_batches=tuple(mini_batches),
+    )
+
+
+RAGGED = [5, 61, 2, 33, 40, 7, 19, 90, 12, 28, 3, 50]

@@ -1,0 +1,48 @@
+"""DAPO's loss written out on a transformers model, one sequence at a time, in fp64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from megadapo.data.batch import PackedBatch
+
+
+def sequence_logprobs(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """[n - 1] log-probs of tokens 1 to n - 1 of one sequence."""
+    logits = model(tokens[None]).logits[0, :-1]
+    return torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
+
+
+def batch_logprobs(folder: Path, batch: PackedBatch, dtype: torch.dtype) -> np.ndarray:
+    """[T] log-probs of the response tokens, NaN on prompts."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    result = np.full(len(batch.tokens), np.nan)
+    for index, prompt_length in enumerate(batch.prompt_lengths):
+        start, stop = batch.cu_seqlens[index], batch.cu_seqlens[index + 1]
+        with torch.no_grad():
+            values = sequence_logprobs(model, torch.from_numpy(batch.tokens[start:stop]))
+        result[start + prompt_length : stop] = values[prompt_length - 1 :].double().numpy()
+    return result
+
+
+def loss_and_gradients(folder: Path, batch: PackedBatch) -> tuple[float, dict[str, np.ndarray]]:
+    """Of the first mini-batch, with old log-probs 0.15 sin(t) above the present ones."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for index in batch.mini_batches[0]:
+        start, stop = int(batch.cu_seqlens[index]), int(batch.cu_seqlens[index + 1])
+        logprobs = sequence_logprobs(model, torch.from_numpy(batch.tokens[start:stop]))
+        places = torch.arange(start + 1, stop)
+        old = logprobs.detach() + 0.15 * torch.sin(places.double())
+        ratio = (logprobs - old).exp()
+        advantages = torch.from_numpy(batch.advantages[start + 1 : stop]).double()
+        weights = torch.from_numpy(batch.loss_weights[start + 1 : stop]).double()
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+        total = total - (weights * surrogate).sum()
+    total.backward()
+    gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    return total.item(), gradients

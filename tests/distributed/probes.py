@@ -1,0 +1,181 @@
+"""What tests let a trainer rank do and report; runs inside the trainer processes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megadapo.data.batch import PackedBatch
+from megadapo.trainer.settings import Rendezvous, TrainerSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megadapo.trainer.micro_batch import MicroBatch
+    from megadapo.trainer.rank import TrainerRank
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of one mini-batch, with old log-probs a little off so that ratios differ from 1."""
+
+    loss: float
+    by_name: dict[str, np.ndarray]
+    """Full gradients under their Hugging Face names."""
+    grad_norm: float
+
+
+def build(rendezvous: Rendezvous, settings: TrainerSettings) -> TrainerRank:
+    from megadapo.trainer.rank import TrainerRank
+
+    return TrainerRank(settings, rendezvous)
+
+
+def gradients(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch
+) -> Gradients | None:
+    """Loss and full gradients of the first mini-batch, from rank 0."""
+    from megadapo.trainer.micro_batch import trained_tokens
+    from megadapo.trainer.step import compute_gradients, finalize_sums
+
+    rank = build(rendezvous, settings)
+    # the distributed optimizer needs only its own part of the sum; the test wants all of it
+    rank.config.finalize_model_grads_func = lambda model, num_tokens, **groups: finalize_sums(
+        model, num_tokens, **(groups | {"force_all_reduce": True})
+    )
+    predicted, _ = trained_tokens(batch)
+    cut = rank.micro_batches(batch, batch.mini_batches[0], predicted, 0)
+    old = [
+        shifted(micro_batch, values)
+        for micro_batch, values in zip(cut, rank.logprobs_of(cut), strict=False)
+    ]
+    sums = compute_gradients(rank.model, rank.head, cut, old)
+    sums = sums.reduced(contributes=rank.has_results, device=rank.device)
+    full = gathered(rank, {name: param.main_grad for name, param in rank.parameters.items()})
+    rank.optimizer.prepare_grads()
+    norm = float(rank.optimizer.get_grad_norm())
+    return Gradients(sums.loss, full, norm) if rendezvous.rank == 0 else None
+
+
+def shifted(micro_batch: MicroBatch, logprobs: Tensor) -> Tensor:
+    """Log-probs moved by an amount that depends on the token's place in the batch only."""
+    import torch
+
+    moved = logprobs.clone()
+    moved[micro_batch.rows] += torch.from_numpy(0.15 * np.sin(micro_batch.source)).float()
+    return moved
+
+
+def gathered(rank: TrainerRank, tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    """Full tensors by Hugging Face name; collective."""
+    from megadapo.weights.gather import gather_weights
+
+    full = gather_weights(tensors, rank.layout, rank.position, rank.groups)
+    return {name: tensor.detach().numpy().copy() for name, tensor in full}
+
+
+def weights(rank: TrainerRank) -> dict[str, np.ndarray]:
+    return gathered(rank, rank.parameters)
+
+
+def train(
+    rendezvous: Rendezvous,
+    settings: TrainerSettings,
+    batch: PackedBatch,
+    num_steps: int,
+    *,
+    load: Path | None = None,
+    save: Path | None = None,
+    first_step: int = 1,
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Results of the steps and the full weights after them; on every rank."""
+    rank = build(rendezvous, settings)
+    if load is not None:
+        rank.load(load)
+    steps = range(first_step, first_step + num_steps)
+    results = [asdict(rank.update(batch, policy_version=0, step=step)) for step in steps]
+    if save is not None:
+        rank.save(save)
+    return results, weights(rank)
+
+
+def logprobs(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch
+) -> np.ndarray | None:
+    return build(rendezvous, settings).logprobs(batch)
+
+
+def train_and_export(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, folder: Path
+) -> np.ndarray | None:
+    """Two steps, then a Hugging Face folder and the log-probs of the same weights."""
+    rank = build(rendezvous, settings)
+    for step in (1, 2):
+        rank.update(batch, policy_version=0, step=step)
+    rank.export(folder)
+    return rank.logprobs(batch)
+
+
+def initial_weights(rendezvous: Rendezvous, settings: TrainerSettings) -> dict[str, np.ndarray]:
+    return weights(build(rendezvous, settings))
+
+
+def state_bits(rank: TrainerRank) -> list[bytes]:
+    """Every bit of weights, master weights and moments this rank holds."""
+    tensors = list(rank.parameters.values())
+    for optimizer in rank.optimizer.chained_optimizers:
+        for state in optimizer.optimizer.state.values():
+            tensors += [value for value in state.values() if hasattr(value, "numpy")]
+        for group in optimizer.optimizer.param_groups:
+            tensors += group["params"]
+    return [tensor.detach().contiguous().numpy().tobytes() for tensor in tensors]
+
+
+def update_with_fault(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, where: str
+) -> dict[str, Any]:
+    """A good step, one with NaN on the last rank only, and a good one; with what changed."""
+    import torch
+
+    rank = build(rendezvous, settings)
+    rank.update(batch, policy_version=0, step=1)
+    before = state_bits(rank)
+    is_victim = rendezvous.rank == rendezvous.world_size - 1
+    heal = _poison(rank, where) if is_victim else None
+    faulty = rank.update(batch, policy_version=0, step=2)
+    if heal is not None:
+        heal()
+    unchanged = state_bits(rank) == before
+    healthy = rank.update(batch, policy_version=0, step=3)
+    return {
+        "faulty": asdict(faulty),
+        "unchanged": unchanged,
+        "healthy": asdict(healthy),
+        "changed_after": state_bits(rank) != before,
+        "finite": all(bool(torch.isfinite(p).all()) for p in rank.parameters.values()),
+    }
+
+
+def _poison(rank: TrainerRank, where: str) -> Any:
+    """Make one number non-finite on this rank; returns the function that stops it."""
+    if where == "activation":
+        layer = rank.model.module.decoder.layers[0]
+
+        def overflow(module: Any, inputs: Any, output: Any) -> Any:
+            hidden, *rest = output
+            scale = hidden.new_ones(hidden.shape[0], 1, 1)
+            scale[0] = float("inf")
+            return (hidden * scale, *rest)
+
+        return layer.register_forward_hook(overflow).remove
+    parameter = next(iter(rank.parameters.values()))
+
+    def nan_gradient(gradient: Any) -> Any:
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = float("nan")
+        return gradient
+
+    return parameter.register_hook(nan_gradient).remove

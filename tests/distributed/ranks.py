@@ -1,0 +1,119 @@
+"""Four trainer processes that tests borrow: importing torch and Megatron once, not once a test."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megadapo.dapo.objective import PolicyObjective
+from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
+from megadapo.trainer.settings import Rendezvous, TrainerSettings
+
+NUM_PROCESSES = 4
+ANSWER_TIMEOUT_S = 240
+
+
+@dataclass(frozen=True)
+class Task:
+    function: Callable[..., Any]
+    rendezvous: Rendezvous
+    args: tuple[Any, ...]
+
+
+class Ranks:
+    """Runs `function(rendezvous, *args)` on the first n processes at once."""
+
+    def __init__(self) -> None:
+        # forked off one process that has torch and Megatron loaded already
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["preload"])
+        self._ends: list[Connection] = []
+        self._processes = []
+        for _ in range(NUM_PROCESSES):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=False)
+            process.start()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Results by rank; an error on any rank is raised here with its traceback."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        for rank in range(world_size):
+            rendezvous = Rendezvous(
+                address="127.0.0.1", port=port, rank=rank, world_size=world_size
+            )
+            self._ends[rank].send(Task(function, rendezvous, args))
+        answers = []
+        for rank in range(world_size):
+            assert self._ends[rank].poll(ANSWER_TIMEOUT_S), f"rank {rank} did not answer"
+            succeeded, answer = self._ends[rank].recv()
+            assert succeeded, f"rank {rank} failed:\n{answer}"
+            answers.append(answer)
+        return answers
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(end: Connection) -> None:
+    import preload  # does nothing where the fork server has done it
+    import torch
+
+    torch.set_num_threads(preload.NUM_THREADS)
+    from megadapo.trainer.parallel import leave_groups
+
+    while True:
+        try:
+            task = end.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, task.function(task.rendezvous, *task.args))
+        except BaseException:  # whatever it was, the test must see it
+            answer = (False, traceback.format_exc())
+        leave_groups()
+        end.send(answer)
+
+
+def settings_for(
+    folder: str,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    data: int = 1,
+    sequence: bool = False,
+    tokens_per_micro_batch: int = 160,
+    init: str = "pretrained",
+    lr: float = 1e-3,
+    seed: int = 0,
+    temperature: float = 1.0,
+) -> TrainerSettings:
+    """Settings of a trainer in fp32 over a tiny model."""
+    return TrainerSettings(
+        model=ModelConfig(path=folder, dtype="float32", init=init),
+        trainer=TrainerConfig(
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
+            data_parallel=data,
+            sequence_parallel=sequence,
+            tokens_per_micro_batch=tokens_per_micro_batch,
+            timeout_s=120,
+            optimizer=OptimizerConfig(lr=lr, warmup_steps=0, weight_decay=0.01),
+        ),
+        objective=PolicyObjective(),
+        temperature=temperature,
+        seed=seed,
+    )
