@@ -668,7 +668,7 @@ def _plan(
     tp = group_size(group)
     num_tokens = check_operands(hidden, weight, targets, tp=tp, sequence_parallel=sequence_parallel)
     check_temperature(temperature)
-    for name, value in ({"loss_mask": mask} | finite | (others or {})).items():
+    for name, value in (finite | (others or {}) | {"loss_mask": mask}).items():
         if value is not None:
             check_token_tensor(name, value, num_tokens, hidden.device)
     shards = plan_shards(weight, group, vocab_size, tp_invariant)
