@@ -1,0 +1,136 @@
+"""`megadapo weights plan`: what a weight update of a run would move, before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megadapo.errors import DataError
+
+if TYPE_CHECKING:
+    from megadapo.config import RunConfig
+    from megadapo.weights.layout import ModelLayout
+    from megadapo.weights.plan import Plan
+
+MIB = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `megadapo weights plan`."""
+    parser.add_argument("config", type=Path, help="recipe (TOML), or the folder of a run")
+    parser.add_argument(
+        "--model-config",
+        type=Path,
+        help="config.json to plan for, where model.path is not at hand",
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=8, help="ranks of a node, colocated (default 8)"
+    )
+    parser.add_argument("--links", type=int, default=8, help="how many links to list (default 8)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan of the run that the arguments name."""
+    from megadapo.config import load_config
+
+    config = load_config(arguments.config, getattr(arguments, "overrides", ()))
+    layout = _layout(config, arguments.model_config)
+    started = time.perf_counter()
+    plan = plan_for(config, layout, gpus_per_node=arguments.gpus_per_node)
+    seconds = time.perf_counter() - started
+    bucket_bytes = int(config.weights.bucket_mib * MIB)
+    lines = report(plan, layout, bucket_bytes=bucket_bytes, num_links=arguments.links)
+    print("\n".join([*lines, f"planned in {seconds:.2f} s"]))
+    return 0
+
+
+def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> Plan:
+    """The plan of a run's updates, with ranks on nodes as the cluster places them."""
+    from megadapo.weights.placement import replica_positions
+    from megadapo.weights.plan import EngineShape
+    from megadapo.weights.planning import make_plan
+
+    trainer, rollout = config.trainer, config.rollout
+    positions = replica_positions(
+        layout,
+        tp_size=trainer.tensor_parallel,
+        pp_size=trainer.pipeline_parallel,
+        num_dp=trainer.data_parallel,
+    )
+    nodes, engine_nodes = None, ("",) * rollout.num_engines
+    if config.cluster.placement == "colocated":
+        nodes = [f"node {rank // gpus_per_node}" for rank in range(len(positions))]
+        firsts = [engine * rollout.tensor_parallel for engine in range(rollout.num_engines)]
+        # Engines on one node read the same memory, so they are one receiver.
+        engine_nodes = tuple(dict.fromkeys(f"node {first // gpus_per_node}" for first in firsts))
+    return make_plan(
+        layout,
+        positions,
+        EngineShape(tp_size=rollout.tensor_parallel, nodes=engine_nodes),
+        itemsize=4 if config.model.dtype == "float32" else 2,
+        max_bundle_bytes=int(config.weights.bucket_mib * MIB),
+        source_nodes=nodes,
+    )
+
+
+def report(plan: Plan, layout: ModelLayout, *, bucket_bytes: int, num_links: int) -> list[str]:
+    """Bytes per rank and link, buckets and rounds of a plan, as lines of text."""
+    from megadapo.weights.buckets import largest_bucket, num_rounds, pack
+
+    sent, received, links = Counter(), Counter(), Counter()
+    relayed = 0
+    for transfer in plan.transfers:
+        size = plan.bundle(transfer).num_bytes
+        target = (transfer.engine, transfer.engine_rank)
+        sent[transfer.feeder] += size
+        received[target] += size
+        links[transfer.feeder, target] += size
+        relayed += size if transfer.feeder != transfer.origin else 0
+    schedule = pack(plan, bucket_bytes)
+    shape, nodes = plan.engine, len(plan.engine.nodes)
+    lines = [
+        f"{layout.family.architecture}, {layout.shape.num_layers} layers: "
+        f"{plan.num_sources} trainer ranks to {nodes} receiver(s) of TP {shape.tp_size}",
+        f"transfers             {len(plan.transfers)} in {num_rounds(schedule)} rounds",
+        f"bytes moved           {_size(sum(sent.values()))}, {_size(relayed)} of them between nodes",
+        _spread("trainer rank sends", [sent[rank] for rank in range(plan.num_sources)]),
+        _spread("engine rank receives", list(received.values())),
+        f"largest bucket        {_size(largest_bucket(plan, schedule))}, two per trainer rank",
+        f"largest of {len(links)} links (trainer rank -> receiver, engine rank):",
+    ]
+    for (source, (engine, rank)), size in links.most_common(num_links):
+        lines.append(f"  {source:>4} -> {engine}, {rank}   {_size(size)}")
+    return lines
+
+
+def _layout(config: RunConfig, model_config: Path | None) -> ModelLayout:
+    from megadapo.weights.layout import layout_for
+    from megadapo.weights.sources import read_json
+
+    path = model_config or Path(config.model.path) / "config.json"
+    if not path.is_file():
+        raise DataError(
+            f"{path} is not there: name the model's config.json with --model-config "
+            "(`hf download MODEL config.json` fetches it)."
+        )
+    return layout_for(read_json(path))
+
+
+def _spread(what: str, sizes: Sequence[int]) -> str:
+    mean = sum(sizes) / len(sizes)
+    return (
+        f"{what:<22}{_size(mean)} on average, {_size(min(sizes))} to {_size(max(sizes))} "
+        f"({max(sizes) / mean:.3f} x)"
+    )
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    raise AssertionError("unreachable")

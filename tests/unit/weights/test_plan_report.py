@@ -1,0 +1,64 @@
+"""`megadapo weights plan` on a recipe, without starting anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+from test_plan import QWEN_32B
+
+from megadapo.errors import DataError
+from megadapo.weights import plan_report
+
+RECIPE = """
+[run]
+folder = "runs/x"
+num_steps = 1
+[model]
+path = "{path}"
+dtype = "bfloat16"
+[data]
+train = "data.parquet"
+[rollout]
+num_engines = 8
+tensor_parallel = 8
+[trainer]
+tensor_parallel = 8
+pipeline_parallel = 4
+data_parallel = 16
+[cluster]
+placement = "{placement}"
+"""
+
+
+def plan(tmp_path, *words, placement="separate", model=True):
+    if model:
+        (tmp_path / "config.json").write_text(json.dumps(QWEN_32B))
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.format(path=tmp_path, placement=placement))
+    parser = argparse.ArgumentParser()
+    plan_report.add_arguments(parser)
+    return plan_report.run(parser.parse_args([str(recipe), *words]))
+
+
+def test_the_report_counts_every_byte_of_every_engine(tmp_path, capsys):
+    """Catches bytes counted per receiver only once, or whole tensors."""
+    plan(tmp_path, "--links", "3")
+    text = capsys.readouterr().out
+    assert "512 trainer ranks to 8 receiver(s) of TP 8" in text
+    # 32.76 G parameters of 2 bytes, 8 times, and every rank's own copy of the replicated norms
+    assert "bytes moved           488.3 GiB, 0 B of them between nodes" in text
+    assert "(1.000 x)" in text and text.count(" -> ") == 3 + 1
+
+
+def test_colocated_engines_are_fed_within_their_node(tmp_path, capsys):
+    plan(tmp_path, placement="colocated")
+    text = capsys.readouterr().out
+    assert "512 trainer ranks to 8 receiver(s) of TP 8" in text
+    assert "0 B of them between nodes" not in text
+
+
+def test_a_model_that_is_not_at_hand_is_named(tmp_path):
+    with pytest.raises(DataError, match="--model-config"):
+        plan(tmp_path, model=False)
