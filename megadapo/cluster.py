@@ -122,6 +122,11 @@ class Cluster:
 
 
 def _start_ray(config: ClusterConfig, num_slots: int) -> None:
+    if config.address is None:
+        # read when Ray is imported: a cluster of one machine then stays on loopback
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        # a process without a GPU share sees no GPU, instead of all of them
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     import ray
 
     if ray.is_initialized():
@@ -130,15 +135,8 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> None:
     if config.address is not None:
         ray.init(address=config.address, **quiet)
         return
-    # a process without a GPU share sees no GPU, instead of all of them
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
-    ray.init(
-        # slots are logical: more processes than cores is legal on a laptop
-        num_cpus=max(num_slots, os.cpu_count() or 1),
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        **quiet,
-    )
+    # slots are logical: more processes than cores is legal on a laptop
+    ray.init(num_cpus=max(num_slots, os.cpu_count() or 1), include_dashboard=False, **quiet)
 
 
 def _reserve(config: ClusterConfig, num_slots: int) -> PlacementGroup:

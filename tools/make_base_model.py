@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from rich.progress import Progress
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config
+from transformers import Qwen2Config, Qwen2Tokenizer
 
 from megadapo.cluster import Cluster
 from megadapo.config import RunConfig, from_dict
@@ -34,7 +33,6 @@ DIRECT_WRONG_SHARE = 0.75
 BATCH_SIZE = 128
 NUM_PROBLEMS = 30_000
 WARMUP_STEPS = 50
-END_OF_TEXT = "<|endoftext|>"
 
 
 def main() -> None:
@@ -82,31 +80,15 @@ def make_base_model(folder: Path, *, num_steps: int, lr: float, seed: int) -> li
     return losses
 
 
-def make_tokenizer(problems: list[Problem]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer in which digits and signs stand alone and `Answer: ` is one."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex("[^A-Za-z: ]"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=512,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[END_OF_TEXT],
-        show_progress=False,
-    )
+def make_tokenizer(problems: list[Problem]) -> Qwen2Tokenizer:
+    """Qwen2's byte-level BPE, in which every digit stands alone, with merges for these answers."""
     rng = random.Random(0)
     texts = (worked_answer(problem, rng, kind="steps") for problem in problems[:500])
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
-    )
+    # Qwen2's own class: AutoTokenizer picks it by the model's type and would split otherwise
+    return Qwen2Tokenizer().train_new_from_iterator(texts, vocab_size=512, show_progress=False)
 
 
-def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
+def model_config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
     """About 0.9 million parameters; every size divides by 2 for tensor and pipeline parallel."""
     return Qwen2Config(
         vocab_size=len(tokenizer),
@@ -149,7 +131,7 @@ def supervised_config(model: Path, *, num_steps: int, lr: float, seed: int) -> R
 
 
 def supervised_batches(
-    problems: list[Problem], tokenizer: PreTrainedTokenizerFast, *, num_steps: int, seed: int
+    problems: list[Problem], tokenizer: Qwen2Tokenizer, *, num_steps: int, seed: int
 ) -> Iterator[PackedBatch]:
     """Batches of worked answers whose advantage is 1 and whose old policy is the current one.
 
@@ -167,7 +149,7 @@ def supervised_batches(
         )
 
 
-def _sample(problem: Problem, rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Sample:
+def _sample(problem: Problem, rng: random.Random, tokenizer: Qwen2Tokenizer) -> Sample:
     kind = "direct" if rng.random() < DIRECT_SHARE else "steps"
     wrong = kind == "direct" and rng.random() < DIRECT_WRONG_SHARE
     text = worked_answer(problem, rng, kind=kind, wrong=wrong)

@@ -1,0 +1,53 @@
+"""The local Ray cluster: where it listens, what its slots give, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megadapo.cluster import ClusterConfig
+from megadapo.errors import ConfigError
+
+PROBE = """
+import json, os, psutil, ray
+from megadapo.cluster import Cluster, ClusterConfig
+
+cluster = Cluster.start(
+    ClusterConfig(device="cpu"), num_trainer_ranks=3, num_engines=2, engine_ranks=1
+)
+
+@ray.remote
+class Actor:
+    def pid(self):
+        return os.getpid()
+
+actors = [Actor.options(**cluster.trainer_options(rank)).remote() for rank in range(3)]
+actors += [Actor.options(**cluster.engine_options(index)).remote() for index in range(2)]
+pids = ray.get([actor.pid.remote() for actor in actors])
+family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+listening = sorted(
+    {c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == "LISTEN"}
+)
+cluster.shutdown()
+print(json.dumps({"pids": pids, "listening": listening}))
+"""
+
+
+def test_everything_listens_on_loopback_and_more_processes_than_cores_start():
+    """Ray's ports run code for whoever reaches them; Ray alone would bind them to the network."""
+    result = subprocess.run(
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=200
+    )
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout.splitlines()[-1])
+    assert len(set(answer["pids"])) == 5
+    assert answer["listening"]
+    assert all(ip.removeprefix("::ffff:") in ("127.0.0.1", "::1") for ip in answer["listening"])
+
+
+def test_a_timeout_that_cannot_be_waited_for_is_refused():
+    with pytest.raises(ConfigError, match="cluster.start_timeout_s"):
+        ClusterConfig(start_timeout_s=0)
