@@ -122,11 +122,6 @@ class Cluster:
 
 
 def _start_ray(config: ClusterConfig, num_slots: int) -> None:
-    if config.address is None:
-        # read when Ray is imported: a cluster of one machine then stays on loopback
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        # a process without a GPU share sees no GPU, instead of all of them
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     import ray
 
     if ray.is_initialized():
@@ -135,8 +130,19 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> None:
     if config.address is not None:
         ray.init(address=config.address, **quiet)
         return
+    _stay_on_loopback()
+    # a process without a GPU share sees no GPU, instead of all of them
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     # slots are logical: more processes than cores is legal on a laptop
     ray.init(num_cpus=max(num_slots, os.cpu_count() or 1), include_dashboard=False, **quiet)
+
+
+def _stay_on_loopback() -> None:
+    """Let Ray bind 127.0.0.1, as it does on desktops; otherwise it takes the network's address."""
+    from ray._private import ray_constants
+
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for the processes it starts
+    ray_constants.ENABLE_RAY_CLUSTER = False  # this process has read the variable already
 
 
 def _reserve(config: ClusterConfig, num_slots: int) -> PlacementGroup:
