@@ -17,6 +17,8 @@ from megadapo.workers import start_workers
 def evaluate_policy(config: RunConfig) -> EvaluationRecord:
     """Evaluate the run's newest checkpoint, or `model.path` where there is none yet.
 
+    `run.resume` = "never" asks for `model.path`, whatever checkpoints there are.
+
     Starts the same trainer and engines as training, so that a checkpoint needs no conversion.
 
     Raises:
@@ -25,8 +27,11 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
     if config.data.held_out is None:
         raise ConfigError("data.held_out names no problems to evaluate on")
     console = Console()
-    checkpoint, notes = find_checkpoint(config)
-    for note in notes or [f"no checkpoint in {config.run.folder}: evaluating {config.model.path}"]:
+    wants_base = config.run.resume == "never"
+    checkpoint, notes = (None, []) if wants_base else find_checkpoint(config)
+    if checkpoint is None:
+        notes.append(f"evaluating {config.model.path}, not a checkpoint")
+    for note in notes:
         console.print(note, markup=False, soft_wrap=True)
     step = 0 if checkpoint is None else checkpoint.step
     with start_workers(config, _Spinner(console), checkpoint) as workers:

@@ -24,9 +24,9 @@ from megadapo.observe.metrics import (
 from megadapo.observe.plot import plot_run
 from megadapo.observe.progress import RunDisplay
 from megadapo.observe.report import RunSummary, print_report
+from megadapo.recipe import RESOLVED_FILE
 from megadapo.stop import StopSignal
 
-CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 
 
@@ -57,7 +57,7 @@ class Run:
         """
         checkpoint, notes = find_checkpoint(config)
         run = cls(config, checkpoint)
-        (run.folder / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        (run.folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
         run._store.set_aside_after(run.step)
         # nothing recorded counts where no checkpoint stands, the first evaluation included
         run._metrics.rewind(run.step if checkpoint is not None else -1)
