@@ -23,6 +23,8 @@ def step_metrics(
         step: the step; its weights are published as this policy_version.
         evaluation: the held-out evaluation of those weights, where there was one.
     """
+    # tokens of an earlier policy say nothing about the parity of this one
+    has_fresh = sampled.num_from_reserve < sampled.num_kept
     return {
         "step": step,
         "policy_version": step,
@@ -50,7 +52,7 @@ def step_metrics(
         "policy/grad_norm": update.grad_norm,
         "policy/lr": update.lr,
         "policy/skipped_updates": update.skipped_updates,
-        "parity/logprob_abs_mean": update.logprob_abs_mean,
-        "parity/logprob_abs_max": update.logprob_abs_max,
+        "parity/logprob_abs_mean": update.logprob_abs_mean if has_fresh else None,
+        "parity/logprob_abs_max": update.logprob_abs_max if has_fresh else None,
         "eval/accuracy": None if evaluation is None else evaluation.accuracy,
     }

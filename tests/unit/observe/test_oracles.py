@@ -15,6 +15,8 @@ def record(step: int = 1, **values: float | None) -> MetricRecord:
     healthy: MetricRecord = dict.fromkeys(METRIC_NAMES)
     healthy |= {
         "step": step,
+        "groups/kept": 8,
+        "groups/from_reserve": 3,
         "policy/loss": 0.1,
         "policy/ratio_first_max_error": 0.0,
         "policy/skipped_updates": 0,
@@ -54,6 +56,15 @@ def test_one_skipped_step_is_survived_and_two_in_a_row_are_not():
     check_oracles([record(1, **skipped), record(2), record(3, **skipped)], CONFIG)
     with pytest.raises(OracleError, match="max_skipped_steps"):
         check_oracles([record(1, **skipped), record(2, **skipped)], CONFIG)
+
+
+def test_a_batch_all_from_the_reserve_has_no_parity_to_measure():
+    """Its tokens come from the policy before, so there is nothing that could agree."""
+    unmeasured = {"parity__logprob_abs_max": None, "parity__logprob_abs_mean": None}
+    check_oracles([record(groups__from_reserve=8, **unmeasured)], CONFIG)
+    with pytest.raises(OracleError, match="ratio_first_max_error"):
+        broken = {"policy__ratio_first_max_error": 1e-6}
+        check_oracles([record(groups__from_reserve=8, **unmeasured, **broken)], CONFIG)
 
 
 def test_bounds_that_can_never_hold_are_refused():
