@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megadapo.weights.plan import Copy, Plan, Transfer
+from megadapo.weights.plan import ALIGNMENT, Copy, Plan, Transfer
+from megadapo.weights.transports import Parcel
 
 CHECKSUM_CHUNK = 1 << 20
 """Elements summed at once, which bounds the memory a checksum takes."""
@@ -50,14 +51,22 @@ def num_rounds(schedule: Schedule) -> int:
     return max(len(rounds) for rounds in schedule)
 
 
-def largest_bucket(plan: Plan, schedule: Schedule) -> int:
-    """Bytes of the fullest bucket, which is all that needs to be allocated."""
-    return max(
+def largest_bucket(plan: Plan, rounds: list[list[Placed]]) -> int:
+    """Bytes of a feeder's fullest bucket, which is all that it needs to allocate."""
+    ends = [
         placed.offset + plan.bundle(placed.transfer).num_bytes
-        for rounds in schedule
         for bucket in rounds
         for placed in bucket
-    )
+    ]
+    return max(ends, default=ALIGNMENT)
+
+
+def parcel_of(plan: Plan, placed: Placed) -> Parcel:
+    """The range of bytes that a transfer takes up."""
+    transfer = placed.transfer
+    target = plan.engine_rank_number(transfer.engine, transfer.engine_rank)
+    num_bytes = plan.bundle(transfer).num_bytes
+    return Parcel(transfer.feeder, target, placed.offset, num_bytes)
 
 
 def slice_view(bucket: torch.Tensor, offset: int, copy: Copy, dtype: torch.dtype) -> torch.Tensor:

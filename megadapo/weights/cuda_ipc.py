@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megadapo.weights.transports import NUM_BUCKETS
+from megadapo.weights.transports import NUM_BUCKETS, Parcel
 
 _HANDLE_FIELDS = (
     "device",
@@ -43,6 +43,9 @@ class CudaIpcOutbox:
         uuid = str(torch.cuda.get_device_properties(self._memory.device).uuid)
         return fields | {"num_bytes": self._num_bytes, "gpu": uuid}
 
+    def connect(self, offers: Sequence[dict | None]) -> None:
+        """Receivers need nothing but the offer."""
+
     def opened(self) -> None:
         """The handles stay valid as long as the buckets do."""
 
@@ -50,7 +53,7 @@ class CudaIpcOutbox:
         """The bytes to fill for a round."""
         return self._memory[round_number % NUM_BUCKETS]
 
-    def post(self, round_number: int) -> None:
+    def post(self, round_number: int, parcels: Sequence[Parcel]) -> None:
         """Receivers read from another process, so the copies must be on the device by now."""
         torch.cuda.synchronize(self._memory.device)
 
@@ -62,15 +65,18 @@ class CudaIpcOutbox:
 class CudaIpcInbox:
     """The buckets of the trainer ranks on this machine, opened on the GPU each lies on."""
 
-    def __init__(self, offers: Sequence[dict | None], device: torch.device) -> None:
-        self._device = device
+    def __init__(self, offers: Sequence[dict | None]) -> None:
         self._memory = [None if offer is None else _open(offer) for offer in offers]
 
-    def bucket(self, feeder: int, round_number: int) -> torch.Tensor:
-        """The bytes of a trainer rank's bucket."""
-        memory = self._memory[feeder]
-        assert memory is not None, "the plan sends from a rank that made no offer"
-        return memory[round_number % NUM_BUCKETS]
+    def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
+        """The bytes of each parcel, where the trainer wrote them."""
+        half = round_number % NUM_BUCKETS
+        views = []
+        for parcel in parcels:
+            memory = self._memory[parcel.feeder]
+            assert memory is not None, "the plan sends from a rank that made no offer"
+            views.append(memory[half].narrow(0, parcel.offset, parcel.num_bytes))
+        return views
 
     def close(self) -> None:
         """Let go of the buckets."""

@@ -136,6 +136,15 @@ class Plan:
             yield offset, copy
             offset += round_up(copy.numel * self.itemsize, ALIGNMENT)
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the trainer and of all receivers together."""
+        return self.num_sources + len(self.engine.nodes) * self.engine.num_ranks
+
+    def engine_rank_number(self, engine: int, engine_rank: int) -> int:
+        """Number of an engine rank among all ranks, the trainer's counted first."""
+        return self.num_sources + engine * self.engine.num_ranks + engine_rank
+
     def to_json(self) -> dict:
         """Plain lists and dicts that `plan_from_json` reads."""
         return {

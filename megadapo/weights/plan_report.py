@@ -91,15 +91,17 @@ def report(plan: Plan, layout: ModelLayout, *, bucket_bytes: int, num_links: int
         links[transfer.feeder, target] += size
         relayed += size if transfer.feeder != transfer.origin else 0
     schedule = pack(plan, bucket_bytes)
+    largest = max(largest_bucket(plan, rounds) for rounds in schedule)
+    moved = sum(sent.values())
     shape, nodes = plan.engine, len(plan.engine.nodes)
     lines = [
         f"{layout.family.architecture}, {layout.shape.num_layers} layers: "
         f"{plan.num_sources} trainer ranks to {nodes} receiver(s) of TP {shape.tp_size}",
         f"transfers             {len(plan.transfers)} in {num_rounds(schedule)} rounds",
-        f"bytes moved           {_size(sum(sent.values()))}, {_size(relayed)} of them between nodes",
+        f"bytes moved           {_size(moved)}, {_size(relayed)} of them between nodes",
         _spread("trainer rank sends", [sent[rank] for rank in range(plan.num_sources)]),
         _spread("engine rank receives", list(received.values())),
-        f"largest bucket        {_size(largest_bucket(plan, schedule))}, two per trainer rank",
+        f"largest bucket        {_size(largest)}, two per trainer rank",
         f"largest of {len(links)} links (trainer rank -> receiver, engine rank):",
     ]
     for (source, (engine, rank)), size in links.most_common(num_links):

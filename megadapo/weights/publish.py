@@ -15,6 +15,7 @@ from megadapo.weights.config import WeightsConfig
 from megadapo.weights.plan import EngineShape, Plan
 from megadapo.weights.planning import make_plan
 from megadapo.weights.sender import SenderInfo
+from megadapo.weights.transports import needs_one_node
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -117,18 +118,16 @@ class Publisher:
     def _connect(self) -> Plan:
         """Plan the update, and let trainer ranks and engines open their buckets."""
         infos: list[SenderInfo] = self._call("describe")
-        nodes = self._engine_nodes()
-        receivers = list(dict.fromkeys(nodes))
-        source_nodes = [info.node for info in infos]
-        bucket_bytes = int(self._config.bucket_mib * MIB)
         transport = self._transport(infos)
+        numbers, receivers = self._receivers(transport)
+        bucket_bytes = int(self._config.bucket_mib * MIB)
         plan = make_plan(
             infos[0].layout,
             [info.position for info in infos],
-            EngineShape(tp_size=self._tensor_parallel, nodes=tuple(receivers)),
+            EngineShape(tp_size=self._tensor_parallel, nodes=receivers),
             itemsize=self._dtype.itemsize,
             max_bundle_bytes=bucket_bytes,
-            source_nodes=source_nodes,
+            source_nodes=[info.node for info in infos] if needs_one_node(transport) else None,
         )
         self._num_rounds = num_rounds(pack(plan, bucket_bytes))
         offers = self._call(
@@ -141,12 +140,25 @@ class Publisher:
             "transport": transport,
             "offers": offers,
         }
+        connecting = self._submit("connect", offers)
         self._engines.init_weight_transfer(
-            [common | {"engine": receivers.index(node)} for node in nodes],
+            [common | {"engine": number} for number in numbers],
             timeout_s=self._config.deadline_s,
         )
+        self._wait(connecting, "weights: connect")
         self._call("opened")
         return plan
+
+    def _receivers(self, transport: str) -> tuple[list[int], tuple[str, ...]]:
+        """Number of the receiver that each engine is, and the node of each receiver.
+
+        Engines that read the same memory are one receiver: every byte is written once for them.
+        """
+        nodes = self._engine_nodes()
+        if not needs_one_node(transport):
+            return list(range(len(nodes))), tuple(nodes)
+        receivers = list(dict.fromkeys(nodes))
+        return [receivers.index(node) for node in nodes], tuple(receivers)
 
     def _transport(self, infos: Sequence[SenderInfo]) -> str:
         if self._config.transport != "auto":
@@ -161,13 +173,13 @@ class Publisher:
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every trainer rank's sender and wait for all."""
-        refs = [rank.weight_sender.remote(method, *args, **kwargs) for rank in self._ranks]
-        return self._wait(refs, f"weights: {method}")
+        return self._wait(self._submit(method, *args, **kwargs), f"weights: {method}")
+
+    def _submit(self, method: str, *args: Any, **kwargs: Any) -> list[ObjectRef]:
+        return [rank.weight_sender.remote(method, *args, **kwargs) for rank in self._ranks]
 
     def _fill(self, number: int, verify: bool) -> list[ObjectRef]:
-        return [
-            rank.weight_sender.remote("fill", number, with_checksums=verify) for rank in self._ranks
-        ]
+        return self._submit("fill", number, with_checksums=verify)
 
     def _filled(self, number: int, refs: Sequence[ObjectRef]) -> list[list[int]]:
         return self._wait(refs, f"weights: bucket {number} of {self._num_rounds}")

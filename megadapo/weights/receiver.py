@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from megadapo.errors import WeightError
-from megadapo.weights.buckets import Placed, checksum, pack, slice_view
+from megadapo.weights.buckets import Placed, checksum, pack, parcel_of, slice_view
 from megadapo.weights.layout import Shard
 from megadapo.weights.plan import Copy, Plan
 from megadapo.weights.transports import Inbox
@@ -82,19 +82,22 @@ class WeightReceiver:
     @torch.no_grad()
     def take(self, round_number: int) -> None:
         """Copy this rank's slices out of every bucket of a round."""
-        for feeder, first, placed in self._rounds.get(round_number, ()):
-            bucket = self._inbox.bucket(feeder, round_number)
-            slices = self._plan.slices(placed.transfer, placed.offset)
+        own = self._rounds.get(round_number, [])
+        parcels = [parcel_of(self._plan, placed) for _, placed in own]
+        fetched = self._inbox.fetch(round_number, parcels)
+        for (first, placed), received in zip(own, fetched, strict=True):
+            slices = self._plan.slices(placed.transfer)
             for number, (offset, copy) in enumerate(slices, start=first):
-                self._take_slice(bucket, offset, copy, (feeder, round_number, number))
+                key = (placed.transfer.feeder, round_number, number)
+                self._take_slice(received, offset, copy, key)
 
     def _take_slice(
-        self, bucket: torch.Tensor, offset: int, copy: Copy, key: tuple[int, int, int]
+        self, received: torch.Tensor, offset: int, copy: Copy, key: tuple[int, int, int]
     ) -> None:
         name = copy.target_name
         if name not in self._open:
             self._open[name] = self._target.begin(name, self._shapes[name])
-        _region(self._open[name], copy).copy_(slice_view(bucket, offset, copy, self._dtype))
+        _region(self._open[name], copy).copy_(slice_view(received, offset, copy, self._dtype))
         self.num_bytes += copy.numel * self._dtype.itemsize
         self._missing[name] -= copy.numel
         if self._with_checksums:
@@ -130,16 +133,16 @@ class WeightReceiver:
 
 def _own_rounds(
     plan: Plan, bucket_bytes: int, engine: int, engine_rank: int
-) -> dict[int, list[tuple[int, int, Placed]]]:
-    """Round -> feeder, number of the first slice in its bucket, and place of what is for us."""
-    own: dict[int, list[tuple[int, int, Placed]]] = {}
-    for feeder, rounds in enumerate(pack(plan, bucket_bytes)):
+) -> dict[int, list[tuple[int, Placed]]]:
+    """Round -> number of the first slice in its bucket, and place, of what is for this rank."""
+    own: dict[int, list[tuple[int, Placed]]] = {}
+    for rounds in pack(plan, bucket_bytes):
         for round_number, bucket in enumerate(rounds):
             first = 0
             for placed in bucket:
                 transfer = placed.transfer
                 if (transfer.engine, transfer.engine_rank) == (engine, engine_rank):
-                    own.setdefault(round_number, []).append((feeder, first, placed))
+                    own.setdefault(round_number, []).append((first, placed))
                 first += len(plan.bundle(transfer).copies)
     return own
 

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from megadapo.weights.buckets import Placed, checksum, largest_bucket, pack, slice_view
+from megadapo.weights.buckets import (
+    Placed,
+    checksum,
+    largest_bucket,
+    pack,
+    parcel_of,
+    slice_view,
+)
 from megadapo.weights.layout import ModelLayout, ShardPosition
 from megadapo.weights.load import match_params
 from megadapo.weights.plan import Plan
@@ -59,17 +66,24 @@ class WeightSender:
             device=self._device.type,
         )
 
-    def prepare(
-        self, plan: Plan, *, bucket_bytes: int, dtype: torch.dtype, transport: str
-    ) -> dict | None:
-        """Take the plan, allocate two buckets and offer them; None where nothing is sent."""
+    def prepare(self, plan: Plan, *, bucket_bytes: int, dtype: torch.dtype, transport: str) -> dict:
+        """Take the plan, allocate two buckets and offer them."""
         self.close()
         schedule = pack(plan, bucket_bytes)
         self._plan, self._dtype, self._schedule = plan, dtype, schedule
-        if not schedule[self._rank]:
-            return None
-        self._outbox = open_outbox(transport, largest_bucket(plan, schedule), self._device)
+        self._outbox = open_outbox(
+            transport,
+            largest_bucket(plan, schedule[self._rank]),
+            device=self._device,
+            rank=self._rank,
+            num_ranks=plan.num_ranks,
+        )
         return self._outbox.offer()
+
+    def connect(self, offers: Sequence[dict | None]) -> None:
+        """Meet the engine ranks, who are opening the offers at the same time."""
+        assert self._outbox is not None, "prepare first"
+        self._outbox.connect(offers)
 
     def opened(self) -> None:
         """Every receiver has opened the offer."""
@@ -88,7 +102,7 @@ class WeightSender:
         assert self._plan is not None, "prepare first"
         self._relay(round_number)
         own = self._bucket_of(self._rank, round_number)
-        if not own or self._outbox is None:
+        if not own:
             return []
         bucket = self._outbox.bucket(round_number)
         sums = []
@@ -97,7 +111,7 @@ class WeightSender:
                 self._fill_one(bucket, placed)
             if with_checksums:
                 sums += self._checksums(bucket, placed)
-        self._outbox.post(round_number)
+        self._outbox.post(round_number, [parcel_of(self._plan, placed) for placed in own])
         return sums
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megadapo.errors import InfraError
-from megadapo.weights.transports import NUM_BUCKETS
+from megadapo.weights.transports import NUM_BUCKETS, Parcel
 
 MEMORY_FOLDER = Path("/dev/shm")
 
@@ -44,6 +44,9 @@ class SharedMemoryOutbox:
         """Path and size of the mapped file."""
         return {"path": str(self._path), "num_bytes": self._size}
 
+    def connect(self, offers: Sequence[dict | None]) -> None:
+        """Receivers need nothing but the offer."""
+
     def opened(self) -> None:
         """Remove the name; the memory lives as long as somebody maps it."""
         self._path.unlink(missing_ok=True)
@@ -52,7 +55,7 @@ class SharedMemoryOutbox:
         """The bytes to fill for a round."""
         return self._memory[round_number % NUM_BUCKETS]
 
-    def post(self, round_number: int) -> None:
+    def post(self, round_number: int, parcels: Sequence[Parcel]) -> None:
         """Receivers see the bytes as they are written."""
 
     def close(self) -> None:
@@ -70,11 +73,15 @@ class SharedMemoryInbox:
             for offer in offers
         ]
 
-    def bucket(self, feeder: int, round_number: int) -> torch.Tensor:
-        """The bytes of a trainer rank's bucket."""
-        memory = self._memory[feeder]
-        assert memory is not None, "the plan sends from a rank that made no offer"
-        return memory[round_number % NUM_BUCKETS]
+    def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
+        """The bytes of each parcel, where the trainer wrote them."""
+        half = round_number % NUM_BUCKETS
+        views = []
+        for parcel in parcels:
+            memory = self._memory[parcel.feeder]
+            assert memory is not None, "the plan sends from a rank that made no offer"
+            views.append(memory[half].narrow(0, parcel.offset, parcel.num_bytes))
+        return views
 
     def close(self) -> None:
         """Unmap."""

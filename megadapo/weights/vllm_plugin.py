@@ -170,7 +170,13 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             dtype=self.model_config.dtype,
         )
         self.shutdown()
-        self._inbox = open_inbox(init_info.transport, init_info.offers, self.device)
+        self._inbox = open_inbox(
+            init_info.transport,
+            init_info.offers,
+            device=self.device,
+            rank=plan.engine_rank_number(init_info.engine, rank),
+            num_ranks=plan.num_ranks,
+        )
 
     def start_weight_update(self) -> None:
         """Choose where the slices go."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,35 @@ from megadapo.weights.placement import replica_positions
 from megadapo.weights.sender import WeightSender
 
 GREEDY = Draw(temperature=0.0, top_p=1.0, max_tokens=12)
-PROMPTS = [(2, 3, 4, 5), (7, 7, 9), (40, 3, 21, 11, 30, 2)]
+PROMPTS = [(2, 3, 4, 5), (7, 7, 9), tuple(number * 7 % 40 + 2 for number in range(200))]
+"""The last one fills blocks of the prefix cache."""
+
+
+def build_model(folder: Path, *, seed: int, **changes: Any) -> Path:
+    """A random Qwen2 with a tokenizer; models of one kind and different seeds differ in weights."""
+    import transformers
+    from tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tokenizer
+
+    sizes = {
+        "vocab_size": len(CHARACTERS) + len(SPECIAL_TOKENS),
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(seed)
+    config = transformers.Qwen2Config(**sizes | changes)
+    model = transformers.Qwen2ForCausalLM(config)
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.15)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, sizes["max_position_embeddings"])
+    return folder
 
 
 class SenderRank:
@@ -34,6 +63,7 @@ class SenderRank:
             shard.name: torch.nn.Parameter(torch.full(shard.shape, torch.nan))
             for shard in self._layout.megatron_shards(position)
         }
+        self._signal_at: tuple[int, int] | None = None
         self.load(folder)
         self._sender = WeightSender(self._params, self._layout, position, rank)
 
@@ -41,12 +71,16 @@ class SenderRank:
         """Take the weights of another folder, as an optimizer step would change them."""
         import_weights(folder, self._params, self._layout, self._position)
 
+    def signal_at(self, round_number: int, signal: int) -> None:
+        """Send this process a signal when it is about to fill the bucket of a round."""
+        self._signal_at = (round_number, signal)
+
     def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "fill" and self._signal_at and self._signal_at[0] == args[0]:
+            os.kill(os.getpid(), self._signal_at[1])
         return getattr(self._sender, method)(*args, **kwargs)
 
     def pid(self) -> int:
-        import os
-
         return os.getpid()
 
 
@@ -75,7 +109,6 @@ def start_engines(
         tensor_parallel=tensor_parallel,
         max_response_tokens=16,
         max_num_seqs=8,
-        max_num_batched_tokens=64,
     )
     cluster = Cluster.start(
         ClusterConfig(device="cpu"),
@@ -88,7 +121,7 @@ def start_engines(
         cluster,
         model=str(folder),
         dtype="float32",
-        max_prompt_tokens=16,
+        max_prompt_tokens=200,
         log_folder=log_folder,
         weights_from=weights_from,
     )

@@ -20,6 +20,7 @@ from megadapo.weights.planning import make_plan
 from megadapo.weights.receiver import WeightReceiver
 from megadapo.weights.sender import WeightSender
 from megadapo.weights.shared_memory import MEMORY_FOLDER, SharedMemoryInbox, SharedMemoryOutbox
+from megadapo.weights.transports import Parcel
 
 BUCKET = 4096
 
@@ -87,7 +88,7 @@ class Connection:
             if number + 1 < self.num_rounds:
                 sums.append(self.fill(number + 1, with_checksums))
             if damage is not None:
-                damage(number, self.inbox)
+                damage(number, self.senders)
             for receiver in self.receivers:
                 receiver.take(number)
         for receiver in self.receivers:
@@ -166,9 +167,9 @@ def test_a_damaged_slice_is_found_by_its_checksum_and_named(model_folders):
     """Catches memory that changes between trainer and engine."""
     connection = Connection(model_folders["Qwen2"], {}, EngineShape())
 
-    def flip_a_bit(number, inbox):
+    def flip_a_bit(number, senders):
         if number == 1:
-            inbox.bucket(0, 1)[17] ^= 4
+            senders[0]._outbox.bucket(1)[17] ^= 4
 
     with pytest.raises(WeightError, match=r"differ for model\..*from trainer rank 0, bucket 1"):
         connection.run(damage=flip_a_bit)
@@ -202,7 +203,9 @@ def test_shared_memory_leaves_no_file_behind():
     outbox.opened()
     assert set(folder.glob("megadapo-weights-*")) == before
     outbox.bucket(3)[5] = 77
-    assert inbox.bucket(0, 1)[5] == 77 and inbox.bucket(0, 0)[5] == 0
+    parcel = Parcel(feeder=0, target=2, offset=4, num_bytes=8)
+    assert inbox.fetch(1, [parcel])[0].tolist() == [0, 77, 0, 0, 0, 0, 0, 0]
+    assert inbox.fetch(2, [parcel])[0].tolist() == [0] * 8
     with pytest.raises(InfraError, match="is not there"):
         SharedMemoryInbox([outbox.offer()])
 
