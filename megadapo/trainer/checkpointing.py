@@ -6,14 +6,21 @@ start, so weights, fp32 masters and Adam moments are the trainer's whole state.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megadapo.errors import CheckpointError
 
@@ -24,9 +31,19 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 def save_checkpoint(
     model: DistributedDataParallel, optimizer: MegatronOptimizer, folder: Path
 ) -> None:
-    """Write the state into an existing empty folder; collective over all ranks."""
+    """Write the state into an empty folder, made if need be; collective over all ranks.
+
+    Raises:
+        CheckpointError: the folder is not empty, or writing failed on some rank.
+    """
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
     state = _sharded_state(model, optimizer, is_loading=False)
-    dist_checkpointing.save(state, str(folder))
+    try:
+        dist_checkpointing.save(state, str(folder))
+    except (CheckpointingException, CheckpointException) as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
 
 
 def load_checkpoint(
@@ -41,10 +58,39 @@ def load_checkpoint(
     expected = _sharded_state(model, optimizer, is_loading=True)
     try:
         state = dist_checkpointing.load(expected, str(folder), strict=StrictHandling.RAISE_ALL)
-    except CheckpointingException as error:
+    except (CheckpointingException, CheckpointException) as error:
         raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
     model.module.load_state_dict(state["model"], strict=True)
-    optimizer.load_state_dict(state["optimizer"])
+    with _own_step_counts(optimizer):
+        optimizer.load_state_dict(state["optimizer"])
+
+
+@contextmanager
+def _own_step_counts(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Load into torch's AdamW, whose step count is a tensor per parameter.
+
+    megatron-core 0.16 looks for the count among the stored tensors, where it is not, and gives all
+    parameters one count in common, which each of them would then advance.
+    """
+    parts = [
+        part
+        for part in optimizer.chained_optimizers
+        if isinstance(part.optimizer, torch.optim.AdamW)
+    ]
+    for part in parts:
+        part._set_main_param_and_optimizer_states = partial(_set_states, part)
+    yield
+    for part in parts:
+        del part._set_main_param_and_optimizer_states
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def _set_states(part: DistributedOptimizer, param: Tensor, stored: dict[str, Tensor]) -> None:
+    group, order = part.model_param_group_index_map[param]
+    main_param = part.optimizer.param_groups[group]["params"][order]
+    step = part.optimizer.state[main_param]["step"]
+    DistributedOptimizer._set_main_param_and_optimizer_states(part, param, stored | {"step": step})
 
 
 def _sharded_state(

@@ -98,7 +98,7 @@ class TrainerGroup:
         return merged
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer into an existing empty folder."""
+        """Write weights and optimizer into an empty folder, made if need be."""
         self.call_all("save", folder.absolute())
 
     def load(self, folder: Path) -> None:

@@ -42,7 +42,7 @@ def wrap_for_gradients(model: GPTModel, config: TransformerConfig) -> Distribute
 def build_optimizer(model: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizer:
     """AdamW with fp32 master weights and moments, sharded over data-parallel ranks."""
     dtype = next(model.parameters()).dtype
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -58,6 +58,21 @@ def build_optimizer(model: DistributedDataParallel, config: OptimizerConfig) -> 
         ),
         [model],
     )
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            _allocate_moments(part.optimizer)
+    return optimizer
+
+
+def _allocate_moments(optimizer: torch.optim.AdamW) -> None:
+    """Zero moments now: torch makes them in the first step, too late to load a checkpoint into."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            optimizer.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }
 
 
 def step_if_finite(optimizer: MegatronOptimizer, *, loss: float, lr: float) -> OptimizerStep:

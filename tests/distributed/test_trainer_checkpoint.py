@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from batches import RAGGED, random_batch
-from probes import train
+from probes import build, train
 from ranks import Ranks, settings_for
+
+from megadapo.errors import CheckpointError
 
 TP2 = {"tensor": 2}
 PP2 = {"pipeline": 2}
@@ -38,6 +41,8 @@ def _load_and_train(rendezvous, settings, batch, folder):
 def test_loading_at_another_split_continues_the_training(
     ranks: Ranks, models: Path, checkpoint: tuple[Path, dict[str, np.ndarray]], layout: dict
 ) -> None:
+    """One update moves a weight by about the learning rate, 1e-3: without its moments by another
+    amount of that size."""
     folder, expected = checkpoint
     settings = settings_for(str(models / "qwen2-tied"), **layout)
     batch = random_batch(RAGGED, num_mini_batches=2)
@@ -46,3 +51,32 @@ def test_loading_at_another_split_continues_the_training(
         if layout is TP2:
             assert found[name].tobytes() == weight.tobytes(), name
         np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "other model"])
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
+    ranks: Ranks,
+    models: Path,
+    checkpoint: tuple[Path, dict[str, np.ndarray]],
+    damage: str,
+    tmp_path,
+) -> None:
+    """Loading what is there and going on with the rest would train a half-random model."""
+    folder = tmp_path / "copy"
+    shutil.copytree(checkpoint[0], folder)
+    if damage == "missing":
+        (folder / "__1_0.distcp").unlink()
+    elif damage == "truncated":
+        part = folder / "__0_0.distcp"
+        part.write_bytes(part.read_bytes()[:-5000])
+    model = "qwen3" if damage == "other model" else "qwen2-tied"
+    message = ranks.run(1, _refusal, settings_for(str(models / model)), folder)[0]
+    assert str(folder) in message
+
+
+def _refusal(rendezvous, settings, folder):
+    try:
+        build(rendezvous, settings).load(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
