@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megadapo.kernels.row_exchange import Block, group_rank, group_size
-from megadapo.kernels.vocab_rows import VocabShards
+from megadapo.kernels.row_types import VocabShards
 
 NUM_VIRTUAL_SHARDS = 8
 """Vocabulary shards of the tp_invariant mode: divisible by TP 1, 2, 4 and 8."""
@@ -183,13 +183,18 @@ def select_rows(
     if check_inputs:
         outside = chosen & ((targets < 0) | (targets >= vocab_size))
         questions.append(outside.sum()[None])
+        questions.append(_missing(mask, chosen).sum()[None])
         questions += [(chosen & ~value.isfinite()).sum()[None] for value in finite.values()]
     answers = torch.cat(questions).tolist()
     counts, bad = tuple(answers[:num_parts]), answers[num_parts:]
-    for name, count in zip(["targets", *finite], bad, strict=bool(check_inputs)):
+    problems = {
+        "targets": f"values outside 0..{vocab_size - 1}",
+        "loss_weights": "tokens that rows leaves out",
+    }
+    problems |= {f"{name} ": "values that are not finite" for name in finite}
+    for (name, problem), count in zip(problems.items(), bad, strict=check_inputs):
         if count:
-            problem = f"outside 0..{vocab_size - 1}" if name == "targets" else "that are not finite"
-            raise ValueError(f"{name} has {count} values {problem} at tokens with a loss weight")
+            raise ValueError(f"{name.strip()} has {count} {problem}")
     num_rows = sum(counts)
     if num_rows == num_tokens:
         return RowSelection(rows=None, num_rows=num_rows, counts=counts)
@@ -206,6 +211,11 @@ def _chosen(mask: Tensor | None, rows: Tensor | None, targets: Tensor) -> Tensor
     if mask is None:
         return torch.ones(targets.shape, dtype=torch.bool, device=targets.device)
     return mask != 0
+
+
+def _missing(mask: Tensor | None, chosen: Tensor) -> Tensor:
+    """Tokens that have a loss weight and are not computed, bool [T]."""
+    return torch.zeros_like(chosen) if mask is None else (mask != 0) & ~chosen
 
 
 def _shape(tensor: Tensor) -> str:

@@ -8,7 +8,6 @@ recomputes the logits in its backward pass. Both share plan, row passes and bits
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megadapo.dapo.objective import PolicyObjective
+from megadapo.kernels.head_blocks import (
+    HeadCall,
+    PolicyCall,
+    logits_by_tile,
+    logprob_grad_blocks,
+    policy_blocks,
+)
 from megadapo.kernels.head_plan import (
-    RowSelection,
-    Tiling,
     check_operands,
     check_temperature,
     check_token_tensor,
@@ -27,6 +31,7 @@ from megadapo.kernels.head_plan import (
     plan_tiling,
     select_rows,
 )
+from megadapo.kernels.main_grad import hand_over, is_known_one, main_grad_of
 from megadapo.kernels.policy_terms import (
     CLIPPED_HIGH,
     CLIPPED_LOW,
@@ -35,21 +40,12 @@ from megadapo.kernels.policy_terms import (
     policy_loss_ref,
 )
 from megadapo.kernels.row_exchange import (
-    Block,
-    ReplicatedRows,
-    RowExchange,
-    ShardedRows,
     gather_stats,
     group_size,
 )
-from megadapo.kernels.vendor_gemm import Fp32Sum, mm_fp32, mm_rows, widen_for_logits
+from megadapo.kernels.row_types import PolicyInputs, RowOutputs
 from megadapo.kernels.vocab_rows import (
-    PolicyInputs,
-    RowOutputs,
-    VocabShards,
-    logprob_grad_rows,
     logprob_rows,
-    policy_rows,
     row_stats,
 )
 
@@ -115,42 +111,6 @@ class PolicyHeadOutput:
         return self.mean("kl_sum")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _HeadCall:
-    """What both passes over the blocks need, fixed before the first product."""
-
-    targets: Tensor  # [R] int64
-    selection: RowSelection
-    num_tokens: int
-    tiling: Tiling
-    shards: VocabShards
-    temperature: float
-    group: dist.ProcessGroup | None
-    sequence_parallel: bool
-
-    @property
-    def num_rows(self) -> int:
-        return self.selection.num_rows
-
-    def blocks(self) -> list[Block]:
-        return self.tiling.blocks(self.num_rows)
-
-    def exchange(self, hidden: Tensor) -> RowExchange:
-        rows = self.selection.rows
-        if self.sequence_parallel and group_size(self.group) > 1:
-            assert self.group is not None
-            return ShardedRows(hidden, rows, self.selection.counts, self.blocks(), self.group)
-        return ReplicatedRows(hidden, rows, self.group)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PolicyCall:
-    head: _HeadCall
-    inputs: PolicyInputs  # [R]
-    objective: PolicyObjective
-    accumulate_in_forward: bool
-
-
 def token_logprobs_ref(
     hidden: Tensor,
     weight: Tensor,
@@ -201,59 +161,11 @@ def policy_head_loss_ref(
     return (loss_weights[chosen] * losses).sum()
 
 
-class _Buffers:
-    """The two reused buffers: a tile of fp32 logits and a block of their gradient.
-
-    With fp32 hidden states both are the same memory: a tile's gradient overwrites its logits.
-    """
-
-    def __init__(self, call: _HeadCall, like: Tensor, *, for_grad: bool) -> None:
-        blocks = call.blocks()
-        block_rows = max((stop - start for start, stop in blocks), default=0)
-        tile_rows = max((b - a for a, b in call.tiling.tiles(block_rows)), default=0)
-        columns = call.shards.num_columns
-        self._grads: Tensor | None = None
-        if for_grad:
-            self._grads = like.new_empty(block_rows, columns)
-        self._logits: Tensor | None = None
-        if not for_grad or like.dtype != torch.float32:
-            self._logits = like.new_empty(tile_rows, columns, dtype=torch.float32)
-
-    def logits(self, tile: Block) -> Tensor:
-        if self._logits is not None:
-            return self._logits[: tile[1] - tile[0]]
-        return self.grads(tile)
-
-    def grads(self, rows: Block) -> Tensor:
-        assert self._grads is not None
-        return self._grads[rows[0] : rows[1]]
-
-
-class _Projection:
-    """Logits of a tile: one product per vocabulary shard, so that TP does not change their bits."""
-
-    def __init__(self, weight: Tensor, shards: VocabShards) -> None:
-        self._weight = widen_for_logits(weight)
-        self._exact_bf16 = weight.dtype == torch.bfloat16
-        self._shards = shards
-
-    def __call__(self, hidden: Tensor, out: Tensor) -> None:
-        hidden = widen_for_logits(hidden)
-        for shard in range(self._shards.num_local):
-            columns = slice(shard * self._shards.size, (shard + 1) * self._shards.size)
-            mm_fp32(
-                hidden,
-                self._weight[columns].t(),
-                out=out[:, columns],
-                exact_bf16=self._exact_bf16,
-            )
-
-
 class _PolicyHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, call, needs_grad):  # noqa: ANN001, ANN205
         wants_hidden, wants_weight = (needs_grad and need for need in ctx.needs_input_grad[:2])
-        outputs, d_hidden, d_weight = _policy_blocks(
+        outputs, d_hidden, d_weight = policy_blocks(
             hidden, weight, call, wants_hidden=wants_hidden, wants_weight=wants_weight
         )
         if wants_hidden or wants_weight:
@@ -277,75 +189,11 @@ class _PolicyHead(torch.autograd.Function):
         (d_hidden, d_weight), ctx.grads = ctx.grads, None
         if d_loss is None:
             return None, None, None, None
-        if d_hidden is not None and not _is_known_one(d_loss):
+        if d_hidden is not None and not is_known_one(d_loss):
             d_hidden.mul_(d_loss)
         if d_weight is not None:
-            d_weight = _hand_over(ctx.weight, d_weight, d_loss, ctx.is_accumulated)
+            d_weight = hand_over(ctx.weight, d_weight, d_loss, ctx.is_accumulated)
         return d_hidden, d_weight, None, None
-
-
-def _policy_blocks(
-    hidden: Tensor, weight: Tensor, call: _PolicyCall, *, wants_hidden: bool, wants_weight: bool
-) -> tuple[RowOutputs, Tensor | None, Tensor | None]:
-    """Run every block; return per-row outputs and the gradients of a loss whose scale is 1."""
-    head = call.head
-    wants_grad = wants_hidden or wants_weight
-    outputs = RowOutputs.empty(head.num_rows, hidden.device)
-    buffers = _Buffers(head, hidden, for_grad=wants_grad)
-    project = _Projection(weight, head.shards)
-    exchange = head.exchange(hidden)
-    into = _main_grad(weight) if call.accumulate_in_forward else None
-    d_weight = Fp32Sum(weight.shape, weight, into) if wants_weight else None
-    for block in head.blocks():
-        rows = exchange.fetch(block)
-        for tile in head.tiling.tiles(block[1] - block[0]):
-            first, last = block[0] + tile[0], block[0] + tile[1]
-            logits = buffers.logits(tile)
-            project(rows[tile[0] : tile[1]], logits)
-            targets = head.targets[first:last]
-            stats = row_stats(
-                logits,
-                targets,
-                shards=head.shards,
-                temperature=head.temperature,
-                for_entropy=wants_grad and call.objective.entropy_coef != 0.0,
-            )
-            policy_rows(
-                logits,
-                targets,
-                gather_stats(stats, head.group),
-                inputs=call.inputs.rows(first, last),
-                outputs=outputs.rows(first, last),
-                objective=call.objective,
-                shards=head.shards,
-                temperature=head.temperature,
-                d_logits=buffers.grads(tile) if wants_grad else None,
-            )
-        if wants_grad:
-            d_logits = buffers.grads((0, block[1] - block[0]))
-            _block_products(block, rows, weight, d_logits, exchange, wants_hidden, d_weight)
-    return (
-        outputs,
-        exchange.finish() if wants_hidden else None,
-        d_weight.result() if d_weight is not None else None,
-    )
-
-
-def _block_products(
-    block: Block,
-    rows: Tensor,
-    weight: Tensor,
-    d_logits: Tensor,
-    exchange: RowExchange,
-    wants_hidden: bool,
-    d_weight: Fp32Sum | None,
-) -> None:
-    """The two backward products of a block; the first one's reduction runs under the second."""
-    if wants_hidden:
-        mm_rows(d_logits, weight, out=exchange.slot(block))
-        exchange.send(block)
-    if d_weight is not None:
-        d_weight.add(d_logits, rows)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -355,7 +203,7 @@ class _TokenLogprobs(torch.autograd.Function):
         stats = torch.empty(
             call.shards.num_total, 4, call.num_rows, dtype=torch.float32, device=hidden.device
         )
-        for start, stop, logits in _logits_by_tile(hidden, weight, call):
+        for start, stop, logits in logits_by_tile(hidden, weight, call):
             targets = call.targets[start:stop]
             local = row_stats(
                 logits,
@@ -390,7 +238,7 @@ class _TokenLogprobs(torch.autograd.Function):
         call = ctx.call
         if d_logprobs is None:
             d_logprobs = torch.zeros_like(d_entropy)
-        d_hidden, d_weight = _logprob_grad_blocks(
+        d_hidden, d_weight = logprob_grad_blocks(
             hidden,
             weight,
             stats,
@@ -401,112 +249,10 @@ class _TokenLogprobs(torch.autograd.Function):
             wants_weight=wants_weight,
         )
         if d_weight is not None:
-            is_accumulated = _main_grad(weight) is not None
+            is_accumulated = main_grad_of(weight) is not None
             one = torch.ones((), device=hidden.device)
-            d_weight = _hand_over(weight, d_weight, one, is_accumulated)
+            d_weight = hand_over(weight, d_weight, one, is_accumulated)
         return d_hidden, d_weight, None
-
-
-def _logits_by_tile(
-    hidden: Tensor, weight: Tensor, call: _HeadCall
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield every tile's rows start to stop and its logits, in one reused buffer."""
-    buffers = _Buffers(call, hidden, for_grad=False)
-    project = _Projection(weight, call.shards)
-    exchange = call.exchange(hidden)
-    for block in call.blocks():
-        rows = exchange.fetch(block)
-        for tile in call.tiling.tiles(block[1] - block[0]):
-            logits = buffers.logits(tile)
-            project(rows[tile[0] : tile[1]], logits)
-            yield block[0] + tile[0], block[0] + tile[1], logits
-
-
-def _logprob_grad_blocks(
-    hidden: Tensor,
-    weight: Tensor,
-    stats: Tensor,
-    d_logprobs: Tensor,
-    d_entropy: Tensor | None,
-    call: _HeadCall,
-    *,
-    wants_hidden: bool,
-    wants_weight: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The recomputing backward pass: a fourth product and no collective for the statistics."""
-    buffers = _Buffers(call, hidden, for_grad=True)
-    project = _Projection(weight, call.shards)
-    exchange = call.exchange(hidden)
-    d_weight = Fp32Sum(weight.shape, weight, _main_grad(weight)) if wants_weight else None
-    for block in call.blocks():
-        rows = exchange.fetch(block)
-        for tile in call.tiling.tiles(block[1] - block[0]):
-            chosen = slice(block[0] + tile[0], block[0] + tile[1])
-            logits = buffers.logits(tile)
-            project(rows[tile[0] : tile[1]], logits)
-            logprob_grad_rows(
-                logits,
-                call.targets[chosen],
-                stats[:, :, chosen].contiguous(),
-                d_logprobs=d_logprobs[chosen],
-                d_entropy=None if d_entropy is None else d_entropy[chosen],
-                shards=call.shards,
-                temperature=call.temperature,
-                d_logits=buffers.grads(tile),
-            )
-        d_logits = buffers.grads((0, block[1] - block[0]))
-        _block_products(block, rows, weight, d_logits, exchange, wants_hidden, d_weight)
-    return (
-        exchange.finish() if wants_hidden else None,
-        d_weight.result() if d_weight is not None else None,
-    )
-
-
-def _main_grad(weight: Tensor) -> Tensor | None:
-    """Megatron's own gradient accumulator of this parameter, if it has one."""
-    return getattr(weight, "main_grad", None)
-
-
-def _is_known_one(scale: Tensor) -> bool:
-    """Whether a scale is 1, where looking costs nothing; on a device it would be a sync."""
-    return scale.device.type == "cpu" and scale.item() == 1.0
-
-
-def _hand_over(
-    weight: Tensor, d_weight: Tensor, scale: Tensor, is_accumulated: bool
-) -> Tensor | None:
-    """Give scale * d_weight to main_grad, or return it where the parameter has none.
-
-    With main_grad autograd still needs some gradient, so that Megatron's hook runs on the
-    backward thread: its content is not read, unless the parameter says `zero_out_wgrad`, as a
-    tied embedding does, whose own gradient is added to it.
-    """
-    main_grad = _main_grad(weight)
-    if main_grad is None:
-        return (d_weight if _is_known_one(scale) else d_weight.mul_(scale)).to(weight.dtype)
-    if is_accumulated:
-        _require_one(scale)
-    elif _is_known_one(scale):
-        main_grad.add_(d_weight)
-    else:
-        main_grad.add_(d_weight.mul_(scale))
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    if getattr(weight, "zero_out_wgrad", False):
-        return torch.zeros_like(weight)
-    return torch.empty_like(weight)
-
-
-def _require_one(scale: Tensor) -> None:
-    """Refuse a scale other than 1 for a gradient that main_grad already holds."""
-    if scale.device.type == "cuda":
-        torch._assert_async(scale == 1.0)
-    elif scale.item() != 1.0:
-        raise RuntimeError(
-            f"the loss was scaled by {scale.item()} after accumulate_in_forward had written its "
-            "gradient into main_grad; scale loss_weights instead, or leave that option off"
-        )
 
 
 def token_logprobs(
@@ -594,7 +340,8 @@ def policy_head_loss(
         ref_logprobs: [T] of the reference policy, needed when `objective.kl_coef` is not 0.
         importance_weights: [T] factor on each token's policy term, such as a truncated
             trainer/engine importance weight.
-        rows: [R] indices of the tokens with a loss weight, ascending, when the caller has them.
+        rows: [R] indices of the tokens to compute, ascending, when the caller has them; at least
+            those with a loss weight.
         tp_invariant: True makes log-probs, entropy and loss the same bits for TP 1, 2, 4 and 8,
             given the same padded vocabulary; None does so wherever it can be cut in 8.
         check_inputs: False skips the checks of values, which wait for the device once.
@@ -633,18 +380,17 @@ def policy_head_loss(
         name: None if value is None else call.selection.take(value).float().contiguous()
         for name, value in (per_token | others).items()
     }
-    if accumulate_in_forward and _main_grad(weight) is None:
+    if accumulate_in_forward and main_grad_of(weight) is None:
         raise ValueError("accumulate_in_forward needs a weight with main_grad")
-    policy = _PolicyCall(
+    policy = PolicyCall(
         head=call,
         inputs=PolicyInputs(**taken),
         objective=objective,
         accumulate_in_forward=accumulate_in_forward,
     )
     loss, *values = _PolicyHead.apply(hidden.contiguous(), weight, policy, torch.is_grad_enabled())
-    return _output(
-        loss, RowOutputs(**dict(zip(RowOutputs.__dataclass_fields__, values, strict=True))), call
-    )
+    outputs = RowOutputs(**dict(zip(RowOutputs.__dataclass_fields__, values, strict=True)))
+    return _output(loss, outputs, policy)
 
 
 def _plan(
@@ -663,7 +409,7 @@ def _plan(
     tp_invariant: bool | None,
     sequence_parallel: bool,
     check_inputs: bool,
-) -> _HeadCall:
+) -> HeadCall:
     """Check the arguments and fix rows, blocks and shards; the same on every rank."""
     tp = group_size(group)
     num_tokens = check_operands(hidden, weight, targets, tp=tp, sequence_parallel=sequence_parallel)
@@ -682,7 +428,7 @@ def _plan(
         check_inputs=check_inputs,
     )
     padded_vocab = shards.size * shards.num_total
-    return _HeadCall(
+    return HeadCall(
         targets=selection.take(targets).long().contiguous(),
         selection=selection,
         num_tokens=num_tokens,
@@ -694,10 +440,11 @@ def _plan(
     )
 
 
-def _output(loss: Tensor, rows: RowOutputs, call: _HeadCall) -> PolicyHeadOutput:
+def _output(loss: Tensor, rows: RowOutputs, policy: PolicyCall) -> PolicyHeadOutput:
     """Reduce the rows' values once, in float64."""
-    kept = rows.flags < DROPPED
-    share = kept.double()
+    call = policy.head
+    weighted = policy.inputs.loss_weights != 0
+    kept = weighted & (rows.flags < DROPPED)
 
     def total(values: Tensor) -> Tensor:
         return torch.where(kept, values.double(), 0.0).sum()
@@ -711,8 +458,8 @@ def _output(loss: Tensor, rows: RowOutputs, call: _HeadCall) -> PolicyHeadOutput
         logprobs=call.selection.spread(rows.logprobs, call.num_tokens),
         entropy=call.selection.spread(rows.entropy, call.num_tokens),
         ratio_max_error=error.amax() if call.num_rows else error.sum(),
-        num_tokens=share.sum(),
-        num_dropped=call.num_rows - share.sum(),
+        num_tokens=kept.sum().double(),
+        num_dropped=(weighted & ~kept).sum().double(),
         ratio_sum=total(rows.ratio),
         clip_low_count=count(CLIPPED_LOW),
         clip_high_count=count(CLIPPED_HIGH),

@@ -1,4 +1,4 @@
-"""The policy head's tests once more, with its Triton kernels run by Triton's interpreter.
+"""The kernels' tests once more, with Triton kernels run by Triton's interpreter.
 
 The interpreter is chosen when a kernel is defined, hence a process of its own. It takes a
 millisecond a row, so the tests that show what the kernels compute are run and the rest is not;
@@ -15,23 +15,21 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-CHOSEN = (
-    "matches_fp64 and (63 or 1-) or every_option and (k1-0.7 or k2-1.3 or k3-1.3)"
-    " or padded or whole_shards or masked_rows or no_token or dropped and nan or non_finite_hidden"
-    " or first_ratio or gradient_of_any_objective or whole_micro_batches or eight_does_not_divide"
-)
+CHOSEN = {
+    "test_policy_head.py": (
+        "matches_fp64 and (63 or 1-) or every_option and (k1-0.7 or k2-1.3 or k3-1.3)"
+        " or padded or whole_shards or no_token or dropped and nan-importance"
+        " or non_finite_hidden or first_ratio or gradient_of_any_objective"
+    ),
+    "test_elementwise.py": "not bf16_grads",
+}
 
 
 @pytest.mark.slow
-def test_interpreted_kernels_pass_the_same_tests() -> None:
+@pytest.mark.parametrize("file", list(CHOSEN))
+def test_interpreted_kernels_pass_the_same_tests(file: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", CHOSEN]
-    result = subprocess.run(
-        [*command, str(HERE / "test_policy_head.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=290,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", CHOSEN[file], str(HERE / file)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert " passed" in result.stdout

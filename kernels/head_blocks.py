@@ -1,0 +1,228 @@
+"""The policy head's passes over its blocks of tokens: three products each, rows in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megadapo.dapo.objective import PolicyObjective
+from megadapo.kernels.head_plan import RowSelection, Tiling
+from megadapo.kernels.main_grad import main_grad_of
+from megadapo.kernels.row_exchange import (
+    Block,
+    ReplicatedRows,
+    RowExchange,
+    ShardedRows,
+    gather_stats,
+    group_size,
+)
+from megadapo.kernels.row_types import PolicyInputs, RowOutputs, VocabShards
+from megadapo.kernels.vendor_gemm import Fp32Sum, mm_fp32, mm_rows, widen_for_logits
+from megadapo.kernels.vocab_rows import logprob_grad_rows, policy_rows, row_stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCall:
+    """What both passes over the blocks need, fixed before the first product."""
+
+    targets: Tensor  # [R] int64
+    selection: RowSelection
+    num_tokens: int
+    tiling: Tiling
+    shards: VocabShards
+    temperature: float
+    group: dist.ProcessGroup | None
+    sequence_parallel: bool
+
+    @property
+    def num_rows(self) -> int:
+        return self.selection.num_rows
+
+    def blocks(self) -> list[Block]:
+        return self.tiling.blocks(self.num_rows)
+
+    def exchange(self, hidden: Tensor) -> RowExchange:
+        rows = self.selection.rows
+        if self.sequence_parallel and group_size(self.group) > 1:
+            assert self.group is not None
+            return ShardedRows(hidden, rows, self.selection.counts, self.blocks(), self.group)
+        return ReplicatedRows(hidden, rows, self.group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyCall:
+    head: HeadCall
+    inputs: PolicyInputs  # [R]
+    objective: PolicyObjective
+    accumulate_in_forward: bool
+
+
+class _Buffers:
+    """The two reused buffers: a tile of fp32 logits and a block of their gradient.
+
+    With fp32 hidden states both are the same memory: a tile's gradient overwrites its logits.
+    """
+
+    def __init__(self, call: HeadCall, like: Tensor, *, for_grad: bool) -> None:
+        blocks = call.blocks()
+        block_rows = max((stop - start for start, stop in blocks), default=0)
+        tile_rows = max((b - a for a, b in call.tiling.tiles(block_rows)), default=0)
+        columns = call.shards.num_columns
+        self._grads: Tensor | None = None
+        if for_grad:
+            self._grads = like.new_empty(block_rows, columns)
+        self._logits: Tensor | None = None
+        if not for_grad or like.dtype != torch.float32:
+            self._logits = like.new_empty(tile_rows, columns, dtype=torch.float32)
+
+    def logits(self, tile: Block) -> Tensor:
+        if self._logits is not None:
+            return self._logits[: tile[1] - tile[0]]
+        return self.grads(tile)
+
+    def grads(self, rows: Block) -> Tensor:
+        assert self._grads is not None
+        return self._grads[rows[0] : rows[1]]
+
+
+class _Projection:
+    """Logits of a tile: one product per vocabulary shard, so that TP does not change their bits."""
+
+    def __init__(self, weight: Tensor, shards: VocabShards) -> None:
+        self._weight = widen_for_logits(weight)
+        self._exact_bf16 = weight.dtype == torch.bfloat16
+        self._shards = shards
+
+    def __call__(self, hidden: Tensor, out: Tensor) -> None:
+        hidden = widen_for_logits(hidden)
+        for shard in range(self._shards.num_local):
+            columns = slice(shard * self._shards.size, (shard + 1) * self._shards.size)
+            mm_fp32(
+                hidden,
+                self._weight[columns].t(),
+                out=out[:, columns],
+                exact_bf16=self._exact_bf16,
+            )
+
+
+def policy_blocks(
+    hidden: Tensor, weight: Tensor, call: PolicyCall, *, wants_hidden: bool, wants_weight: bool
+) -> tuple[RowOutputs, Tensor | None, Tensor | None]:
+    """Run every block; return per-row outputs and the gradients of a loss whose scale is 1."""
+    head = call.head
+    wants_grad = wants_hidden or wants_weight
+    outputs = RowOutputs.empty(head.num_rows, hidden.device)
+    buffers = _Buffers(head, hidden, for_grad=wants_grad)
+    project = _Projection(weight, head.shards)
+    exchange = head.exchange(hidden)
+    into = main_grad_of(weight) if call.accumulate_in_forward else None
+    d_weight = Fp32Sum(weight.shape, weight, into) if wants_weight else None
+    for block in head.blocks():
+        rows = exchange.fetch(block)
+        for tile in head.tiling.tiles(block[1] - block[0]):
+            first, last = block[0] + tile[0], block[0] + tile[1]
+            logits = buffers.logits(tile)
+            project(rows[tile[0] : tile[1]], logits)
+            targets = head.targets[first:last]
+            stats = row_stats(
+                logits,
+                targets,
+                shards=head.shards,
+                temperature=head.temperature,
+                for_entropy=wants_grad and call.objective.entropy_coef != 0.0,
+            )
+            policy_rows(
+                logits,
+                targets,
+                gather_stats(stats, head.group),
+                inputs=call.inputs.rows(first, last),
+                outputs=outputs.rows(first, last),
+                objective=call.objective,
+                shards=head.shards,
+                temperature=head.temperature,
+                d_logits=buffers.grads(tile) if wants_grad else None,
+            )
+        if wants_grad:
+            d_logits = buffers.grads((0, block[1] - block[0]))
+            _block_products(block, rows, weight, d_logits, exchange, wants_hidden, d_weight)
+    return (
+        outputs,
+        exchange.finish() if wants_hidden else None,
+        d_weight.result() if d_weight is not None else None,
+    )
+
+
+def _block_products(
+    block: Block,
+    rows: Tensor,
+    weight: Tensor,
+    d_logits: Tensor,
+    exchange: RowExchange,
+    wants_hidden: bool,
+    d_weight: Fp32Sum | None,
+) -> None:
+    """The two backward products of a block; the first one's reduction runs under the second."""
+    if wants_hidden:
+        mm_rows(d_logits, weight, out=exchange.slot(block))
+        exchange.send(block)
+    if d_weight is not None:
+        d_weight.add(d_logits, rows)
+
+
+def logits_by_tile(
+    hidden: Tensor, weight: Tensor, call: HeadCall
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield every tile's rows start to stop and its logits, in one reused buffer."""
+    buffers = _Buffers(call, hidden, for_grad=False)
+    project = _Projection(weight, call.shards)
+    exchange = call.exchange(hidden)
+    for block in call.blocks():
+        rows = exchange.fetch(block)
+        for tile in call.tiling.tiles(block[1] - block[0]):
+            logits = buffers.logits(tile)
+            project(rows[tile[0] : tile[1]], logits)
+            yield block[0] + tile[0], block[0] + tile[1], logits
+
+
+def logprob_grad_blocks(
+    hidden: Tensor,
+    weight: Tensor,
+    stats: Tensor,
+    d_logprobs: Tensor,
+    d_entropy: Tensor | None,
+    call: HeadCall,
+    *,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The recomputing backward pass: a fourth product and no collective for the statistics."""
+    buffers = _Buffers(call, hidden, for_grad=True)
+    project = _Projection(weight, call.shards)
+    exchange = call.exchange(hidden)
+    d_weight = Fp32Sum(weight.shape, weight, main_grad_of(weight)) if wants_weight else None
+    for block in call.blocks():
+        rows = exchange.fetch(block)
+        for tile in call.tiling.tiles(block[1] - block[0]):
+            chosen = slice(block[0] + tile[0], block[0] + tile[1])
+            logits = buffers.logits(tile)
+            project(rows[tile[0] : tile[1]], logits)
+            logprob_grad_rows(
+                logits,
+                call.targets[chosen],
+                stats[:, :, chosen].contiguous(),
+                d_logprobs=d_logprobs[chosen],
+                d_entropy=None if d_entropy is None else d_entropy[chosen],
+                shards=call.shards,
+                temperature=call.temperature,
+                d_logits=buffers.grads(tile),
+            )
+        d_logits = buffers.grads((0, block[1] - block[0]))
+        _block_products(block, rows, weight, d_logits, exchange, wants_hidden, d_weight)
+    return (
+        exchange.finish() if wants_hidden else None,
+        d_weight.result() if d_weight is not None else None,
+    )

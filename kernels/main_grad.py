@@ -1,0 +1,57 @@
+"""Handing a weight gradient over in Megatron's gradient-accumulation convention.
+
+Megatron's DistributedDataParallel gives every parameter an accumulator `main_grad`. Who adds to
+it himself sets `grad_added_to_main_grad` and still returns a gradient, so that the hook runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """Megatron's own gradient accumulator of this parameter, if it has one."""
+    return getattr(weight, "main_grad", None)
+
+
+def is_known_one(scale: Tensor) -> bool:
+    """Whether a scale is 1, where looking costs nothing; on a device it would be a sync."""
+    return scale.device.type == "cpu" and scale.item() == 1.0
+
+
+def hand_over(
+    weight: Tensor, d_weight: Tensor, scale: Tensor, is_accumulated: bool
+) -> Tensor | None:
+    """Give scale * d_weight to main_grad, or return it where the parameter has none.
+
+    With main_grad autograd still needs some gradient, so that Megatron's hook runs on the
+    backward thread: its content is not read, unless the parameter says `zero_out_wgrad`, as a
+    tied embedding does, whose own gradient is added to it.
+    """
+    main_grad = main_grad_of(weight)
+    if main_grad is None:
+        return (d_weight if is_known_one(scale) else d_weight.mul_(scale)).to(weight.dtype)
+    if is_accumulated:
+        _require_one(scale)
+    elif is_known_one(scale):
+        main_grad.add_(d_weight)
+    else:
+        main_grad.add_(d_weight.mul_(scale))
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)
+
+
+def _require_one(scale: Tensor) -> None:
+    """Refuse a scale other than 1 for a gradient that main_grad already holds."""
+    if scale.device.type == "cuda":
+        torch._assert_async(scale == 1.0)
+    elif scale.item() != 1.0:
+        raise RuntimeError(
+            f"the loss was scaled by {scale.item()} after accumulate_in_forward had written its "
+            "gradient into main_grad; scale loss_weights instead, or leave that option off"
+        )

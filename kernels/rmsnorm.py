@@ -1,0 +1,181 @@
+"""RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight, statistics in fp32.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467). The
+weight's gradient is summed in a fixed order, without atomics: the same bits on every run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megadapo.kernels.launch import CompileCase, block_size, uses_triton, warps_for
+
+_NUM_PARTIAL_SUMS = 256
+"""Rows of partial weight gradients: enough programs to fill a GPU, few enough to add up."""
+_LARGEST_ROW = 16384
+
+
+def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """By the book, differentiable; computes in fp32 or wider and rounds once."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (normed * weight.to(wide.dtype)).to(x.dtype)
+
+
+@triton.jit
+def _rmsnorm_fwd_kernel(X, WEIGHT, Y, INVERSE_RMS, num_columns, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    x = tl.load(X + row * num_columns + columns, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(WEIGHT + columns, mask=inside, other=0.0).to(tl.float32)
+    inverse_rms = 1.0 / tl.sqrt(tl.sum(x * x, 0) / num_columns + eps)
+    y = x * inverse_rms * weight
+    tl.store(INVERSE_RMS + row, inverse_rms)
+    tl.store(Y + row * num_columns + columns, y.to(Y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rmsnorm_bwd_kernel(
+    X, WEIGHT, D_Y, INVERSE_RMS, D_X, PARTIAL, num_rows, num_columns, BLOCK: tl.constexpr
+):
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    weight = tl.load(WEIGHT + columns, mask=inside, other=0.0).to(tl.float32)
+    partial = tl.zeros((BLOCK,), tl.float32)
+    for row in range(program, num_rows, tl.num_programs(0)):
+        at = row * num_columns + columns
+        x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+        d_y = tl.load(D_Y + at, mask=inside, other=0.0).to(tl.float32)
+        inverse_rms = tl.load(INVERSE_RMS + row)
+        normed = x * inverse_rms
+        scaled = d_y * weight
+        mean = tl.sum(scaled * normed, 0) / num_columns
+        d_x = (scaled - normed * mean) * inverse_rms
+        tl.store(D_X + at, d_x.to(D_X.dtype.element_ty), mask=inside)
+        partial += d_y * normed
+    tl.store(PARTIAL + program * num_columns + columns, partial, mask=inside)
+
+
+def _forward_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    num_rows, num_columns = x.shape
+    y = torch.empty_like(x)
+    inverse_rms = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    block = block_size(num_columns, largest=_LARGEST_ROW)
+    if num_rows:
+        _rmsnorm_fwd_kernel[(num_rows,)](
+            x, weight, y, inverse_rms, num_columns, eps, BLOCK=block, num_warps=warps_for(block)
+        )
+    return y, inverse_rms
+
+
+def _backward_triton(
+    x: Tensor, weight: Tensor, inverse_rms: Tensor, d_y: Tensor
+) -> tuple[Tensor, Tensor]:
+    num_rows, num_columns = x.shape
+    d_x = torch.empty_like(x)
+    programs = min(num_rows, _NUM_PARTIAL_SUMS)
+    partial = torch.empty(programs, num_columns, dtype=torch.float32, device=x.device)
+    block = block_size(num_columns, largest=_LARGEST_ROW)
+    if num_rows:
+        _rmsnorm_bwd_kernel[(programs,)](
+            x,
+            weight,
+            d_y,
+            inverse_rms,
+            d_x,
+            partial,
+            num_rows,
+            num_columns,
+            BLOCK=block,
+            num_warps=warps_for(block),
+        )
+    return d_x, partial.sum(0)
+
+
+def _forward_torch(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    inverse_rms = (torch.linalg.vector_norm(wide, dim=-1).square_() / x.shape[-1] + eps).rsqrt_()
+    y = wide * inverse_rms[:, None]
+    return y.mul_(weight.float()).to(x.dtype), inverse_rms
+
+
+def _backward_torch(
+    x: Tensor, weight: Tensor, inverse_rms: Tensor, d_y: Tensor
+) -> tuple[Tensor, Tensor]:
+    normed = x.float() * inverse_rms[:, None]
+    d_y = d_y.float()
+    products = d_y * normed
+    mean = products @ weight.float()
+    mean /= x.shape[-1]
+    d_x = (d_y * weight.float()).addcmul_(normed, mean[:, None], value=-1.0)
+    return d_x.mul_(inverse_rms[:, None]).to(x.dtype), products.sum(0)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):  # noqa: ANN001, ANN205
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        run = _forward_triton if uses_triton(x) else _forward_torch
+        y, inverse_rms = run(rows, weight, eps)
+        ctx.save_for_backward(rows, weight, inverse_rms)
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_y):  # noqa: ANN001, ANN205
+        rows, weight, inverse_rms = ctx.saved_tensors
+        run = _backward_triton if uses_triton(d_y) else _backward_torch
+        d_x, d_weight = run(rows, weight, inverse_rms, d_y.reshape(rows.shape).contiguous())
+        return d_x.view(d_y.shape), d_weight.to(weight.dtype), None
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Normalise the last dimension of x [..., H] by its root mean square, times weight [H].
+
+    Raises ValueError where the shapes do not fit or H exceeds 16384 on CUDA.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must be [{x.shape[-1]}] for x {list(x.shape)}")
+    if uses_triton(x) and x.shape[-1] > _LARGEST_ROW:
+        raise ValueError(f"the kernel takes rows of up to {_LARGEST_ROW}, got {x.shape[-1]}")
+    return _RMSNorm.apply(x, weight, eps)
+
+
+COMPILE_CASES = (
+    CompileCase(
+        kernel=_rmsnorm_fwd_kernel,
+        label="bf16 [T, 5120]",
+        values={
+            "X": "*bf16",
+            "WEIGHT": "*bf16",
+            "Y": "*bf16",
+            "INVERSE_RMS": "*fp32",
+            "num_columns": 5120,
+            "eps": "fp32",
+        },
+        constants={"BLOCK": 8192},
+        num_warps=warps_for(8192),
+    ),
+    CompileCase(
+        kernel=_rmsnorm_bwd_kernel,
+        label="bf16 [T, 5120]",
+        values={
+            "X": "*bf16",
+            "WEIGHT": "*bf16",
+            "D_Y": "*bf16",
+            "INVERSE_RMS": "*fp32",
+            "D_X": "*bf16",
+            "PARTIAL": "*fp32",
+            "num_rows": 20480,
+            "num_columns": 5120,
+        },
+        constants={"BLOCK": 8192},
+        num_warps=warps_for(8192),
+    ),
+)

@@ -1,0 +1,153 @@
+"""Rotary position embedding, halves rotated: (a, b) -> (a cos - b sin, b cos + a sin).
+
+Source: Su et al., "RoFormer" (arXiv 2104.09864), in the half-split form of Llama and Qwen. The
+backward pass is the rotation by the opposite angle.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megadapo.kernels.launch import CompileCase, uses_triton
+
+
+def rotary_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """By the book, differentiable; computes in fp32 or wider and rounds once."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    half = cos.shape[-1]
+    cos, sin = cos[:, None].to(wide.dtype), sin[:, None].to(wide.dtype)
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], x[..., 2 * half :]
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([rotated.to(x.dtype), rest], dim=-1)
+
+
+@triton.jit
+def _rotary_kernel(
+    X,  # [T, heads, D], last dimension contiguous
+    COS,  # [T, D_rotary / 2]
+    SIN,
+    Y,  # [T, heads, D] contiguous
+    token_stride,
+    head_stride,
+    num_heads,
+    head_size,
+    half,
+    sign,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    columns = tl.arange(0, BLOCK_HALF)[None, :]
+    angle = token * half + columns
+    cos = tl.load(COS + angle, mask=columns < half, other=0.0).to(tl.float32)
+    sin = tl.load(SIN + angle, mask=columns < half, other=0.0).to(tl.float32) * sign
+    inside = (heads < num_heads) & (columns < half)
+    source = X + token * token_stride + heads * head_stride
+    destination = Y + (token * num_heads + heads) * head_size
+    first = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + half + columns, mask=inside, other=0.0).to(tl.float32)
+    dtype = Y.dtype.element_ty
+    tl.store(destination + columns, (first * cos - second * sin).to(dtype), mask=inside)
+    tl.store(destination + half + columns, (second * cos + first * sin).to(dtype), mask=inside)
+    if BLOCK_REST > 0:
+        rest = 2 * half + tl.arange(0, BLOCK_REST)[None, :]
+        inside = (heads < num_heads) & (rest < head_size)
+        tl.store(destination + rest, tl.load(source + rest, mask=inside), mask=inside)
+
+
+def _rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    num_tokens, num_heads, head_size = x.shape
+    half = cos.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rest = head_size - 2 * half
+    block_heads = min(8, triton.next_power_of_2(num_heads))
+    if y.numel():
+        _rotary_kernel[(num_tokens, triton.cdiv(num_heads, block_heads))](
+            x,
+            cos,
+            sin,
+            y,
+            x.stride(0),
+            x.stride(1),
+            num_heads,
+            head_size,
+            half,
+            sign,
+            BLOCK_HEADS=block_heads,
+            BLOCK_HALF=triton.next_power_of_2(half),
+            BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
+            num_warps=4,
+        )
+    return y
+
+
+def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    half = cos.shape[-1]
+    wide = x.float()
+    cos, sin = cos[:, None].float(), sin[:, None].float()
+    first, second = wide[..., :half], wide[..., half : 2 * half]
+    y = torch.empty(x.shape, dtype=x.dtype)
+    y[..., :half] = torch.addcmul(first * cos, second, sin, value=-sign)
+    y[..., half : 2 * half] = torch.addcmul(second * cos, first, sin, value=sign)
+    y[..., 2 * half :] = x[..., 2 * half :]
+    return y
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):  # noqa: ANN001, ANN205
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_y):  # noqa: ANN001, ANN205
+        return _rotate(d_y, *ctx.saved_tensors, -1.0), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    return (_rotate_triton if uses_triton(x) else _rotate_torch)(x, cos, sin, sign)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, heads, D] by each token's angles; cos and sin are [T, D_rotary / 2].
+
+    Columns from D_rotary on are passed through. Raises ValueError where the shapes do not fit.
+    """
+    if x.dim() != 3 or cos.shape != sin.shape or cos.dim() != 2 or cos.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"x must be [T, heads, D] and cos, sin [T, D / 2]; got {list(x.shape)}, "
+            f"{list(cos.shape)} and {list(sin.shape)}"
+        )
+    if 2 * cos.shape[1] > x.shape[2]:
+        raise ValueError(f"{2 * cos.shape[1]} rotated columns do not fit heads of {x.shape[2]}")
+    return _Rotary.apply(x, cos.contiguous(), sin.contiguous())
+
+
+COMPILE_CASES = (
+    CompileCase(
+        kernel=_rotary_kernel,
+        label="bf16 [T, 40, 128]",
+        values={
+            "X": "*bf16",
+            "COS": "*fp32",
+            "SIN": "*fp32",
+            "Y": "*bf16",
+            "token_stride": 5120,
+            "head_stride": 128,
+            "num_heads": 40,
+            "head_size": 128,
+            "half": 64,
+            "sign": "fp32",
+        },
+        constants={"BLOCK_HEADS": 8, "BLOCK_HALF": 64, "BLOCK_REST": 0},
+    ),
+)

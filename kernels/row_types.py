@@ -1,0 +1,84 @@
+"""What the row passes read and fill: the cut of the vocabulary, inputs and outputs of a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NUM_STATS = 4
+"""Per row and shard: maximum, sum of e^(z - max), target's logit, sum of e^(z - max) (z - max)."""
+
+NEVER = -1e30
+"""The logit of a padded vocabulary row: below every real one, and still finite when squared
+differences are not taken, so that 0 * NEVER stays 0 and no NaN appears."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabShards:
+    """How the vocabulary is cut: local column c lies in global shard first + c // size."""
+
+    size: int
+    num_local: int
+    num_total: int
+    first: int
+    vocab_size: int
+    """True vocabulary size; global columns from here on are padding."""
+
+    @property
+    def start(self) -> int:
+        """Global vocabulary id of local column 0."""
+        return self.first * self.size
+
+    @property
+    def num_columns(self) -> int:
+        return self.num_local * self.size
+
+    @property
+    def num_valid_columns(self) -> int:
+        """Local columns that are not padding."""
+        return min(max(self.vocab_size - self.start, 0), self.num_columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOutputs:
+    """Per-token results, each [R]; filled tile by tile."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    loss: Tensor
+    ratio: Tensor
+    kl: Tensor
+    flags: Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device) -> RowOutputs:
+        values = torch.zeros(5, num_rows, dtype=torch.float32, device=device)
+        flags = torch.zeros(num_rows, dtype=torch.uint8, device=device)
+        names = ("logprobs", "entropy", "loss", "ratio", "kl")
+        return cls(**dict(zip(names, values, strict=True)), flags=flags)
+
+    def rows(self, start: int, stop: int) -> RowOutputs:
+        """A view of rows start to stop."""
+        return RowOutputs(**{name: value[start:stop] for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyInputs:
+    """What the objective needs of each token, each fp32 [R]."""
+
+    old_logprobs: Tensor
+    advantages: Tensor
+    loss_weights: Tensor
+    ref_logprobs: Tensor | None
+    importance_weights: Tensor | None
+
+    def rows(self, start: int, stop: int) -> PolicyInputs:
+        """A view of rows start to stop."""
+        return PolicyInputs(
+            **{
+                name: None if value is None else value[start:stop]
+                for name, value in vars(self).items()
+            }
+        )

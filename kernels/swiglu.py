@@ -1,0 +1,141 @@
+"""SwiGLU: silu(gate) * up for gate and up beside each other in one tensor, computed in fp32.
+
+Source: Shazeer, "GLU Variants Improve Transformer" (arXiv 2002.05202).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from megadapo.kernels.launch import CompileCase, block_size, uses_triton, warps_for
+
+
+def swiglu_ref(gate_up: Tensor) -> Tensor:
+    """By the book, differentiable; computes in fp32 or wider and rounds once."""
+    wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
+    gate, up = wide.chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+@triton.jit
+def _swiglu_fwd_kernel(GATE_UP, Y, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    at = GATE_UP + row * 2 * size + columns
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + size, mask=inside, other=0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(Y + row * size + columns, y.to(Y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_bwd_kernel(GATE_UP, D_Y, D_GATE_UP, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    offset = row * 2 * size + columns
+    gate = tl.load(GATE_UP + offset, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + offset + size, mask=inside, other=0.0).to(tl.float32)
+    d_y = tl.load(D_Y + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    d_gate = d_y * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    d_up = d_y * gate * sigmoid
+    out = D_GATE_UP + offset
+    tl.store(out, d_gate.to(D_GATE_UP.dtype.element_ty), mask=inside)
+    tl.store(out + size, d_up.to(D_GATE_UP.dtype.element_ty), mask=inside)
+
+
+def _forward_triton(gate_up: Tensor) -> Tensor:
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    y = gate_up.new_empty(num_rows, size)
+    block = block_size(size, largest=2048)
+    if num_rows:
+        grid = (num_rows, triton.cdiv(size, block))
+        _swiglu_fwd_kernel[grid](gate_up, y, size, BLOCK=block, num_warps=warps_for(block))
+    return y
+
+
+def _backward_triton(gate_up: Tensor, d_y: Tensor) -> Tensor:
+    num_rows, size = d_y.shape
+    d_gate_up = torch.empty_like(gate_up)
+    block = block_size(size, largest=2048)
+    if num_rows:
+        grid = (num_rows, triton.cdiv(size, block))
+        _swiglu_bwd_kernel[grid](
+            gate_up, d_y, d_gate_up, size, BLOCK=block, num_warps=warps_for(block)
+        )
+    return d_gate_up
+
+
+def _forward_torch(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up).to(gate_up.dtype)
+
+
+def _backward_torch(gate_up: Tensor, d_y: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    d_y = d_y.float()
+    d_gate_up = torch.empty_like(gate_up)
+    d_gate, d_up = d_gate_up.chunk(2, dim=-1)
+    sigmoid = gate.sigmoid()
+    activated = gate * sigmoid
+    d_up.copy_(d_y * activated)
+    # silu'(g) = s + g s (1 - s) = s + silu(g) - silu(g) s
+    slope = torch.addcmul(sigmoid + activated, activated, sigmoid, value=-1.0)
+    d_gate.copy_(slope.mul_(up).mul_(d_y))
+    return d_gate_up
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up):  # noqa: ANN001, ANN205
+        rows = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
+        ctx.save_for_backward(rows)
+        y = _forward_triton(rows) if uses_triton(rows) else _forward_torch(rows)
+        return y.view(*gate_up.shape[:-1], -1) if rows.shape[0] else _no_rows(gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_y):  # noqa: ANN001, ANN205
+        (rows,) = ctx.saved_tensors
+        d_rows = d_y.reshape(rows.shape[0], rows.shape[1] // 2).contiguous()
+        run = _backward_triton if uses_triton(rows) else _backward_torch
+        return run(rows, d_rows).view(*d_y.shape[:-1], rows.shape[1])
+
+
+def _no_rows(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up [..., F] for gate_up [..., 2 F], gate first.
+
+    Raises ValueError where the last dimension is odd.
+    """
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up must end in an even dimension, got {list(gate_up.shape)}")
+    return _SwiGLU.apply(gate_up)
+
+
+COMPILE_CASES = (
+    CompileCase(
+        kernel=_swiglu_fwd_kernel,
+        label="bf16 [T, 2 x 27648]",
+        values={"GATE_UP": "*bf16", "Y": "*bf16", "size": 27648},
+        constants={"BLOCK": 2048},
+        num_warps=warps_for(2048),
+    ),
+    CompileCase(
+        kernel=_swiglu_bwd_kernel,
+        label="bf16 [T, 2 x 27648]",
+        values={"GATE_UP": "*bf16", "D_Y": "*bf16", "D_GATE_UP": "*bf16", "size": 27648},
+        constants={"BLOCK": 2048},
+        num_warps=warps_for(2048),
+    ),
+)

@@ -1,0 +1,108 @@
+"""RMSNorm, SwiGLU and rotary against their fp64 references, with every gradient.
+
+Run once more through Triton's interpreter by test_triton_interpreter.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megadapo.kernels.rmsnorm import rmsnorm, rmsnorm_ref
+from megadapo.kernels.rotary import rotary, rotary_ref
+from megadapo.kernels.swiglu import swiglu, swiglu_ref
+
+ROWS = [0, 1, 3, 300]
+
+
+def values_and_grads(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Output and gradients of all inputs, for an upstream gradient that is not constant."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    y = function(*inputs)
+    upstream = torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view(y.shape).to(y.dtype)
+    y.backward(upstream)
+    return [y.detach(), *(x.grad for x in inputs)]
+
+
+def check(function: Callable[..., Tensor], ref: Callable[..., Tensor], inputs: list[Tensor]):
+    """fp32 within rounding of fp64; bf16 no worse than rounding each result once allows."""
+    got = values_and_grads(function, inputs)
+    expected = values_and_grads(ref, [x.double() for x in inputs])
+    relative = 2e-6 if inputs[0].dtype == torch.float32 else 4e-3
+    for value, truth in zip(got, expected, strict=True):
+        assert value.shape == truth.shape
+        error = (value.double() - truth).norm()
+        assert error <= relative * truth.norm() + 1e-30
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_grads"])
+@pytest.mark.parametrize("size", [63, 128, 1000])
+@pytest.mark.parametrize("rows", ROWS)
+def test_rmsnorm(rows: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, size, dtype=torch.float64).to(dtype) * 3
+    weight = (1 + 0.2 * torch.randn(size)).to(dtype)
+    check(lambda a, w: rmsnorm(a, w, 1e-5), lambda a, w: rmsnorm_ref(a, w, 1e-5), [x, weight])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_grads"])
+@pytest.mark.parametrize("size", [1, 100, 2500])
+@pytest.mark.parametrize("rows", ROWS)
+def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    check(swiglu, swiglu_ref, [torch.randn(rows, 2 * size).to(dtype) * 4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_grads"])
+@pytest.mark.parametrize("heads, size, rotated", [(1, 8, 8), (5, 64, 64), (12, 24, 20)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_rotary(rows: int, heads: int, size: int, rotated: int, dtype: torch.dtype) -> None:
+    """Ragged heads, and heads of which only a part is rotated."""
+    torch.manual_seed(0)
+    angles = torch.randn(rows, rotated // 2) * 5
+    cos, sin = angles.cos(), angles.sin()
+    x = torch.randn(rows, heads, size).to(dtype)
+    check(lambda a: rotary(a, cos, sin), lambda a: rotary_ref(a, cos, sin), [x])
+
+
+def test_rotary_of_a_strided_view() -> None:
+    """Query and key are slices of one projection: strides are not those of a packed tensor."""
+    torch.manual_seed(0)
+    whole = torch.randn(7, 6, 40)
+    angles = torch.randn(7, 8)
+    for view in (whole[:, 1:4, :20], whole.transpose(1, 2)[:, :5]):
+        got = rotary(view, angles.cos()[:, :2], angles.sin()[:, :2])
+        expected = rotary(view.contiguous(), angles.cos()[:, :2], angles.sin()[:, :2])
+        assert torch.equal(got, expected)
+
+
+def test_large_values_do_not_overflow() -> None:
+    """silu at +-1e4 and rows of 1e18, whose squares leave fp32's range only when summed badly."""
+    assert swiglu(torch.tensor([[1e4, -1e4, 2.0, 2.0]])).tolist() == [[2e4, 0.0]]
+    row = torch.full((1, 64), 1e15)
+    torch.testing.assert_close(rmsnorm(row, torch.ones(64)), torch.ones(1, 64))
+
+
+def test_three_dimensions_and_strides() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, 32).transpose(0, 1)
+    check(rmsnorm, rmsnorm_ref, [x, torch.rand(32)])
+    check(swiglu, swiglu_ref, [x])
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: rmsnorm(torch.zeros(2, 8), torch.ones(7)), "weight must be"),
+        (lambda: swiglu(torch.zeros(2, 7)), "even dimension"),
+        (lambda: rotary(torch.zeros(2, 8), torch.zeros(2, 4), torch.zeros(2, 4)), "x must be"),
+        (lambda: rotary(torch.zeros(2, 1, 8), torch.zeros(3, 4), torch.zeros(3, 4)), "x must be"),
+        (lambda: rotary(torch.zeros(2, 1, 8), torch.zeros(2, 5), torch.zeros(2, 5)), "do not fit"),
+    ],
+)
+def test_bad_shapes_are_named(call: Callable[[], Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
