@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 TAIL_BYTES = 1 << 20
+MAX_CAUSE = 600
+"""Characters of a cause that a message shows; the log has all of it."""
 START_LINE = "=== rollout engine starts ===\n"
 """What an engine writes into its log first: causes are looked for after the last one."""
 
@@ -43,6 +45,7 @@ ADVICE = (
 """Patterns of causes in vLLM's words, each with what the user can change."""
 
 _ERROR_LINE = re.compile(r"\b((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception): .+)$")
+_PYDANTIC_HEAD = re.compile(r"\w*ValidationError: \d+ validation errors? for .*\n\s*")
 _CONSEQUENCES = (
     "Engine core initialization failed",
     "EngineCore encountered an issue",
@@ -65,7 +68,14 @@ def describe_failure(what: str, detail: str, log_file: Path) -> str:
     cause = root_cause(read_tail(log_file)) or detail
     advice = next((text for pattern, text in ADVICE if re.search(pattern, cause)), None)
     remedy = f"; {advice}" if advice else ""
-    return f"{what}: {cause}{remedy} (log: {log_file})"
+    return f"{what}: {concise(cause)}{remedy} (log: {log_file})"
+
+
+def concise(cause: str) -> str:
+    """Return a cause on one line, without the frame pydantic puts around its errors."""
+    text = _PYDANTIC_HEAD.sub("", cause).partition(" [type=")[0]
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_CAUSE else text[:MAX_CAUSE] + "..."
 
 
 def read_tail(path: Path) -> str:

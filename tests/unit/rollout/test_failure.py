@@ -58,6 +58,18 @@ def test_a_known_cause_comes_with_what_to_change(tmp_path, cause, remedy):
     assert cause in text and remedy in text and str(path) in text
 
 
+def test_a_validation_error_is_shown_on_one_line(tmp_path):
+    detail = (
+        "ValidationError: 1 validation error for ModelConfig\n  Value error, User-specified "
+        "max_model_len (4192) is greater than the derived max_model_len [type=value_error, "
+        "input_value=ArgsKwargs()]\n    For further information visit https://errors.pydantic.dev"
+    )
+    text = describe_failure("engine 0 could not start", detail, tmp_path / "none.log")
+    assert text.startswith("engine 0 could not start: Value error, User-specified max_model_len")
+    assert "rollout.max_response_tokens" in text
+    assert "\n" not in text and "pydantic" not in text
+
+
 def test_without_a_log_the_exception_itself_is_shown(tmp_path):
     text = describe_failure("engine 1 died", "OSError: disk on fire", tmp_path / "none.log")
     assert "engine 1 died: OSError: disk on fire" in text
