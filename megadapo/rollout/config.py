@@ -31,7 +31,7 @@ class RolloutConfig:
     """Tokens of one engine step; where prompts are not cut, at least the longest sequence."""
     prefix_caching: bool = True
     """Let the responses of a group share the key-value cache of their prompt."""
-    kv_cache_gib: int = 1
+    kv_cache_gib: float = 1.0
     """GiB of main memory for the key-value cache of one engine rank; only without a GPU."""
     gpu_memory_utilization: float = 0.6
     """Share of a GPU's memory for an engine's weights and key-value cache; only with CUDA."""
@@ -49,7 +49,8 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         _at_least("rollout", self, 1, "num_engines", "tensor_parallel", "max_response_tokens")
         _at_least("rollout", self, 1, "max_num_seqs", "max_num_batched_tokens", "num_threads")
-        _at_least("rollout", self, 1, "kv_cache_gib")
+        if self.kv_cache_gib <= 0:
+            raise ConfigError(f"rollout.kv_cache_gib = {self.kv_cache_gib} must be positive")
         _check_distribution("rollout", self.temperature, self.top_p, coldest=0.01)
         if not 0.0 < self.gpu_memory_utilization < 1.0:
             raise ConfigError(

@@ -65,6 +65,7 @@ class RolloutEngine:
         self._mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._policy_version = 0
         self._updating = False
+        self._asleep = False
         self._num_requests = 0
         self._llm: AsyncLLM | None = None
         _redirect_output(spec.log_file)
@@ -148,11 +149,13 @@ class RolloutEngine:
 
     async def sleep(self) -> None:
         """Give weights and cache memory back; the weights must be published anew afterwards."""
+        self._asleep = True
         await self._call("sleep", 2)
 
     async def wake(self, what: str) -> None:
-        """Take memory again for `what`, "weights" or "kv_cache"."""
+        """Take memory again for `what`: "weights" first, and "kv_cache" after their update."""
         await self._call("wake_up", [what])
+        self._asleep = what != "kv_cache"
 
     async def shutdown(self) -> None:
         """End vLLM's processes and wait until they are gone.
@@ -202,7 +205,8 @@ class RolloutEngine:
         return GroupResponse(key=key, responses=responses)
 
     def _decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        tokenizer = self._ready().get_tokenizer()
+        assert self._llm is not None
+        tokenizer = self._llm.get_tokenizer()
         return tokenizer.batch_decode(
             [list(ids) for ids in token_ids],
             skip_special_tokens=True,
@@ -210,10 +214,15 @@ class RolloutEngine:
         )
 
     def _ready(self) -> AsyncLLM:
-        if self._llm is None or self._updating:
-            state = "is not started" if self._llm is None else "has an unfinished weight update"
-            raise InfraError(f"rollout engine {self._spec.index} {state} and cannot generate")
-        return self._llm
+        if self._llm is None:
+            state = "is not started"
+        elif self._updating:
+            state = "has an unfinished weight update"
+        elif self._asleep:
+            state = "sleeps"
+        else:
+            return self._llm
+        raise InfraError(f"rollout engine {self._spec.index} {state} and cannot generate")
 
     async def _call(self, method: str, *args: object) -> Any:
         """Call a method of AsyncLLM; what it raises becomes an InfraError."""

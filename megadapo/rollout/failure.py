@@ -59,13 +59,19 @@ def root_cause(log: str) -> str | None:
     """Return the last error of an engine's log that is not the echo of another process's."""
     lines = log.rpartition(START_LINE)[2].splitlines()
     found = [match.group(1).strip() for line in lines if (match := _ERROR_LINE.search(line))]
-    causes = [line for line in found if not any(echo in line for echo in _CONSEQUENCES)]
+    causes = [line for line in found if not _is_echo(line)]
     return causes[-1] if causes else (found[-1] if found else None)
 
 
 def describe_failure(what: str, detail: str, log_file: Path) -> str:
-    """Say what failed, why, what to change and where the whole log is."""
-    cause = root_cause(read_tail(log_file)) or detail
+    """Say what failed, why, what to change and where the whole log is.
+
+    `detail` is what the failing call itself reported; where that only echoes a failure in another
+    process, the log has the cause.
+    """
+    cause = detail
+    if not detail or _is_echo(detail):
+        cause = root_cause(read_tail(log_file)) or detail or "its process ended"
     advice = next((text for pattern, text in ADVICE if re.search(pattern, cause)), None)
     remedy = f"; {advice}" if advice else ""
     return f"{what}: {concise(cause)}{remedy} (log: {log_file})"
@@ -76,6 +82,10 @@ def concise(cause: str) -> str:
     text = _PYDANTIC_HEAD.sub("", cause).partition(" [type=")[0]
     text = " ".join(text.split())
     return text if len(text) <= MAX_CAUSE else text[:MAX_CAUSE] + "..."
+
+
+def _is_echo(text: str) -> bool:
+    return any(echo in text for echo in _CONSEQUENCES)
 
 
 def read_tail(path: Path) -> str:

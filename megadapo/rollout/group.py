@@ -215,9 +215,9 @@ class EngineGroup:
         try:
             return ray.get(ref, timeout=timeout_s)
         except GetTimeoutError:
-            raise InfraError(self._describe(index, "did not answer in time", "")) from None
-        except RayActorError as error:
-            raise InfraError(self._describe(index, "died", str(error))) from None
+            raise InfraError(self._describe(index, "failed", "no answer in time")) from None
+        except RayActorError:
+            raise InfraError(self._describe(index, "died", "")) from None
         except RayTaskError as error:
             if isinstance(error.cause, MegadapoError):
                 raise error.cause from None

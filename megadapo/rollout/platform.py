@@ -62,7 +62,7 @@ class EnginePlatform:
             }
         return {
             "enforce_eager": True,
-            "kv_cache_memory_bytes": config.kv_cache_gib * GIB,
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
             # vLLM rewinds a seeded request's generator after a partial prefill, which a CPU
             # generator cannot do: the engine would die at the first prompt that is cut
             "enable_chunked_prefill": False,

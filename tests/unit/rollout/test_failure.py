@@ -70,6 +70,13 @@ def test_a_validation_error_is_shown_on_one_line(tmp_path):
     assert "\n" not in text and "pydantic" not in text
 
 
+def test_an_earlier_error_in_the_log_is_not_blamed_for_a_later_failure(tmp_path):
+    path = example_log(tmp_path, f"{START_LINE}{WORKER}ValueError: a plugin is missing\n")
+    assert "plugin" not in describe_failure("failed", "OSError: the prompt is too long", path)
+    dead = "EngineDeadError: EngineCore encountered an issue. See stack trace (above)"
+    assert "plugin" in describe_failure("failed", dead, path)
+
+
 def test_without_a_log_the_exception_itself_is_shown(tmp_path):
     text = describe_failure("engine 1 died", "OSError: disk on fire", tmp_path / "none.log")
     assert "engine 1 died: OSError: disk on fire" in text
