@@ -1,0 +1,251 @@
+"""`megadapo bench head`: the policy head against its rivals and against its three bare products."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megadapo.bench.head_inputs import HeadAnswer, HeadInputs, HeadShape, make_inputs, reference
+from megadapo.bench.head_rivals import OURS, PRODUCTS, RIVALS, Absent, Loss
+from megadapo.bench.measure import peak_extra_mib, time_together
+from megadapo.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+CPU_SHAPES = (
+    HeadShape(num_tokens=1024, hidden_size=512, vocab_size=16384, dtype=torch.float32),
+    HeadShape(num_tokens=2048, hidden_size=896, vocab_size=15193, dtype=torch.float32),
+    HeadShape(num_tokens=1024, hidden_size=512, vocab_size=16000, dtype=torch.bfloat16),
+)
+GPU_SHAPES = tuple(
+    HeadShape(num_tokens=tokens, hidden_size=hidden, vocab_size=vocab, dtype=torch.bfloat16)
+    for tokens, hidden, vocab in (
+        (4096, 5120, 152064),
+        (20480, 5120, 152064),
+        (20480, 5120, 19008),
+        (65536, 5120, 152064),
+        (65536, 5120, 19008),
+        (20480, 3584, 152064),
+        (20480, 2048, 151936),
+        (20480, 2048, 151669),
+    )
+)
+"""Qwen2.5-32B whole and one of its 8 tensor-parallel slices, 7B, 1.5B and a ragged vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadResult:
+    """One rival at one shape. Errors are relative norms against fp64 of the same inputs."""
+
+    name: str
+    shape: str
+    best_ms: float | None = None
+    median_ms: float | None = None
+    ratio_to_products: float | None = None
+    """Best time over the best time of the three bare products."""
+    useful_tflops: float | None = None
+    peak_extra_mib: float | None = None
+    """Beyond the inputs; loss and gradients are included."""
+    loss_error: float | None = None
+    d_hidden_error: float | None = None
+    d_weight_error: float | None = None
+    absent: str | None = None
+    """Why it did not run."""
+
+
+def bench_head(
+    shape: HeadShape,
+    device: torch.device,
+    *,
+    only: Sequence[str] = (),
+    warmup: int = 2,
+    repeats: int = 20,
+) -> list[HeadResult]:
+    """Run every rival that is installed at one shape, all on the same inputs in the same rounds.
+
+    `only` keeps the rivals whose name contains one of its texts; ours and the bare products stay.
+    """
+    inputs = make_inputs(shape, device)
+    answer = reference(inputs)
+    absent: list[HeadResult] = []
+    calls: dict[str, Callable[[], object]] = {PRODUCTS: lambda: _products(inputs)}
+    checks: dict[str, HeadResult] = {}
+    for rival in RIVALS:
+        wanted = rival.name == OURS or not only or any(text in rival.name for text in only)
+        if not wanted:
+            continue
+        try:
+            loss = rival.prepare(device)
+            checks[rival.name] = _check(rival.name, loss, inputs, answer)
+        except Absent as reason:
+            absent.append(HeadResult(name=rival.name, shape=str(shape), absent=str(reason)))
+        except torch.OutOfMemoryError:
+            absent.append(HeadResult(name=rival.name, shape=str(shape), absent="out of memory"))
+        else:
+            calls[rival.name] = _step(loss, inputs)
+    del answer
+    return [*_measure(calls, checks, shape, device, warmup, repeats), *absent]
+
+
+def _step(loss: Loss, inputs: HeadInputs) -> Callable[[], object]:
+    """One forward and backward pass that leaves no gradient behind."""
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss(inputs), (inputs.hidden, inputs.weight))
+
+    return step
+
+
+def _products(inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+    """Logits, d_hidden and d_weight of the same size by the vendor library: the roofline."""
+    hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
+    logits = torch.mm(hidden, weight.t())
+    return torch.mm(logits, weight), torch.mm(logits.t(), hidden)
+
+
+def _check(name: str, loss: Loss, inputs: HeadInputs, answer: HeadAnswer) -> HeadResult:
+    value = loss(inputs)
+    d_hidden, d_weight = torch.autograd.grad(value, (inputs.hidden, inputs.weight))
+    scale = (inputs.loss_weights * inputs.advantages).abs().sum()
+    return HeadResult(
+        name=name,
+        shape=str(inputs.shape),
+        loss_error=((value.detach().double() - answer.loss).abs() / scale).item(),
+        d_hidden_error=_relative(d_hidden, answer.d_hidden),
+        d_weight_error=_relative(d_weight, answer.d_weight),
+    )
+
+
+def _relative(got: Tensor, expected: Tensor) -> float:
+    error = torch.zeros((), dtype=torch.float64, device=got.device)
+    for part, truth in zip(got.split(4096), expected.split(4096), strict=True):
+        error += (part.double() - truth).square().sum()
+    return (error.sqrt() / expected.norm()).item()
+
+
+def _measure(
+    calls: dict[str, Callable[[], object]],
+    checks: dict[str, HeadResult],
+    shape: HeadShape,
+    device: torch.device,
+    warmup: int,
+    repeats: int,
+) -> list[HeadResult]:
+    timings = time_together(calls, device, warmup=warmup, repeats=repeats)
+    floor = timings[PRODUCTS].best_ms
+    results = []
+    for name, timing in timings.items():
+        check = checks.get(name, HeadResult(name=name, shape=str(shape)))
+        measured = {
+            "best_ms": timing.best_ms,
+            "median_ms": timing.median_ms,
+            "ratio_to_products": timing.best_ms / floor,
+            "useful_tflops": shape.useful_tflop / timing.best_ms * 1e3,
+            "peak_extra_mib": peak_extra_mib(calls[name], device),
+        }
+        results.append(HeadResult(**(asdict(check) | measured)))
+    return results
+
+
+def format_table(results: Sequence[HeadResult]) -> str:
+    """The results of one shape as text."""
+    lines = [
+        results[0].shape,
+        f"  {'':36}{'best ms':>9}{'median':>9}{'x products':>11}{'TFLOP/s':>9}{'MiB':>9}"
+        f"{'loss err':>10}{'dH err':>9}{'dW err':>9}",
+    ]
+    for result in results:
+        if result.absent is not None:
+            lines.append(f"  {result.name:36}{result.absent}")
+            continue
+        memory = "-" if result.peak_extra_mib is None else f"{result.peak_extra_mib:.0f}"
+        errors = [
+            "-" if error is None else f"{error:.1e}"
+            for error in (result.loss_error, result.d_hidden_error, result.d_weight_error)
+        ]
+        lines.append(
+            f"  {result.name:36}{result.best_ms:9.2f}{result.median_ms:9.2f}"
+            f"{result.ratio_to_products:11.3f}{result.useful_tflops:9.3f}{memory:>9}"
+            f"{errors[0]:>10}{errors[1]:>9}{errors[2]:>9}"
+        )
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `megadapo bench head`."""
+    parser.add_argument(
+        "--shape",
+        action="append",
+        metavar="T,H,V,DTYPE",
+        help="a shape such as 20480,5120,152064,bfloat16; may be given again",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is")
+    parser.add_argument("--threads", type=int, default=2, help="threads on the CPU (default 2)")
+    parser.add_argument("--repeats", type=int, default=20, help="timed rounds (default 20)")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="rivals whose name has TEXT"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the benchmark, print one table a shape, write JSON where asked."""
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device=cuda: torch sees no CUDA device")
+    torch.set_num_threads(arguments.threads)
+    shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
+    if arguments.shape:
+        shapes = tuple(_parse_shape(text, arguments.temperature) for text in arguments.shape)
+    every = []
+    for shape in shapes:
+        results = bench_head(shape, device, only=arguments.only, repeats=arguments.repeats)
+        print(format_table(results), flush=True)
+        every += results
+    if arguments.json:
+        report = {"machine": _machine(device), "results": [asdict(result) for result in every]}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _parse_shape(text: str, temperature: float) -> HeadShape:
+    try:
+        tokens, hidden, vocab, dtype = text.split(",")
+        shape = HeadShape(
+            num_tokens=int(tokens),
+            hidden_size=int(hidden),
+            vocab_size=int(vocab),
+            dtype=DTYPES[dtype],
+            temperature=temperature,
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"--shape={text}: expected T,H,V,DTYPE with DTYPE one of {', '.join(DTYPES)}"
+        ) from error
+    if shape.num_tokens % 8 or min(shape.num_tokens, shape.hidden_size, shape.vocab_size) < 1:
+        raise ConfigError(f"--shape={text}: T must be a multiple of 8, and all sizes positive")
+    return shape
+
+
+def _machine(device: torch.device) -> dict[str, str | int]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+    }
+
+
+if __name__ == "__main__":
+    _parser = argparse.ArgumentParser(prog="megadapo bench head", description=__doc__)
+    add_arguments(_parser)
+    raise SystemExit(main(_parser.parse_args()))

@@ -1,0 +1,190 @@
+"""`megadapo bench weights`: one weight update, shard to shard and as rivals do it, in one run.
+
+The rival gathers every tensor in full on every trainer rank and loads it through vLLM, which is
+how verl and slime refit. Both go from the same trainer ranks into the same vLLM engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One way of updating, the best of several repetitions."""
+
+    name: str
+    seconds: float
+    bytes_moved: int
+    """Bytes written for the engine, all trainer ranks together."""
+    bytes_received: int
+    """Bytes read by all engine ranks together."""
+    extra_memory: int
+    """Most memory that a trainer rank had beyond its parameters."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `megadapo bench weights`."""
+    parser.add_argument("--layers", type=int, default=8, help="decoder layers of the model")
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model")
+    parser.add_argument("--vocab", type=int, default=32000, help="vocabulary of the model")
+    parser.add_argument("--trainer-tp", type=int, default=2, help="trainer tensor parallelism")
+    parser.add_argument("--trainer-pp", type=int, default=1, help="trainer pipeline parallelism")
+    parser.add_argument("--engine-tp", type=int, default=1, help="engine tensor parallelism")
+    parser.add_argument("--bucket-mib", type=float, default=16.0, help="weights.bucket_mib")
+    parser.add_argument("--repeat", type=int, default=5, help="repetitions; the best counts")
+    parser.add_argument("--json", type=Path, help="write the measurements to this file too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print a table, and write it down if asked to."""
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:
+        model = _write_model(Path(folder) / "model", arguments)
+        try:
+            measurements, floor = _measure(model, arguments, Path(folder))
+        finally:
+            ray.shutdown()
+    print(_table(measurements, floor))
+    if arguments.json is not None:
+        record = {"floor_seconds": floor, "measurements": [asdict(one) for one in measurements]}
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _write_model(folder: Path, arguments: argparse.Namespace) -> Path:
+    """A random Qwen2 in bfloat16, as a Hugging Face folder without a tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        hidden_size=arguments.hidden,
+        intermediate_size=4 * arguments.hidden,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.hidden // 64,
+        num_key_value_heads=max(2, arguments.hidden // 256),
+        vocab_size=arguments.vocab,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        dtype=torch.bfloat16,
+    )
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def _measure(
+    model: Path, arguments: argparse.Namespace, folder: Path
+) -> tuple[list[Measurement], float]:
+    import torch
+
+    from megadapo.bench.weights_workers import start_engine, start_ranks
+    from megadapo.weights.config import WeightsConfig
+    from megadapo.weights.megatron_folder import open_layout
+    from megadapo.weights.publish import Publisher
+
+    bucket_bytes = int(arguments.bucket_mib * MIB)
+    engines = start_engine(model, tensor_parallel=arguments.engine_tp)
+    sizes = {"tp_size": arguments.trainer_tp, "pp_size": arguments.trainer_pp}
+    ranks = start_ranks(model, folder, **sizes)
+    publisher = Publisher(
+        ranks,
+        engines,
+        WeightsConfig(bucket_mib=arguments.bucket_mib, verify="off"),
+        tensor_parallel=arguments.engine_tp,
+        dtype=torch.bfloat16,
+    )
+    num_full = 2 * sum(torch.Size(one).numel() for one in open_layout(model).hf_shapes.values())
+    sharded = _best(
+        "shard to shard (megadapo)", arguments.repeat, ranks, lambda: publisher.publish(1).num_bytes
+    )
+    gathered = _best(
+        "gather everything, load (verl, slime)",
+        arguments.repeat,
+        ranks,
+        lambda: _gather_and_load(ranks, engines.actors[0], bucket_bytes),
+        received=num_full * arguments.engine_tp,
+    )
+    floor = _copy_seconds(num_full // arguments.engine_tp)
+    return [sharded, gathered], floor
+
+
+def _best(
+    name: str,
+    repeat: int,
+    ranks: list[ActorHandle],
+    update: Callable[[], int],
+    received: int | None = None,
+) -> Measurement:
+    """Repeat an update, the first time unmeasured, and keep the fastest."""
+    import ray
+
+    update()
+    ray.get([rank.reset_peak_memory.remote() for rank in ranks])
+    seconds, moved = float("inf"), 0
+    for _ in range(repeat):
+        started = time.perf_counter()
+        moved = update()
+        seconds = min(seconds, time.perf_counter() - started)
+    extra = max(ray.get([rank.extra_memory.remote() for rank in ranks]))
+    return Measurement(
+        name=name,
+        seconds=seconds,
+        bytes_moved=moved,
+        bytes_received=moved if received is None else received,
+        extra_memory=extra,
+    )
+
+
+def _gather_and_load(ranks: list[ActorHandle], engine: ActorHandle, bucket_bytes: int) -> int:
+    """Fill a bucket with full tensors, have the engine load it, and so on: no overlap."""
+    import ray
+
+    ray.get(engine.call.remote("start_load"))
+    moved = 0
+    while True:
+        answers: list[Any] = ray.get([rank.gather_bucket.remote(bucket_bytes) for rank in ranks])
+        if not answers[0]["tensors"]:
+            break
+        ray.get(engine.call.remote("load", answers[0]))
+        moved += answers[0]["num_bytes"]
+    ray.get(engine.call.remote("finish_load"))
+    return moved
+
+
+def _copy_seconds(num_bytes: int) -> float:
+    """The floor: one plain copy of an engine rank's shard on this machine."""
+    import torch
+
+    source = torch.zeros(num_bytes, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _table(measurements: list[Measurement], floor: float) -> str:
+    lines = [f"{'':<40}{'seconds':>9}{'moved':>11}{'received':>11}{'extra memory':>14}"]
+    for one in measurements:
+        moved, received, extra = (
+            f"{size / MIB:.1f} MiB"
+            for size in (one.bytes_moved, one.bytes_received, one.extra_memory)
+        )
+        lines.append(f"{one.name:<40}{one.seconds:>9.3f}{moved:>11}{received:>11}{extra:>14}")
+    lines.append(f"{'one copy of an engine shard (floor)':<40}{floor:>9.3f}")
+    return "\n".join(lines)

@@ -1,0 +1,215 @@
+"""The processes of `megadapo bench weights`: ranks that only hold weights, and an engine."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megadapo.weights.gather import ProcessGroups, gather_weights
+from megadapo.weights.layout import ShardPosition
+from megadapo.weights.load import import_weights
+from megadapo.weights.megatron_folder import open_layout
+from megadapo.weights.placement import replica_positions
+from megadapo.weights.sender import WeightSender
+from megadapo.weights.shared_memory import SharedMemoryInbox, SharedMemoryOutbox
+from megadapo.weights.transports import Parcel
+
+DTYPE = torch.bfloat16
+KV_CACHE_BYTES = 1 << 28
+TIMEOUT_S = 600.0
+
+
+def start_ranks(model: Path, folder: Path, **sizes: int) -> list[Any]:
+    """Trainer ranks with the weights of `model`, joined by Gloo."""
+    import ray
+
+    positions = replica_positions(open_layout(model), **sizes)
+    actor = ray.remote(num_cpus=0)(HoldingRank)
+    ranks = [actor.remote(model, position, rank) for rank, position in enumerate(positions)]
+    ray.get([rank.join.remote(folder / "meeting", len(ranks)) for rank in ranks])
+    return ranks
+
+
+class HoldingRank:
+    """One trainer rank without a model around its weights."""
+
+    def __init__(self, model: Path, position: ShardPosition, rank: int) -> None:
+        torch.set_num_threads(1)
+        self._layout, self._position, self._rank = open_layout(model), position, rank
+        self._params = {
+            shard.name: torch.empty(shard.shape, dtype=DTYPE)
+            for shard in self._layout.megatron_shards(position)
+        }
+        import_weights(model, self._params, self._layout, position)
+        self._sender = WeightSender(self._params, self._layout, position, rank)
+        self._outbox: SharedMemoryOutbox | None = None
+        self._gathering: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._next: tuple[str, torch.Tensor] | None = None
+
+    def join(self, meeting: Path, num_ranks: int) -> None:
+        """Form the tensor- and pipeline-parallel groups that gathering needs."""
+        dist.init_process_group("gloo", f"file://{meeting}", rank=self._rank, world_size=num_ranks)
+        at, tp, pp = self._position, self._position.tp_size, self._position.pp_size
+        tp_groups = [dist.new_group([s * tp + t for t in range(tp)]) for s in range(pp)]
+        pp_groups = [dist.new_group([s * tp + t for s in range(pp)]) for t in range(tp)]
+        self._groups = ProcessGroups(tp=tp_groups[at.pp_rank], pp=pp_groups[at.tp_rank])
+
+    def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._sender, method)(*args, **kwargs)
+
+    def gather_bucket(self, bucket_bytes: int) -> dict[str, Any]:
+        """Gather full tensors on all ranks until a bucket is full; rank 0 puts them into it.
+
+        Returns names, types and places of the tensors; none after the last.
+        """
+        if self._gathering is None:
+            self._gathering = gather_weights(
+                self._params, self._layout, self._position, self._groups
+            )
+            self._next = next(self._gathering)
+        tensors, used = [], 0
+        while self._next is not None and (
+            not tensors or used + self._next[1].nbytes <= bucket_bytes
+        ):
+            name, tensor = self._next
+            tensors.append((name, list(tensor.shape), used))
+            if self._rank == 0:
+                self._bucket(max(bucket_bytes, tensor.nbytes))[used : used + tensor.nbytes].copy_(
+                    tensor.view(-1).view(torch.uint8)
+                )
+            used += tensor.nbytes
+            self._next = next(self._gathering, None)
+        if not tensors:
+            self._gathering = None
+        offer = None if self._outbox is None else self._outbox.offer()
+        return {"tensors": tensors, "num_bytes": used, "offer": offer}
+
+    def _bucket(self, num_bytes: int) -> torch.Tensor:
+        if self._outbox is None or self._outbox.offer()["num_bytes"] < num_bytes:
+            if self._outbox is not None:
+                self._outbox.close()
+            self._outbox = SharedMemoryOutbox(num_bytes)
+        return self._outbox.bucket(0)
+
+    def reset_peak_memory(self) -> None:
+        """Forget the highest resident memory so far, and remember the present one."""
+        Path("/proc/self/clear_refs").write_text("5")
+        self._resident = _status_bytes("VmRSS")
+
+    def extra_memory(self) -> int:
+        """Highest resident memory since, beyond what was resident then."""
+        return max(0, _status_bytes("VmHWM") - self._resident)
+
+
+class GatheredLoad:
+    """What vLLM's worker is extended by, to load full tensors as rivals do."""
+
+    def start_load(self) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self.model_runner.get_model())
+
+    def load(self, bucket: dict[str, Any]) -> None:
+        from vllm.config import set_current_vllm_config
+
+        offer = bucket["offer"]
+        parcel = Parcel(feeder=0, target=0, offset=0, num_bytes=offer["num_bytes"])
+        (data,) = SharedMemoryInbox([offer]).fetch(0, [parcel])
+        weights = []
+        for name, shape, offset in bucket["tensors"]:
+            num_bytes = torch.Size(shape).numel() * DTYPE.itemsize
+            # vLLM keeps what it is given until a layer is complete, longer than the bucket lasts.
+            tensor = data[offset : offset + num_bytes].clone()
+            weights.append((name, tensor.view(DTYPE).view(shape)))
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.get_model().load_weights(weights)
+
+    def finish_load(self) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+
+
+class Engine:
+    """A vLLM engine that is only ever updated."""
+
+    def __init__(self, model: str, tensor_parallel: int) -> None:
+        os.environ |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        }
+        from vllm import LLM
+        from vllm.config import WeightTransferConfig
+
+        self._llm = LLM(
+            model,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=4,
+            kv_cache_memory_bytes=KV_CACHE_BYTES,
+            tensor_parallel_size=tensor_parallel,
+            distributed_executor_backend="mp" if tensor_parallel > 1 else "uni",
+            weight_transfer_config=WeightTransferConfig(backend="megadapo"),
+            worker_extension_cls=f"{__name__}.{GatheredLoad.__name__}",
+        )
+
+    def call(self, method: str, *args: Any) -> None:
+        """Call a method of every vLLM worker."""
+        self._llm.collective_rpc(method, args=args)
+
+
+class Engines:
+    """One engine behind what `Publisher` asks of an engine group."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actors = [actor]
+
+    def init_weight_transfer(self, infos: Sequence[dict[str, Any]], *, timeout_s: float) -> None:
+        self._call("init_weight_transfer_engine", infos[0])
+
+    def start_weight_update(self, *, timeout_s: float) -> None:
+        self._call("start_weight_update")
+
+    def submit_update(self, infos: Sequence[dict[str, Any]]) -> list[Any]:
+        return [self.actors[0].call.remote("update_weights", infos[0])]
+
+    def collect(self, refs: Sequence[Any], *, timeout_s: float) -> list[Any]:
+        import ray
+
+        return ray.get(list(refs), timeout=timeout_s)
+
+    def finish_weight_update(self, policy_version: int, *, timeout_s: float) -> None:
+        self._call("finish_weight_update")
+
+    def _call(self, method: str, *args: Any) -> None:
+        self.collect([self.actors[0].call.remote(method, *args)], timeout_s=TIMEOUT_S)
+
+
+def start_engine(model: Path, *, tensor_parallel: int) -> Engines:
+    """One vLLM engine with random weights."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    actor = ray.remote(num_cpus=0)(Engine).remote(str(model), tensor_parallel)
+    ray.get(actor.__ray_ready__.remote())
+    return Engines(actor)
+
+
+def _status_bytes(key: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"^{key}:\s+(\d+) kB", status, re.MULTILINE)[1])
