@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 LEAVE_TIMEOUT_S = 10.0
 """How long a rank may take to leave in good order before it is killed."""
 
+GRACE_S = 3.0
+"""How long the other ranks may take to fail as well, so that the root cause can be told."""
+
 
 class TrainerGroup:
     """All ranks of the trainer as one; after an error it is shut down and of no more use."""
@@ -153,10 +156,11 @@ class TrainerGroup:
                     )
                 rank = rank_of.pop(ready[0])
                 results[rank] = _result(ready[0], rank, method)
-        except MegadapoError:
+        except MegadapoError as first:
+            cause = _root_cause(first, rank_of, method)
             ranks, self.ranks = self.ranks, []
             _kill(ranks)
-            raise
+            raise cause from None
         return results
 
 
@@ -186,6 +190,31 @@ def _shared(batch: PackedBatch) -> Any:
     return ray.put(batch)
 
 
+class _RankDied(InfraError):
+    """The process of a rank is gone."""
+
+
+def _root_cause(first: MegadapoError, rank_of: dict[Any, int], method: str) -> MegadapoError:
+    """The error that explains the others: a named one, else a death, else the first.
+
+    Ranks that lose their partner fail too, and often sooner than Ray knows of the death.
+    """
+    import ray
+
+    errors = [first]
+    if not rank_of:
+        return first
+    others, _ = ray.wait(list(rank_of), num_returns=len(rank_of), timeout=GRACE_S)
+    for call in others:
+        try:
+            _result(call, rank_of[call], method)
+        except MegadapoError as error:
+            errors.append(error)
+    named = [error for error in errors if not isinstance(error, InfraError)]
+    died = [error for error in errors if isinstance(error, _RankDied)]
+    return (named + died + errors)[0]
+
+
 def _result(call: Any, rank: int, method: str) -> Any:
     import ray
     from ray.exceptions import RayActorError, RayTaskError
@@ -197,7 +226,7 @@ def _result(call: Any, rank: int, method: str) -> Any:
             raise error.cause from None
         raise InfraError(f"trainer rank {rank} failed in {method}: {error.cause}") from None
     except RayActorError as error:
-        raise InfraError(f"trainer rank {rank} died during {method}: {error}") from None
+        raise _RankDied(f"trainer rank {rank} died during {method}: {error}") from None
 
 
 def _kill(ranks: list[ActorHandle]) -> None:

@@ -14,9 +14,10 @@ from ranks import Ranks
 def ranks() -> Iterator[Ranks]:
     # the fork server looks for what it preloads on this path only
     here = Path(__file__).parent
+    paths = [str(here), str(here.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parents[1])]))
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
         started = Ranks()
     yield started
     started.close()
