@@ -131,8 +131,8 @@ def _best(
     """Repeat an update, the first time unmeasured, and keep the fastest."""
     import ray
 
-    update()
     ray.get([rank.reset_peak_memory.remote() for rank in ranks])
+    update()
     seconds, moved = float("inf"), 0
     for _ in range(repeat):
         started = time.perf_counter()

@@ -7,6 +7,7 @@ quantised, experts) whole shards go through its layerwise reload.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -22,7 +23,10 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import make_online_process_loader
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    make_online_process_loader,
+)
 
 from megadapo.errors import WeightError
 from megadapo.weights.layout import ModelLayout, layout_for
@@ -90,6 +94,7 @@ class LayerwiseReload(Target):
 
     def __post_init__(self) -> None:
         self._tied = _tied_layers(self.model)
+        self._replaced: list[tuple[torch.Tensor, Callable]] = []
         initialize_layerwise_reload(self.model)
         for prefix, layer in self.model.named_modules():
             for name, _ in layer.named_parameters(recurse=False):
@@ -101,7 +106,9 @@ class LayerwiseReload(Target):
     def complete(self, name: str, tensor: torch.Tensor) -> None:
         layer, attribute = self.layers[name]
         param = getattr(layer, attribute)
-        # vLLM replays the loader when the layer is complete; ours takes the shard as it is.
+        # vLLM replays the loader when the layer is complete; ours takes the shard as it is. It
+        # reuses the parameter in later reloads, so its own loader must come back.
+        self._replaced.append((param, _get_original_loader(param)))
         param.weight_loader = _load_shard
         param.weight_loader = make_online_process_loader(layer, attribute)
         param.weight_loader(param, tensor)
@@ -113,6 +120,8 @@ class LayerwiseReload(Target):
         go on computing with the packed copy it made of the old weights.
         """
         finalize_layerwise_reload(self.model, model_config)
+        for param, loader in self._replaced:
+            param.weight_loader = loader
         for layer in self._tied:
             layer.quant_method.process_weights_after_loading(layer)
 
