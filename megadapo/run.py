@@ -162,9 +162,10 @@ class Run:
             path = self._store.save(self.step, write_trainer=write_trainer, state=self._state)
             self.checkpoint = Checkpoint(path, self.step, self._state)
 
-    def note(self, text: str) -> None:
-        """Show a message that must not be missed."""
-        self._display.note(text)
+    def note(self, *texts: str) -> None:
+        """Show messages that must not be missed."""
+        for text in texts:
+            self._display.note(text)
 
     def finish(self) -> RunSummary:
         """Draw the plot and print the table of a run that has done all of its steps."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from megadapo.config import RunConfig
 from megadapo.data.batch import pack
 from megadapo.errors import RunInterrupted
+from megadapo.observe.metrics import EvaluationRecord
 from megadapo.observe.oracles import check_oracles
 from megadapo.observe.report import RunSummary
-from megadapo.observe.step_metrics import step_metrics
+from megadapo.observe.step_metrics import step_metrics, step_notes, verifier_note
 from megadapo.run import Run
 from megadapo.workers import Workers, start_workers
 
@@ -29,34 +30,39 @@ def train(config: RunConfig) -> RunSummary:
 def _train(config: RunConfig, run: Run, workers: Workers) -> None:
     with run.phase("publish weights"):
         workers.publish(policy_version=run.step)
-    if run.evaluates(run.step):
-        with run.phase("evaluate"):
-            run.record_evaluation(workers.evaluate(run.step))
+    _evaluate(run, workers, run.step)
     try:
         for step in run.steps():
             with run.phase("rollout", interruptible=True):
                 sampled = workers.sampler.next_batch()
             with run.phase("train"):
-                workers.engines.sleep()
                 batch = pack(
                     sampled.groups,
                     config.dapo,
                     max_response_tokens=config.rollout.max_response_tokens,
                 )
-                update = workers.trainer.update(batch, policy_version=step - 1, step=step)
+                update = workers.update(batch, step)
             with run.phase("sync"):
                 workers.publish(policy_version=step)
-            evaluation = None
-            if run.evaluates(step):
-                with run.phase("evaluate"):
-                    evaluation = workers.evaluate(step)
-                    run.record_evaluation(evaluation)
+            evaluation = _evaluate(run, workers, step)
             run.record(step_metrics(step, sampled, update, evaluation))
+            run.note(*step_notes(step, sampled, update, config.sampling.prompts_per_step))
             check_oracles(run.records, config.oracles)
             run.complete(step, workers.state_dict())
             if run.saves:
                 run.save(workers.trainer.save)
+        run.note(verifier_note(workers.verifier.counts))
     except RunInterrupted:
         # the trainer is as the last completed step left it: only rollouts are interruptible
         run.save(workers.trainer.save)
         raise
+
+
+def _evaluate(run: Run, workers: Workers, step: int) -> EvaluationRecord | None:
+    """Score the published weights where this step is one that is evaluated."""
+    if not run.evaluates(step):
+        return None
+    with run.phase("evaluate"):
+        evaluation = workers.evaluate(step)
+    run.record_evaluation(evaluation)
+    return evaluation

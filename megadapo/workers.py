@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megadapo.checkpoint import Checkpoint
 from megadapo.cluster import Cluster
 from megadapo.config import RunConfig
+from megadapo.data.batch import PackedBatch
 from megadapo.data.prompts import Prompt, PromptStream, load_prompts
 from megadapo.errors import DataError
 from megadapo.observe.metrics import EvaluationRecord
@@ -24,6 +25,7 @@ from megadapo.rollout.group import EngineGroup
 from megadapo.rollout.requests import Draw
 from megadapo.rollout.sampler import Sampler
 from megadapo.trainer.group import TrainerGroup
+from megadapo.trainer.result import UpdateResult
 from megadapo.weights.publish import Publisher
 
 SAMPLER_STATE = "sampler"
@@ -47,6 +49,11 @@ class Workers:
     publisher: Publisher
     tokenizer: PreTrainedTokenizerBase
     held_out: list[Prompt]
+
+    def update(self, batch: PackedBatch, step: int) -> UpdateResult:
+        """Train on one step's batch; engines on the trainer's GPUs sleep until the next publish."""
+        self.engines.sleep()
+        return self.trainer.update(batch, policy_version=self.engines.policy_version, step=step)
 
     def publish(self, policy_version: int) -> None:
         """Put the trainer's weights into the engines, which then sample as that version."""

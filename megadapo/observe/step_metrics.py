@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megadapo.observe.metrics import EvaluationRecord
 
 if TYPE_CHECKING:
+    from megadapo.rewards.verifier import VerifierCounts
     from megadapo.rollout.sampler import SampledBatch
     from megadapo.trainer.result import UpdateResult
 
@@ -56,3 +58,36 @@ def step_metrics(
         "parity/logprob_abs_max": update.logprob_abs_max if has_fresh else None,
         "eval/accuracy": None if evaluation is None else evaluation.accuracy,
     }
+
+
+def step_notes(
+    step: int, sampled: SampledBatch, update: UpdateResult, prompts_per_step: int
+) -> Iterator[str]:
+    """What was left out of a step, a line for each reason; a healthy step has none."""
+    if sampled.num_kept < prompts_per_step:
+        yield (
+            f"step {step}: only {sampled.num_kept} of {prompts_per_step} groups teach among "
+            f"{sampled.num_sampled} asked for ({sampled.num_all_correct} all right, "
+            f"{sampled.num_all_wrong} all wrong): a smaller batch was trained on"
+        )
+    if sampled.num_dropped:
+        yield f"step {step}: {sampled.num_dropped} surplus groups dropped, the reserve is full"
+    if update.num_dropped_tokens:
+        yield (
+            f"step {step}: {update.num_dropped_tokens} response tokens left out of the loss, the "
+            "engine gave no finite log-prob for them"
+        )
+    if update.skipped_updates:
+        yield f"step {step}: {update.skipped_updates} updates skipped, loss or gradient not finite"
+
+
+def verifier_note(counts: VerifierCounts) -> str:
+    """One line on what was judged, and where the two opinions differed."""
+    symbolic = counts.symbolic
+    lost = symbolic.num_timeouts + symbolic.num_crashes + symbolic.num_skipped
+    return (
+        f"verifier: {counts.num_scored} responses scored, {counts.num_unanswered} without an "
+        f"answer; second opinion on {symbolic.num_checked} different answers, "
+        f"{counts.num_only_rule} right by the rule alone, {counts.num_only_symbolic} right "
+        f"symbolically alone; {symbolic.num_refused} refused, {lost} lost to limits"
+    )
