@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from rich.console import Console
@@ -81,9 +82,9 @@ def megatron_to_hf(source: Path, destination: Path, *, quantize: str | None = No
     if quantize is not None:
         from megadapo.weights.quantize import quantize_folder
 
-        plain = destination.with_name(destination.name + ".unquantized")
-        megatron_to_hf(source, plain)
-        quantize_folder(plain, destination, quantize)
+        with TemporaryDirectory(dir=destination.absolute().parent) as beside:
+            megatron_to_hf(source, Path(beside) / "plain")
+            quantize_folder(Path(beside) / "plain", destination, quantize)
         return
     with _progress("megatron-to-hf", len(layout.hf_shapes)) as advance:
         export_weights(

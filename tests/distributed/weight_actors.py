@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,17 @@ class SenderRank:
 
     def pid(self) -> int:
         return os.getpid()
+
+
+def ray_on_this_machine() -> Iterator[None]:
+    """Ray with room for several placement groups, one after the other."""
+    import ray
+
+    ray.init(
+        num_cpus=32, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1"
+    )
+    yield
+    ray.shutdown()
 
 
 def start_senders(folder: Path, **sizes: int) -> list[Any]:

@@ -1,0 +1,95 @@
+"""Weights from trainers of every split into real vLLM engines: what the engines then say."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+TESTS = Path(__file__).parents[1]
+sys.path += [str(TESTS / "distributed"), str(TESTS / "fixtures")]
+from weight_actors import (  # noqa: E402
+    build_model,
+    greedy,
+    ray_on_this_machine,
+    start_engines,
+    start_senders,
+)
+
+from megadapo.weights.config import WeightsConfig  # noqa: E402
+from megadapo.weights.publish import Publisher, plan_bytes  # noqa: E402
+
+LAYOUTS = [{}, {"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}]
+SMALL_BUCKETS = WeightsConfig(bucket_mib=0.05, verify="every")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray() -> Iterator[None]:
+    yield from ray_on_this_machine()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+    """Two models each of a tied and an untied kind, which differ in their weights only.
+
+    The untied kind has one KV head: under TP 2 vLLM repeats it and Megatron cuts through it.
+    """
+    root = tmp_path_factory.mktemp("publish")
+    kinds = {
+        "tied": {"tie_word_embeddings": True},
+        "untied": {"tie_word_embeddings": False, "num_key_value_heads": 1},
+    }
+    return {
+        kind: [build_model(root / f"{kind}-{seed}", seed=seed, **sizes) for seed in (1, 2)]
+        for kind, sizes in kinds.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind,engine", [
+    ("tied", {"num_engines": 2}), ("untied", {"tensor_parallel": 2}),
+])  # fmt: skip
+def test_engines_answer_as_if_loaded_from_the_checkpoint(folders, tmp_path, kind, engine):
+    """Catches weights that arrive late, in part, in the wrong place, or beside a stale cache."""
+    first, second = folders[kind]
+    loaded = start_engines(second, tmp_path, weights_from="folder", **engine)
+    expected = greedy(loaded)
+    loaded.shutdown()
+
+    engines = start_engines(first, tmp_path, **engine)
+    tp_size = engine.get("tensor_parallel", 1)
+    for number, sizes in enumerate(LAYOUTS):
+        senders = start_senders(first, **sizes)
+        publisher = Publisher(
+            senders, engines, SMALL_BUCKETS, tensor_parallel=tp_size, dtype=torch.float32
+        )
+        report = publisher.publish(2 * number + 1)
+        assert report.verified and report.num_rounds > 1
+        assert report.num_bytes == plan_bytes(publisher.plan)
+        # What the first weights leave in the prefix cache must not be used with the second.
+        assert differ(greedy(engines), expected)
+        ray.get([sender.load.remote(second) for sender in senders])
+        publisher.publish(2 * number + 2)
+        assert engines.policy_version == 2 * number + 2
+        assert_equal(greedy(engines), expected)
+        for sender in senders:
+            ray.kill(sender)
+    engines.shutdown()
+
+
+def differ(left, right) -> bool:
+    return any(
+        a[0] != b[0] for one, other in zip(left, right, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )  # fmt: skip
+
+
+def assert_equal(actual, expected) -> None:
+    for engine, reference in zip(actual, expected, strict=True):
+        for (tokens, logprobs), (its_tokens, its_logprobs) in zip(engine, reference, strict=True):
+            assert tokens == its_tokens
+            torch.testing.assert_close(logprobs, its_logprobs, rtol=0, atol=1e-6)

@@ -1,0 +1,142 @@
+"""Processes that stop or die in the middle of a weight update."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+
+TESTS = Path(__file__).parents[1]
+sys.path += [str(TESTS / "distributed"), str(TESTS / "fixtures")]
+from weight_actors import (  # noqa: E402
+    build_model,
+    greedy,
+    ray_on_this_machine,
+    start_engines,
+    start_senders,
+)
+
+from megadapo.errors import InfraError  # noqa: E402
+from megadapo.weights.config import WeightsConfig  # noqa: E402
+from megadapo.weights.publish import Publisher  # noqa: E402
+
+DEADLINE_S = 20.0
+CONFIG = WeightsConfig(bucket_mib=0.05, verify="off", deadline_s=DEADLINE_S)
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray() -> Iterator[None]:
+    yield from ray_on_this_machine()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("model"), seed=1)
+
+
+@pytest.fixture
+def engines(folder, tmp_path):
+    started = start_engines(folder, tmp_path)
+    yield started
+    started.shutdown()
+
+
+def connect(folder, engines):
+    senders = start_senders(folder, pp_size=2)
+    ray.get([sender.pid.remote() for sender in senders])
+    publisher = Publisher(senders, engines, CONFIG, tensor_parallel=1, dtype=torch.float32)
+    publisher.publish(1)
+    return senders, publisher
+
+
+def assert_fails_in_time(publisher: Publisher, message: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(InfraError, match=message):
+        publisher.publish(2)
+    assert time.monotonic() - started < 3 * DEADLINE_S
+
+
+def test_a_stopped_sender_leaves_the_old_weights_then_a_dead_one_takes_the_engine_out(
+    folder, engines
+):
+    """Catches an update that waits for ever, and an engine that serves half of two versions."""
+    senders, publisher = connect(folder, engines)
+    before = greedy(engines)
+
+    pid = ray.get(senders[1].pid.remote())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert_fails_in_time(publisher, r"bucket 0 of \d+: trainer rank 1 did not answer within")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert engines.policy_version == 1
+    after = greedy(engines)
+    assert [tokens for tokens, _ in before[0]] == [tokens for tokens, _ in after[0]]
+    publisher.publish(2)
+
+    ray.get(senders[1].signal_at.remote(2, signal.SIGKILL))
+    assert_fails_in_time(publisher, r"bucket 2 of \d+: trainer rank 1 died")
+    with pytest.raises(InfraError, match="unfinished weight update"):
+        greedy(engines)
+    assert engines.policy_version == 2
+
+    # The trainer starts anew, from its checkpoint; so do its engines, and everything works again.
+    for sender in senders:
+        ray.kill(sender)
+
+
+def test_a_sender_stopped_in_mid_update_is_named_with_its_bucket(folder, engines):
+    """Catches a deadline that covers the first bucket only."""
+    senders, publisher = connect(folder, engines)
+    pid = ray.get(senders[0].pid.remote())
+    ray.get(senders[0].signal_at.remote(1, signal.SIGSTOP))
+    try:
+        assert_fails_in_time(publisher, r"bucket 1 of \d+: trainer rank 0 did not answer within")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    with pytest.raises(InfraError, match="unfinished weight update"):
+        greedy(engines)
+
+
+def test_a_stopped_engine_is_named_with_its_bucket_and_a_new_one_takes_over(
+    folder, engines, tmp_path
+):
+    """Catches a trainer that hangs with its engine, and a run that cannot go on afterwards."""
+    senders, publisher = connect(folder, engines)
+    processes = engine_processes(engines)
+    assert processes
+    for process in processes:
+        process.suspend()
+    try:
+        assert_fails_in_time(publisher, r"rollout engine 0 did not answer in time")
+    finally:
+        for process in processes:
+            process.resume()
+    engines.shutdown()
+
+    fresh = start_engines(folder, tmp_path)
+    again = Publisher(senders, fresh, CONFIG, tensor_parallel=1, dtype=torch.float32)
+    assert again.publish(3).num_rounds > 1
+    assert greedy(fresh)[0]
+    fresh.shutdown()
+
+
+def engine_processes(engines) -> list[psutil.Process]:
+    """The processes that vLLM runs the model in."""
+    (actor_pid,) = ray.get([actor.__ray_call__.remote(_pid) for actor in engines.actors])
+    children = psutil.Process(actor_pid).children(recursive=True)
+    return [child for child in children if "VLLM" in " ".join(child.cmdline())]
+
+
+def _pid(actor: object) -> int:
+    return os.getpid()
