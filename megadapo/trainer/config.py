@@ -103,6 +103,8 @@ class TrainerConfig:
     """Split norms and residuals over the tensor-parallel ranks too, to save activation memory."""
     tokens_per_micro_batch: int = 16384
     """Token budget of one forward pass per data-parallel rank; a longer sequence goes alone."""
+    recompute: bool = False
+    """Keep only each layer's input and compute the rest again: less memory, a third more work."""
     num_threads: int = 0
     """CPU threads of each rank; 0 shares the machine's cores out over its ranks."""
     start_timeout_s: float = 1800.0

@@ -1,56 +1,17 @@
-"""The model's last step: from hidden states to DAPO's loss or to log-probs, without the logits.
-
-megatron-core >= 0.18 hands hidden states and output weight to an `output_processor`; for 0.16 the
-same hook is given to GPTModel here. Both versions then run the same `PolicyHead`.
-"""
+"""The model's last step: from hidden states to DAPO's loss or to log-probs, without the logits."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megadapo.dapo.objective import PolicyObjective
 from megadapo.kernels.policy_head import PolicyHeadOutput, policy_head_loss, token_logprobs
 from megadapo.trainer.micro_batch import MicroBatch
-
-
-class _GPTModelWithHook(GPTModel):
-    """GPTModel of megatron-core 0.16 with the `output_processor` of later versions."""
-
-    def forward(
-        self,
-        *args: Any,
-        output_processor: Callable[..., Any],
-        output_processor_context: object,
-        **kwargs: Any,
-    ) -> Any:
-        self._processor = output_processor
-        self._processor_context = output_processor_context
-        return super().forward(*args, **kwargs)
-
-    def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        if not self.post_process:
-            return hidden_states
-        weight = None
-        if self.share_embeddings_and_output_weights:
-            weight = self.shared_embedding_or_output_weight()
-        return self._processor(
-            hidden_states=hidden_states,
-            output_layer=self.output_layer,
-            output_weight=weight,
-            context=self._processor_context,
-        )
-
-
-_HAS_HOOK = "output_processor" in inspect.signature(GPTModel.forward).parameters
-HookedGPTModel = GPTModel if _HAS_HOOK else _GPTModelWithHook
 
 
 @dataclass(frozen=True, kw_only=True)

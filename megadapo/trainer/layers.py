@@ -13,6 +13,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -20,6 +21,11 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
+
+from megadapo.kernels.rmsnorm import rmsnorm
+from megadapo.kernels.rotary import rotary
+from megadapo.kernels.swiglu import swiglu
+from megadapo.trainer.megatron_versions import mlp_submodules
 
 SHORT_SEQUENCE = 32
 """Sequences up to this length share a bucket: the padding costs less than another call."""
@@ -40,8 +46,8 @@ class Bucket:
 class PackedSequences(PackedSeqParams):
     """Where sequences begin and end, plus what our own layers need to respect it."""
 
-    cos: Tensor | None = None  # [T, 1, D] of the rotary embedding
-    sin: Tensor | None = None  # [T, 1, D]
+    cos: Tensor | None = None  # [T, D / 2] of the rotary embedding
+    sin: Tensor | None = None  # [T, D / 2]
     buckets: tuple[Bucket, ...] = ()
     padded_rows: Tensor | None = None  # [T] row of the padded buffer that holds token t
     num_padded_rows: int = 0
@@ -54,7 +60,7 @@ def pack_sequences(
     cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     buckets, padded_rows, num_padded_rows = _buckets(lengths, cu_seqlens)
     positions = torch.cat([torch.arange(n, dtype=torch.float32) for n in lengths])
-    angles = torch.outer(positions, inverse_frequencies.cpu()).repeat(1, 2)[:, None, :]
+    angles = torch.outer(positions, inverse_frequencies.cpu())
     cu_seqlens = cu_seqlens.to(device)
     return PackedSequences(
         qkv_format="thd",
@@ -137,14 +143,14 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rmsnorm(x, self.weight, self.eps)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, D] by the angles of its positions (cos and sin [T, 1, D])."""
-    first, second = x.chunk(2, dim=-1)
-    rotated = torch.cat((-second, first), dim=-1)
-    return x * cos.to(x.dtype) + rotated * sin.to(x.dtype)
+class SwiGLU(MegatronModule):
+    """silu(gate) * up of the MLP's first product, where both lie beside each other."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        return swiglu(gate_up)
 
 
 class PackedAttention(torch.nn.Module):
@@ -180,8 +186,8 @@ class PackedAttention(torch.nn.Module):
         """Attention output [T, heads * D]."""
         packed = packed_seq_params
         assert packed is not None and packed.padded_rows is not None
-        query = apply_rotary(query, packed.cos, packed.sin)
-        key = apply_rotary(key, packed.cos, packed.sin)
+        query = rotary(query, packed.cos, packed.sin)
+        key = rotary(key, packed.cos, packed.sin)
         padded = [
             _ToPadded.apply(x, packed.padded_rows, packed.num_padded_rows)
             for x in (query, key, value)
@@ -218,6 +224,7 @@ def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
+    mlp_submodules(layer.submodules.mlp).activation_func = SwiGLU
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm

@@ -91,6 +91,7 @@ class MicroBatchBuilder:
 
 def response_tokens(batch: PackedBatch) -> np.ndarray:
     """[T] bool: the tokens that were sampled, not given."""
+    assert (batch.prompt_lengths > 0).all(), "the first token of a prompt has no predecessor"
     lengths = np.diff(batch.cu_seqlens)
     starts = np.repeat(batch.cu_seqlens[:-1], lengths)
     prompt_lengths = np.repeat(batch.prompt_lengths, lengths)

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from megadapo.errors import ConfigError, DataError
 from megadapo.trainer.config import ModelConfig, TrainerConfig
-from megadapo.trainer.head import HookedGPTModel
 from megadapo.trainer.layers import local_block_spec
+from megadapo.trainer.megatron_versions import HookedGPTModel
 from megadapo.weights.layout import layout_for
 
 VOCABULARY_MULTIPLE = 64
@@ -77,6 +77,7 @@ def transformer_config(
     shape = layout_for(hf_config).shape
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
     cuda = torch.cuda.is_available()
+    uses_te = uses_transformer_engine()
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -106,6 +107,9 @@ def transformer_config(
         calculate_per_token_loss=True,
         # only checked against variable_seq_lengths: there are no experts
         moe_token_dispatcher_type="alltoall",
+        recompute_granularity="full" if trainer.recompute else None,
+        recompute_method="uniform" if trainer.recompute else None,
+        recompute_num_layers=1 if trainer.recompute else None,
         # overwritten later, but it also marks which parameters are sharded: the gradient norm
         # counts unmarked ones on one rank only
         perform_initialization=True,
@@ -113,7 +117,9 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=cuda,
+        bias_activation_fusion=uses_te,
+        # megatron-core's name for "take the activation from the layer spec"
+        use_te_activation_func=not uses_te,
         batch_p2p_comm=cuda,
         deterministic_mode=False,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 from datetime import timedelta
 
 import numpy as np
@@ -13,16 +15,22 @@ from megatron.core import tensor_parallel
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.settings import Rendezvous
 
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo"
+
 
 def join_groups(rendezvous: Rendezvous, trainer: TrainerConfig, *, seed: int) -> None:
     """Join the world and form the tensor-, pipeline- and data-parallel groups."""
     cuda = torch.cuda.is_available()
+    timeout = timedelta(seconds=trainer.timeout_s)
+    if rendezvous.address == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     torch.distributed.init_process_group(
         backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
-        init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",
+        store=_store(rendezvous, timeout),
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
-        timeout=timedelta(seconds=trainer.timeout_s),
+        timeout=timeout,
     )
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=trainer.tensor_parallel,
@@ -32,6 +40,23 @@ def join_groups(rendezvous: Rendezvous, trainer: TrainerConfig, *, seed: int) ->
         create_gloo_process_groups=True,
     )
     seed_everything(seed)
+
+
+def _store(rendezvous: Rendezvous, timeout: timedelta) -> torch.distributed.TCPStore:
+    """Where ranks exchange addresses; torch's own listener would take calls on every interface."""
+    is_host = rendezvous.rank == 0
+    options = {}
+    if is_host:
+        listener = socket.create_server((rendezvous.address, rendezvous.port))
+        options["master_listen_fd"] = listener.detach()
+    return torch.distributed.TCPStore(
+        rendezvous.address,
+        rendezvous.port,
+        rendezvous.world_size,
+        is_host,
+        timeout=timeout,
+        **options,
+    )
 
 
 def seed_everything(seed: int) -> None:

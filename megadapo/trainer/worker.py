@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -36,19 +35,7 @@ def _named_failures(method: Callable[P, R]) -> Callable[P, R]:
             return method(*args, **kwargs)
         except MegadapoError:
             raise
-        except (
-            ArithmeticError,
-            AssertionError,
-            AttributeError,
-            FutureTimeoutError,
-            ImportError,
-            LookupError,
-            MemoryError,
-            OSError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except Exception as error:  # a boundary: nothing may be lost between actor and driver
             worker: TrainerWorker = args[0]
             logger.exception("trainer rank %d failed in %s", worker.rank, method.__name__)
             raise InfraError(

@@ -100,6 +100,7 @@ def settings_for(
     lr: float = 1e-3,
     seed: int = 0,
     temperature: float = 1.0,
+    recompute: bool = False,
 ) -> TrainerSettings:
     """Settings of a trainer in fp32 over a tiny model."""
     return TrainerSettings(
@@ -110,6 +111,7 @@ def settings_for(
             data_parallel=data,
             sequence_parallel=sequence,
             tokens_per_micro_batch=tokens_per_micro_batch,
+            recompute=recompute,
             timeout_s=120,
             optimizer=OptimizerConfig(lr=lr, warmup_steps=0, weight_decay=0.01),
         ),

@@ -19,6 +19,8 @@ LAYOUTS = {
     "pp2": {"pipeline": 2},
     "dp2": {"data": 2, "tokens_per_micro_batch": 64},
     "tp2-pp2-sp": {"tensor": 2, "pipeline": 2, "sequence": True},
+    "recompute": {"recompute": True},
+    "tp2-pp2-sp-recompute": {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": True},
     "pp2-dp2": {"pipeline": 2, "data": 2},
 }
 

@@ -1,0 +1,65 @@
+"""From sums of mini-batches to the numbers of a step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megadapo.trainer.metrics import MiniBatchSums, summarize
+
+
+def sums(**changes: float) -> MiniBatchSums:
+    usual = {
+        "loss": 2.0,
+        "num_tokens": 4.0,
+        "entropy": 2.0,
+        "ratio": 4.4,
+        "clipped_low": 1.0,
+        "clipped_high": 2.0,
+        "token_probability": 1.0,
+        "logprob": -8.0,
+        "num_compared": 2.0,
+        "logprob_difference": 0.5,
+        "max_ratio_error": 0.0,
+        "max_logprob_difference": 0.4,
+    }
+    return MiniBatchSums(**(usual | changes))
+
+
+def step_of(mini_batches: list[MiniBatchSums], **changes):
+    usual = {"grad_norms": [1.0], "skipped_updates": 0, "num_dropped_tokens": 0, "lr": 1e-6}
+    return summarize(mini_batches, **(usual | changes))
+
+
+def test_means_are_over_tokens_not_over_mini_batches() -> None:
+    """A short mini-batch must not weigh as much as a long one."""
+    result = step_of([sums(), sums(num_tokens=12.0, entropy=14.0, clipped_low=7.0)])
+    assert result.entropy == pytest.approx(1.0)
+    assert result.clip_low_fraction == pytest.approx(0.5)
+    assert result.tokens_trained == 16
+    assert result.loss == pytest.approx(2.0)
+
+
+def test_the_ratio_error_is_that_of_the_first_mini_batch_only() -> None:
+    """Later ones see other weights; their ratio is meant to differ from 1."""
+    result = step_of([sums(max_ratio_error=0.0), sums(max_ratio_error=0.3)])
+    assert result.ratio_first_max_error == 0.0
+    result = step_of([sums(max_ratio_error=1e-7), sums(max_ratio_error=0.0)])
+    assert result.ratio_first_max_error == 1e-7
+
+
+def test_parity_takes_the_mean_over_compared_tokens_and_the_largest_of_all() -> None:
+    result = step_of([sums(), sums(num_compared=0.0, logprob_difference=0.0)])
+    assert result.logprob_abs_mean == pytest.approx(0.25)
+    result = step_of([sums(max_logprob_difference=0.1), sums(max_logprob_difference=0.7)])
+    assert result.logprob_abs_max == 0.7
+
+
+def test_what_was_not_measured_is_nan_not_zero() -> None:
+    """0.0 would read as perfect parity, or as a vanished gradient."""
+    nothing = sums(num_tokens=0.0, num_compared=0.0, max_logprob_difference=0.0)
+    result = step_of([nothing], grad_norms=[], skipped_updates=1)
+    assert math.isnan(result.logprob_abs_mean) and math.isnan(result.logprob_abs_max)
+    assert math.isnan(result.entropy) and math.isnan(result.grad_norm)
+    assert result.skipped_updates == 1 and result.tokens_trained == 0
