@@ -22,7 +22,7 @@ ODD = {
 and q heads that do not add up to the hidden size."""
 
 
-def make_model(folder: Path, family: str, **changes: object) -> Path:
+def make_model(folder: Path, family: str, *, std: float = 0.05, **changes: object) -> Path:
     """A random model of a family in Hugging Face format; its layers are all different."""
     import transformers
 
@@ -35,6 +35,6 @@ def make_model(folder: Path, family: str, **changes: object) -> Path:
     config = getattr(transformers, f"{family}Config")(**sizes)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for param in model.parameters():
-        torch.nn.init.normal_(param, std=0.05)
+        torch.nn.init.normal_(param, std=std)
     model.save_pretrained(folder)
     return folder
