@@ -177,6 +177,7 @@ class Engines:
 
     def __init__(self, actor: Any) -> None:
         self.actors = [actor]
+        self.gpus: list[tuple[int, ...]] = [()]
 
     def init_weight_transfer(self, infos: Sequence[dict[str, Any]], *, timeout_s: float) -> None:
         self._call("init_weight_transfer_engine", infos[0])

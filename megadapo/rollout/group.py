@@ -79,6 +79,11 @@ class EngineGroup:
             engines.wait_until_ready()
         return engines
 
+    @property
+    def gpus(self) -> list[tuple[int, ...]]:
+        """GPU numbers of each engine on its node; empty on a CPU."""
+        return [spec.platform.gpus for spec in self._specs]
+
     def wait_until_ready(self) -> None:
         """Wait until each engine has answered a request.
 

@@ -279,7 +279,7 @@ class _Assigner:
             return rank, rank
         feeders = [rank for rank, at in enumerate(self._nodes) if at == node]
         if not feeders:
-            raise WeightError(f"No trainer rank is on node {node}, which an engine runs on.")
+            raise WeightError(f"No trainer rank shares {node}, from which an engine could read.")
         origin = self._least_loaded((stage, owners), candidates, size)
         return origin, self._least_loaded(("node", node), lambda: feeders, size)
 

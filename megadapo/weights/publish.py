@@ -12,10 +12,10 @@ import torch
 from megadapo.errors import InfraError, MegadapoError
 from megadapo.weights.buckets import num_rounds, pack
 from megadapo.weights.config import WeightsConfig
+from megadapo.weights.places import find_places
 from megadapo.weights.plan import EngineShape, Plan
 from megadapo.weights.planning import make_plan
 from megadapo.weights.sender import SenderInfo
-from megadapo.weights.transports import needs_one_node
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -77,10 +77,9 @@ class Publisher:
         Afterwards the engines' prefix caches are empty and their samples carry `policy_version`.
 
         Raises:
-            InfraError: A rank or engine failed or missed `weights.deadline_s`; the message names
-                the bucket and the rank. The engines then either still have their old weights, or
-                refuse to generate until an update is complete.
-            WeightError: A checksum differs; the parameter is named.
+            InfraError: A rank or engine failed, missed `weights.deadline_s`, or found a checksum
+                that differs; the message names the bucket and the rank, or the parameter. The
+                engines then either still have their old weights, or refuse to generate.
         """
         started = time.monotonic()
         plan = self.plan
@@ -88,18 +87,9 @@ class Publisher:
             self._config.verify == "first" and self._num_published == 0
         )
         deadline = self._config.deadline_s
-        sums = [self._filled(0, self._fill(0, verify))]
-        # Until here the engines kept their old weights; from here on they refuse to generate.
-        self._engines.start_weight_update(timeout_s=deadline)
-        for number in range(self._num_rounds):
-            taking = self._take(number, verify)
-            if number + 1 < self._num_rounds:
-                # Written into the other bucket while this one is read.
-                sums.append(self._filled(number + 1, self._fill(number + 1, verify)))
-            self._taken(number, taking)
+        sums = self._move(verify)
         if verify:
-            by_feeder = [list(rounds) for rounds in zip(*sums, strict=True)]
-            refs = self._engines.submit_update([{"checksums": by_feeder}] * self._num_engines)
+            refs = self._engines.submit_update([{"checksums": sums}] * self._num_engines)
             self._engines.collect(refs, timeout_s=deadline)
         self._engines.finish_weight_update(policy_version, timeout_s=deadline)
         self._num_published += 1
@@ -111,6 +101,19 @@ class Publisher:
             verified=verify,
         )
 
+    def _move(self, verify: bool) -> list[list[list[int]]]:
+        """All rounds, two buckets in flight; the trainer's checksums as [feeder][round]."""
+        sums = [self._filled(0, self._fill(0, verify))]
+        # Until here the engines kept their old weights; from here on they refuse to generate.
+        self._engines.start_weight_update(timeout_s=self._config.deadline_s)
+        for number in range(self._num_rounds):
+            taking = self._take(number, verify)
+            if number + 1 < self._num_rounds:
+                # Written into the other bucket while this one is read.
+                sums.append(self._filled(number + 1, self._fill(number + 1, verify)))
+            self._taken(number, taking)
+        return [list(rounds) for rounds in zip(*sums, strict=True)]
+
     @property
     def _num_engines(self) -> int:
         return len(self._engines.actors)
@@ -118,52 +121,44 @@ class Publisher:
     def _connect(self) -> Plan:
         """Plan the update, and let trainer ranks and engines open their buckets."""
         infos: list[SenderInfo] = self._call("describe")
-        transport = self._transport(infos)
-        numbers, receivers = self._receivers(transport)
+        places = find_places(
+            self._config.transport,
+            [(info.node, info.gpu) for info in infos],
+            self._engine_nodes(),
+            self._engines.gpus,
+        )
         bucket_bytes = int(self._config.bucket_mib * MIB)
         plan = make_plan(
             infos[0].layout,
             [info.position for info in infos],
-            EngineShape(tp_size=self._tensor_parallel, nodes=receivers),
+            EngineShape(tp_size=self._tensor_parallel, nodes=tuple(places.receivers)),
             itemsize=self._dtype.itemsize,
             max_bundle_bytes=bucket_bytes,
-            source_nodes=[info.node for info in infos] if needs_one_node(transport) else None,
+            source_nodes=places.sources,
         )
         self._num_rounds = num_rounds(pack(plan, bucket_bytes))
         offers = self._call(
-            "prepare", plan, bucket_bytes=bucket_bytes, dtype=self._dtype, transport=transport
+            "prepare",
+            plan,
+            bucket_bytes=bucket_bytes,
+            dtype=self._dtype,
+            transport=places.transport,
         )
         common = {
             "plan": plan.to_json(),
             "shape": asdict(infos[0].layout.shape),
             "bucket_bytes": bucket_bytes,
-            "transport": transport,
+            "transport": places.transport,
             "offers": offers,
         }
         connecting = self._submit("connect", offers)
         self._engines.init_weight_transfer(
-            [common | {"engine": number} for number in numbers],
+            [common | {"engine": number} for number in places.numbers],
             timeout_s=self._config.deadline_s,
         )
         self._wait(connecting, "weights: connect")
         self._call("opened")
         return plan
-
-    def _receivers(self, transport: str) -> tuple[list[int], tuple[str, ...]]:
-        """Number of the receiver that each engine is, and the node of each receiver.
-
-        Engines that read the same memory are one receiver: every byte is written once for them.
-        """
-        nodes = self._engine_nodes()
-        if not needs_one_node(transport):
-            return list(range(len(nodes))), tuple(nodes)
-        receivers = list(dict.fromkeys(nodes))
-        return [receivers.index(node) for node in nodes], tuple(receivers)
-
-    def _transport(self, infos: Sequence[SenderInfo]) -> str:
-        if self._config.transport != "auto":
-            return self._config.transport
-        return "shared_memory" if infos[0].device == "cpu" else "cuda_ipc"
 
     def _engine_nodes(self) -> list[str]:
         import ray

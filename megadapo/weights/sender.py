@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class SenderInfo:
     position: ShardPosition
     layout: ModelLayout
     node: str
-    device: str
+    gpu: int | None
+    """Number of the rank's GPU on its node; None on a CPU."""
 
 
 class WeightSender:
@@ -63,7 +65,7 @@ class WeightSender:
             position=self._position,
             layout=self._layout,
             node=socket.gethostname(),
-            device=self._device.type,
+            gpu=_gpu_number(self._device) if self._device.type == "cuda" else None,
         )
 
     def prepare(self, plan: Plan, *, bucket_bytes: int, dtype: torch.dtype, transport: str) -> dict:
@@ -158,3 +160,10 @@ class WeightSender:
         if operations:
             for work in torch.distributed.batch_isend_irecv(operations):
                 work.wait()
+
+
+def _gpu_number(device: torch.device) -> int:
+    """The number that the node gives a device, which this process may know by another."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    index = device.index or 0
+    return int(visible.split(",")[index]) if visible else index

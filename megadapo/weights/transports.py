@@ -109,8 +109,3 @@ def open_inbox(
 
         return PointToPointInbox(offers, device, rank=rank, num_ranks=num_ranks)
     raise InfraError(f"weights.transport: unknown transport {transport!r}.")
-
-
-def needs_one_node(transport: str) -> bool:
-    """Whether sender and receiver must share a machine, so that engines there read the same."""
-    return transport in ("shared_memory", "cuda_ipc")

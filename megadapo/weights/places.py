@@ -1,0 +1,65 @@
+"""Which engines can read from which trainer ranks, and by what transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Device = tuple[str, int | None]
+"""Node and GPU number there; no number on a CPU."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where trainer ranks and engines meet."""
+
+    transport: str
+    numbers: list[int]
+    """Number of the receiver that each engine is."""
+    receivers: list[str]
+    """Place of each receiver."""
+    sources: list[str] | None
+    """Place of each trainer rank; None where it can reach every receiver."""
+
+
+def find_places(
+    transport: str,
+    ranks: Sequence[Device],
+    engine_nodes: Sequence[str],
+    engine_gpus: Sequence[Sequence[int]],
+) -> Places:
+    """Decide who reads where.
+
+    Args:
+        transport: The `weights.transport` setting; "auto" is resolved here.
+        ranks: Node and GPU of every trainer rank.
+        engine_nodes: Node of every engine.
+        engine_gpus: GPU numbers of every engine; empty on a CPU.
+    """
+    devices = [
+        {(node, gpu) for gpu in gpus} for node, gpus in zip(engine_nodes, engine_gpus, strict=True)
+    ]
+    if transport == "auto":
+        transport = _choose_transport(ranks, devices)
+    if transport == "shared_memory":
+        # Engines on one node read the same memory: every byte is written once for them.
+        receivers = list(dict.fromkeys(engine_nodes))
+        numbers = [receivers.index(node) for node in engine_nodes]
+        return Places(transport, numbers, receivers, [node for node, _ in ranks])
+    numbers = list(range(len(devices)))
+    receivers = [f"engine {number}" for number in numbers]
+    if transport == "nccl":
+        return Places(transport, numbers, receivers, None)
+    # A process can open memory on the GPUs it sees, which are the engine's own.
+    sources = [
+        next((name for name, own in zip(receivers, devices, strict=True) if rank in own), "")
+        for rank in ranks
+    ]
+    return Places(transport, numbers, receivers, sources)
+
+
+def _choose_transport(ranks: Sequence[Device], engines: Sequence[set[Device]]) -> str:
+    """Shared memory on CPUs, CUDA IPC where every engine has a trainer rank on its GPUs."""
+    if ranks[0][1] is None:
+        return "shared_memory"
+    return "cuda_ipc" if all(own.intersection(ranks) for own in engines) else "nccl"

@@ -1,0 +1,34 @@
+"""Who reads where, for the placements a cluster makes."""
+
+from __future__ import annotations
+
+from megadapo.weights.places import find_places
+
+
+def on_gpus(nodes: int, per_node: int) -> list[tuple[str, int]]:
+    return [(f"n{node}", gpu) for node in range(nodes) for gpu in range(per_node)]
+
+
+def test_engines_on_one_machine_read_the_same_memory():
+    """Catches every engine being sent its own copy over shared memory."""
+    places = find_places("auto", [("n0", None)] * 4, ["n0", "n0"], [(), ()])
+    assert places.transport == "shared_memory"
+    assert places.numbers == [0, 0] and places.receivers == ["n0"]
+    assert places.sources == ["n0"] * 4
+
+
+def test_an_engine_opens_only_memory_on_gpus_it_sees():
+    """Catches a handle of a GPU that is hidden from the engine's process."""
+    gpus = [(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3), (4, 5, 6, 7)]
+    nodes = ["n0", "n0", "n1", "n1"]
+    places = find_places("auto", on_gpus(2, 8), nodes, gpus)
+    assert places.transport == "cuda_ipc" and places.numbers == [0, 1, 2, 3]
+    assert places.sources == [f"engine {rank // 4}" for rank in range(16)]
+
+
+def test_engines_on_other_gpus_are_sent_messages():
+    """Catches CUDA IPC to an engine that shares no GPU with the trainer."""
+    places = find_places("auto", on_gpus(1, 4), ["n0", "n0"], [(4, 5), (6, 7)])
+    assert places.transport == "nccl" and places.sources is None
+    # The same GPU numbers on another node are other GPUs.
+    assert find_places("auto", on_gpus(1, 4), ["n1"], [(0, 1)]).transport == "nccl"
