@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,3 +157,12 @@ def test_inspect_says_what_is_there(model_folders, capsys):
     command("inspect", model_folders["Qwen3Moe"])
     text = capsys.readouterr().out
     assert "Qwen3MoeForCausalLM" in text and "4 of 16" in text and "301" in text
+
+
+def test_the_tool_reports_one_message_and_the_kind_of_error(tmp_path):
+    """Catches a traceback, and an exit code of 0 on failure."""
+    tool = Path(__file__).parents[3] / "tools" / "convert_checkpoint.py"
+    command = [sys.executable, str(tool), "inspect", str(tmp_path / "nowhere")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == WeightError.exit_code
+    assert "nowhere" in result.stderr and "Traceback" not in result.stderr

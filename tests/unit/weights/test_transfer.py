@@ -63,6 +63,7 @@ class Connection:
             sender.prepare(self.plan, bucket_bytes=BUCKET, dtype=dtype, transport="shared_memory")
             for sender in self.senders
         ]
+        assert all(offer["num_bytes"] <= BUCKET for offer in offers)
         self.inbox = SharedMemoryInbox(offers)
         for sender in self.senders:
             sender.opened()
