@@ -21,7 +21,7 @@ from megadapo.kernels.row_exchange import (
     group_size,
 )
 from megadapo.kernels.row_types import PolicyInputs, RowOutputs, VocabShards
-from megadapo.kernels.vendor_gemm import Fp32Sum, mm_fp32, mm_rows, widen_for_logits
+from megadapo.kernels.vendor_gemm import Fp32Sum, mm_fp32, mm_rows, widened_like
 from megadapo.kernels.vocab_rows import logprob_grad_rows, policy_rows, row_stats
 
 
@@ -93,20 +93,17 @@ class _Projection:
     """Logits of a tile: one product per vocabulary shard, so that TP does not change their bits."""
 
     def __init__(self, weight: Tensor, shards: VocabShards) -> None:
-        self._weight = widen_for_logits(weight)
-        self._exact_bf16 = weight.dtype == torch.bfloat16
-        self._shards = shards
+        self._shards = [
+            weight[shard * shards.size : (shard + 1) * shards.size]
+            for shard in range(shards.num_local)
+        ]
+        self._widened = widened_like(self._shards[0])
 
     def __call__(self, hidden: Tensor, out: Tensor) -> None:
-        hidden = widen_for_logits(hidden)
-        for shard in range(self._shards.num_local):
-            columns = slice(shard * self._shards.size, (shard + 1) * self._shards.size)
-            mm_fp32(
-                hidden,
-                self._weight[columns].t(),
-                out=out[:, columns],
-                exact_bf16=self._exact_bf16,
-            )
+        if self._widened is not None:
+            hidden = hidden.float()
+        for shard, columns in zip(self._shards, out.chunk(len(self._shards), dim=1), strict=True):
+            mm_fp32(hidden, shard, out=columns, scratch=self._widened)
 
 
 def policy_blocks(

@@ -19,8 +19,10 @@ from megadapo.kernels.row_types import VocabShards
 NUM_VIRTUAL_SHARDS = 8
 """Vocabulary shards of the tp_invariant mode: divisible by TP 1, 2, 4 and 8."""
 
-BUFFER_BYTES = {"cuda": 3 << 29, "cpu": 32 << 20}
-"""Size of each of the two reused buffers: fp32 logits, and their gradient in hidden's dtype."""
+BLOCK_BYTES = {"cuda": 3 << 29, "cpu": 32 << 20}
+"""Size of the reused buffer for a block's gradient of the logits, in hidden's dtype."""
+TILE_BYTES = {"cuda": 3 << 29, "cpu": 16 << 20}
+"""Size of a tile's fp32 logits, where they do not share the block's buffer."""
 
 _ROW_MULTIPLE = 64
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,15 +78,16 @@ def plan_tiling(
     padded_vocab: int, dtype: torch.dtype, device: torch.device, chunk_tokens: int | None
 ) -> Tiling:
     """Choose block and tile heights from the whole vocabulary, so that TP does not change them."""
-    budget = BUFFER_BYTES["cpu" if device.type == "cpu" else "cuda"]
-    tile = _fitting_rows(budget, 4 * padded_vocab)
-    if chunk_tokens is None:
-        return Tiling(
-            block_rows=_fitting_rows(budget, dtype.itemsize * padded_vocab), tile_rows=tile
-        )
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    return Tiling(block_rows=chunk_tokens, tile_rows=min(chunk_tokens, tile))
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    block = chunk_tokens
+    if block is None:
+        block = _fitting_rows(BLOCK_BYTES[kind], dtype.itemsize * padded_vocab)
+    if block < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {block}")
+    if dtype == torch.float32:
+        return Tiling(block_rows=block, tile_rows=block)
+    tile = _fitting_rows(TILE_BYTES[kind], 4 * padded_vocab)
+    return Tiling(block_rows=block, tile_rows=min(block, tile))
 
 
 def _fitting_rows(budget: int, row_bytes: int) -> int:

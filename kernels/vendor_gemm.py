@@ -26,24 +26,27 @@ def _bf16_products_on_cpu(enabled: bool) -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-def widen_for_logits(tensor: Tensor) -> Tensor:
-    """Return the operand of `mm_fp32` in the form this device multiplies fastest."""
-    if tensor.device.type == "cpu" and tensor.dtype != torch.float32:
-        return tensor.float()
-    return tensor
+def widened_like(b: Tensor) -> Tensor | None:
+    """Scratch for `mm_fp32` where the device has no low-precision product with an fp32 result."""
+    if b.device.type == "cpu" and b.dtype != torch.float32:
+        return torch.empty(b.shape, dtype=torch.float32)
+    return None
 
 
-def mm_fp32(a: Tensor, b: Tensor, *, out: Tensor, exact_bf16: bool = False) -> None:
-    """out [M, N] fp32 = a [M, K] @ b [K, N], accumulated and stored in fp32.
+def mm_fp32(a: Tensor, b: Tensor, *, out: Tensor, scratch: Tensor | None) -> None:
+    """out [M, N] fp32 = a [M, K] @ b^T for b [N, K], accumulated and stored in fp32.
 
-    `exact_bf16` promises that fp32 operands hold bf16 values, so that multiplying them as bf16
-    loses nothing; the CPU has no bf16 product with an fp32 result otherwise.
+    On the CPU a low-precision b is widened into `scratch` and a comes in widened. Such fp32
+    values are exact, so oneDNN may multiply them with its bf16 instructions again, and only the
+    rounding of the result is gone.
     """
-    if a.dtype == torch.float32:
-        with _bf16_products_on_cpu(exact_bf16 and a.device.type == "cpu"):
-            torch.mm(a, b, out=out)
+    if scratch is not None:
+        with _bf16_products_on_cpu(b.dtype == torch.bfloat16):
+            torch.mm(a, scratch.copy_(b).t(), out=out)
+    elif a.dtype == torch.float32:
+        torch.mm(a, b.t(), out=out)
     else:
-        torch.mm(a, b, out_dtype=torch.float32, out=out)
+        torch.mm(a, b.t(), out_dtype=torch.float32, out=out)
 
 
 def mm_rows(a: Tensor, b: Tensor, *, out: Tensor) -> None:
@@ -69,29 +72,31 @@ class Fp32Sum:
         self._shape = shape
         self._like = like
         self._sum = into
-        self._is_empty = into is None
+        self._is_own = into is None
 
     def add(self, a: Tensor, b: Tensor) -> None:
         """Add a^T b, where a is [n, M] and b is [n, N]."""
-        if self._is_empty:
-            self._sum = torch.empty(self._shape, dtype=torch.float32, device=self._like.device)
+        if self._sum is None:
+            self._sum = self._first(a, b)
+            return
+        if self._is_own and self._sum.dtype != torch.float32:
+            self._sum = self._sum.float()
         total = self._sum
-        assert total is not None
-        if a.dtype == torch.float32 and total.dtype == torch.float32:
-            torch.addmm(total, a.t(), b, beta=0 if self._is_empty else 1, out=total)
+        if a.dtype == total.dtype == torch.float32:
+            torch.addmm(total, a.t(), b, out=total)
         elif a.device.type == "cuda" and total.dtype == torch.float32:
-            if self._is_empty:
-                torch.mm(a.t(), b, out_dtype=torch.float32, out=total)
-            else:
-                torch.addmm(total, a.t(), b, out_dtype=torch.float32, out=total)
-        elif self._is_empty:
-            total.copy_(torch.mm(a.t(), b))
+            torch.addmm(total, a.t(), b, out_dtype=torch.float32, out=total)
         else:
             total.add_(torch.mm(a.t(), b))
-        self._is_empty = False
+
+    def _first(self, a: Tensor, b: Tensor) -> Tensor:
+        if a.device.type == "cuda" and a.dtype != torch.float32:
+            return torch.mm(a.t(), b, out_dtype=torch.float32)
+        # on the CPU a low-precision product is widened once there is a second one to add
+        return torch.mm(a.t(), b)
 
     def result(self) -> Tensor:
-        """Return the sum [M, N] in fp32; zeros when nothing was added."""
+        """Return the sum [M, N]; zeros when nothing was added."""
         if self._sum is None:
             self._sum = torch.zeros(self._shape, dtype=torch.float32, device=self._like.device)
         return self._sum

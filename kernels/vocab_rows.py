@@ -50,8 +50,8 @@ def row_stats(
 ) -> Tensor:
     """Return stats [shards.num_local, 4, R] of logits [R, V/p] fp32 for targets [R] int64.
 
-    On the CPU the tile is left as the state that the gradient pass continues from: e^(z - max)
-    of each shard, or z - max where the entropy's gradient needs it (`for_entropy`).
+    On the CPU the tile is left as the state that the gradient pass continues from: the softmax
+    within each shard, or z - max where the entropy's gradient needs it (`for_entropy`).
     """
     if uses_triton(logits):
         return row_stats_triton(logits, targets, shards, temperature)
@@ -229,14 +229,15 @@ def _group_stats_cpu(
     logits[:, shards.num_valid_columns :] = NEVER
     tile = logits.view(-1, shards.num_local, shards.size)
     maximum = tile.amax(-1, keepdim=True)
-    centred, powers = (tile, scratch) if for_entropy else (scratch, tile)
+    centred, shares = (tile, scratch) if for_entropy else (scratch, tile)
     torch.sub(tile, maximum, out=centred)
-    torch.exp(centred, out=powers)
-    total = _sum_last(powers)
+    # torch's softmax is its fastest exponential; the largest share is e^0 over the sum
+    torch.softmax(centred, -1, out=shares)
+    total = shares.amax(-1).reciprocal_()
     scratch.mul_(tile)
     stats[:, 0] = maximum[..., 0].t()
     stats[:, 1] = total.t()
-    stats[:, 3] = _sum_last(scratch).t()
+    stats[:, 3] = _sum_last(scratch).mul_(total).t()
 
 
 def _sum_last(x: Tensor) -> Tensor:
@@ -261,16 +262,19 @@ def _row_grad_cpu(
 ) -> None:
     """Write d_logits [R, V/p] = (d_logprob (onehot - p) - d_entropy p (log p + H)) / temperature.
 
-    Continues from what `_row_stats_cpu` left in `logits`: powers e = e^(z - shard max), or the
+    Continues from what `_row_stats_cpu` left in `logits`: the softmax within each shard, or the
     centred logits c = z - shard max where the entropy has a gradient.
     """
     maximum, log_total, entropy = merged
-    mine = stats[shards.first : shards.first + shards.num_local, 0].t()  # [R, S/p]
-    log_scale = mine - maximum[:, None] - log_total[:, None]  # log p = c + log_scale
+    mine = stats[shards.first : shards.first + shards.num_local]  # [S/p, 4, R]
+    log_scale = mine[:, 0].t() - maximum[:, None] - log_total[:, None]  # log p = c + log_scale
     scale = log_scale.exp() / temperature
-    direct = -d_logprobs[:, None] * scale
-    if d_entropy is not None:
-        direct = direct - d_entropy[:, None] * scale * (log_scale + entropy[:, None])
+    if d_entropy is None:
+        direct = -d_logprobs[:, None] * scale * mine[:, 1].t()
+    else:
+        direct = -scale * (
+            d_logprobs[:, None] + d_entropy[:, None] * (log_scale + entropy[:, None])
+        )
     columns, is_here = _local_targets(targets, shards)
     onehot = torch.where(is_here, d_logprobs / temperature, 0.0)
 
