@@ -41,16 +41,24 @@ class ModelLayout:
         )
 
     @cached_property
-    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of every Hugging Face tensor, in the order of the model."""
-        shapes = self._row_hf_shapes(self.family.embedding, "")
+    def hf_axes(self) -> dict[str, tuple[str, ...]]:
+        """Size symbols of the axes of every Hugging Face tensor, in the order of the model."""
+        axes = self._row_axes(self.family.embedding, "")
         for layer in range(self.shape.num_layers):
             for row in self.layer_rows:
-                shapes |= self._row_hf_shapes(row, f"model.layers.{layer}.")
-        shapes |= self._row_hf_shapes(self.family.final_norm, "")
+                axes |= self._row_axes(row, f"model.layers.{layer}.")
+        axes |= self._row_axes(self.family.final_norm, "")
         if not self.shape.tied:
-            shapes |= self._row_hf_shapes(self.family.head, "")
-        return shapes
+            axes |= self._row_axes(self.family.head, "")
+        return axes
+
+    @cached_property
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shape of every Hugging Face tensor, in the order of the model."""
+        return {
+            name: tuple(self.shape.size(symbol) for symbol in axes)
+            for name, axes in self.hf_axes.items()
+        }
 
     def megatron_shards(self, position: ShardPosition) -> Iterator[Shard]:
         """Every parameter of a trainer rank, in the order of the model."""
@@ -202,11 +210,11 @@ class ModelLayout:
             return None
         return self.shape.size(row.rows[0] if row.cut is Cut.COLUMNS else row.columns)
 
-    def _row_hf_shapes(self, row: Weight, prefix: str) -> dict[str, tuple[int, ...]]:
-        tail = () if row.columns is None else (self.shape.size(row.columns),)
+    def _row_axes(self, row: Weight, prefix: str) -> dict[str, tuple[str, ...]]:
+        tail = () if row.columns is None else (row.columns,)
         numbers = range(self.shape.num_experts) if row.expert else [None]
         return {
-            prefix + _numbered(name, number): (self.shape.size(symbol), *tail)
+            prefix + _numbered(name, number): (symbol, *tail)
             for number in numbers
             for name, symbol in zip(row.hf, row.rows, strict=True)
         }

@@ -43,6 +43,10 @@ def replica_positions(
         stages: Layers of each pipeline stage; None spreads them evenly.
         num_dp: Data-parallel size outside of experts.
     """
+    sizes = {"TP": tp_size, "PP": pp_size, "VPP": vpp_size, "EP": ep_size, "DP": num_dp}
+    for name, size in sizes.items():
+        if size < 1:
+            raise WeightError(f"{name} must be at least 1, but it is {size}.")
     stages = stages or stage_layers(layout.shape.num_layers, pp_size, vpp_size)
     etp = tp_size if etp_size is None else etp_size
     per_stage = tp_size * num_dp

@@ -7,6 +7,18 @@ from dataclasses import dataclass
 from megadapo.errors import WeightError
 from megadapo.weights.families import Family, family_of
 
+CONFIG_KEYS = {
+    "hidden": "hidden_size",
+    "vocab": "vocab_size",
+    "q": "num_attention_heads x head_dim",
+    "kv": "num_key_value_heads x head_dim",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "experts": "num_experts",
+    "expert_ffn": "moe_intermediate_size",
+}
+"""What a size symbol of the family tables is called in a Hugging Face configuration."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:

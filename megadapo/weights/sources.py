@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from megadapo.errors import WeightError
 from megadapo.weights.layout import ModelLayout
+from megadapo.weights.shape import CONFIG_KEYS
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -104,7 +105,8 @@ def check_tensors(source: TensorSource, layout: ModelLayout, where: object) -> N
     problems = [f"{name} is missing" for name in expected if name not in found]
     problems += [f"{name} is not in the layout" for name in found if name not in expected]
     problems += [
-        f"{name} has shape {list(found[name])}, the configuration says {list(shape)}"
+        f"{name} has shape {list(found[name])}, config.json says {list(shape)} "
+        f"({', '.join(CONFIG_KEYS[symbol] for symbol in layout.hf_axes[name])})"
         for name, shape in expected.items()
         if name in found and found[name] != shape
     ]

@@ -130,6 +130,8 @@ def test_damage_and_bad_requests_are_named(model_folders, tmp_path):
     source = model_folders["Qwen2"]
     with pytest.raises(WeightError, match="cannot be cut into 3 equal parts"):
         command("hf-to-megatron", source, tmp_path / "three", "--tp", 3)
+    with pytest.raises(WeightError, match="TP must be at least 1"):
+        command("hf-to-megatron", source, tmp_path / "three", "--tp", 0)
     assert not (tmp_path / "three").exists()
     command("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2)
     with pytest.raises(WeightError, match="exists already"):
@@ -141,6 +143,25 @@ def test_damage_and_bad_requests_are_named(model_folders, tmp_path):
     path.unlink()
     with pytest.raises(WeightError, match="tp001-pp000-ep000.safetensors"):
         command("megatron-to-hf", tmp_path / "megatron", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("changes,message", [
+    ({"num_key_value_heads": 4}, r"k_proj.weight has shape .*\(num_key_value_heads x head_dim"),
+    ({"vocab_size": 304}, r"embed_tokens.weight has shape .*\(vocab_size, hidden_size\)"),
+    ({"intermediate_size": 64}, r"gate_proj.weight has shape .*\(intermediate_size, hidden_size\)"),
+    ({"tie_word_embeddings": True}, r"tie_word_embeddings is true, but lm_head.weight != "),
+    ({"attention_bias": True}, r"q_proj.bias is missing"),
+])  # fmt: skip
+def test_a_configuration_that_does_not_fit_its_weights_is_refused(
+    model_folders, tmp_path, changes, message
+):
+    """Catches an import of one model's weights under another's configuration."""
+    source = model_folders["Llama"]
+    config = json.loads((source / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    with pytest.raises(WeightError, match=message):
+        command("hf-to-megatron", tmp_path, tmp_path / "megatron")
 
 
 def test_an_index_cannot_lead_out_of_its_folder(model_folders, tmp_path):
