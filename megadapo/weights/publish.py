@@ -120,6 +120,8 @@ class Publisher:
 
     def _connect(self) -> Plan:
         """Plan the update, and let trainer ranks and engines open their buckets."""
+        import ray
+
         infos: list[SenderInfo] = self._call("describe")
         places = find_places(
             self._config.transport,
@@ -139,7 +141,7 @@ class Publisher:
         self._num_rounds = num_rounds(pack(plan, bucket_bytes))
         offers = self._call(
             "prepare",
-            plan,
+            ray.put(plan),
             bucket_bytes=bucket_bytes,
             dtype=self._dtype,
             transport=places.transport,
@@ -161,10 +163,8 @@ class Publisher:
         return plan
 
     def _engine_nodes(self) -> list[str]:
-        import ray
-
         refs = [actor.__ray_call__.remote(_host_name) for actor in self._engines.actors]
-        return ray.get(refs, timeout=self._config.deadline_s)
+        return self._engines.collect(refs, timeout_s=self._config.deadline_s)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every trainer rank's sender and wait for all."""

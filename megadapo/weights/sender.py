@@ -11,6 +11,7 @@ import torch
 
 from megadapo.weights.buckets import (
     Placed,
+    Schedule,
     checksum,
     largest_bucket,
     pack,
@@ -72,10 +73,11 @@ class WeightSender:
         """Take the plan, allocate two buckets and offer them."""
         self.close()
         schedule = pack(plan, bucket_bytes)
-        self._plan, self._dtype, self._schedule = plan, dtype, schedule
+        self._plan, self._dtype, self._own = plan, dtype, schedule[self._rank]
+        self._relayed = _relayed(schedule, self._rank)
         self._outbox = open_outbox(
             transport,
-            largest_bucket(plan, schedule[self._rank]),
+            largest_bucket(plan, self._own),
             device=self._device,
             rank=self._rank,
             num_ranks=plan.num_ranks,
@@ -103,9 +105,9 @@ class WeightSender:
         """
         assert self._plan is not None, "prepare first"
         self._relay(round_number)
-        own = self._bucket_of(self._rank, round_number)
-        if not own:
+        if round_number >= len(self._own):
             return []
+        own = self._own[round_number]
         bucket = self._outbox.bucket(round_number)
         sums = []
         for placed in own:
@@ -122,10 +124,6 @@ class WeightSender:
             self._outbox.close()
         self._outbox = self._plan = None
 
-    def _bucket_of(self, rank: int, round_number: int) -> Sequence[Placed]:
-        rounds = self._schedule[rank]
-        return rounds[round_number] if round_number < len(rounds) else ()
-
     def _fill_one(self, bucket: torch.Tensor, placed: Placed) -> None:
         for offset, copy in self._plan.slices(placed.transfer, placed.offset):
             param = self._params[copy.source_name]
@@ -141,25 +139,32 @@ class WeightSender:
     def _relay(self, round_number: int) -> None:
         """Hand slices to the ranks that feed engines on other nodes, over the trainer's group."""
         operations, staged = [], []
-        for feeder in range(len(self._schedule)):
-            for placed in self._bucket_of(feeder, round_number):
-                origin, size = placed.transfer.origin, self._plan.bundle(placed.transfer).num_bytes
-                if origin == feeder or self._rank not in (origin, feeder):
-                    continue
-                if self._rank == feeder:
-                    target = self._outbox.bucket(round_number).narrow(0, placed.offset, size)
-                    operations.append(
-                        torch.distributed.P2POp(torch.distributed.irecv, target, origin)
-                    )
-                else:
-                    staged.append(torch.empty(size, dtype=torch.uint8, device=self._device))
-                    self._fill_one(staged[-1], Placed(0, placed.transfer))
-                    operations.append(
-                        torch.distributed.P2POp(torch.distributed.isend, staged[-1], feeder)
-                    )
+        for placed in self._relayed.get(round_number, ()):
+            transfer, size = placed.transfer, self._plan.bundle(placed.transfer).num_bytes
+            if transfer.feeder == self._rank:
+                target = self._outbox.bucket(round_number).narrow(0, placed.offset, size)
+                receive = torch.distributed.irecv
+                operations.append(torch.distributed.P2POp(receive, target, transfer.origin))
+            else:
+                staged.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+                self._fill_one(staged[-1], Placed(0, transfer))
+                send = torch.distributed.isend
+                operations.append(torch.distributed.P2POp(send, staged[-1], transfer.feeder))
         if operations:
             for work in torch.distributed.batch_isend_irecv(operations):
                 work.wait()
+
+
+def _relayed(schedule: Schedule, rank: int) -> dict[int, list[Placed]]:
+    """Round -> what this rank hands to another rank's bucket, or gets for its own."""
+    relayed: dict[int, list[Placed]] = {}
+    for rounds in schedule:
+        for number, bucket in enumerate(rounds):
+            for placed in bucket:
+                origin, feeder = placed.transfer.origin, placed.transfer.feeder
+                if origin != feeder and rank in (origin, feeder):
+                    relayed.setdefault(number, []).append(placed)
+    return relayed
 
 
 def _gpu_number(device: torch.device) -> int:
