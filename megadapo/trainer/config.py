@@ -9,6 +9,11 @@ from typing import Any, Literal
 
 from megadapo.errors import ConfigError
 
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
+"""`model_type` of the models that the trainer can build."""
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Rotary scalings that the trainer knows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -110,7 +115,7 @@ class TrainerConfig:
     start_timeout_s: float = 1800.0
     """Seconds the ranks may take to start, form their groups and read the weights."""
     timeout_s: float = 1800.0
-    """Seconds a collective may wait, and a save, load or weight export may take."""
+    """Seconds that a step's updates, a save or a load may take, or one collective in them."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer."""
 
@@ -136,13 +141,15 @@ class TrainerConfig:
 
 
 def validate_model_layout(hf_config: Mapping[str, Any], trainer: TrainerConfig) -> None:
-    """Refuse a split that the model's sizes do not allow.
+    """Refuse a model the trainer does not know, or a split that its sizes do not allow.
 
     The vocabulary is padded and always divides.
 
     Raises:
         ConfigError: names every key that does not fit and the sizes that would.
     """
+    if "model_type" in hf_config:
+        validate_architecture(hf_config)
     num_heads = _size(hf_config, "num_attention_heads")
     split_by_tensor = {
         "num_attention_heads": num_heads,
@@ -167,6 +174,46 @@ def validate_model_layout(hf_config: Mapping[str, Any], trainer: TrainerConfig) 
         )
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def validate_architecture(hf_config: Mapping[str, Any]) -> None:
+    """Refuse a model, or an option of one, that the trainer would compute wrongly.
+
+    Raises:
+        ConfigError: names the key of its config.json.
+    """
+    kind = hf_config.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ConfigError(
+            f"model.path: model_type {kind!r} is not supported; known are "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    if hf_config.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"model.path: hidden_act {hf_config['hidden_act']!r} is not supported")
+    for name in ("attention_bias", "mlp_bias"):
+        if kind != "qwen2" and hf_config.get(name):
+            raise ConfigError(f"model.path: {name} is not supported for {kind}")
+    # Qwen2 files carry a window that use_sliding_window = false turns off
+    if hf_config.get("sliding_window") and hf_config.get("use_sliding_window", True):
+        raise ConfigError("model.path: attention with a sliding_window is not supported")
+    rope_parameters(hf_config)
+
+
+def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary parameters; transformers 5 keeps them in one table, older files in several keys.
+
+    Raises:
+        ConfigError: the scaling is not one of `ROPE_TYPES`.
+    """
+    table = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
+    table.setdefault("rope_theta", hf_config.get("rope_theta", 10000.0))
+    table["rope_type"] = table.get("rope_type", table.get("type", "default"))
+    if table["rope_type"] not in ROPE_TYPES:
+        raise ConfigError(
+            f"model.path: rotary scaling {table['rope_type']!r} is not supported; known are "
+            f"{', '.join(ROPE_TYPES)}"
+        )
+    return table
 
 
 def _size(hf_config: Mapping[str, Any], name: str) -> int:

@@ -14,8 +14,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from megadapo.errors import ConfigError, DataError
-from megadapo.trainer.config import ModelConfig, TrainerConfig
+from megadapo.errors import DataError
+from megadapo.trainer.config import (
+    ModelConfig,
+    TrainerConfig,
+    rope_parameters,
+    validate_architecture,
+)
 from megadapo.trainer.layers import local_block_spec
 from megadapo.trainer.megatron_versions import HookedGPTModel
 from megadapo.weights.layout import layout_for
@@ -23,7 +28,6 @@ from megadapo.weights.layout import layout_for
 VOCABULARY_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, so checkpoints fit every common split."""
 
-_KNOWN = ("qwen2", "qwen3", "llama", "mistral")
 _QK_NORM = ("qwen3",)
 
 
@@ -73,7 +77,7 @@ def transformer_config(
     Raises:
         ConfigError: the architecture, or an option of it, is not one the trainer knows.
     """
-    _refuse_unknown(hf_config)
+    validate_architecture(hf_config)
     shape = layout_for(hf_config).shape
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
     cuda = torch.cuda.is_available()
@@ -158,7 +162,7 @@ def uses_transformer_engine() -> bool:
 
 def inverse_frequencies(hf_config: dict[str, Any]) -> Tensor:
     """[D / 2] fp32 angle per position of each rotary pair, scaled as the model's config says."""
-    rope = _rope(hf_config)
+    rope = rope_parameters(hf_config)
     size = layout_for(hf_config).shape.head_dim
     exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     frequencies = 1.0 / (rope["rope_theta"] ** exponents)
@@ -175,37 +179,6 @@ def _llama3_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return kept * frequencies + (1.0 - kept) * frequencies / rope["factor"]
-
-
-def _rope(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Rotary parameters; transformers 5 keeps them in one table, older files in several keys."""
-    table = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
-    table.setdefault("rope_theta", hf_config.get("rope_theta", 10000.0))
-    table["rope_type"] = table.get("rope_type", table.get("type", "default"))
-    if table["rope_type"] not in ("default", "linear", "llama3"):
-        raise ConfigError(
-            f"model.path: rotary scaling {table['rope_type']!r} is not supported; known are "
-            "default, linear and llama3"
-        )
-    return table
-
-
-def _refuse_unknown(hf_config: dict[str, Any]) -> None:
-    kind = hf_config.get("model_type")
-    if kind not in _KNOWN:
-        raise ConfigError(
-            f"model.path: architecture {kind!r} is not supported; known are {', '.join(_KNOWN)}"
-        )
-    if hf_config.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"model.path: activation {hf_config['hidden_act']!r} is not supported")
-    if kind != "qwen2" and hf_config.get("attention_bias"):
-        raise ConfigError(f"model.path: attention_bias is not supported for {kind}")
-    if hf_config.get("mlp_bias"):
-        raise ConfigError("model.path: mlp_bias is not supported")
-    # Qwen2 files carry a window that use_sliding_window = false turns off
-    if hf_config.get("sliding_window") and hf_config.get("use_sliding_window", True):
-        raise ConfigError("model.path: sliding-window attention is not supported")
-    _rope(hf_config)
 
 
 def _te_layer_spec(config: TransformerConfig) -> Any:

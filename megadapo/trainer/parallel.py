@@ -19,7 +19,13 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 
 
-def join_groups(rendezvous: Rendezvous, trainer: TrainerConfig, *, seed: int) -> None:
+def join_groups(
+    rendezvous: Rendezvous,
+    trainer: TrainerConfig,
+    listener: socket.socket | None,
+    *,
+    seed: int,
+) -> None:
     """Join the world and form the tensor-, pipeline- and data-parallel groups."""
     cuda = torch.cuda.is_available()
     timeout = timedelta(seconds=trainer.timeout_s)
@@ -27,7 +33,7 @@ def join_groups(rendezvous: Rendezvous, trainer: TrainerConfig, *, seed: int) ->
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     torch.distributed.init_process_group(
         backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=_store(rendezvous, timeout),
+        store=_store(rendezvous, listener, timeout),
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
         timeout=timeout,
@@ -42,12 +48,14 @@ def join_groups(rendezvous: Rendezvous, trainer: TrainerConfig, *, seed: int) ->
     seed_everything(seed)
 
 
-def _store(rendezvous: Rendezvous, timeout: timedelta) -> torch.distributed.TCPStore:
+def _store(
+    rendezvous: Rendezvous, listener: socket.socket | None, timeout: timedelta
+) -> torch.distributed.TCPStore:
     """Where ranks exchange addresses; torch's own listener would take calls on every interface."""
     is_host = rendezvous.rank == 0
     options = {}
     if is_host:
-        listener = socket.create_server((rendezvous.address, rendezvous.port))
+        listener = listener or socket.create_server((rendezvous.address, rendezvous.port))
         options["master_listen_fd"] = listener.detach()
     return torch.distributed.TCPStore(
         rendezvous.address,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -47,12 +48,18 @@ from megadapo.weights.sender import WeightSender
 class TrainerRank:
     """Model, optimizer and step of one rank. Every method but the properties is collective."""
 
-    def __init__(self, settings: TrainerSettings, rendezvous: Rendezvous) -> None:
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        rendezvous: Rendezvous,
+        listener: socket.socket | None = None,
+    ) -> None:
+        """`listener`: rank 0's open socket at the rendezvous; None makes it open one."""
         self.settings = settings
         self.hf_config = read_hf_config(settings.model)
         validate_model_layout(self.hf_config, settings.trainer)
         self.config = transformer_config(self.hf_config, settings.model, settings.trainer)
-        join_groups(rendezvous, settings.trainer, seed=settings.seed)
+        join_groups(rendezvous, settings.trainer, listener, seed=settings.seed)
         self.device = _device()
         self.config.finalize_model_grads_func = finalize_sums
         model = build_model(self.config, self.hf_config, settings.trainer)

@@ -52,14 +52,16 @@ class TrainerWorker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._trainer: TrainerRank | None = None
+        self._listener: socket.socket | None = None
 
     def find_rendezvous(self, world_size: int) -> Rendezvous:
         """An address and a free port of this rank's node, for all ranks to meet at."""
         import ray
 
         address = ray.util.get_node_ip_address()
-        with socket.create_server((address, 0)) as server:
-            port = server.getsockname()[1]
+        # kept open, so that nobody else takes the port until the ranks meet
+        self._listener = socket.create_server((address, 0))
+        port = self._listener.getsockname()[1]
         return Rendezvous(address=address, port=port, rank=self.rank, world_size=world_size)
 
     @_named_failures
@@ -74,7 +76,7 @@ class TrainerWorker:
             install_cpu_platform()
         from megadapo.trainer.rank import TrainerRank
 
-        self._trainer = TrainerRank(settings, rendezvous)
+        self._trainer = TrainerRank(settings, rendezvous, self._listener)
 
     @_named_failures
     def update(self, batch: PackedBatch, policy_version: int, step: int) -> UpdateResult:

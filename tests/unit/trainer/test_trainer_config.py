@@ -12,10 +12,12 @@ from megadapo.trainer.config import (
     ModelConfig,
     OptimizerConfig,
     TrainerConfig,
+    rope_parameters,
     validate_model_layout,
 )
 
 QWEN_7B = {
+    "model_type": "qwen2",
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "intermediate_size": 18944,
@@ -125,3 +127,35 @@ def test_driver_side_modules_load_neither_torch_nor_megatron() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert answer.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window"),
+        ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'"),
+    ],
+)
+def test_what_the_trainer_would_compute_wrongly_is_refused(changes: dict, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        validate_model_layout(QWEN_7B | changes, TrainerConfig())
+
+
+def test_a_window_that_is_turned_off_is_no_window() -> None:
+    """Published Qwen2.5 files say sliding_window = 131072, use_sliding_window = false."""
+    config = QWEN_7B | {"sliding_window": 131072, "use_sliding_window": False}
+    validate_model_layout(config, TrainerConfig())
+
+
+def test_rotary_parameters_are_found_in_both_forms_of_config() -> None:
+    old = rope_parameters({"rope_theta": 1e6})
+    new = rope_parameters({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}})
+    assert old == new == {"rope_theta": 1e6, "rope_type": "default"}
+    scaled = rope_parameters({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert (scaled["rope_type"], scaled["factor"], scaled["rope_theta"]) == ("linear", 2.0, 5e5)
