@@ -74,7 +74,7 @@ def gathered(rank: TrainerRank, tensors: dict[str, Tensor]) -> dict[str, np.ndar
     from megadapo.weights.gather import gather_weights
 
     full = gather_weights(tensors, rank.layout, rank.position, rank.groups)
-    return {name: tensor.detach().numpy().copy() for name, tensor in full}
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in full}
 
 
 def weights(rank: TrainerRank) -> dict[str, np.ndarray]:

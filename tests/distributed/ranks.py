@@ -101,10 +101,11 @@ def settings_for(
     seed: int = 0,
     temperature: float = 1.0,
     recompute: bool = False,
+    dtype: str = "float32",
 ) -> TrainerSettings:
-    """Settings of a trainer in fp32 over a tiny model."""
+    """Settings of a trainer over a tiny model."""
     return TrainerSettings(
-        model=ModelConfig(path=folder, dtype="float32", init=init),
+        model=ModelConfig(path=folder, dtype=dtype, init=init),
         trainer=TrainerConfig(
             tensor_parallel=tensor,
             pipeline_parallel=pipeline,

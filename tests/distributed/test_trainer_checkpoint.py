@@ -53,6 +53,24 @@ def test_loading_at_another_split_continues_the_training(
         np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
+def test_bf16_weights_continue_from_their_fp32_masters(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    """Masters made anew from bf16 weights would lose every update smaller than a rounding step."""
+    tensor = settings_for(str(models / "qwen2-tied"), dtype="bfloat16", lr=1e-4, **TP2)
+    batch = random_batch(RAGGED)
+    ranks.run(2, _train_and_save, tensor, batch, tmp_path / "saved")
+    results, expected = ranks.run(2, train, tensor, batch, 4)[0]
+    again, found = ranks.run(2, _load_and_train, tensor, batch, tmp_path / "saved")[0]
+    assert results[0]["ratio_first_max_error"] == 0.0
+    assert again[0] == results[3]
+    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+    pipeline = settings_for(str(models / "qwen2-tied"), dtype="bfloat16", lr=1e-4, **PP2)
+    _, moved = ranks.run(2, _load_and_train, pipeline, batch, tmp_path / "saved")[0]
+    for name, weight in expected.items():
+        np.testing.assert_allclose(moved[name], weight, rtol=2**-7, atol=1e-4, err_msg=name)
+
+
 @pytest.mark.parametrize("damage", ["missing", "truncated", "other model"])
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
     ranks: Ranks,
