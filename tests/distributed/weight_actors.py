@@ -57,14 +57,17 @@ def build_model(folder: Path, *, seed: int, **changes: Any) -> Path:
 class SenderRank:
     """The weights of one trainer rank, in a process of its own."""
 
-    def __init__(self, folder: Path, position: ShardPosition, rank: int) -> None:
+    def __init__(self) -> None:
         torch.set_num_threads(1)
+        self._signal_at: tuple[int, int] | None = None
+
+    def become(self, folder: Path, position: ShardPosition, rank: int) -> None:
+        """Hold what a rank at `position` holds."""
         self._layout, self._position = open_layout(folder), position
         self._params = {
             shard.name: torch.nn.Parameter(torch.full(shard.shape, torch.nan))
             for shard in self._layout.megatron_shards(position)
         }
-        self._signal_at: tuple[int, int] | None = None
         self.load(folder)
         self._sender = WeightSender(self._params, self._layout, position, rank)
 
@@ -96,15 +99,28 @@ def ray_on_this_machine() -> Iterator[None]:
     ray.shutdown()
 
 
-def start_senders(folder: Path, **sizes: int) -> list[Any]:
-    """One actor per trainer rank."""
+def start_actors(count: int) -> list[Any]:
+    """Processes for so many trainer ranks."""
     import ray
 
     # Ray's workers cannot import test modules.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     actor = ray.remote(num_cpus=0)(SenderRank)
+    return [actor.remote() for _ in range(count)]
+
+
+def start_senders(folder: Path, actors: list[Any] | None = None, **sizes: int) -> list[Any]:
+    """One trainer rank per position, in `actors` or in processes of their own."""
+    import ray
+
     positions = replica_positions(open_layout(folder), **sizes)
-    return [actor.remote(folder, position, rank) for rank, position in enumerate(positions)]
+    ranks = start_actors(len(positions)) if actors is None else actors[: len(positions)]
+    started = [
+        actor.become.remote(folder, position, rank)
+        for rank, (actor, position) in enumerate(zip(ranks, positions, strict=True))
+    ]
+    ray.get(started)
+    return ranks
 
 
 def start_engines(

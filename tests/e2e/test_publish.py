@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from ray.actor import ActorHandle
 
 TESTS = Path(__file__).parents[1]
 sys.path += [str(TESTS / "distributed"), str(TESTS / "fixtures")]
@@ -16,6 +17,7 @@ from weight_actors import (  # noqa: E402
     build_model,
     greedy,
     ray_on_this_machine,
+    start_actors,
     start_engines,
     start_senders,
 )
@@ -30,6 +32,11 @@ SMALL_BUCKETS = WeightsConfig(bucket_mib=0.05, verify="every")
 @pytest.fixture(scope="module", autouse=True)
 def local_ray() -> Iterator[None]:
     yield from ray_on_this_machine()
+
+
+@pytest.fixture(scope="module")
+def trainer_processes(local_ray: None) -> list[ActorHandle]:
+    return start_actors(4)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +60,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
 @pytest.mark.parametrize("kind,engine", [
     ("tied", {"num_engines": 2}), ("untied", {"tensor_parallel": 2}),
 ])  # fmt: skip
-def test_engines_answer_as_if_loaded_from_the_checkpoint(folders, tmp_path, kind, engine):
+def test_engines_answer_as_if_loaded_from_the_checkpoint(
+    folders, trainer_processes, tmp_path, kind, engine
+):
     """Catches weights that arrive late, in part, in the wrong place, or beside a stale cache."""
     first, second = folders[kind]
     loaded = start_engines(second, tmp_path, weights_from="folder", **engine)
@@ -63,7 +72,7 @@ def test_engines_answer_as_if_loaded_from_the_checkpoint(folders, tmp_path, kind
     engines = start_engines(first, tmp_path, **engine)
     tp_size = engine.get("tensor_parallel", 1)
     for number, sizes in enumerate(LAYOUTS):
-        senders = start_senders(first, **sizes)
+        senders = start_senders(first, trainer_processes, **sizes)
         publisher = Publisher(
             senders, engines, SMALL_BUCKETS, tensor_parallel=tp_size, dtype=torch.float32
         )
@@ -76,8 +85,6 @@ def test_engines_answer_as_if_loaded_from_the_checkpoint(folders, tmp_path, kind
         publisher.publish(2 * number + 2)
         assert engines.policy_version == 2 * number + 2
         assert_equal(greedy(engines), expected)
-        for sender in senders:
-            ray.kill(sender)
     engines.shutdown()
 
 

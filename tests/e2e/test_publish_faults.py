@@ -53,7 +53,6 @@ def engines(folder, tmp_path):
 
 def connect(folder, engines):
     senders = start_senders(folder, pp_size=2)
-    ray.get([sender.pid.remote() for sender in senders])
     publisher = Publisher(senders, engines, CONFIG, tensor_parallel=1, dtype=torch.float32)
     publisher.publish(1)
     return senders, publisher
