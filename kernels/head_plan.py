@@ -20,9 +20,9 @@ NUM_VIRTUAL_SHARDS = 8
 """Vocabulary shards of the tp_invariant mode: divisible by TP 1, 2, 4 and 8."""
 
 BLOCK_BYTES = {"cuda": 3 << 29, "cpu": 32 << 20}
-"""Size of the reused buffer for a block's gradient of the logits, in hidden's dtype."""
+"""Size of the reused buffer for a block's gradient of the logits in a low-precision dtype."""
 TILE_BYTES = {"cuda": 3 << 29, "cpu": 16 << 20}
-"""Size of a tile's fp32 logits, where they do not share the block's buffer."""
+"""Size of a tile's fp32 logits; with fp32 hidden states tile and block are the same."""
 
 _ROW_MULTIPLE = 64
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,14 +79,14 @@ def plan_tiling(
 ) -> Tiling:
     """Choose block and tile heights from the whole vocabulary, so that TP does not change them."""
     kind = "cpu" if device.type == "cpu" else "cuda"
+    tile = _fitting_rows(TILE_BYTES[kind], 4 * padded_vocab)
     block = chunk_tokens
-    if block is None:
+    if block is None and dtype == torch.float32:
+        block = tile
+    elif block is None:
         block = _fitting_rows(BLOCK_BYTES[kind], dtype.itemsize * padded_vocab)
     if block < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {block}")
-    if dtype == torch.float32:
-        return Tiling(block_rows=block, tile_rows=block)
-    tile = _fitting_rows(TILE_BYTES[kind], 4 * padded_vocab)
     return Tiling(block_rows=block, tile_rows=min(block, tile))
 
 
