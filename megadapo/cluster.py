@@ -133,6 +133,8 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> None:
     _stay_on_loopback()
     # a process without a GPU share sees no GPU, instead of all of them
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+    # Ray's default of 15 lets trainer and engines starve beside any other program
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # slots are logical: more processes than cores is legal on a laptop
     ray.init(num_cpus=max(num_slots, os.cpu_count() or 1), include_dashboard=False, **quiet)
 

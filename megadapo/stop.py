@@ -44,11 +44,20 @@ class StopSignal:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within this block a signal stops the run at once instead of at the next `check`."""
+        """Within this block a signal stops the run at once instead of at the next `check`.
+
+        Raises:
+            RunInterrupted: a stop has been asked for, before the block or within it.
+        """
         self.check()
         self._may_interrupt = True
         try:
             yield
+        except SystemError as error:
+            # Ray's C core wraps what a signal handler raises under it
+            if isinstance(error.__cause__, RunInterrupted):
+                raise error.__cause__ from None
+            raise
         finally:
             self._may_interrupt = False
 

@@ -111,27 +111,8 @@ def start_workers(
         with phases.phase("start Ray"):
             cluster = _start_cluster(config)
             stack.callback(cluster.shutdown)
-        with phases.phase("start engines"):
-            # before the trainer: an engine measures the free memory of a GPU it shares
-            engines = _start_engines(config, cluster)
-            stack.callback(engines.shutdown)
-            engines.sleep()
-        with phases.phase("start trainer"):
-            trainer = TrainerGroup.start(config, cluster)
-            stack.callback(trainer.shutdown)
-        sampler = Sampler(
-            engines,
-            PromptStream(prompts, config.run.seed, shuffle=config.data.shuffle),
-            verifier,
-            config.sampling,
-            draw=Draw(
-                temperature=config.rollout.temperature,
-                top_p=config.rollout.top_p,
-                max_tokens=config.rollout.max_response_tokens,
-            ),
-            tokenizer=tokenizer,
-            seed=config.run.seed,
-        )
+        trainer, engines = _start_processes(config, phases, cluster, stack)
+        sampler = _make_sampler(config, engines, prompts, verifier, tokenizer)
         if checkpoint is not None:
             with phases.phase("load checkpoint"):
                 trainer.load(checkpoint.trainer_folder)
@@ -152,6 +133,57 @@ def start_workers(
             tokenizer=tokenizer,
             held_out=held_out,
         )
+
+
+def _start_processes(
+    config: RunConfig, phases: Phases, cluster: Cluster, stack: ExitStack
+) -> tuple[TrainerGroup, EngineGroup]:
+    """Start engines and trainer, at once unless they share GPUs."""
+    # an engine measures the free memory of its GPU, so it must be alone on it while it starts
+    one_by_one = config.cluster.uses_cuda and config.cluster.placement == "colocated"
+    with phases.phase("start engines"):
+        engines = EngineGroup.start(
+            config.rollout,
+            cluster,
+            model=config.model.path,
+            dtype=config.model.dtype,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            log_folder=config.run.folder,
+            shares_gpus=config.cluster.placement == "colocated",
+            wait=one_by_one,
+        )
+        stack.callback(engines.shutdown)
+        if one_by_one:
+            engines.sleep()
+    with phases.phase("start trainer"):
+        trainer = TrainerGroup.start(config, cluster)
+        stack.callback(trainer.shutdown)
+    if not one_by_one:
+        with phases.phase("wait for engines"):
+            engines.wait_until_ready()
+    return trainer, engines
+
+
+def _make_sampler(
+    config: RunConfig,
+    engines: EngineGroup,
+    prompts: list[Prompt],
+    verifier: Verifier,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Sampler:
+    return Sampler(
+        engines,
+        PromptStream(prompts, config.run.seed, shuffle=config.data.shuffle),
+        verifier,
+        config.sampling,
+        draw=Draw(
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            max_tokens=config.rollout.max_response_tokens,
+        ),
+        tokenizer=tokenizer,
+        seed=config.run.seed,
+    )
 
 
 def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
@@ -180,16 +212,4 @@ def _start_cluster(config: RunConfig) -> Cluster:
         num_trainer_ranks=config.trainer.num_ranks,
         num_engines=config.rollout.num_engines,
         engine_ranks=config.rollout.tensor_parallel,
-    )
-
-
-def _start_engines(config: RunConfig, cluster: Cluster) -> EngineGroup:
-    return EngineGroup.start(
-        config.rollout,
-        cluster,
-        model=config.model.path,
-        dtype=config.model.dtype,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        log_folder=config.run.folder,
-        shares_gpus=config.cluster.placement == "colocated",
     )

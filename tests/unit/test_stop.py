@@ -47,6 +47,21 @@ def test_a_signal_that_came_before_ends_an_interruptible_block_before_it_begins(
     assert not entered
 
 
+def test_a_library_that_wraps_what_the_handler_raises_does_not_hide_it(stop):
+    """Ray's C core turns it into a SystemError, which would end the run unsaved."""
+    with pytest.raises(RunInterrupted), stop.interruptible():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except RunInterrupted as error:
+            raise SystemError("returned a result with an exception set") from error
+
+
+def test_errors_of_the_block_itself_come_through(stop):
+    with pytest.raises(SystemError, match="its own"), stop.interruptible():
+        raise SystemError("its own")
+
+
 def test_after_an_interruptible_block_signals_wait_again(stop):
     with stop.interruptible():
         pass
