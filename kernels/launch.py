@@ -24,9 +24,9 @@ def block_size(num_columns: int, *, largest: int = 4096, smallest: int = 128) ->
     return max(smallest, min(largest, triton.next_power_of_2(num_columns)))
 
 
-def warps_for(block: int) -> int:
-    """Warps for a block of columns: 8 to 16 elements a thread."""
-    return max(1, min(8, block // 256))
+def warps_for(block: int, *, largest: int = 8) -> int:
+    """Warps for a block of columns: 8 to 16 elements a thread while `largest` allows."""
+    return max(1, min(largest, block // 256))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,8 @@ from megadapo.kernels.launch import CompileCase, block_size, uses_triton, warps_
 _NUM_PARTIAL_SUMS = 256
 """Rows of partial weight gradients: enough programs to fill a GPU, few enough to add up."""
 _LARGEST_ROW = 16384
+_MOST_WARPS = 16
+"""A whole row lies in registers: 16 elements of 8192 a thread."""
 
 
 def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -69,7 +71,14 @@ def _forward_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
     block = block_size(num_columns, largest=_LARGEST_ROW)
     if num_rows:
         _rmsnorm_fwd_kernel[(num_rows,)](
-            x, weight, y, inverse_rms, num_columns, eps, BLOCK=block, num_warps=warps_for(block)
+            x,
+            weight,
+            y,
+            inverse_rms,
+            num_columns,
+            eps,
+            BLOCK=block,
+            num_warps=warps_for(block, largest=_MOST_WARPS),
         )
     return y, inverse_rms
 
@@ -93,7 +102,7 @@ def _backward_triton(
             num_rows,
             num_columns,
             BLOCK=block,
-            num_warps=warps_for(block),
+            num_warps=warps_for(block, largest=_MOST_WARPS),
         )
     return d_x, partial.sum(0)
 
@@ -160,7 +169,7 @@ COMPILE_CASES = (
             "eps": "fp32",
         },
         constants={"BLOCK": 8192},
-        num_warps=warps_for(8192),
+        num_warps=warps_for(8192, largest=_MOST_WARPS),
     ),
     CompileCase(
         kernel=_rmsnorm_bwd_kernel,
@@ -176,6 +185,6 @@ COMPILE_CASES = (
             "num_columns": 5120,
         },
         constants={"BLOCK": 8192},
-        num_warps=warps_for(8192),
+        num_warps=warps_for(8192, largest=_MOST_WARPS),
     ),
 )

@@ -103,6 +103,12 @@ def _step(loss: Loss, inputs: HeadInputs) -> Callable[[], object]:
     return step
 
 
+def step_of_ours(inputs: HeadInputs) -> Callable[[], object]:
+    """One forward and backward pass of our head, for a profiler."""
+    ours = next(rival for rival in RIVALS if rival.name == OURS)
+    return _step(ours.prepare(inputs.hidden.device), inputs)
+
+
 def _products(inputs: HeadInputs) -> tuple[Tensor, Tensor]:
     """Logits, d_hidden and d_weight of the same size by the vendor library: the roofline."""
     hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
@@ -204,7 +210,7 @@ def main(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(arguments.threads)
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
     if arguments.shape:
-        shapes = tuple(_parse_shape(text, arguments.temperature) for text in arguments.shape)
+        shapes = tuple(parse_shape(text, arguments.temperature) for text in arguments.shape)
     every = []
     for shape in shapes:
         results = bench_head(shape, device, only=arguments.only, repeats=arguments.repeats)
@@ -216,7 +222,8 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _parse_shape(text: str, temperature: float) -> HeadShape:
+def parse_shape(text: str, temperature: float) -> HeadShape:
+    """Read T,H,V,DTYPE."""
     try:
         tokens, hidden, vocab, dtype = text.split(",")
         shape = HeadShape(
