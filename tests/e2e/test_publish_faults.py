@@ -132,10 +132,7 @@ def test_a_stopped_engine_is_named_with_its_bucket_and_a_new_one_takes_over(
 
 def engine_processes(engines) -> list[psutil.Process]:
     """The processes that vLLM runs the model in."""
-    (actor_pid,) = ray.get([actor.__ray_call__.remote(_pid) for actor in engines.actors])
+    (actor,) = engines.actors
+    actor_pid = ray.get(actor.__ray_call__.remote(lambda actor: os.getpid()))
     children = psutil.Process(actor_pid).children(recursive=True)
     return [child for child in children if "VLLM" in " ".join(child.cmdline())]
-
-
-def _pid(actor: object) -> int:
-    return os.getpid()
