@@ -1,0 +1,59 @@
+"""RMSNorm, SwiGLU and rotary on a real GPU, at Qwen2.5-32B's widths and at ragged ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megadapo.kernels.rmsnorm import rmsnorm, rmsnorm_ref
+from megadapo.kernels.rotary import rotary, rotary_ref
+from megadapo.kernels.swiglu import swiglu, swiglu_ref
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def check(function: Callable[..., Tensor], ref: Callable[..., Tensor], inputs: list[Tensor]):
+    """Output and gradients against fp64."""
+
+    def run(call: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
+        tensors = [x.clone().requires_grad_() for x in tensors]
+        y = call(*tensors)
+        y.backward(torch.linspace(-1, 2, y.numel(), device="cuda").view(y.shape).to(y.dtype))
+        return [y.detach(), *(x.grad for x in tensors)]
+
+    tolerance = 2e-6 if inputs[0].dtype == torch.float32 else 4e-3
+    truths = run(ref, [x.double() for x in inputs])
+    for value, truth in zip(run(function, inputs), truths, strict=True):
+        assert (value.double() - truth).norm() <= tolerance * truth.norm() + 1e-30
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, size", [(1, 63), (3, 5120), (1000, 5120), (777, 1000)])
+def test_rmsnorm(rows: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, size, device="cuda").to(dtype) * 3
+    check(rmsnorm, rmsnorm_ref, [x, (1 + 0.2 * torch.randn(size, device="cuda")).to(dtype)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, size", [(1, 1), (300, 27648), (777, 1000)])
+def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    check(swiglu, swiglu_ref, [torch.randn(rows, 2 * size, device="cuda").to(dtype) * 4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, size, rotated", [(1, 8, 8), (40, 128, 128), (12, 96, 64)])
+def test_rotary(heads: int, size: int, rotated: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    angles = torch.randn(500, rotated // 2, device="cuda") * 5
+    cos, sin = angles.cos(), angles.sin()
+    x = torch.randn(500, heads, size, device="cuda").to(dtype)
+    check(lambda a: rotary(a, cos, sin), lambda a: rotary_ref(a, cos, sin), [x])

@@ -1,0 +1,150 @@
+"""The policy head's Triton kernels and cuBLAS products on a real GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from head_cases import HeadCase, clip_counts, loss_error, make_case, relative_error
+
+from megadapo.bench.head import HeadShape, step_of_ours
+from megadapo.bench.head_inputs import make_inputs
+from megadapo.bench.head_rivals import PRODUCTS
+from megadapo.bench.measure import peak_extra_mib
+from megadapo.dapo.objective import PolicyObjective
+from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
+from megadapo.kernels.row_types import VocabShards
+from megadapo.kernels.vocab_rows import merge_stats, row_stats
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+EVERYTHING = PolicyObjective(dual_clip=3.0, entropy_coef=0.02, kl_coef=0.1)
+
+
+def is_h200() -> bool:
+    return torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
+
+
+def check(case: HeadCase, **options) -> None:
+    got, expected = case.run(**options), case.reference()
+    bf16 = case.hidden.dtype == torch.bfloat16
+    assert loss_error(got.output.loss, case, expected) <= (1e-5 if bf16 else 1e-6)
+    assert (got.output.logprobs - expected.logprobs).abs().max() <= 1e-5
+    assert relative_error(got.d_hidden, expected.d_hidden) <= (4e-3 if bf16 else 2e-6)
+    assert relative_error(got.d_weight, expected.d_weight) <= (4e-3 if bf16 else 2e-6)
+    low, high = clip_counts(case, expected.logprobs)
+    assert (got.output.clip_low_count.item(), got.output.clip_high_count.item()) == (low, high)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["random", "peaked", "negative"])
+@pytest.mark.parametrize("num_tokens", [1, 63, 257, 4099])
+def test_matches_fp64(num_tokens: int, kind: str, dtype: torch.dtype) -> None:
+    case = make_case(num_tokens, 40, 3000, padded=3072, kind=kind, dtype=dtype, device="cuda")
+    check(case, chunk_tokens=256)
+
+
+@pytest.mark.parametrize("vocab_size, padded", [(129_920, 129_920), (151_669, 151_680)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_vocabularies(vocab_size: int, padded: int, dtype: torch.dtype) -> None:
+    check(make_case(130, 256, vocab_size, padded=padded, dtype=dtype, device="cuda"))
+
+
+def test_every_option_matches_fp64() -> None:
+    options = {"objective": EVERYTHING, "extras": True, "temperature": 0.7, "device": "cuda"}
+    check(make_case(300, 64, 2000, padded=2048, **options))
+
+
+def test_ragged_vocabulary_and_all_masked() -> None:
+    check(make_case(77, 64, 1021, device="cuda"))
+    got = make_case(50, 64, 1021, masked=1.1, device="cuda").run()
+    assert got.output.loss == 0 and not got.d_hidden.any() and not got.d_weight.any()
+
+
+def test_first_ratio_is_exactly_one_and_bits_repeat() -> None:
+    case = make_case(3000, 256, 20_000, padded=20_480, dtype=torch.bfloat16, device="cuda")
+    options = {"temperature": 1.0, "vocab_size": 20_000, "chunk_tokens": 512}
+    old, _ = token_logprobs(
+        case.hidden, case.weight, case.targets, loss_mask=case.loss_weights, **options
+    )
+    case.kwargs["old_logprobs"] = old
+    first, second = case.run(chunk_tokens=512), case.run(chunk_tokens=512)
+    assert first.output.ratio_max_error == 0.0
+    assert torch.equal(first.d_hidden, second.d_hidden)
+    assert torch.equal(first.d_weight, second.d_weight)
+
+
+def test_virtual_shards_give_the_bits_of_real_ones() -> None:
+    """One product per eighth of the vocabulary: what a TP 8 rank computes is one of the eight."""
+    torch.manual_seed(0)
+    rows, size = 300, 1024
+    logits = torch.randn(rows, 8 * size, device="cuda") * 3
+    targets = torch.randint(0, 8 * size, (rows,), device="cuda")
+
+    def stats(columns: slice, num_local: int, first: int) -> torch.Tensor:
+        shards = VocabShards(
+            size=size, num_local=num_local, num_total=8, first=first, vocab_size=8 * size - 100
+        )
+        tile = logits[:, columns].clone()
+        return row_stats(tile, targets, shards=shards, temperature=0.9, for_entropy=False)
+
+    whole = stats(slice(None), 8, 0)
+    parts = [stats(slice(i * size, (i + 1) * size), 1, i) for i in range(8)]
+    assert torch.equal(whole, torch.cat(parts))
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    """The last rows of a tile of 2.4e9 logits; a 32-bit offset would read the first ones."""
+    rows, columns = 16_000, 152_064
+    if torch.cuda.mem_get_info()[0] < 14 * 2**30:
+        pytest.skip("needs 14 GiB of GPU memory")
+    logits = torch.zeros(rows, columns, device="cuda")
+    logits[-1].copy_(torch.randn(columns, device="cuda"))
+    targets = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    shards = VocabShards(size=columns // 8, num_local=8, num_total=8, first=0, vocab_size=columns)
+    stats = row_stats(logits, targets, shards=shards, temperature=1.0, for_entropy=False)
+    _, _, logprobs, _ = merge_stats(stats)
+    expected = logits[-1].double().log_softmax(0)[0]
+    assert abs(logprobs[-1].item() - expected.item()) <= 4e-6
+
+
+def test_no_sync_when_rows_are_known() -> None:
+    case = make_case(500, 64, 1000, padded=1024, dtype=torch.bfloat16, device="cuda")
+    rows = case.loss_weights.nonzero()[:, 0]
+    case.run(rows=rows, check_inputs=False)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        hidden, weight = case.hidden.requires_grad_(), case.weight.requires_grad_()
+        options = case.kwargs | {"rows": rows, "check_inputs": False}
+        policy_head_loss(hidden, weight, case.targets, **options).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_h200(), reason="the bound is an H200's")
+@pytest.mark.parametrize("vocab_size", [152_064, 19_008])
+def test_speed_against_the_bare_products(vocab_size: int) -> None:
+    """At most 1.12 times three cuBLAS products, for Qwen2.5-32B whole and for a TP 8 slice."""
+    from megadapo.bench.head import bench_head
+
+    shape = HeadShape(
+        num_tokens=20_480, hidden_size=5120, vocab_size=vocab_size, dtype=torch.bfloat16
+    )
+    results = bench_head(shape, torch.device("cuda"), only=["none of the rivals"], repeats=20)
+    ratios = {r.name: r.ratio_to_products for r in results if r.absent is None}
+    assert ratios[PRODUCTS] == 1.0 and ratios["megadapo"] <= 1.12, ratios
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_h200(), reason="needs an H200's memory")
+def test_memory_at_64k_tokens() -> None:
+    """Under 4 GiB beside the fp32 gradient of the weight."""
+    shape = HeadShape(num_tokens=65_536, hidden_size=5120, vocab_size=152_064, dtype=torch.bfloat16)
+    inputs = make_inputs(shape, torch.device("cuda"))
+    inputs.weight.main_grad = torch.zeros_like(inputs.weight, dtype=torch.float32)
+    inputs.weight.grad_added_to_main_grad = False
+    step = step_of_ours(inputs)
+    fp32_gradient_mib = 4 * inputs.weight.numel() / 2**20
+    assert peak_extra_mib(step, torch.device("cuda")) <= 4 * 1024 + fp32_gradient_mib
