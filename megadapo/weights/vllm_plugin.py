@@ -95,6 +95,8 @@ class LayerwiseReload(Target):
     def __post_init__(self) -> None:
         self._tied = _tied_layers(self.model)
         self._replaced: list[tuple[torch.Tensor, Callable]] = []
+        if self.device.type == "cpu":
+            _forget_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
         for prefix, layer in self.model.named_modules():
             for name, _ in layer.named_parameters(recurse=False):
@@ -136,6 +138,15 @@ def _tied_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
             tied.append(layer)
         seen |= own
     return tied
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Have experts packed anew: vLLM packs them for the CPU only while there is no kernel yet,
+    and would otherwise compute with the unpacked weights of the update."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _load_shard(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
