@@ -22,6 +22,7 @@ from weight_actors import (  # noqa: E402
     start_senders,
 )
 
+from megadapo.errors import InfraError  # noqa: E402
 from megadapo.weights.config import WeightsConfig  # noqa: E402
 from megadapo.weights.publish import Publisher, plan_bytes  # noqa: E402
 
@@ -71,6 +72,7 @@ def test_engines_answer_as_if_loaded_from_the_checkpoint(
 
     engines = start_engines(first, tmp_path, **engine)
     tp_size = engine.get("tensor_parallel", 1)
+    refuses_another_model(folders["untied" if kind == "tied" else "tied"][0], engines, tp_size)
     for number, sizes in enumerate(LAYOUTS):
         senders = start_senders(first, trainer_processes, **sizes)
         publisher = Publisher(
@@ -86,6 +88,16 @@ def test_engines_answer_as_if_loaded_from_the_checkpoint(
         assert engines.policy_version == 2 * number + 2
         assert_equal(greedy(engines), expected)
     engines.shutdown()
+
+
+def refuses_another_model(folder, engines, tp_size) -> None:
+    """Catches an engine that takes whatever fits of another model's weights."""
+    config = WeightsConfig(bucket_mib=0.05)
+    senders = start_senders(folder)
+    publisher = Publisher(senders, engines, config, tensor_parallel=tp_size, dtype=torch.float32)
+    with pytest.raises(InfraError, match="Trainer and engine differ in num_kv_heads: "):
+        publisher.publish(1)
+    ray.kill(senders[0])
 
 
 def differ(left, right) -> bool:

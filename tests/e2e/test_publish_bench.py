@@ -1,0 +1,31 @@
+"""`megadapo bench weights` at a size that a test can afford."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from megadapo.bench import weights
+
+
+@pytest.mark.slow
+def test_the_benchmark_moves_a_shard_and_compares_with_gathering(tmp_path, capsys):
+    """Catches a benchmark that cannot run any more, and bytes beyond the engine's shard."""
+    parser = argparse.ArgumentParser()
+    weights.add_arguments(parser)
+    words = ["--layers", "2", "--hidden", "128", "--vocab", "512", "--repeat", "1"]
+    words += ["--bucket-mib", "0.25", "--json", str(tmp_path / "bench.json")]
+    assert weights.run(parser.parse_args(words)) == 0
+    record = json.loads((tmp_path / "bench.json").read_text())
+    ours, gathered = record["measurements"]
+    num_parameters = (
+        2 * 512 * 128
+        + 128
+        + 2 * (2 * 128 + 2 * 128 * 128 + 2 * 128 * 128 + 3 * 128 + 3 * 512 * 128)
+    )
+    assert ours["bytes_moved"] == ours["bytes_received"] == 2 * num_parameters
+    assert gathered["bytes_moved"] == 2 * num_parameters
+    assert record["floor_seconds"] > 0
+    assert "shard to shard (megadapo)" in capsys.readouterr().out
