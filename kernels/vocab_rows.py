@@ -22,8 +22,9 @@ from megadapo.kernels.vocab_rows_triton import (
     row_stats_triton,
 )
 
-_CPU_SCRATCH_BYTES = 512 * 1024
-"""Rows are passed in groups this large, which stay in a core's second-level cache."""
+_CPU_SCRATCH_BYTES = 4 << 20
+"""Rows are passed in groups this large: they stay in the last-level cache, and torch's threads
+wait for each other once an operation, so there should not be too many operations."""
 
 
 def merge_stats(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
