@@ -153,12 +153,12 @@ def _sample(problem: Problem, rng: random.Random, tokenizer: Qwen2Tokenizer) -> 
     kind = "direct" if rng.random() < DIRECT_SHARE else "steps"
     wrong = kind == "direct" and rng.random() < DIRECT_WRONG_SHARE
     text = worked_answer(problem, rng, kind=kind, wrong=wrong)
-    response = (*tokenizer.encode(text), tokenizer.eos_token_id)
+    response = [*tokenizer.encode(text), tokenizer.eos_token_id]
     return Sample(
         prompt_ids=tuple(tokenizer.encode(problem.text)),
-        response_ids=response,
+        response_ids=np.array(response, dtype=np.int32),
         # no engine sampled these tokens; -1 is no version of a policy, so nothing is compared
-        logprobs_rollout=(0.0,) * len(response),
+        logprobs_rollout=np.zeros(len(response), dtype=np.float32),
         finish_reason="stop",
         policy_version=-1,
         text=text,

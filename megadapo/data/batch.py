@@ -15,14 +15,17 @@ from megadapo.dapo.shaping import shaped_rewards
 from megadapo.data.prompts import Prompt
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
-    """One response as the engine gave it; its tokens are never re-tokenised."""
+    """One response as the engine gave it; its tokens are never re-tokenised.
+
+    Arrays, because 8,192 responses of 5,000 tokens are gigabytes as Python numbers.
+    """
 
     prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
+    response_ids: np.ndarray  # [n] int32
     """Sampled tokens, with the end-of-sequence token where the engine emitted it."""
-    logprobs_rollout: tuple[float, ...]
+    logprobs_rollout: np.ndarray  # [n] float32
     """The engine's log-prob of each response token; NaN where it gave none."""
     finish_reason: Literal["stop", "length"]
     policy_version: int
@@ -115,13 +118,13 @@ def pack_samples(
             lengths[indices], group_of[indices], config.loss_aggregation, keep=keep[indices]
         )
     return PackedBatch(
-        tokens=np.concatenate([np.array(s.prompt_ids + s.response_ids) for s in samples]).astype(
-            np.int64
-        ),
+        tokens=np.concatenate(
+            [ids for s in samples for ids in (np.array(s.prompt_ids), s.response_ids)]
+        ).astype(np.int64),
         cu_seqlens=np.concatenate([[0], np.cumsum(prompt_lengths + lengths)]).astype(np.int64),
         prompt_lengths=prompt_lengths,
         logprobs_rollout=_on_response(
-            prompt_lengths, [np.array(s.logprobs_rollout) for s in samples], fill=np.nan
+            prompt_lengths, [s.logprobs_rollout for s in samples], fill=np.nan
         ),
         advantages=_spread(prompt_lengths, lengths, advantages),
         loss_weights=_spread(prompt_lengths, lengths, weights),

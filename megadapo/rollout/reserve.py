@@ -71,7 +71,7 @@ def encode_group(group: Group) -> dict[str, Any]:
 def decode_group(entry: Mapping[str, Any]) -> Group:
     """Return the group that `encode_group` was given."""
     prompt = entry["prompt"]
-    prompt_ids = tuple(_unpack(entry["prompt_ids"], "<i4"))
+    prompt_ids = tuple(_unpack(entry["prompt_ids"], "<i4").tolist())
     return Group(
         order=entry["order"],
         prompt=Prompt(
@@ -99,18 +99,18 @@ def _encode_sample(sample: Sample) -> dict[str, Any]:
 def _decode_sample(entry: Mapping[str, Any], prompt_ids: tuple[int, ...]) -> Sample:
     return Sample(
         prompt_ids=prompt_ids,
-        response_ids=tuple(_unpack(entry["response_ids"], "<i4")),
-        logprobs_rollout=tuple(_unpack(entry["logprobs"], "<f4")),
+        response_ids=_unpack(entry["response_ids"], "<i4"),
+        logprobs_rollout=_unpack(entry["logprobs"], "<f4"),
         finish_reason=entry["finish_reason"],
         policy_version=entry["policy_version"],
         text=entry["text"],
     )
 
 
-def _pack(values: Sequence[int] | Sequence[float], kind: str) -> str:
+def _pack(values: np.ndarray | Sequence[int], kind: str) -> str:
     """Numbers as base64: exact, NaN included, and a quarter of their size as decimal text."""
     return base64.b64encode(np.array(values, dtype=kind).tobytes()).decode()
 
 
-def _unpack(text: str, kind: str) -> list[Any]:
-    return np.frombuffer(base64.b64decode(text, validate=True), dtype=kind).tolist()
+def _unpack(text: str, kind: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype=kind)

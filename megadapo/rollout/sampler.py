@@ -207,8 +207,8 @@ def _group(question: Question, response: GroupResponse, verdicts: list[Verdict])
         samples=tuple(
             Sample(
                 prompt_ids=question.prompt_ids,
-                response_ids=tuple(sample.token_ids.tolist()),
-                logprobs_rollout=tuple(sample.logprobs.tolist()),
+                response_ids=sample.token_ids,
+                logprobs_rollout=sample.logprobs,
                 finish_reason=sample.finish_reason,
                 policy_version=sample.policy_version,
                 text=sample.text,

@@ -17,8 +17,8 @@ def group(order: int, lengths: list[int], correct: list[bool], finish: str = "st
     samples = tuple(
         Sample(
             prompt_ids=(1, 2, 3)[: order + 1],
-            response_ids=tuple(range(10, 10 + n)),
-            logprobs_rollout=tuple(-0.1 * i for i in range(n)),
+            response_ids=np.arange(10, 10 + n, dtype=np.int32),
+            logprobs_rollout=-0.1 * np.arange(n, dtype=np.float32),
             finish_reason=finish,
             policy_version=order,
             text="",
