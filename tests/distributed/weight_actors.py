@@ -27,14 +27,15 @@ PROMPTS = [(2, 3, 4, 5), (7, 7, 9), tuple(number * 7 % 40 + 2 for number in rang
 """The last one fills blocks of the prefix cache."""
 
 
-def build_model(folder: Path, *, seed: int, **changes: Any) -> Path:
-    """A random Qwen2 with a tokenizer; models of one kind and different seeds differ in weights."""
-    import transformers
+def build_model(folder: Path, *, seed: int, family: str = "Qwen2", **changes: Any) -> Path:
+    """A random model with a tokenizer; models of one kind and different seeds differ in weights."""
     from tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tokenizer
+    from weight_models import make_model
 
     sizes = {
         "vocab_size": len(CHARACTERS) + len(SPECIAL_TOKENS),
         "hidden_size": 128,
+        "head_dim": 32,
         "intermediate_size": 128,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
@@ -44,12 +45,7 @@ def build_model(folder: Path, *, seed: int, **changes: Any) -> Path:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    torch.manual_seed(seed)
-    config = transformers.Qwen2Config(**sizes | changes)
-    model = transformers.Qwen2ForCausalLM(config)
-    for param in model.parameters():
-        torch.nn.init.normal_(param, std=0.15)
-    model.save_pretrained(folder)
+    make_model(folder, family, std=0.15, seed=seed, **sizes | changes)
     write_tokenizer(folder, sizes["max_position_embeddings"])
     return folder
 

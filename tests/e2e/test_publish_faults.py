@@ -15,7 +15,7 @@ import ray
 import torch
 
 TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS / "distributed"), str(TESTS / "fixtures")]
+sys.path += [str(TESTS / name) for name in ("distributed", "fixtures", "unit/weights")]
 from weight_actors import (  # noqa: E402
     build_model,
     greedy,

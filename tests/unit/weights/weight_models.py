@@ -22,7 +22,9 @@ ODD = {
 and q heads that do not add up to the hidden size."""
 
 
-def make_model(folder: Path, family: str, *, std: float = 0.05, **changes: object) -> Path:
+def make_model(
+    folder: Path, family: str, *, std: float = 0.05, seed: int = 0, **changes: object
+) -> Path:
     """A random model of a family in Hugging Face format; its layers are all different."""
     import transformers
 
@@ -31,7 +33,7 @@ def make_model(folder: Path, family: str, *, std: float = 0.05, **changes: objec
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     if family == "Qwen2":
         sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**sizes)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for param in model.parameters():
