@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,9 +90,11 @@ class Publisher:
         deadline = self._config.deadline_s
         sums = self._move(verify)
         if verify:
-            refs = self._engines.submit_update([{"checksums": sums}] * self._num_engines)
-            self._engines.collect(refs, timeout_s=deadline)
-        self._engines.finish_weight_update(policy_version, timeout_s=deadline)
+            with _phase("checksums"):
+                refs = self._engines.submit_update([{"checksums": sums}] * self._num_engines)
+                self._engines.collect(refs, timeout_s=deadline)
+        with _phase("finish"):
+            self._engines.finish_weight_update(policy_version, timeout_s=deadline)
         self._num_published += 1
         return PublishReport(
             policy_version=policy_version,
@@ -105,7 +108,8 @@ class Publisher:
         """All rounds, two buckets in flight; the trainer's checksums as [feeder][round]."""
         sums = [self._filled(0, self._fill(0, verify))]
         # Until here the engines kept their old weights; from here on they refuse to generate.
-        self._engines.start_weight_update(timeout_s=self._config.deadline_s)
+        with _phase("start"):
+            self._engines.start_weight_update(timeout_s=self._config.deadline_s)
         for number in range(self._num_rounds):
             taking = self._take(number, verify)
             if number + 1 < self._num_rounds:
@@ -154,10 +158,11 @@ class Publisher:
             "offers": offers,
         }
         connecting = self._submit("connect", offers)
-        self._engines.init_weight_transfer(
-            [common | {"engine": number} for number in places.numbers],
-            timeout_s=self._config.deadline_s,
-        )
+        with _phase("connect"):
+            self._engines.init_weight_transfer(
+                [common | {"engine": number} for number in places.numbers],
+                timeout_s=self._config.deadline_s,
+            )
         self._wait(connecting, "weights: connect")
         self._call("opened")
         return plan
@@ -184,10 +189,8 @@ class Publisher:
         return self._engines.submit_update([info] * self._num_engines)
 
     def _taken(self, number: int, refs: Sequence[ObjectRef]) -> None:
-        try:
+        with _phase(f"bucket {number} of {self._num_rounds}"):
             self._engines.collect(refs, timeout_s=self._config.deadline_s)
-        except InfraError as error:
-            raise InfraError(f"weights: bucket {number} of {self._num_rounds}: {error}") from None
 
     def _wait(self, refs: Sequence[ObjectRef], what: str) -> list[Any]:
         """Results of one call per trainer rank, in time or not at all."""
@@ -226,6 +229,15 @@ def plan_bytes(plan: Plan) -> int:
         per_bundle[plan.blocks[transfer.block].template][transfer.bundle]
         for transfer in plan.transfers
     )
+
+
+@contextmanager
+def _phase(what: str) -> Iterator[None]:
+    """Say in which phase of an update an engine failed or did not answer."""
+    try:
+        yield
+    except InfraError as error:
+        raise InfraError(f"weights: {what}: {error}") from None
 
 
 def _host_name(actor: object) -> str:
