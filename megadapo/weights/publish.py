@@ -209,7 +209,7 @@ class Publisher:
                 raise InfraError(f"{what}: trainer rank {rank} died: {error}") from None
             except RayTaskError as error:
                 if isinstance(error.cause, MegadapoError):
-                    raise error.cause from None
+                    raise type(error.cause)(f"{what}: {error.cause}") from None
                 raise InfraError(f"{what}: trainer rank {rank} failed: {error.cause}") from None
         if late:
             raise InfraError(
