@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megadapo.bench.head_inputs import HeadAnswer, HeadInputs, HeadShape, make_inputs, reference
 from megadapo.bench.head_rivals import OURS, PRODUCTS, RIVALS, Absent, Loss
-from megadapo.bench.measure import peak_extra_mib, time_together
+from megadapo.bench.measure import Clock, Timing, peak_extra_mib, time_together
 from megadapo.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -67,6 +67,7 @@ def bench_head(
     only: Sequence[str] = (),
     warmup: int = 2,
     repeats: int = 20,
+    clock: Clock = "wall",
 ) -> list[HeadResult]:
     """Run every rival that is installed at one shape, all on the same inputs in the same rounds.
 
@@ -91,7 +92,8 @@ def bench_head(
         else:
             calls[rival.name] = _step(loss, inputs)
     del answer
-    return [*_measure(calls, checks, shape, device, warmup, repeats), *absent]
+    timings = time_together(calls, device, warmup=warmup, repeats=repeats, clock=clock)
+    return [*_results(calls, checks, timings, shape, device), *absent]
 
 
 def _step(loss: Loss, inputs: HeadInputs) -> Callable[[], object]:
@@ -136,15 +138,13 @@ def _relative(got: Tensor, expected: Tensor) -> float:
     return (error.sqrt() / expected.norm()).item()
 
 
-def _measure(
+def _results(
     calls: dict[str, Callable[[], object]],
     checks: dict[str, HeadResult],
+    timings: dict[str, Timing],
     shape: HeadShape,
     device: torch.device,
-    warmup: int,
-    repeats: int,
 ) -> list[HeadResult]:
-    timings = time_together(calls, device, warmup=warmup, repeats=repeats)
     floor = timings[PRODUCTS].best_ms
     results = []
     for name, timing in timings.items():
@@ -195,6 +195,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is")
     parser.add_argument("--threads", type=int, default=2, help="threads on the CPU (default 2)")
     parser.add_argument("--repeats", type=int, default=20, help="timed rounds (default 20)")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu counts computing time only: for a busy machine, with --threads 1",
+    )
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEXT", help="rivals whose name has TEXT"
@@ -213,11 +219,20 @@ def main(arguments: argparse.Namespace) -> int:
         shapes = tuple(parse_shape(text, arguments.temperature) for text in arguments.shape)
     every = []
     for shape in shapes:
-        results = bench_head(shape, device, only=arguments.only, repeats=arguments.repeats)
+        results = bench_head(
+            shape,
+            device,
+            only=arguments.only,
+            repeats=arguments.repeats,
+            clock=arguments.clock,
+        )
         print(format_table(results), flush=True)
         every += results
     if arguments.json:
-        report = {"machine": _machine(device), "results": [asdict(result) for result in every]}
+        report = {
+            "machine": _machine(device) | {"clock": arguments.clock},
+            "results": [asdict(result) for result in every],
+        }
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
