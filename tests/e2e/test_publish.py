@@ -73,7 +73,6 @@ def test_engines_answer_as_if_loaded_from_the_checkpoint(
 
     engines = start_engines(first, tmp_path, **engine)
     tp_size = engine.get("tensor_parallel", 1)
-    refuses_another_model(folders["untied" if kind == "tied" else "tied"][0], engines, tp_size)
     for number, sizes in enumerate(LAYOUTS):
         senders = start_senders(first, trainer_processes, **sizes)
         publisher = Publisher(
@@ -88,6 +87,7 @@ def test_engines_answer_as_if_loaded_from_the_checkpoint(
         publisher.publish(2 * number + 2)
         assert engines.policy_version == 2 * number + 2
         assert_equal(greedy(engines), expected)
+    refuses_another_model(folders["untied" if kind == "tied" else "tied"][0], engines, tp_size)
     engines.shutdown()
 
 
