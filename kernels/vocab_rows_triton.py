@@ -39,7 +39,7 @@ def _row_stats_kernel(
     first = shard * shard_size
     base = LOGITS + row * logits_stride + first
     # valid columns of this shard; none where the whole shard is padding
-    num_valid = tl.minimum(vocab_size - vocab_start - first, shard_size.to(tl.int64))
+    num_valid = tl.minimum(vocab_size - vocab_start - first, shard_size)
     offsets = tl.arange(0, BLOCK)
 
     maximum = tl.full((), _NEVER, tl.float32)

@@ -226,6 +226,25 @@ def test_rows_from_the_caller_change_nothing() -> None:
         assert torch.equal(got.d_hidden, expected.d_hidden)
 
 
+def test_rows_without_a_loss_weight_are_not_counted() -> None:
+    """A trainer computes all response tokens, of which overlong filtering masks some."""
+    case = make_case(60, 16, 200)
+    expected = case.run().output
+    got = case.run(rows=torch.arange(60)).output
+    assert got.num_tokens == expected.num_tokens
+    assert loss_error(got.loss, case, case.reference()) <= LOSS_TOLERANCE
+    for name in ("ratio_sum", "entropy_sum", "clip_low_count", "clip_high_count"):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=1e-6, atol=0)
+    torch.testing.assert_close(got.ratio_max_error, expected.ratio_max_error, rtol=1e-5, atol=0)
+
+
+def test_rows_that_leave_a_weighted_token_out_are_refused() -> None:
+    case = make_case(60, 16, 200)
+    rows = case.loss_weights.nonzero()[1:, 0]
+    with pytest.raises(ValueError, match="loss_weights has 1 tokens that rows leaves out"):
+        case.run(rows=rows)
+
+
 def test_token_logprobs_carry_the_gradient_of_any_objective() -> None:
     """A sequence-level ratio, which needs all log-probs of a response before its loss."""
     case = make_case(96, 24, 500, padded=504, temperature=0.8)
