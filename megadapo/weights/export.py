@@ -44,7 +44,8 @@ def export_weights(
     and one tensor.
 
     Args:
-        tensors: Full tensors by Hugging Face name, each exactly once, in any order.
+        tensors: Full tensors by Hugging Face name, each exactly once, in any order. They are kept
+            until their file is written, so they must not change meanwhile.
         folder: Folder to write; must not exist, or be empty.
         layout: Layout of the model; names and shapes are checked against it.
         dtype: Type of the tensors.
@@ -114,7 +115,7 @@ class _FileWriter:
         pending = sum(one.nbytes for one in self._pending.values())
         if self._pending and pending + tensor.nbytes > self._max_bytes:
             self._flush()
-        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending[name] = tensor.detach().cpu().contiguous()
         self._total_bytes += tensor.nbytes
 
     def _flush(self) -> None:
