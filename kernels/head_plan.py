@@ -18,6 +18,8 @@ from megadapo.kernels.row_types import VocabShards
 
 NUM_VIRTUAL_SHARDS = 8
 """Vocabulary shards of the tp_invariant mode: divisible by TP 1, 2, 4 and 8."""
+SMALLEST_VIRTUAL_SHARD = 64
+"""Columns below which the mode must be asked for: a shard of a few columns is all overhead."""
 
 BLOCK_BYTES = {"cuda": 3 << 29, "cpu": 32 << 20}
 """Size of the reused buffer for a block's gradient of the logits in a low-precision dtype."""
@@ -116,7 +118,9 @@ def plan_shards(
             f"tensor-parallel size that divides {NUM_VIRTUAL_SHARDS}; got {padded} rows over {tp} "
             "ranks. Pad the vocabulary to a multiple of 8 x the largest TP, or pass False"
         )
-    num_local = NUM_VIRTUAL_SHARDS // tp if divides and tp_invariant is not False else 1
+    if tp_invariant is None:
+        tp_invariant = divides and padded >= NUM_VIRTUAL_SHARDS * SMALLEST_VIRTUAL_SHARD
+    num_local = NUM_VIRTUAL_SHARDS // tp if tp_invariant else 1
     return VocabShards(
         size=columns // num_local,
         num_local=num_local,

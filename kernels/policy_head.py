@@ -343,7 +343,8 @@ def policy_head_loss(
         rows: [R] indices of the tokens to compute, ascending, when the caller has them; at least
             those with a loss weight.
         tp_invariant: True makes log-probs, entropy and loss the same bits for TP 1, 2, 4 and 8,
-            given the same padded vocabulary; None does so wherever it can be cut in 8.
+            given the same padded vocabulary; None does so wherever that can be cut in 8 shards
+            of at least 64 rows.
         check_inputs: False skips the checks of values, which wait for the device once.
         accumulate_in_forward: write the weight's gradient into main_grad in the forward pass,
             which saves a buffer of its size; the loss must then not be scaled afterwards.
