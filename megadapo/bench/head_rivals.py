@@ -79,15 +79,28 @@ def _compiled(_: torch.device) -> Loss:
 
 
 def _torch_linear_cross_entropy(_: torch.device) -> Loss:
+    return _linear_cross_entropy_loss(None)
+
+
+def _torch_chunked_linear_cross_entropy(_: torch.device) -> Loss:
+    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if options is None:
+        raise Absent(f"torch {torch.__version__} has no LinearCrossEntropyOptions")
+    return _linear_cross_entropy_loss(options())
+
+
+def _linear_cross_entropy_loss(options: object | None) -> Loss:
+    """torch's own head: with `options` in chunks, without them all logits at once."""
     function = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if function is None:
         raise Absent(f"torch {torch.__version__} has no F.linear_cross_entropy")
 
     def loss(inputs: HeadInputs) -> Tensor:
         _require_temperature_one(inputs)
-        return policy_loss(
-            -function(inputs.hidden, inputs.weight, inputs.targets, reduction="none"), inputs
+        nll = function(
+            inputs.hidden, inputs.weight, inputs.targets, reduction="none", options=options
         )
+        return policy_loss(-nll, inputs)
 
     return loss
 
@@ -229,6 +242,7 @@ RIVALS = (
     Rival(name="eager torch", prepare=lambda _: eager_loss),
     Rival(name="torch.compile", prepare=_compiled),
     Rival(name="F.linear_cross_entropy", prepare=_torch_linear_cross_entropy),
+    Rival(name="F.linear_cross_entropy chunked", prepare=_torch_chunked_linear_cross_entropy),
     Rival(name="Liger LigerFusedLinearGRPOLoss", prepare=_liger_grpo),
     Rival(name="Liger FusedLinearScaledCrossEntropy", prepare=_liger_scaled_cross_entropy),
     Rival(name="Liger triton_grpo_loss", prepare=_liger_triton_grpo),
