@@ -43,9 +43,11 @@ class HeadCall:
         return self.selection.num_rows
 
     def blocks(self) -> list[Block]:
+        """The rows of each block, in order."""
         return self.tiling.blocks(self.num_rows)
 
     def exchange(self, hidden: Tensor) -> RowExchange:
+        """How this call's rows reach the rank; one pass over the blocks each."""
         rows = self.selection.rows
         if self.sequence_parallel and group_size(self.group) > 1:
             assert self.group is not None
@@ -55,6 +57,8 @@ class HeadCall:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyCall:
+    """A `HeadCall` whose gradient is known in the forward pass."""
+
     head: HeadCall
     inputs: PolicyInputs  # [R]
     objective: PolicyObjective
