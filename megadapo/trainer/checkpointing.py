@@ -96,10 +96,11 @@ def _set_states(part: DistributedOptimizer, param: Tensor, stored: dict[str, Ten
 def _sharded_state(
     model: DistributedDataParallel, optimizer: MegatronOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
-    weights = model.module.sharded_state_dict(metadata=METADATA)
+    metadata = dict(METADATA)  # megatron-core notes its process groups in it
+    weights = model.module.sharded_state_dict(metadata=metadata)
     return {
         "model": weights,
         "optimizer": optimizer.sharded_state_dict(
-            weights, is_loading=is_loading, metadata=METADATA
+            weights, is_loading=is_loading, metadata=metadata
         ),
     }

@@ -7,7 +7,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megadapo.dapo.objective import PolicyObjective
@@ -29,11 +29,14 @@ class Ranks:
     """Runs `function(rendezvous, *args)` on the first n processes at once."""
 
     def __init__(self) -> None:
+        self._ends: list[Connection] = []
+        self._processes: list[Any] = []
+        self._start()
+
+    def _start(self) -> None:
         # forked off one process that has torch and Megatron loaded already
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["preload"])
-        self._ends: list[Connection] = []
-        self._processes = []
         for _ in range(NUM_PROCESSES):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=False)
@@ -43,6 +46,17 @@ class Ranks:
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Results by rank; an error on any rank is raised here with its traceback."""
+        try:
+            return self._run(world_size, function, args)
+        except AssertionError:
+            # the other ranks may still wait for the one that failed
+            self.close()
+            self._start()
+            raise
+
+    def _run(
+        self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> list[Any]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         for rank in range(world_size):
@@ -50,22 +64,25 @@ class Ranks:
                 address="127.0.0.1", port=port, rank=rank, world_size=world_size
             )
             self._ends[rank].send(Task(function, rendezvous, args))
-        answers = []
-        for rank in range(world_size):
-            assert self._ends[rank].poll(ANSWER_TIMEOUT_S), f"rank {rank} did not answer"
-            succeeded, answer = self._ends[rank].recv()
-            assert succeeded, f"rank {rank} failed:\n{answer}"
-            answers.append(answer)
+        waiting = {self._ends[rank]: rank for rank in range(world_size)}
+        answers: list[Any] = [None] * world_size
+        while waiting:
+            ready = wait(list(waiting), timeout=ANSWER_TIMEOUT_S)
+            assert ready, f"ranks {sorted(waiting.values())} did not answer"
+            for end in ready:
+                rank = waiting.pop(end)
+                succeeded, answers[rank] = end.recv()
+                assert succeeded, f"rank {rank} failed:\n{answers[rank]}"
         return answers
 
     def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        for process in self._processes:
+            process.kill()
+            process.join()
         for end in self._ends:
             end.close()
-        for process in self._processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        self._processes, self._ends = [], []
 
 
 def _serve(end: Connection) -> None:

@@ -37,7 +37,7 @@ def _load_and_train(rendezvous, settings, batch, folder):
     return train(rendezvous, settings, batch, 1, load=folder, first_step=4)
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2, DP2_TP2], ids=["tp2", "pp2", "dp2-tp2-sp"])
+@pytest.mark.parametrize("layout", [TP2, PP2, DP2_TP2, {}], ids=["tp2", "pp2", "dp2-tp2-sp", "one"])
 def test_loading_at_another_split_continues_the_training(
     ranks: Ranks, models: Path, checkpoint: tuple[Path, dict[str, np.ndarray]], layout: dict
 ) -> None:
