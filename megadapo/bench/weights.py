@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tempfile
 import time
@@ -100,7 +101,7 @@ def _write_model(folder: Path, arguments: argparse.Namespace) -> Path:
         intermediate_size=4 * arguments.hidden,
         num_hidden_layers=arguments.layers,
         num_attention_heads=arguments.hidden // 64,
-        num_key_value_heads=max(2, arguments.hidden // 256),
+        num_key_value_heads=math.gcd(arguments.hidden // 64, 8),
         vocab_size=arguments.vocab,
         max_position_embeddings=512,
         tie_word_embeddings=False,

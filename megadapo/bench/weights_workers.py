@@ -148,6 +148,7 @@ class Engine:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         }
         from vllm import LLM
         from vllm.config import WeightTransferConfig
