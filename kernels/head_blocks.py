@@ -88,6 +88,10 @@ class _Buffers:
             return self._logits[: tile[1] - tile[0]]
         return self.grads(tile)
 
+    def drop_logits(self) -> None:
+        """Free the tile's own memory: the last block's products do not need it."""
+        self._logits = None
+
     def grads(self, rows: Block) -> Tensor:
         assert self._grads is not None
         return self._grads[rows[0] : rows[1]]
@@ -125,35 +129,50 @@ def policy_blocks(
     for block in head.blocks():
         rows = exchange.fetch(block)
         for tile in head.tiling.tiles(block[1] - block[0]):
-            first, last = block[0] + tile[0], block[0] + tile[1]
-            logits = buffers.logits(tile)
-            project(rows[tile[0] : tile[1]], logits)
-            targets = head.targets[first:last]
-            stats = row_stats(
-                logits,
-                targets,
-                shards=head.shards,
-                temperature=head.temperature,
-                for_entropy=wants_grad and call.objective.entropy_coef != 0.0,
-            )
-            policy_rows(
-                logits,
-                targets,
-                gather_stats(stats, head.group),
-                inputs=call.inputs.rows(first, last),
-                outputs=outputs.rows(first, last),
-                objective=call.objective,
-                shards=head.shards,
-                temperature=head.temperature,
-                d_logits=buffers.grads(tile) if wants_grad else None,
-            )
+            project(rows[tile[0] : tile[1]], buffers.logits(tile))
+            _policy_tile(block[0], tile, buffers, call, outputs, wants_grad=wants_grad)
         if wants_grad:
+            if block[1] == head.num_rows:
+                buffers.drop_logits()
             d_logits = buffers.grads((0, block[1] - block[0]))
             _block_products(block, rows, weight, d_logits, exchange, wants_hidden, d_weight)
     return (
         outputs,
         exchange.finish() if wants_hidden else None,
         d_weight.result() if d_weight is not None else None,
+    )
+
+
+def _policy_tile(
+    offset: int,
+    tile: Block,
+    buffers: _Buffers,
+    call: PolicyCall,
+    outputs: RowOutputs,
+    *,
+    wants_grad: bool,
+) -> None:
+    """The two row passes over one tile, whose first row is row `offset` + tile[0] of all."""
+    head = call.head
+    first, last = offset + tile[0], offset + tile[1]
+    logits, targets = buffers.logits(tile), head.targets[first:last]
+    stats = row_stats(
+        logits,
+        targets,
+        shards=head.shards,
+        temperature=head.temperature,
+        for_entropy=wants_grad and call.objective.entropy_coef != 0.0,
+    )
+    policy_rows(
+        logits,
+        targets,
+        gather_stats(stats, head.group),
+        inputs=call.inputs.rows(first, last),
+        outputs=outputs.rows(first, last),
+        objective=call.objective,
+        shards=head.shards,
+        temperature=head.temperature,
+        d_logits=buffers.grads(tile) if wants_grad else None,
     )
 
 
