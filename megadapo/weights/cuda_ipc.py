@@ -34,7 +34,7 @@ class CudaIpcOutbox:
         self._num_bytes = num_bytes
 
     def offer(self) -> dict:
-        """The storage's IPC handles; every receiver must open them exactly once."""
+        """The storage's IPC handles; each receiver opens them once, when it connects."""
         shared = self._memory.untyped_storage()._share_cuda_()
         fields = {
             name: base64.b64encode(value).decode() if isinstance(value, bytes) else value

@@ -118,7 +118,9 @@ def join_group(
     prefixed = dist.PrefixStore("megadapo-weights", store)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        group = dist.ProcessGroupNCCL(prefixed, rank, num_ranks, TIMEOUT)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = TIMEOUT
+        group = dist.ProcessGroupNCCL(prefixed, rank, num_ranks, options)
     else:
         group = dist.ProcessGroupGloo(prefixed, rank, num_ranks, TIMEOUT)
     # The communicator comes into being with its first collective; a send must not wait for it.
@@ -132,10 +134,10 @@ def issue_together(
     """Issue messages so that none waits for another; NCCL makes one operation of them."""
     if device.type != "cuda" or not operations:
         return [operation() for operation in operations]
-    group._start_coalescing(device)
+    group._start_coalescing()
     for operation in operations:
         operation()
-    return [group._end_coalescing(device)]
+    return [group._end_coalescing()]
 
 
 def node_address() -> str:
