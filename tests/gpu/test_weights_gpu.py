@@ -1,0 +1,116 @@
+"""CUDA IPC: buckets on a GPU, read by another process on the same GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from megadapo.weights.buckets import num_rounds, pack
+from megadapo.weights.layout import layout_for
+from megadapo.weights.placement import replica_positions
+from megadapo.weights.plan import EngineShape
+from megadapo.weights.planning import make_plan
+from megadapo.weights.receiver import WeightReceiver
+from megadapo.weights.sender import WeightSender
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "intermediate_size": 512,
+    "vocab_size": 1000,
+}
+BUCKET = 1 << 18
+ENGINE = EngineShape()
+
+
+class Live:
+    """Parameters on the GPU that slices are written into, as vLLM's are."""
+
+    def __init__(self, shapes):
+        self.parameters = {
+            name: torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+            for name, shape in shapes.items()
+        }
+
+    def begin(self, name, shape):
+        return self.parameters[name]
+
+    def complete(self, name, tensor):
+        """Written in place."""
+
+
+def receive(plan, offers, filled, taken, results: Path) -> None:
+    """The engine's process: open the offers, take every round, save what arrived."""
+    from megadapo.weights.cuda_ipc import CudaIpcInbox
+
+    layout = layout_for(CONFIG)
+    receiver = WeightReceiver(
+        plan,
+        layout.engine_shards(ENGINE.position(0)),
+        engine=0,
+        engine_rank=0,
+        bucket_bytes=BUCKET,
+        dtype=torch.bfloat16,
+    )
+    live = Live(receiver.shapes)
+    inbox = CudaIpcInbox(offers)
+    receiver.start(live, inbox, with_checksums=False)
+    for number in iter(filled.get, None):
+        receiver.take(number)
+        torch.cuda.synchronize()
+        taken.put(number)
+    receiver.finish()
+    torch.save({name: one.cpu() for name, one in live.parameters.items()}, results)
+    inbox.close()
+
+
+def test_another_process_reads_the_buckets_where_they_are(tmp_path):
+    """Catches a handle opened in the wrong order, a bucket read before it is written, and a slice
+    in the wrong place."""
+    layout = layout_for(CONFIG)
+    positions = replica_positions(layout, tp_size=2)
+    plan = make_plan(layout, positions, ENGINE, itemsize=2, max_bundle_bytes=BUCKET)
+    senders = []
+    for rank, position in enumerate(positions):
+        params = {
+            shard.name: torch.randn(shard.shape, dtype=torch.bfloat16, device="cuda")
+            for shard in layout.megatron_shards(position)
+        }
+        senders.append((WeightSender(params, layout, position, rank), params))
+    # Replicated weights are equal on both ranks of a real trainer.
+    for name, param in senders[0][1].items():
+        if "layernorm" in name:
+            senders[1][1][name].copy_(param)
+    sizes = {"bucket_bytes": BUCKET, "dtype": torch.bfloat16, "transport": "cuda_ipc"}
+    offers = [sender.prepare(plan, **sizes) for sender, _ in senders]
+    context = mp.get_context("spawn")
+    filled, taken = context.Queue(), context.Queue()
+    results = tmp_path / "received.pt"
+    engine = context.Process(target=receive, args=(plan, offers, filled, taken, results))
+    engine.start()
+    for number in range(num_rounds(pack(plan, BUCKET))):
+        for sender, _ in senders:
+            sender.fill(number)
+        filled.put(number)
+        assert taken.get(timeout=120) == number
+    filled.put(None)
+    engine.join(timeout=120)
+    assert engine.exitcode == 0
+    received = torch.load(results, weights_only=True)
+    for transfer in plan.transfers:
+        for copy in plan.copies(transfer):
+            source = senders[transfer.origin][1][copy.source_name]
+            expected = source.narrow(copy.axis, copy.source_offset, copy.size).cpu()
+            target = received[copy.target_name]
+            assert torch.equal(target.narrow(copy.axis, copy.target_offset, copy.size), expected)
