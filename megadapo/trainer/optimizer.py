@@ -27,7 +27,7 @@ class OptimizerStep:
 def wrap_for_gradients(model: GPTModel, config: TransformerConfig) -> DistributedDataParallel:
     """The model with fp32 gradient buffers that are summed (not averaged) over data parallel."""
     assert config.calculate_per_token_loss, "anything else would average over data parallel"
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         config=config,
         ddp_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -37,6 +37,21 @@ def wrap_for_gradients(model: GPTModel, config: TransformerConfig) -> Distribute
         ),
         module=model,
     )
+    _count_padding(wrapped)
+    return wrapped
+
+
+def _count_padding(model: DistributedDataParallel) -> None:
+    """Let checkpoints keep the padding between a buffer's buckets.
+
+    megatron-core drops it when it gathers optimizer state, yet reads each parameter at its place
+    in the padded buffer: behind a padded bucket (a tied embedding has its own, over several
+    pipeline stages) masters and moments would be saved shifted, without an error.
+    """
+    for buffer in model.buffers + model.expert_parallel_buffers:
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def build_optimizer(model: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizer:

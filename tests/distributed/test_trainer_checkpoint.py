@@ -53,6 +53,23 @@ def test_loading_at_another_split_continues_the_training(
         np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
+def test_moments_that_data_parallel_ranks_share_are_saved_whole(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    """Each data-parallel rank holds a slice of every moment, and a tied embedding a bucket of its
+    own: megatron-core alone would save masters and moments behind that bucket shifted."""
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    shared = settings_for(str(models / "qwen2-tied"), data=2, pipeline=2)
+    ranks.run(4, _train_and_save, shared, batch, tmp_path / "saved")
+    _, expected = ranks.run(4, train, shared, batch, 4)[0]
+    alone = settings_for(str(models / "qwen2-tied"))
+    for settings in (shared, alone):
+        num_ranks = settings.trainer.num_ranks
+        _, found = ranks.run(num_ranks, _load_and_train, settings, batch, tmp_path / "saved")[0]
+        for name, weight in expected.items():
+            np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
+
+
 def test_bf16_weights_continue_from_their_fp32_masters(
     ranks: Ranks, models: Path, tmp_path: Path
 ) -> None:
