@@ -49,6 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_eval(commands)
     _add_convert(commands)
+    _add_weights(commands)
+    _add_bench(commands)
+    _add_profile(commands)
     _add_plot(commands)
     _add_doctor(commands)
     return parser
@@ -144,6 +147,37 @@ def _add_convert(commands: _Commands) -> None:
     parser = _add(commands, "convert", "convert, inspect and compare model folders")
     convert.add_arguments(parser)
     parser.set_defaults(command=convert.run)
+
+
+def _add_weights(commands: _Commands) -> None:
+    from megadapo.weights import plan_report
+
+    parser = _add(commands, "weights", "what a weight update moves")
+    reports = parser.add_subparsers(metavar="REPORT", required=True)
+    plan = _add(reports, "plan", "bytes per link and buffers of a run's update", epilog=_OVERRIDES)
+    plan_report.add_arguments(plan)
+    plan.set_defaults(command=plan_report.run, takes_overrides=True)
+
+
+def _add_bench(commands: _Commands) -> None:
+    from megadapo.bench import head_command, weights
+
+    parser = _add(commands, "bench", "measure against the rivals that are installed")
+    benches = parser.add_subparsers(metavar="BENCH", required=True)
+    head = _add(benches, "head", "the policy head: time, memory and error of every rival")
+    head_command.add_arguments(head)
+    head.set_defaults(command=head_command.run)
+    update = _add(benches, "weights", "a weight update, shard to shard and gathering everything")
+    weights.add_arguments(update)
+    update.set_defaults(command=weights.run)
+
+
+def _add_profile(commands: _Commands) -> None:
+    from megadapo.observe import kernel_profile
+
+    parser = _add(commands, "profile", "how every kernel compiles, or where the head's time goes")
+    kernel_profile.add_arguments(parser)
+    parser.set_defaults(command=kernel_profile.main)
 
 
 def _add_plot(commands: _Commands) -> None:

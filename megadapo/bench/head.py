@@ -7,7 +7,6 @@ import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -190,31 +189,7 @@ def format_table(results: Sequence[HeadResult]) -> str:
     return "\n".join(lines)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `megadapo bench head`."""
-    parser.add_argument(
-        "--shape",
-        action="append",
-        metavar="T,H,V,DTYPE",
-        help="a shape such as 20480,5120,152064,bfloat16; may be given again",
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is")
-    parser.add_argument("--threads", type=int, default=2, help="threads on the CPU (default 2)")
-    parser.add_argument("--repeats", type=int, default=20, help="timed rounds (default 20)")
-    parser.add_argument(
-        "--clock",
-        choices=("wall", "cpu"),
-        default="wall",
-        help="cpu counts computing time only: for a busy machine, with --threads 1",
-    )
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="TEXT", help="rivals whose name has TEXT"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
-
-
-def main(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark, print one table a shape, write JSON where asked."""
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -271,9 +246,3 @@ def _machine(device: torch.device) -> dict[str, str | int]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
     }
-
-
-if __name__ == "__main__":
-    _parser = argparse.ArgumentParser(prog="megadapo bench head", description=__doc__)
-    add_arguments(_parser)
-    raise SystemExit(main(_parser.parse_args()))

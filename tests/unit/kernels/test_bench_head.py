@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadapo.bench import head
+from megadapo.bench import head, head_command
 from megadapo.bench.head import HeadShape, bench_head, format_table, parse_shape
 from megadapo.bench.head_inputs import make_inputs, reference
 from megadapo.bench.head_rivals import OURS, PRODUCTS, Absent, eager_loss
@@ -87,12 +87,12 @@ def test_bad_shape_is_named(text: str) -> None:
 
 def test_command_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    head.add_arguments(parser)
+    head_command.add_arguments(parser)
     path = tmp_path / "head.json"
     options = ["--shape=16,8,104,float32", "--device=cpu", "--only=eager", "--repeats=1"]
     threads = torch.get_num_threads()
     try:
-        assert head.main(parser.parse_args([*options, f"--json={path}"])) == 0
+        assert head_command.run(parser.parse_args([*options, f"--json={path}"])) == 0
     finally:
         torch.set_num_threads(threads)
     written = json.loads(path.read_text())
