@@ -1,5 +1,5 @@
 # make quickstart   a small model learns to reason on two CPU cores
-# make test         the test suite
+# make test         the test suite; make test-all also kills and stops whole runs (slow)
 # Both make .venv from requirements/cpu.lock first, once.
 
 PYTHON ?= $(firstword $(shell command -v python3.11 python3))
@@ -9,13 +9,16 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test lint format install clean
+.PHONY: quickstart test test-all lint format install clean
 
 quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
 
 test: install
-	$(BIN)/pytest -m "not gpu" tests
+	$(BIN)/pytest -m "not gpu and not (slow and fault)" --durations=12 tests
+
+test-all: install
+	$(BIN)/pytest -m "not gpu" --durations=30 tests
 
 lint: install
 	$(BIN)/ruff check .

@@ -13,6 +13,12 @@ import torch
 from torch import Tensor
 
 
+FEW_ROWS = 128
+"""Rows up to which the CPU's libraries may take a path without blocks of K, on any thread."""
+K_PIECE = 4096
+"""Terms that fp32 adds one by one with an error below 1e-6."""
+
+
 @contextmanager
 def _bf16_products_on_cpu(enabled: bool) -> Iterator[None]:
     """Let oneDNN multiply fp32 tensors that hold exact bf16 values with its bf16 instructions."""
@@ -53,9 +59,16 @@ def mm_rows(a: Tensor, b: Tensor, *, out: Tensor) -> None:
     """out [M, N] = a [M, K] @ b [K, N] in `out`'s dtype, accumulated in fp32 over all of K.
 
     On CUDA a low-precision product may split K and add the parts in low precision; K is the
-    vocabulary here, so the product is made in fp32 and rounded once.
+    vocabulary here, so the product is made in fp32 and rounded once. On the CPU a product of few
+    rows adds all of K one by one, which costs a digit at 130,000 terms: it is made in pieces.
     """
-    if a.device.type == "cuda" and a.dtype != torch.float32:
+    if a.device.type == "cpu" and a.dtype == torch.float32 and len(a) <= FEW_ROWS:
+        torch.mm(a[:, :K_PIECE], b[:K_PIECE], out=out)
+        for start in range(K_PIECE, a.shape[1], K_PIECE):
+            piece = slice(start, start + K_PIECE)
+            # not addmm, which would go on adding to the sum one by one
+            out.add_(torch.mm(a[:, piece], b[piece]))
+    elif a.device.type == "cuda" and a.dtype != torch.float32:
         out.copy_(torch.mm(a, b, out_dtype=torch.float32))
     else:
         torch.mm(a, b, out=out)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.errors import OracleError, RunInterrupted
+from megadapo.errors import InfraError, OracleError, RunInterrupted
 from megadapo.observe.metrics import METRIC_NAMES
 
 REPOSITORY = Path(__file__).parents[2]
@@ -51,13 +51,14 @@ def marked(folder: Path) -> dict[str, str]:
     return {**os.environ, "RUN_UNDER_TEST": str(folder)}
 
 
-def left_behind(folder: Path) -> list[str]:
-    """Command lines of living processes that descend from the run."""
+def descendants(folder: Path) -> list[tuple[int, str]]:
+    """Process number and command line of every living process that descends from the run."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if f"RUN_UNDER_TEST={folder}\0".encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text(errors="replace"))
+                name = (process / "cmdline").read_text(errors="replace")
+                found.append((int(process.name), name))
         except OSError:
             continue  # it has just ended
     return found
@@ -108,36 +109,39 @@ def test_a_finished_run_starts_nothing(uninterrupted):
     assert len(metrics(uninterrupted)) == NUM_STEPS
 
 
-def signal_after(folder: Path, step: int, number: signal.Signals) -> subprocess.Popen:
-    """Start or resume the run and send the signal once `step` is on disk."""
-    process = subprocess.Popen(
-        command(folder),
+def start(folder: Path, *overrides: str) -> subprocess.Popen:
+    """Start or resume the run in the background."""
+    return subprocess.Popen(
+        command(folder, *overrides),
         cwd=REPOSITORY,
         env=marked(folder),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
+    """Wait until the metrics of `step` are on disk."""
     path = folder / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while not path.exists() or len(path.read_text().splitlines()) < step:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no step within five minutes"
         time.sleep(0.05)
-    process.send_signal(number)
-    return process
 
 
-@pytest.mark.fault
 def test_a_run_stopped_twice_equals_one_that_was_not(uninterrupted, tmp_path):
     """Weights, moments, learning rate, prompts, seeds and reserve must all come back."""
     folder = tmp_path / "stopped"
     for step in (1, 3):
-        process = signal_after(folder, step, signal.SIGTERM)
+        process = start(folder)
+        wait_for_step(process, folder, step)
+        process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=200)
         assert process.returncode == RunInterrupted.exit_code, output
         assert "SIGTERM" in output
-        assert left_behind(folder) == []
+        assert descendants(folder) == []
     result = run(folder)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "resuming after step" in result.stdout
@@ -148,14 +152,41 @@ def test_a_run_stopped_twice_equals_one_that_was_not(uninterrupted, tmp_path):
 def test_a_killed_run_leaves_no_process_and_loses_no_checkpoint(uninterrupted, tmp_path):
     """An engine that outlives its driver would keep its memory, or its GPU."""
     folder = tmp_path / "killed"
-    signal_after(folder, 3, signal.SIGKILL).communicate(timeout=60)
-    deadline = time.monotonic() + 60
-    while left_behind(folder) and time.monotonic() < deadline:
+    process = start(folder)
+    wait_for_step(process, folder, 3)
+    process.kill()
+    process.communicate(timeout=60)
+    # engine and trainer end at once; Ray's own agents notice their dead parent a minute later
+    deadline = time.monotonic() + 150
+    while descendants(folder) and time.monotonic() < deadline:
         time.sleep(0.5)
-    assert left_behind(folder) == []
+    assert descendants(folder) == []
     result = run(folder)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "resuming after step 2" in result.stdout
+    assert untimed(metrics(folder)) == untimed(metrics(uninterrupted))
+
+
+@pytest.mark.fault
+def test_a_rank_that_hangs_ends_the_run_in_time_and_the_run_resumes(uninterrupted, tmp_path):
+    """A process that is stopped, not dead, is what waits without a deadline wait for forever."""
+    folder = tmp_path / "hung"
+    deadlines = (
+        "--trainer.timeout_s=15",
+        "--weights.deadline_s=15",
+        "--rollout.round_timeout_s=30",
+    )
+    process = start(folder, *deadlines)
+    wait_for_step(process, folder, 2)
+    hung = [pid for pid, name in descendants(folder) if "TrainerWorker" in name]
+    assert len(hung) == 1
+    os.kill(hung[0], signal.SIGSTOP)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == InfraError.exit_code, output
+    assert "within 15 s" in output
+    assert descendants(folder) == []
+    result = run(folder)
+    assert result.returncode == 0, result.stdout + result.stderr
     assert untimed(metrics(folder)) == untimed(metrics(uninterrupted))
 
 
