@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-
 FEW_ROWS = 128
 """Rows up to which the CPU's libraries may take a path without blocks of K, on any thread."""
 K_PIECE = 4096
