@@ -1,5 +1,5 @@
 # make quickstart   a small model learns to reason on two CPU cores
-# make test         the test suite; make test-all also kills and stops whole runs (slow)
+# make test         the test suite; make test-all adds the minutes-long ones
 # Both make .venv from requirements/cpu.lock first, once.
 
 PYTHON ?= $(firstword $(shell command -v python3.11 python3))
@@ -15,7 +15,7 @@ quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
 
 test: install
-	$(BIN)/pytest -m "not gpu and not (slow and fault)" --durations=12 tests
+	$(BIN)/pytest -m "not gpu and not full" --durations=12 tests
 
 test-all: install
 	$(BIN)/pytest -m "not gpu" --durations=30 tests

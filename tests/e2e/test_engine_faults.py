@@ -14,7 +14,7 @@ from engine_checks import ask, make_requests, running_engines
 from megadapo.errors import InfraError
 from megadapo.rollout.reaper import marked_processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault]
+pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.full]
 
 
 def wait_until(condition, timeout_s: float) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from megadapo.bench import weights
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_benchmark_moves_a_shard_and_compares_with_gathering(tmp_path, capsys):
     """Catches a benchmark that cannot run any more, and bytes beyond the engine's shard."""

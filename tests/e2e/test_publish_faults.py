@@ -31,7 +31,7 @@ from megadapo.weights.publish import Publisher  # noqa: E402
 DEADLINE_S = 20.0
 CONFIG = WeightsConfig(bucket_mib=0.05, verify="off", deadline_s=DEADLINE_S)
 
-pytestmark = [pytest.mark.fault, pytest.mark.slow]
+pytestmark = [pytest.mark.fault, pytest.mark.full, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", autouse=True)

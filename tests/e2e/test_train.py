@@ -148,6 +148,7 @@ def test_a_run_stopped_twice_equals_one_that_was_not(uninterrupted, tmp_path):
     assert untimed(metrics(folder)) == untimed(metrics(uninterrupted))
 
 
+@pytest.mark.full
 @pytest.mark.fault
 def test_a_killed_run_leaves_no_process_and_loses_no_checkpoint(uninterrupted, tmp_path):
     """An engine that outlives its driver would keep its memory, or its GPU."""
@@ -167,6 +168,7 @@ def test_a_killed_run_leaves_no_process_and_loses_no_checkpoint(uninterrupted, t
     assert untimed(metrics(folder)) == untimed(metrics(uninterrupted))
 
 
+@pytest.mark.full
 @pytest.mark.fault
 def test_a_rank_that_hangs_ends_the_run_in_time_and_the_run_resumes(uninterrupted, tmp_path):
     """A process that is stopped, not dead, is what waits without a deadline wait for forever."""
@@ -214,6 +216,7 @@ def test_every_split_of_the_trainer_runs_by_overrides_alone(uninterrupted, tmp_p
     assert split["policy/entropy"] == pytest.approx(whole["policy/entropy"], rel=1e-5)
 
 
+@pytest.mark.full
 def test_an_oracle_stops_the_run_with_its_own_exit_code(tmp_path):
     """A parity bound of zero cannot hold between two programs."""
     result = run(tmp_path / "strict", "--oracles.logprob_abs_max=0.0", num_steps=1)
