@@ -85,11 +85,6 @@ class Run:
     def finished(self) -> bool:
         return self.step >= self._config.run.num_steps
 
-    @property
-    def state(self) -> dict[str, Any]:
-        """What the last completed step left for a resume."""
-        return self._state
-
     def steps(self) -> Iterator[int]:
         """The steps still to do, counted from 1.
 

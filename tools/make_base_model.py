@@ -89,7 +89,7 @@ def make_tokenizer(problems: list[Problem]) -> Qwen2Tokenizer:
 
 
 def model_config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
-    """About 0.9 million parameters; every size divides by 2 for tensor and pipeline parallel."""
+    """About 0.8 million parameters; every size divides by 2 for tensor and pipeline parallel."""
     return Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,

@@ -131,10 +131,6 @@ class EngineGroup:
         self.call_all("finish_weight_update", policy_version, timeout_s=timeout_s)
         self.policy_version = policy_version
 
-    def reset_prefix_cache(self, *, timeout_s: float = 60.0) -> None:
-        """Forget all cached keys and values."""
-        self.call_all("reset_prefix_cache", timeout_s=timeout_s)
-
     def sleep(self) -> None:
         """Give GPU memory to the trainer; nothing to do where engines do not share GPUs."""
         if self._specs[0].platform.sleeps:
