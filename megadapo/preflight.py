@@ -15,7 +15,8 @@ from megadapo.config import RunConfig
 from megadapo.data.arithmetic import SCHEME
 from megadapo.data.sources import SUFFIXES, read_rows
 from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoError
-from megadapo.trainer.config import ModelConfig, validate_model_layout
+from megadapo.trainer.config import ModelConfig
+from megadapo.trainer.model_layout import validate_model_layout
 
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")

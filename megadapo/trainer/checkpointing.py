@@ -29,7 +29,7 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def save_checkpoint(
-    model: DistributedDataParallel, optimizer: MegatronOptimizer, folder: Path
+    chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, folder: Path
 ) -> None:
     """Write the state into an empty folder, made if need be; collective over all ranks.
 
@@ -39,7 +39,7 @@ def save_checkpoint(
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    state = _sharded_state(model, optimizer, is_loading=False)
+    state = _sharded_state(chunks, optimizer, is_loading=False)
     try:
         dist_checkpointing.save(state, str(folder))
     except (CheckpointingException, CheckpointException) as error:
@@ -47,7 +47,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    model: DistributedDataParallel, optimizer: MegatronOptimizer, folder: Path
+    chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, folder: Path
 ) -> None:
     """Read a state that `save_checkpoint` wrote; collective over all ranks.
 
@@ -55,12 +55,13 @@ def load_checkpoint(
         CheckpointError: the folder is damaged, or has not exactly this model's state.
     """
     # without is_loading the moments are not allocated, and would silently stay zero
-    expected = _sharded_state(model, optimizer, is_loading=True)
+    expected = _sharded_state(chunks, optimizer, is_loading=True)
     try:
         state = dist_checkpointing.load(expected, str(folder), strict=StrictHandling.RAISE_ALL)
     except (CheckpointingException, CheckpointException) as error:
         raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
-    model.module.load_state_dict(state["model"], strict=True)
+    for number, chunk in enumerate(chunks):
+        chunk.module.load_state_dict(state["model"][str(number)], strict=True)
     with _own_step_counts(optimizer):
         optimizer.load_state_dict(state["optimizer"])
 
@@ -94,10 +95,14 @@ def _set_states(part: DistributedOptimizer, param: Tensor, stored: dict[str, Ten
 
 
 def _sharded_state(
-    model: DistributedDataParallel, optimizer: MegatronOptimizer, *, is_loading: bool
+    chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
+    """Every tensor carries its place in the whole model, so the chunks are not part of the file."""
     metadata = dict(METADATA)  # megatron-core notes its process groups in it
-    weights = model.module.sharded_state_dict(metadata=metadata)
+    weights = {
+        str(number): chunk.module.sharded_state_dict(metadata=metadata)
+        for number, chunk in enumerate(chunks)
+    }
     return {
         "model": weights,
         "optimizer": optimizer.sharded_state_dict(

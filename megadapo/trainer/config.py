@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from megadapo.errors import ConfigError
-
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
-"""`model_type` of the models that the trainer can build."""
-ROPE_TYPES = ("default", "linear", "llama3")
-"""Rotary scalings that the trainer knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +96,13 @@ class TrainerConfig:
     """Ranks that share each weight matrix."""
     pipeline_parallel: int = 1
     """Stages that share the layers."""
+    virtual_pipeline: int = 1
+    """Chunks of layers per stage, which take turns: shorter waits, more messages (interleaved
+    1F1B)."""
+    first_stage_layers: int = 0
+    """Layers of the first stage, which also has the embedding; 0: as many as the other stages."""
+    last_stage_layers: int = 0
+    """Layers of the last stage, which also has the policy head; 0: as many as the other stages."""
     data_parallel: int = 1
     """Copies of the model that share the batch."""
     sequence_parallel: bool = False
@@ -110,6 +111,12 @@ class TrainerConfig:
     """Token budget of one forward pass per data-parallel rank; a longer sequence goes alone."""
     recompute: bool = False
     """Keep only each layer's input and compute the rest again: less memory, a third more work."""
+    overlap_grad_reduce: bool = False
+    """Add up gradients over data parallel while the last backward pass runs, not after it."""
+    overlap_param_gather: bool = False
+    """Gather updated weights over data parallel while the next forward pass runs, not before it."""
+    bucket_parameters: int = 0
+    """Parameters per message of both overlaps; 0: megatron-core's choice, 40 million or more."""
     num_threads: int = 0
     """CPU threads of each rank; 0 shares the machine's cores out over its ranks."""
     start_timeout_s: float = 1800.0
@@ -120,9 +127,15 @@ class TrainerConfig:
     """The optimizer."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
+        sizes = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "data_parallel")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name} = {getattr(self, name)} must be at least 1")
+        for name in ("first_stage_layers", "last_stage_layers", "bucket_parameters"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"trainer.{name} = {getattr(self, name)} must not be negative")
+        self._check_stages()
+        self._check_overlap()
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError(
                 "trainer.sequence_parallel splits over the tensor-parallel ranks: set "
@@ -139,94 +152,31 @@ class TrainerConfig:
     def num_ranks(self) -> int:
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
-
-def validate_model_layout(hf_config: Mapping[str, Any], trainer: TrainerConfig) -> None:
-    """Refuse a model the trainer does not know, or a split that its sizes do not allow.
-
-    The vocabulary is padded and always divides.
-
-    Raises:
-        ConfigError: names every key that does not fit and the sizes that would.
-    """
-    if "model_type" in hf_config:
-        validate_architecture(hf_config)
-    num_heads = _size(hf_config, "num_attention_heads")
-    split_by_tensor = {
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": hf_config.get("num_key_value_heads") or num_heads,
-        "intermediate_size": _size(hf_config, "intermediate_size"),
-    }
-    problems = [
-        _misfit("tensor_parallel", trainer.tensor_parallel, name, size, split_by_tensor.values())
-        for name, size in split_by_tensor.items()
-        if size % trainer.tensor_parallel
-    ]
-    num_layers = _size(hf_config, "num_hidden_layers")
-    if num_layers % trainer.pipeline_parallel:
-        problems.append(
-            _misfit(
-                "pipeline_parallel",
-                trainer.pipeline_parallel,
-                "num_hidden_layers",
-                num_layers,
-                [num_layers],
+    def _check_stages(self) -> None:
+        if self.pipeline_parallel > 1:
+            return
+        for name in ("first_stage_layers", "last_stage_layers"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"trainer.{name} = {getattr(self, name)} has no effect with one stage: set "
+                    "trainer.pipeline_parallel above 1, or leave it out"
+                )
+        if self.virtual_pipeline > 1:
+            raise ConfigError(
+                f"trainer.virtual_pipeline = {self.virtual_pipeline} interleaves the chunks of "
+                "several stages: set trainer.pipeline_parallel above 1, or leave it out"
             )
-        )
-    if problems:
-        raise ConfigError("\n".join(problems))
 
-
-def validate_architecture(hf_config: Mapping[str, Any]) -> None:
-    """Refuse a model, or an option of one, that the trainer would compute wrongly.
-
-    Raises:
-        ConfigError: names the key of its config.json.
-    """
-    kind = hf_config.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise ConfigError(
-            f"model.path: model_type {kind!r} is not supported; known are "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    if hf_config.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"model.path: hidden_act {hf_config['hidden_act']!r} is not supported")
-    for name in ("attention_bias", "mlp_bias"):
-        if kind != "qwen2" and hf_config.get(name):
-            raise ConfigError(f"model.path: {name} is not supported for {kind}")
-    # Qwen2 files carry a window that use_sliding_window = false turns off
-    if hf_config.get("sliding_window") and hf_config.get("use_sliding_window", True):
-        raise ConfigError("model.path: attention with a sliding_window is not supported")
-    rope_parameters(hf_config)
-
-
-def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters; transformers 5 keeps them in one table, older files in several keys.
-
-    Raises:
-        ConfigError: the scaling is not one of `ROPE_TYPES`.
-    """
-    table = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
-    table.setdefault("rope_theta", hf_config.get("rope_theta", 10000.0))
-    table["rope_type"] = table.get("rope_type", table.get("type", "default"))
-    if table["rope_type"] not in ROPE_TYPES:
-        raise ConfigError(
-            f"model.path: rotary scaling {table['rope_type']!r} is not supported; known are "
-            f"{', '.join(ROPE_TYPES)}"
-        )
-    return table
-
-
-def _size(hf_config: Mapping[str, Any], name: str) -> int:
-    value = hf_config.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"model.path: its config.json has no usable {name} (found {value!r})")
-    return value
-
-
-def _misfit(key: str, parts: int, name: str, size: int, sizes: Any) -> str:
-    common = math.gcd(*sizes)
-    fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-    return (
-        f"trainer.{key} = {parts} does not divide the model's {name} = {size}; "
-        f"sizes that fit this model: {fitting}"
-    )
+    def _check_overlap(self) -> None:
+        if self.overlap_grad_reduce:
+            return
+        if self.overlap_param_gather:
+            raise ConfigError(
+                "trainer.overlap_param_gather works in the buckets of the gradients: set "
+                "trainer.overlap_grad_reduce = true as well"
+            )
+        if self.bucket_parameters:
+            raise ConfigError(
+                f"trainer.bucket_parameters = {self.bucket_parameters} has no effect without "
+                "trainer.overlap_grad_reduce = true"
+            )

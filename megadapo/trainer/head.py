@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ class PolicyHead:
     temperature: float
     vocab_size: int
     """Rows of the output weight that are tokens; the rest is padding."""
+    wait_for_weight: Callable[[Tensor], None]
+    """Called before the output weight is read, which does not go through the output layer."""
 
     def __call__(
         self,
@@ -45,6 +48,7 @@ class PolicyHead:
         micro_batch = context.micro_batch
         hidden = hidden_states.squeeze(1)
         weight = output_layer.weight if output_weight is None else output_weight
+        self.wait_for_weight(weight)
         common = {
             "temperature": self.temperature,
             "group": mpu.get_tensor_model_parallel_group(),

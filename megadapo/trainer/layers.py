@@ -215,8 +215,12 @@ class PackedAttention(torch.nn.Module):
         return output.transpose(1, 2).flatten(0, 1)
 
 
-def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """megatron-core's local layer spec with our norm and attention in it."""
+def local_block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+    """megatron-core's local layer spec with our norm and attention in it.
+
+    Args:
+        chunk: of this stage, where the pipeline is interleaved.
+    """
     layer = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
@@ -228,5 +232,5 @@ def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config)
+    num_layers = get_num_layers_to_build(config, vp_stage=chunk)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

@@ -1,4 +1,4 @@
-"""From a Hugging Face config.json to megatron-core's GPTModel of this rank."""
+"""From a Hugging Face config.json to megatron-core's GPTModel chunks of this rank."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from megadapo.errors import DataError
-from megadapo.trainer.config import (
-    ModelConfig,
-    TrainerConfig,
-    rope_parameters,
-    validate_architecture,
-)
+from megadapo.trainer.config import ModelConfig, TrainerConfig
 from megadapo.trainer.layers import local_block_spec
 from megadapo.trainer.megatron_versions import HookedGPTModel
+from megadapo.trainer.model_layout import rope_parameters, validate_architecture
 from megadapo.weights.layout import layout_for
 
 VOCABULARY_MULTIPLE = 64
@@ -82,6 +78,7 @@ def transformer_config(
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
     cuda = torch.cuda.is_available()
     uses_te = uses_transformer_engine()
+    interleaved = trainer.virtual_pipeline > 1
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -104,6 +101,9 @@ def transformer_config(
         attention_softmax_in_fp32=True,
         tensor_model_parallel_size=trainer.tensor_parallel,
         pipeline_model_parallel_size=trainer.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=trainer.virtual_pipeline if interleaved else None,
+        num_layers_in_first_pipeline_stage=trainer.first_stage_layers or None,
+        num_layers_in_last_pipeline_stage=trainer.last_stage_layers or None,
         sequence_parallel=trainer.sequence_parallel,
         # every micro-batch has its own number of tokens
         variable_seq_lengths=trainer.pipeline_parallel > 1,
@@ -124,27 +124,39 @@ def transformer_config(
         bias_activation_fusion=uses_te,
         # megatron-core's name for "take the activation from the layer spec"
         use_te_activation_func=not uses_te,
-        batch_p2p_comm=cuda,
+        # with two stages the interleaved schedule's messages of both directions would meet in one
+        # batch, where nothing tells them apart
+        batch_p2p_comm=cuda and not interleaved,
+        overlap_p2p_comm=interleaved,
         deterministic_mode=False,
     )
 
 
-def build_model(
+def build_chunks(
     config: TransformerConfig, hf_config: dict[str, Any], trainer: TrainerConfig
+) -> list[GPTModel]:
+    """This rank's part of the model, with weights not yet set: its chunks in model order."""
+    chunks = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
+    return [_build_chunk(config, hf_config, trainer, chunk) for chunk in chunks]
+
+
+def _build_chunk(
+    config: TransformerConfig, hf_config: dict[str, Any], trainer: TrainerConfig, chunk: int | None
 ) -> GPTModel:
-    """This rank's part of the model, with weights not yet set."""
     uses_te = uses_transformer_engine()
     shape = layout_for(hf_config).shape
+    spec = _te_layer_spec(config) if uses_te else local_block_spec(config, chunk)
     model = HookedGPTModel(
         config=config,
-        transformer_layer_spec=_te_layer_spec(config) if uses_te else local_block_spec(config),
+        transformer_layer_spec=spec,
         vocab_size=padded_vocabulary(shape.vocab_size, trainer.tensor_parallel),
         max_sequence_length=hf_config["max_position_embeddings"],
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         share_embeddings_and_output_weights=shape.tied,
         # our own attention applies the rotary embedding itself, per packed sequence
         position_embedding_type="rope" if uses_te else "none",
+        vp_stage=chunk,
     )
     if uses_te:
         model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config).cuda()

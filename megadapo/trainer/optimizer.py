@@ -6,11 +6,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megadapo.trainer.config import OptimizerConfig
 
@@ -24,39 +22,11 @@ class OptimizerStep:
     applied: bool
 
 
-def wrap_for_gradients(model: GPTModel, config: TransformerConfig) -> DistributedDataParallel:
-    """The model with fp32 gradient buffers that are summed (not averaged) over data parallel."""
-    assert config.calculate_per_token_loss, "anything else would average over data parallel"
-    wrapped = DistributedDataParallel(
-        config=config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=False,
-            overlap_param_gather=False,
-        ),
-        module=model,
-    )
-    _count_padding(wrapped)
-    return wrapped
-
-
-def _count_padding(model: DistributedDataParallel) -> None:
-    """Let checkpoints keep the padding between a buffer's buckets.
-
-    megatron-core drops it when it gathers optimizer state, yet reads each parameter at its place
-    in the padded buffer: behind a padded bucket (a tied embedding has its own, over several
-    pipeline stages) masters and moments would be saved shifted, without an error.
-    """
-    for buffer in model.buffers + model.expert_parallel_buffers:
-        buffer.numel_unpadded = buffer.numel
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()
-
-
-def build_optimizer(model: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizer:
+def build_optimizer(
+    chunks: list[DistributedDataParallel], config: OptimizerConfig
+) -> MegatronOptimizer:
     """AdamW with fp32 master weights and moments, sharded over data-parallel ranks."""
-    dtype = next(model.parameters()).dtype
+    dtype = next(chunks[0].parameters()).dtype
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -70,8 +40,9 @@ def build_optimizer(model: DistributedDataParallel, config: OptimizerConfig) -> 
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=True,
+            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         ),
-        [model],
+        chunks,
     )
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW):

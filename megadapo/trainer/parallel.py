@@ -41,6 +41,9 @@ def join_groups(
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=trainer.tensor_parallel,
         pipeline_model_parallel_size=trainer.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=(
+            trainer.virtual_pipeline if trainer.virtual_pipeline > 1 else None
+        ),
         distributed_timeout_minutes=max(1, round(trainer.timeout_s / 60)),
         # the reshardable optimizer checkpoint gathers over Gloo
         create_gloo_process_groups=True,

@@ -20,7 +20,12 @@ def sequence_cost(length: int, hidden_size: int) -> float:
 
 
 def partition(
-    lengths: Sequence[int], *, num_ranks: int, token_budget: int, hidden_size: int
+    lengths: Sequence[int],
+    *,
+    num_ranks: int,
+    token_budget: int,
+    hidden_size: int,
+    multiple_of: int = 1,
 ) -> list[list[list[int]]]:
     """Cut one mini-batch into micro-batches.
 
@@ -29,6 +34,7 @@ def partition(
         num_ranks: data-parallel ranks.
         token_budget: most tokens of a micro-batch; a longer sequence is one by itself.
         hidden_size: of the model, for the cost of attention.
+        multiple_of: what the number of micro-batches must be a multiple of.
 
     Returns:
         [rank][micro_batch] -> sequence indices, ascending. Every rank has the same number of
@@ -37,7 +43,8 @@ def partition(
     costs = [sequence_cost(length, hidden_size) for length in lengths]
     shares = balance(range(len(lengths)), costs, num_ranks)
     packed = [first_fit(share, lengths, token_budget) for share in shares]
-    num_micro_batches = max(1, *(len(bins) for bins in packed))
+    needed = max(1, *(len(bins) for bins in packed))
+    num_micro_batches = -(-needed // multiple_of) * multiple_of
     return [
         _spread(share, bins, lengths, costs, num_micro_batches, token_budget)
         for share, bins in zip(shares, packed, strict=True)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from megadapo.data.batch import PackedBatch
 from megadapo.trainer.checkpointing import load_checkpoint, save_checkpoint
-from megadapo.trainer.config import validate_model_layout
 from megadapo.trainer.cpu_platform import CPU
+from megadapo.trainer.gradient_buffers import (
+    gather_weights_now,
+    wait_for_weight,
+    wrap_for_gradients,
+)
 from megadapo.trainer.head import PolicyHead
 from megadapo.trainer.initialize import initialize_randomly
 from megadapo.trainer.metrics import summarize
@@ -26,21 +29,23 @@ from megadapo.trainer.micro_batch import (
     trained_tokens,
 )
 from megadapo.trainer.model import (
-    build_model,
+    build_chunks,
     inverse_frequencies,
     read_hf_config,
     resolve_model_folder,
     transformer_config,
 )
-from megadapo.trainer.optimizer import build_optimizer, step_if_finite, wrap_for_gradients
+from megadapo.trainer.model_layout import validate_model_layout
+from megadapo.trainer.optimizer import build_optimizer, step_if_finite
 from megadapo.trainer.parallel import join_groups, leave_groups
 from megadapo.trainer.partition import partition
+from megadapo.trainer.position import parameters_by_global_name, shard_position
 from megadapo.trainer.result import UpdateResult
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
 from megadapo.trainer.step import compute_gradients, compute_logprobs, finalize_sums
 from megadapo.weights.export import export_weights
 from megadapo.weights.gather import ProcessGroups, gather_weights
-from megadapo.weights.layout import ShardPosition, layout_for
+from megadapo.weights.layout import layout_for
 from megadapo.weights.load import import_weights
 from megadapo.weights.sender import WeightSender
 
@@ -62,21 +67,22 @@ class TrainerRank:
         join_groups(rendezvous, settings.trainer, listener, seed=settings.seed)
         self.device = _device()
         self.config.finalize_model_grads_func = finalize_sums
-        model = build_model(self.config, self.hf_config, settings.trainer)
+        chunks = build_chunks(self.config, self.hf_config, settings.trainer)
         self.layout = layout_for(self.hf_config)
-        self.position = _position(self.config, model.vocab_size)
+        self.position = shard_position(chunks, settings.trainer)
         self.groups = ProcessGroups(
             tp=mpu.get_tensor_model_parallel_group(), pp=mpu.get_pipeline_model_parallel_group()
         )
-        self.parameters = _by_global_name(model, self.position)
+        self.parameters = parameters_by_global_name(chunks)
         self._set_weights()
         # megatron-core copies weights into its buffers and masters here: they must be set before
-        self.model = wrap_for_gradients(model, self.config)
-        self.optimizer = build_optimizer(self.model, settings.trainer.optimizer)
+        self.chunks = wrap_for_gradients(chunks, self.config, settings.trainer)
+        self.optimizer = build_optimizer(self.chunks, settings.trainer.optimizer)
         self.head = PolicyHead(
             objective=settings.objective,
             temperature=settings.temperature,
             vocab_size=self.layout.shape.vocab_size,
+            wait_for_weight=partial(wait_for_weight, self.chunks[-1]),
         )
         self.weight_sender = WeightSender(
             self.parameters, self.layout, self.position, torch.distributed.get_rank()
@@ -109,12 +115,14 @@ class TrainerRank:
         old = [self.logprobs_of(micro_batches) for micro_batches in cut]
         reduced, grad_norms = [], []
         for micro_batches, logprobs_old in zip(cut, old, strict=True):
-            sums = compute_gradients(self.model, self.head, micro_batches, logprobs_old)
+            sums = compute_gradients(self.chunks, self.head, micro_batches, logprobs_old)
             sums = sums.reduced(contributes=self.has_results, device=self.device)
             outcome = step_if_finite(self.optimizer, loss=sums.loss, lr=lr)
             reduced.append(sums)
             if outcome.applied:
                 grad_norms.append(outcome.grad_norm)
+        # whoever reads weights after this (save, export, weight updates) finds them whole
+        gather_weights_now(self.chunks)
         return summarize(
             reduced,
             grad_norms=grad_norms,
@@ -139,7 +147,7 @@ class TrainerRank:
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer so that any other split can load them."""
-        save_checkpoint(self.model, self.optimizer, folder)
+        save_checkpoint(self.chunks, self.optimizer, folder)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, at whatever split it was written.
@@ -147,7 +155,7 @@ class TrainerRank:
         Raises:
             CheckpointError: it is damaged, or of another model.
         """
-        load_checkpoint(self.model, self.optimizer, folder)
+        load_checkpoint(self.chunks, self.optimizer, folder)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with the present weights, from the first rank."""
@@ -176,7 +184,7 @@ class TrainerRank:
 
     def logprobs_of(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
         with torch.no_grad():
-            return compute_logprobs(self.model, self.head, micro_batches)
+            return compute_logprobs(self.chunks, self.head, micro_batches)
 
     def micro_batches(
         self,
@@ -186,11 +194,14 @@ class TrainerRank:
         policy_version: int | None,
     ) -> list[MicroBatch]:
         """This data-parallel rank's micro-batches of one mini-batch."""
+        trainer = self.settings.trainer
         shares = partition(
             np.diff(batch.cu_seqlens)[indices].tolist(),
-            num_ranks=self.settings.trainer.data_parallel,
-            token_budget=self.settings.trainer.tokens_per_micro_batch,
+            num_ranks=trainer.data_parallel,
+            token_budget=trainer.tokens_per_micro_batch,
             hidden_size=self.layout.shape.hidden_size,
+            # the interleaved schedule takes them in groups of as many as there are stages
+            multiple_of=trainer.pipeline_parallel if trainer.virtual_pipeline > 1 else 1,
         )
         return [
             self._builder.build(
@@ -215,30 +226,3 @@ class TrainerRank:
 
 def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
-
-
-def _position(config: TransformerConfig, padded_vocab_size: int) -> ShardPosition:
-    first = get_transformer_layer_offset(config)
-    num_layers = config.num_layers // config.pipeline_model_parallel_size
-    return ShardPosition(
-        tp_rank=mpu.get_tensor_model_parallel_rank(),
-        tp_size=mpu.get_tensor_model_parallel_world_size(),
-        pp_rank=mpu.get_pipeline_model_parallel_rank(),
-        pp_size=mpu.get_pipeline_model_parallel_world_size(),
-        layer_indices=tuple(range(first, first + num_layers)),
-        has_embedding=mpu.is_pipeline_first_stage(),
-        has_head=mpu.is_pipeline_last_stage(),
-        padded_vocab_size=padded_vocab_size,
-    )
-
-
-def _by_global_name(model: torch.nn.Module, position: ShardPosition) -> dict[str, Tensor]:
-    """Parameters by name, with layers numbered over the whole model instead of the stage."""
-
-    def global_name(name: str) -> str:
-        parts = name.split(".")
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(position.layer_indices[int(parts[2])])
-        return ".".join(parts)
-
-    return {global_name(name): param for name, param in model.named_parameters()}

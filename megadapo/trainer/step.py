@@ -23,26 +23,26 @@ from megadapo.trainer.metrics import MiniBatchSums
 from megadapo.trainer.micro_batch import MicroBatch
 
 
-def finalize_sums(model: list[DistributedDataParallel], num_tokens: Any, **groups: Any) -> None:
+def finalize_sums(chunks: list[DistributedDataParallel], num_tokens: Any, **groups: Any) -> None:
     """megatron-core's reduction of gradients over all groups, without its division by tokens."""
-    finalize_sums_and_scale(model, None, **groups)
+    finalize_sums_and_scale(chunks, None, **groups)
 
 
 def compute_logprobs(
-    model: DistributedDataParallel, head: PolicyHead, micro_batches: Sequence[MicroBatch]
+    chunks: list[DistributedDataParallel], head: PolicyHead, micro_batches: Sequence[MicroBatch]
 ) -> list[Tensor]:
     """Log-probs [T] of each micro-batch on the last pipeline stage; elsewhere an empty list."""
     tasks = [HeadTask(micro_batch=micro_batch, logprobs_old=None) for micro_batch in micro_batches]
-    return _run_schedule(model, head, tasks, forward_only=True)
+    return _run_schedule(chunks, head, tasks, forward_only=True)
 
 
 def compute_gradients(
-    model: DistributedDataParallel,
+    chunks: list[DistributedDataParallel],
     head: PolicyHead,
     micro_batches: Sequence[MicroBatch],
     logprobs_old: Sequence[Tensor],
 ) -> MiniBatchSums:
-    """Leave the mini-batch's summed gradients in the model's buffers.
+    """Leave the mini-batch's summed gradients in the buffers of the rank's chunks.
 
     Args:
         logprobs_old: [T] of each micro-batch; read on the last pipeline stage only.
@@ -55,8 +55,9 @@ def compute_gradients(
         HeadTask(micro_batch=micro_batch, logprobs_old=old)
         for micro_batch, old in zip(micro_batches, olds, strict=True)
     ]
-    model.zero_grad_buffer()
-    outputs = _run_schedule(model, head, tasks, forward_only=False)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    outputs = _run_schedule(chunks, head, tasks, forward_only=False)
     sums = MiniBatchSums()
     for task, output in zip(tasks, outputs, strict=False):
         _add(sums, task, output)
@@ -64,7 +65,7 @@ def compute_gradients(
 
 
 def _run_schedule(
-    model: DistributedDataParallel,
+    chunks: list[DistributedDataParallel],
     head: PolicyHead,
     tasks: Sequence[HeadTask],
     *,
@@ -74,8 +75,9 @@ def _run_schedule(
     forward_backward = get_forward_backward_func()
     return forward_backward(
         forward_step_func=partial(_forward_step, head),
-        data_iterator=iter(tasks),
-        model=[model],
+        # each chunk meets every micro-batch, in the same order
+        data_iterator=[iter(tasks) for _ in chunks] if len(chunks) > 1 else iter(tasks),
+        model=chunks,
         num_microbatches=len(tasks),
         # the true lengths travel with the activations (variable_seq_lengths)
         seq_length=1,
@@ -85,10 +87,10 @@ def _run_schedule(
 
 
 def _forward_step(
-    head: PolicyHead, tasks: Iterator[HeadTask], model: DistributedDataParallel
+    head: PolicyHead, tasks: Iterator[HeadTask], chunk: DistributedDataParallel
 ) -> tuple[Any, Any]:
     task = next(tasks)
-    output = model(
+    output = chunk(
         input_ids=task.micro_batch.tokens,
         position_ids=None,
         attention_mask=None,

@@ -39,25 +39,35 @@ def gradients(
 ) -> Gradients | None:
     """Loss and full gradients of the first mini-batch, from rank 0."""
     from megadapo.trainer.micro_batch import trained_tokens
-    from megadapo.trainer.step import compute_gradients, finalize_sums
+    from megadapo.trainer.step import compute_gradients
 
     rank = build(rendezvous, settings)
-    # the distributed optimizer needs only its own part of the sum; the test wants all of it
-    rank.config.finalize_model_grads_func = lambda model, num_tokens, **groups: finalize_sums(
-        model, num_tokens, **(groups | {"force_all_reduce": True})
-    )
     predicted, _ = trained_tokens(batch)
     cut = rank.micro_batches(batch, batch.mini_batches[0], predicted, 0)
     old = [
         shifted(micro_batch, values)
         for micro_batch, values in zip(cut, rank.logprobs_of(cut), strict=False)
     ]
-    sums = compute_gradients(rank.model, rank.head, cut, old)
-    sums = sums.reduced(contributes=rank.has_results, device=rank.device)
-    full = gathered(rank, {name: param.main_grad for name, param in rank.parameters.items()})
+    # megatron-core learns in the first pass what to wait for, and overlaps from the second on
+    for _ in range(1 + settings.trainer.overlap_grad_reduce):
+        sums = compute_gradients(rank.chunks, rank.head, cut, old)
     rank.optimizer.prepare_grads()
     norm = float(rank.optimizer.get_grad_norm())
+    _gather_gradients(rank)
+    sums = sums.reduced(contributes=rank.has_results, device=rank.device)
+    full = gathered(rank, {name: param.main_grad for name, param in rank.parameters.items()})
     return Gradients(sums.loss, full, norm) if rendezvous.rank == 0 else None
+
+
+def _gather_gradients(rank: TrainerRank) -> None:
+    """Join the parts of the sums, of which every data-parallel rank has its own."""
+    import torch
+
+    for buffer in (buffer for chunk in rank.chunks for buffer in chunk.buffers):
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
 def shifted(micro_batch: MicroBatch, logprobs: Tensor) -> Tensor:
@@ -162,7 +172,7 @@ def update_with_fault(
 def _poison(rank: TrainerRank, where: str) -> Any:
     """Make one number non-finite on this rank; returns the function that stops it."""
     if where == "activation":
-        layer = rank.model.module.decoder.layers[0]
+        layer = rank.chunks[0].module.decoder.layers[0]
 
         def overflow(module: Any, inputs: Any, output: Any) -> Any:
             hidden, *rest = output

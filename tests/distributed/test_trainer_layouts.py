@@ -10,6 +10,8 @@ from batches import RAGGED, random_batch
 from probes import Gradients, gradients, initial_weights, logprobs, train
 from ranks import Ranks, settings_for
 
+OVERLAP = {"overlap": True, "bucket": 3000}
+"""Buckets of about a matrix, so that a tiny model has several."""
 LAYOUTS = {
     "tp1": {},
     "tp1-small-budget": {"tokens_per_micro_batch": 64},
@@ -22,6 +24,17 @@ LAYOUTS = {
     "recompute": {"recompute": True},
     "tp2-pp2-sp-recompute": {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": True},
     "pp2-dp2": {"pipeline": 2, "data": 2},
+    "dp2-overlap": {"data": 2, **OVERLAP},
+    "pp2-dp2-overlap": {"pipeline": 2, "data": 2, **OVERLAP},
+}
+DEEP_LAYOUTS = {
+    "tp2": {"tensor": 2},
+    "vpp2": {"pipeline": 2, "virtual": 2},
+    "tp2-vpp2-sp": {"tensor": 2, "pipeline": 2, "virtual": 2, "sequence": True},
+    "vpp2-dp2-overlap": {"pipeline": 2, "virtual": 2, "data": 2, **OVERLAP},
+    "vpp2-recompute": {"pipeline": 2, "virtual": 2, "recompute": True},
+    "pp2-short-last": {"pipeline": 2, "last": 1},
+    "pp3-long-first": {"pipeline": 3, "first": 2},
 }
 
 
@@ -61,7 +74,7 @@ def reference(ranks: Ranks, models: Path) -> dict[str, Gradients]:
     batch = random_batch(RAGGED)
     return {
         name: measure(ranks, models / name, batch, tokens_per_micro_batch=100_000)
-        for name in ("qwen2-tied", "qwen2-untied")
+        for name in ("qwen2-tied", "qwen2-untied", "deep-tied", "deep-untied")
     }
 
 
@@ -71,6 +84,15 @@ def test_layout_changes_neither_loss_nor_gradient(
     ranks: Ranks, models: Path, reference: dict[str, Gradients], model: str, layout: str
 ) -> None:
     found = measure(ranks, models / model, random_batch(RAGGED), **LAYOUTS[layout])
+    assert_same(found, reference[model])
+
+
+@pytest.mark.parametrize("model", ["deep-tied", "deep-untied"])
+@pytest.mark.parametrize("layout", DEEP_LAYOUTS)
+def test_neither_interleaved_nor_uneven_stages_change_loss_or_gradient(
+    ranks: Ranks, models: Path, reference: dict[str, Gradients], model: str, layout: str
+) -> None:
+    found = measure(ranks, models / model, random_batch(RAGGED), **DEEP_LAYOUTS[layout])
     assert_same(found, reference[model])
 
 

@@ -17,6 +17,8 @@ SIZES = {
     "eos_token_id": 1,
     "pad_token_id": None,
 }
+DEEP = SIZES | {"num_hidden_layers": 4, "initializer_range": 0.1}
+"""Enough layers for two stages of two chunks, or for stages of unequal size."""
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -44,6 +46,8 @@ def write_models(folder: Path) -> None:
         "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
         "llama3": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
         "mistral": MistralConfig(**SIZES, sliding_window=None),
+        "deep-tied": Qwen2Config(**DEEP, tie_word_embeddings=True),
+        "deep-untied": Qwen2Config(**DEEP, tie_word_embeddings=False),
     }
     with torch.random.fork_rng():
         torch.manual_seed(0)

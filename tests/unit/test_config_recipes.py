@@ -8,7 +8,7 @@ import pytest
 
 from megadapo.cli import main
 from megadapo.config import load_config
-from megadapo.trainer.config import validate_model_layout
+from megadapo.trainer.model_layout import validate_model_layout
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))

@@ -45,6 +45,19 @@ def test_ranks_run_the_same_number_of_micro_batches(seed: int) -> None:
     assert len(counts) == 1 and counts.pop() >= 1
 
 
+@pytest.mark.parametrize("seed", RNG_SEEDS)
+def test_micro_batches_come_in_whole_groups_for_an_interleaved_pipeline(seed: int) -> None:
+    """Nothing is lost by the filling up, and it is less than a group."""
+    lengths, num_ranks, budget = random_case(seed)
+    sizes = {"num_ranks": num_ranks, "token_budget": budget, "hidden_size": 64}
+    needed = len(partition(lengths, **sizes)[0])
+    shares = partition(lengths, **sizes, multiple_of=3)
+    (count,) = {len(rank) for rank in shares}
+    assert count % 3 == 0 and needed <= count < needed + 3
+    placed = sorted(i for rank in shares for micro_batch in rank for i in micro_batch)
+    assert placed == list(range(len(lengths)))
+
+
 def test_no_sequences_still_give_every_rank_one_empty_micro_batch() -> None:
     assert partition([], num_ranks=2, token_budget=8, hidden_size=4) == [[[]], [[]]]
 

@@ -8,13 +8,8 @@ import sys
 import pytest
 
 from megadapo.errors import ConfigError
-from megadapo.trainer.config import (
-    ModelConfig,
-    OptimizerConfig,
-    TrainerConfig,
-    rope_parameters,
-    validate_model_layout,
-)
+from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
+from megadapo.trainer.model_layout import rope_parameters, validate_model_layout
 
 QWEN_7B = {
     "model_type": "qwen2",
@@ -71,6 +66,13 @@ def test_impossible_optimizer_values_name_their_key(changes: dict, key: str) -> 
         ({"tokens_per_micro_batch": 0}, "trainer.tokens_per_micro_batch"),
         ({"num_threads": -1}, "trainer.num_threads"),
         ({"timeout_s": 0.0}, "timeout_s"),
+        ({"virtual_pipeline": 0}, "trainer.virtual_pipeline"),
+        ({"virtual_pipeline": 2}, "trainer.virtual_pipeline = 2 .*trainer.pipeline_parallel"),
+        ({"first_stage_layers": 3}, "trainer.first_stage_layers = 3 .*trainer.pipeline_parallel"),
+        ({"pipeline_parallel": 2, "last_stage_layers": -1}, "trainer.last_stage_layers"),
+        ({"overlap_param_gather": True}, "trainer.overlap_param_gather .*overlap_grad_reduce"),
+        ({"bucket_parameters": 100}, "trainer.bucket_parameters .*overlap_grad_reduce"),
+        ({"overlap_grad_reduce": True, "bucket_parameters": -1}, "trainer.bucket_parameters"),
     ],
 )
 def test_impossible_trainer_values_name_their_key(changes: dict, key: str) -> None:
@@ -119,8 +121,8 @@ def test_a_broken_model_config_is_named() -> None:
 def test_driver_side_modules_load_neither_torch_nor_megatron() -> None:
     """`--dry-run` must answer at once, on machines without either."""
     code = (
-        "import sys, megadapo.trainer.config, megadapo.trainer.result, megadapo.trainer.settings, "
-        "megadapo.trainer.group;"
+        "import sys, megadapo.trainer.model_layout, megadapo.trainer.result, "
+        "megadapo.trainer.settings, megadapo.trainer.group;"
         "print([m for m in ('torch', 'megatron', 'ray') if m in sys.modules])"
     )
     answer = subprocess.run(

@@ -1,0 +1,83 @@
+"""Which layers each pipeline stage holds, in how many chunks; pure and the same on every rank.
+
+Chunk c of all stages comes before chunk c + 1 of any: with two stages of two chunks, stage 0 has
+the first and the third quarter of the layers.
+"""
+
+from __future__ import annotations
+
+from megadapo.trainer.config import TrainerConfig
+
+
+def stage_chunks(num_layers: int, trainer: TrainerConfig) -> list[list[range]]:
+    """[stage][chunk] -> the layers of the whole model that it holds.
+
+    The split must have no `stage_problems`.
+    """
+    assert not stage_problems(num_layers, trainer), "the split is validated before it is used"
+    chunks: list[list[range]] = [[] for _ in range(trainer.pipeline_parallel)]
+    start = 0
+    for _ in range(trainer.virtual_pipeline):
+        for stage, size in zip(chunks, _stage_sizes(num_layers, trainer), strict=True):
+            stop = start + size // trainer.virtual_pipeline
+            stage.append(range(start, stop))
+            start = stop
+    assert start == num_layers
+    return chunks
+
+
+def stage_layers(num_layers: int, trainer: TrainerConfig) -> list[tuple[int, ...]]:
+    """[stage] -> the layers it holds, ascending."""
+    chunks = stage_chunks(num_layers, trainer)
+    return [tuple(layer for chunk in stage for layer in chunk) for stage in chunks]
+
+
+def stage_problems(num_layers: int, trainer: TrainerConfig) -> list[str]:
+    """What keeps so many layers from being split as the trainer's keys say; empty if nothing."""
+    fixed = _fixed_sizes(trainer)
+    num_even = trainer.pipeline_parallel - len(fixed)
+    rest = num_layers - sum(fixed.values())
+    keys = " and ".join(f"trainer.{name} = {size}" for name, size in fixed.items())
+    if not fixed and num_layers % num_even:
+        return [
+            f"trainer.pipeline_parallel = {num_even} does not divide the model's "
+            f"num_hidden_layers = {num_layers}; sizes that fit this model: {divisors(num_layers)} "
+            "(or give the ends fewer layers: trainer.first_stage_layers, trainer.last_stage_layers)"
+        ]
+    if fixed and (rest < num_even or rest % max(1, num_even) or (rest and not num_even)):
+        return [
+            f"{keys} of num_hidden_layers = {num_layers}: {rest} layers are left for the "
+            f"{num_even} other stages of trainer.pipeline_parallel = {trainer.pipeline_parallel}; "
+            "each of them must get as many, and at least one"
+        ]
+    sizes = _stage_sizes(num_layers, trainer)
+    unfit = [size for size in dict.fromkeys(sizes) if size % trainer.virtual_pipeline]
+    return [
+        f"trainer.virtual_pipeline = {trainer.virtual_pipeline} does not divide the {size} layers "
+        f"of a pipeline stage (num_hidden_layers = {num_layers}); sizes that fit such a stage: "
+        f"{divisors(size)}"
+        for size in unfit
+    ]
+
+
+def _stage_sizes(num_layers: int, trainer: TrainerConfig) -> list[int]:
+    fixed = _fixed_sizes(trainer)
+    num_even = trainer.pipeline_parallel - len(fixed)
+    even = (num_layers - sum(fixed.values())) // num_even if num_even else 0
+    sizes = [even] * trainer.pipeline_parallel
+    sizes[0] = fixed.get("first_stage_layers", even)
+    sizes[-1] = fixed.get("last_stage_layers", even)
+    return sizes
+
+
+def _fixed_sizes(trainer: TrainerConfig) -> dict[str, int]:
+    sizes = {
+        "first_stage_layers": trainer.first_stage_layers,
+        "last_stage_layers": trainer.last_stage_layers,
+    }
+    return {name: size for name, size in sizes.items() if size}
+
+
+def divisors(number: int) -> str:
+    """ "1, 2, 4" for 4: sizes to suggest where one does not divide."""
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
