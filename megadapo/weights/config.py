@@ -13,7 +13,8 @@ class WeightsConfig:
     """How weights travel from the trainer into the rollout engines."""
 
     bucket_mib: float = 64.0
-    """Largest bucket in MiB; each trainer rank holds two of them while weights are in flight."""
+    """Largest bucket in MiB. An update takes two of them on each trainer rank, what it relays to
+    other nodes included, and one on an engine rank that cannot read them in place."""
 
     verify: Literal["every", "first", "off"] = "first"
     """Which updates compare a checksum of every copied slice between trainer and engine."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megadapo.weights.transports import NUM_BUCKETS, Parcel
+from megadapo.weights.parcels import NUM_BUCKETS, Parcel
 
 _HANDLE_FIELDS = (
     "device",

@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> Plan:
     """The plan of a run's updates, with ranks on nodes as the cluster places them."""
+    from megadapo.weights.buckets import piece_bytes
     from megadapo.weights.placement import replica_positions
     from megadapo.weights.plan import EngineShape
     from megadapo.weights.planning import make_plan
@@ -72,14 +73,14 @@ def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> P
         positions,
         EngineShape(tp_size=rollout.tensor_parallel, nodes=engine_nodes),
         itemsize=4 if config.model.dtype == "float32" else 2,
-        max_bundle_bytes=int(config.weights.bucket_mib * MIB),
+        max_bundle_bytes=piece_bytes(int(config.weights.bucket_mib * MIB)),
         source_nodes=nodes,
     )
 
 
 def report(plan: Plan, layout: ModelLayout, *, bucket_bytes: int, num_links: int) -> list[str]:
     """Bytes per rank and link, buckets and rounds of a plan, as lines of text."""
-    from megadapo.weights.buckets import largest_bucket, num_rounds, pack
+    from megadapo.weights.buckets import largest_buckets, largest_waves, num_rounds, pack
 
     sent, received, links = Counter(), Counter(), Counter()
     relayed = 0
@@ -91,7 +92,8 @@ def report(plan: Plan, layout: ModelLayout, *, bucket_bytes: int, num_links: int
         links[transfer.feeder, target] += size
         relayed += size if transfer.feeder != transfer.origin else 0
     schedule = pack(plan, bucket_bytes)
-    largest = max(largest_bucket(plan, rounds) for rounds in schedule)
+    bucket = max(largest_buckets(plan, schedule))
+    wave = max(largest_waves(plan, schedule).values())
     moved = sum(sent.values())
     shape, nodes = plan.engine, len(plan.engine.nodes)
     lines = [
@@ -101,7 +103,9 @@ def report(plan: Plan, layout: ModelLayout, *, bucket_bytes: int, num_links: int
         f"bytes moved           {_size(moved)}, {_size(relayed)} of them between nodes",
         _spread("trainer rank sends", [sent[rank] for rank in range(plan.num_sources)]),
         _spread("engine rank receives", list(received.values())),
-        f"largest bucket        {_size(largest)}, two per trainer rank",
+        f"memory, trainer rank  {_size(2 * bucket)} at most: two buckets of {_size(bucket)}, what "
+        "is on its way to another node included",
+        f"memory, engine rank   {_size(wave)} at most, where buckets are not read in place",
         f"largest of {len(links)} links (trainer rank -> receiver, engine rank):",
     ]
     for (source, (engine, rank)), size in links.most_common(num_links):

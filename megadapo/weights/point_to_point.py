@@ -3,17 +3,22 @@
 NCCL between GPUs, Gloo between CPUs. The group is beside the default ones of trainer and engine:
 trainer ranks come first, engine ranks after them. Both sides issue the messages of a pair in plan
 order, so a message needs no tag of its own.
+
+A round travels in waves, of which an engine rank receives at most a bucket each. All ranks go
+through the waves in the same order, so that none waits for a rank that waits for another wave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 
-from megadapo.weights.transports import NUM_BUCKETS, Parcel
+from megadapo.weights.parcels import NUM_BUCKETS, Parcel
 
 TIMEOUT = timedelta(minutes=30)
 """Longer than any deadline of a weight update, which is what names a stuck rank."""
@@ -54,14 +59,21 @@ class PointToPointOutbox:
         return self._memory[half]
 
     def post(self, round_number: int, parcels: Sequence[Parcel]) -> None:
-        """Send every parcel to its engine rank, without waiting for it."""
+        """Send every parcel to its engine rank, wave after wave, without waiting for it."""
         half = round_number % NUM_BUCKETS
-        messages = [self._memory[half].narrow(0, one.offset, one.num_bytes) for one in parcels]
+        self._sending[half] = [
+            work
+            for wave in waves(sorted(parcels, key=attrgetter("wave")))
+            for work in self._send(self._memory[half], wave)
+        ]
+
+    def _send(self, bucket: torch.Tensor, wave: Sequence[Parcel]) -> list[dist.Work]:
+        messages = [bucket.narrow(0, one.offset, one.num_bytes) for one in wave]
         sends = [
             (lambda message=message, peer=one.target: self._group.send([message], peer, 0))
-            for message, one in zip(messages, parcels, strict=True)
+            for message, one in zip(messages, wave, strict=True)
         ]
-        self._sending[half] = issue_together(self._group, self._device, sends)
+        return issue_together(self._group, self._device, sends)
 
     def close(self) -> None:
         """Leave the group and give the memory back."""
@@ -71,35 +83,48 @@ class PointToPointOutbox:
 
 
 class PointToPointInbox:
-    """Receives what is sent to this engine rank, into memory of one round."""
+    """Receives what is sent to this engine rank, into memory of one wave."""
 
     def __init__(
         self,
         offers: Sequence[dict | None],
+        num_bytes: int,
         device: torch.device,
         *,
         rank: int,
         num_ranks: int,
     ) -> None:
         self._device = device
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._group, self._store = join_group(offers, device, rank=rank, num_ranks=num_ranks)
 
-    def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Wait for the parcels of a round."""
-        received = [
-            torch.empty(one.num_bytes, dtype=torch.uint8, device=self._device) for one in parcels
-        ]
+    def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> Iterator[torch.Tensor]:
+        """The parcels of a round, one wave after the other has been read."""
+        for wave in waves(parcels):
+            yield from self._receive(wave)
+
+    def _receive(self, wave: Sequence[Parcel]) -> list[torch.Tensor]:
+        """Wait for the parcels of a wave."""
+        sizes = [one.num_bytes for one in wave]
+        received = list(self._memory[: sum(sizes)].split(sizes))
         receives = [
             (lambda message=message, peer=one.feeder: self._group.recv([message], peer, 0))
-            for message, one in zip(received, parcels, strict=True)
+            for message, one in zip(received, wave, strict=True)
         ]
         for work in issue_together(self._group, self._device, receives):
             work.wait()
         return received
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group and give the memory back."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._group = self._store = None
+
+
+def waves(parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:
+    """Parcels that are in order of their waves, wave by wave."""
+    for _, wave in groupby(parcels, key=attrgetter("wave")):
+        yield list(wave)
 
 
 def join_group(

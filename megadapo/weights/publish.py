@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megadapo.errors import InfraError, MegadapoError
-from megadapo.weights.buckets import num_rounds, pack
+from megadapo.weights.buckets import num_rounds, pack, piece_bytes
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.places import find_places
 from megadapo.weights.plan import EngineShape, Plan
@@ -139,7 +139,7 @@ class Publisher:
             [info.position for info in infos],
             EngineShape(tp_size=self._tensor_parallel, nodes=tuple(places.receivers)),
             itemsize=self._dtype.itemsize,
-            max_bundle_bytes=bucket_bytes,
+            max_bundle_bytes=piece_bytes(bucket_bytes),
             source_nodes=places.sources,
         )
         self._num_rounds = num_rounds(pack(plan, bucket_bytes))

@@ -61,6 +61,16 @@ class WeightReceiver:
         self.num_bytes = 0
 
     @property
+    def largest_wave(self) -> int:
+        """Most bytes that this rank receives at once, where it cannot read them in place."""
+        sizes: Counter[tuple[int, int]] = Counter()
+        for round_number, own in self._rounds.items():
+            for _, placed in own:
+                size = self._plan.bundle(placed.transfer).num_bytes
+                sizes[round_number, placed.wave] += size
+        return max(sizes.values(), default=0)
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter of this rank."""
         return self._shapes
@@ -134,7 +144,8 @@ class WeightReceiver:
 def _own_rounds(
     plan: Plan, bucket_bytes: int, engine: int, engine_rank: int
 ) -> dict[int, list[tuple[int, Placed]]]:
-    """Round -> number of the first slice in its bucket, and place, of what is for this rank."""
+    """Round -> number of the first slice in its bucket, and place, of what is for this rank, in
+    order of the waves."""
     own: dict[int, list[tuple[int, Placed]]] = {}
     for rounds in pack(plan, bucket_bytes):
         for round_number, bucket in enumerate(rounds):
@@ -144,6 +155,8 @@ def _own_rounds(
                 if (transfer.engine, transfer.engine_rank) == (engine, engine_rank):
                     own.setdefault(round_number, []).append((first, placed))
                 first += len(plan.bundle(transfer).copies)
+    for placed_slices in own.values():
+        placed_slices.sort(key=lambda one: one[1].wave)
     return own
 
 

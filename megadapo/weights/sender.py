@@ -13,14 +13,14 @@ from megadapo.weights.buckets import (
     Placed,
     Schedule,
     checksum,
-    largest_bucket,
+    largest_buckets,
     pack,
     parcel_of,
     slice_view,
 )
 from megadapo.weights.layout import ModelLayout, ShardPosition
 from megadapo.weights.load import match_params
-from megadapo.weights.plan import Plan
+from megadapo.weights.plan import Plan, Transfer
 from megadapo.weights.transports import Outbox, open_outbox
 
 
@@ -77,7 +77,7 @@ class WeightSender:
         self._relayed = _relayed(schedule, self._rank)
         self._outbox = open_outbox(
             transport,
-            largest_bucket(plan, self._own),
+            largest_buckets(plan, schedule)[self._rank],
             device=self._device,
             rank=self._rank,
             num_ranks=plan.num_ranks,
@@ -112,7 +112,7 @@ class WeightSender:
         sums = []
         for placed in own:
             if placed.transfer.origin == self._rank:
-                self._fill_one(bucket, placed)
+                self._fill_one(bucket, placed.transfer, placed.offset)
             if with_checksums:
                 sums += self._checksums(bucket, placed)
         self._outbox.post(round_number, [parcel_of(self._plan, placed) for placed in own])
@@ -124,8 +124,8 @@ class WeightSender:
             self._outbox.close()
         self._outbox = self._plan = None
 
-    def _fill_one(self, bucket: torch.Tensor, placed: Placed) -> None:
-        for offset, copy in self._plan.slices(placed.transfer, placed.offset):
+    def _fill_one(self, bucket: torch.Tensor, transfer: Transfer, start: int) -> None:
+        for offset, copy in self._plan.slices(transfer, start):
             param = self._params[copy.source_name]
             piece = param.narrow(copy.axis, copy.source_offset, copy.size)
             slice_view(bucket, offset, copy, self._dtype).copy_(piece)
@@ -137,22 +137,26 @@ class WeightSender:
         ]
 
     def _relay(self, round_number: int) -> None:
-        """Hand slices to the ranks that feed engines on other nodes, over the trainer's group."""
-        operations, staged = [], []
-        for placed in self._relayed.get(round_number, ()):
-            transfer, size = placed.transfer, self._plan.bundle(placed.transfer).num_bytes
-            if transfer.feeder == self._rank:
-                target = self._outbox.bucket(round_number).narrow(0, placed.offset, size)
-                receive = torch.distributed.irecv
-                operations.append(torch.distributed.P2POp(receive, target, transfer.origin))
-            else:
-                staged.append(torch.empty(size, dtype=torch.uint8, device=self._device))
-                self._fill_one(staged[-1], Placed(0, transfer))
-                send = torch.distributed.isend
-                operations.append(torch.distributed.P2POp(send, staged[-1], transfer.feeder))
-        if operations:
-            for work in torch.distributed.batch_isend_irecv(operations):
-                work.wait()
+        """Hand slices to the ranks that feed engines on other nodes, over the trainer's group.
+
+        Both sides have a place for them in this round's bucket.
+        """
+        relayed = self._relayed.get(round_number)
+        if not relayed:
+            return
+        bucket = self._outbox.bucket(round_number)
+        operations = [self._relay_one(bucket, placed) for placed in relayed]
+        for work in torch.distributed.batch_isend_irecv(operations):
+            work.wait()
+
+    def _relay_one(self, bucket: torch.Tensor, placed: Placed) -> torch.distributed.P2POp:
+        transfer, size = placed.transfer, self._plan.bundle(placed.transfer).num_bytes
+        if transfer.feeder == self._rank:
+            place = bucket.narrow(0, placed.offset, size)
+            return torch.distributed.P2POp(torch.distributed.irecv, place, transfer.origin)
+        self._fill_one(bucket, transfer, placed.staged_at)
+        place = bucket.narrow(0, placed.staged_at, size)
+        return torch.distributed.P2POp(torch.distributed.isend, place, transfer.feeder)
 
 
 def _relayed(schedule: Schedule, rank: int) -> dict[int, list[Placed]]:
@@ -161,8 +165,8 @@ def _relayed(schedule: Schedule, rank: int) -> dict[int, list[Placed]]:
     for rounds in schedule:
         for number, bucket in enumerate(rounds):
             for placed in bucket:
-                origin, feeder = placed.transfer.origin, placed.transfer.feeder
-                if origin != feeder and rank in (origin, feeder):
+                ranks = (placed.transfer.origin, placed.transfer.feeder)
+                if placed.staged_at is not None and rank in ranks:
                     relayed.setdefault(number, []).append(placed)
     return relayed
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megadapo.errors import InfraError
-from megadapo.weights.transports import NUM_BUCKETS, Parcel
+from megadapo.weights.parcels import NUM_BUCKETS, Parcel
 
 MEMORY_FOLDER = Path("/dev/shm")
 

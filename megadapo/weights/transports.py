@@ -6,26 +6,16 @@ the offers once. After that a round needs no metadata at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from megadapo.errors import InfraError
-
-NUM_BUCKETS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """A range of a trainer rank's bucket, and the engine rank it is for."""
-
-    feeder: int
-    target: int
-    """Number of the engine rank among all ranks, the trainer's counted first."""
-    offset: int
-    num_bytes: int
+from megadapo.weights.cuda_ipc import CudaIpcInbox, CudaIpcOutbox
+from megadapo.weights.parcels import Parcel
+from megadapo.weights.point_to_point import PointToPointInbox, PointToPointOutbox
+from megadapo.weights.shared_memory import SharedMemoryInbox, SharedMemoryOutbox
 
 
 class Outbox(Protocol):
@@ -59,8 +49,9 @@ class Outbox(Protocol):
 class Inbox(Protocol):
     """An engine rank's side."""
 
-    def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """The bytes of each parcel, to be read before the next round."""
+    def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> Iterable[torch.Tensor]:
+        """The bytes of each parcel, in order of their waves; each is to be read before the next
+        one is asked for."""
         ...
 
     def close(self) -> None:
@@ -73,16 +64,10 @@ def open_outbox(
 ) -> Outbox:
     """Two buckets of `num_bytes` for trainer rank `rank`; `num_ranks` counts engine ranks too."""
     if transport == "shared_memory":
-        from megadapo.weights.shared_memory import SharedMemoryOutbox
-
         return SharedMemoryOutbox(num_bytes)
     if transport == "cuda_ipc":
-        from megadapo.weights.cuda_ipc import CudaIpcOutbox
-
         return CudaIpcOutbox(num_bytes, device)
     if transport == "nccl":
-        from megadapo.weights.point_to_point import PointToPointOutbox
-
         return PointToPointOutbox(num_bytes, device, rank=rank, num_ranks=num_ranks)
     raise InfraError(f"weights.transport: unknown transport {transport!r}.")
 
@@ -91,21 +76,21 @@ def open_inbox(
     transport: str,
     offers: Sequence[dict | None],
     *,
+    num_bytes: int,
     device: torch.device,
     rank: int,
     num_ranks: int,
 ) -> Inbox:
-    """The trainer ranks' buckets, for an engine rank that is number `rank` of all `num_ranks`."""
-    if transport == "shared_memory":
-        from megadapo.weights.shared_memory import SharedMemoryInbox
+    """The trainer ranks' buckets, for an engine rank that is number `rank` of all `num_ranks`.
 
+    Args:
+        num_bytes: Largest wave of the engine rank: the memory to receive in, where the buckets
+            cannot be read in place.
+    """
+    if transport == "shared_memory":
         return SharedMemoryInbox(offers)
     if transport == "cuda_ipc":
-        from megadapo.weights.cuda_ipc import CudaIpcInbox
-
         return CudaIpcInbox(offers)
     if transport == "nccl":
-        from megadapo.weights.point_to_point import PointToPointInbox
-
-        return PointToPointInbox(offers, device, rank=rank, num_ranks=num_ranks)
+        return PointToPointInbox(offers, num_bytes, device, rank=rank, num_ranks=num_ranks)
     raise InfraError(f"weights.transport: unknown transport {transport!r}.")

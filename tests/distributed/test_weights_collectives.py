@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
-from megadapo.weights.buckets import num_rounds, pack
+from megadapo.weights.buckets import num_rounds, pack, piece_bytes
 from megadapo.weights.export import export_weights
 from megadapo.weights.gather import ProcessGroups, gather_weights
 from megadapo.weights.load import import_weights
@@ -27,6 +28,9 @@ sys.path.append(str(Path(__file__).parents[1] / "unit" / "weights"))
 from weight_models import make_model  # noqa: E402
 
 BUCKET = 4096
+LARGE_BUCKET = 8 << 20
+NOISE = 2 << 20
+"""What a process may grow by beside the buckets: a quarter of one."""
 
 
 def run_ranks(function, world_size: int, tmp_path: Path, *args: object) -> None:
@@ -194,10 +198,13 @@ def send_and_compare(rank: int, folder: Path) -> None:
             dist.barrier()
         return
     dist.all_gather_object(offers, None)
-    inbox = open_inbox("nccl", offers, device=torch.device("cpu"), rank=rank, num_ranks=4)
     receiver = WeightReceiver(
         plan, layout.engine_shards(engine.position(rank - 2)), engine=0, engine_rank=rank - 2,
         bucket_bytes=BUCKET, dtype=torch.float32,
+    )  # fmt: skip
+    inbox = open_inbox(
+        "nccl", offers, num_bytes=receiver.largest_wave, device=torch.device("cpu"), rank=rank,
+        num_ranks=4,
     )  # fmt: skip
     for _ in range(2):
         target = Kept()
@@ -207,6 +214,126 @@ def send_and_compare(rank: int, folder: Path) -> None:
         receiver.finish()
         target.compare(folder, layout, engine.position(rank - 2))
         dist.barrier()
+
+
+def peak_growth(function) -> int:
+    """Bytes by which this process grows while `function` runs, shared memory included."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory_of_this_process("VmHWM")
+    function()
+    return memory_of_this_process("VmHWM") - before
+
+
+def memory_of_this_process(what: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kib,) = [line.split()[1] for line in lines if line.startswith(what)]
+    return 1024 * int(kib)
+
+
+def relay_and_measure(rank: int, folder: Path) -> None:
+    """One rank on one node holds half of the model; the engine and three ranks are on another."""
+    layout = open_layout(folder)
+    positions = replica_positions(layout, pp_size=4, stages=[(0, 1, 2), (3,), (4,), (5,)])
+    plan = make_plan(
+        layout, positions, EngineShape(nodes=("b",)), itemsize=4,
+        max_bundle_bytes=piece_bytes(LARGE_BUCKET), source_nodes=["a", "b", "b", "b"],
+    )  # fmt: skip
+    params = rank_params(folder, layout, positions[rank])
+    sender = WeightSender(params, layout, positions[rank], rank)
+    staged = sum(plan.bundle(one).num_bytes for one in plan.transfers if one.origin == 0)
+    assert staged > 4 * LARGE_BUCKET
+
+    # memory counts when it is first touched, which no bucket is before the first round
+    sender.prepare(plan, bucket_bytes=LARGE_BUCKET, dtype=torch.float32, transport="shared_memory")
+    sender.opened()
+
+    def update() -> None:
+        for number in range(num_rounds(pack(plan, LARGE_BUCKET))):
+            sender.fill(number)
+
+    dist.barrier()
+    grown = peak_growth(update)
+    assert grown <= 2 * LARGE_BUCKET + NOISE, f"rank {rank} grew by {grown} bytes"
+    dist.barrier()
+
+
+class Live:
+    """A target whose parameters are there before the update, as on CUDA."""
+
+    def __init__(self, shapes):
+        self.params = {name: torch.ones(shape) for name, shape in shapes.items()}
+
+    def begin(self, name, shape):
+        return self.params[name]
+
+    def complete(self, name, tensor):
+        pass
+
+
+def send_and_measure(rank: int, folder: Path) -> None:
+    """Three replicas, each of which sends to one engine rank whenever it has a bucket full."""
+    layout = open_layout(folder)
+    positions = replica_positions(layout, num_dp=3)
+    engine = EngineShape(nodes=("",))
+    plan = make_plan(
+        layout, positions, engine, itemsize=4, max_bundle_bytes=piece_bytes(LARGE_BUCKET)
+    )
+    sizes = {"bucket_bytes": LARGE_BUCKET, "dtype": torch.float32}
+    rounds = range(num_rounds(pack(plan, LARGE_BUCKET)))
+    offers = [None] * 4
+    if rank < 3:
+        params = rank_params(folder, layout, positions[rank])
+        sender = WeightSender(params, layout, positions[rank], rank)
+
+        dist.all_gather_object(offers, sender.prepare(plan, **sizes, transport="nccl"))
+        sender.connect(offers)
+
+        def update() -> None:
+            for number in rounds:
+                sender.fill(number)
+            dist.barrier()
+    else:
+        receiver = WeightReceiver(
+            plan, layout.engine_shards(engine.position(0)), engine=0, engine_rank=0, **sizes
+        )
+        assert receiver.largest_wave > LARGE_BUCKET / 2
+        target = Live(receiver.shapes)
+        dist.all_gather_object(offers, None)
+        inbox = open_inbox(
+            "nccl", offers, num_bytes=receiver.largest_wave, device=torch.device("cpu"), rank=rank,
+            num_ranks=4,
+        )  # fmt: skip
+
+        def update() -> None:
+            receiver.start(target, inbox, with_checksums=False)
+            for number in rounds:
+                receiver.take(number)
+            receiver.finish()
+            dist.barrier()
+
+    dist.barrier()
+    grown = peak_growth(update)
+    assert grown <= 2 * LARGE_BUCKET + NOISE, f"rank {rank} grew by {grown} bytes"
+    dist.barrier()
+
+
+@pytest.fixture
+def large_model(tmp_path, monkeypatch) -> Path:
+    """Large beside what a process allocates by the way."""
+    # every tensor is given back to the system when it is freed, so that none hides another
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    sizes = {"hidden_size": 512, "head_dim": 64, "intermediate_size": 2048, "num_hidden_layers": 6}
+    return make_model(tmp_path / "model", "Llama", **sizes)
+
+
+def test_relaying_to_three_feeders_takes_no_more_than_two_buckets(large_model, tmp_path):
+    """Catches slices that are staged beside the buckets: one rank stages for every feeder."""
+    run_ranks(relay_and_measure, 4, tmp_path, large_model)
+
+
+def test_receiving_from_three_feeders_takes_no_more_than_two_buckets(large_model, tmp_path):
+    """Catches an engine rank that receives whatever all feeders send in a round at once."""
+    run_ranks(send_and_measure, 4, tmp_path, large_model)
 
 
 def test_separate_devices_are_joined_by_messages_in_plan_order(tmp_path):

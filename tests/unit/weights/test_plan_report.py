@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 
 import pytest
 from test_plan import QWEN_32B
@@ -57,6 +58,15 @@ def test_colocated_engines_are_fed_within_their_node(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "512 trainer ranks to 8 receiver(s) of TP 8" in text
     assert "0 B of them between nodes" not in text
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_the_report_shows_the_memory_of_an_update_and_its_bound(tmp_path, capsys, placement):
+    """Catches what is staged for other nodes left out: two buckets of 64 MiB hold everything."""
+    plan(tmp_path, placement=placement)
+    text = capsys.readouterr().out
+    trainer, engine = re.findall(r"memory, (?:trainer|engine) rank +([\d.]+) MiB at most", text)
+    assert 100 < float(trainer) <= 128 and 50 < float(engine) <= 64
 
 
 def test_a_model_that_is_not_at_hand_is_named(tmp_path):

@@ -14,13 +14,13 @@ from megadapo.errors import InfraError, WeightError
 from megadapo.weights.buckets import checksum, num_rounds, pack
 from megadapo.weights.load import import_weights
 from megadapo.weights.megatron_folder import open_layout
+from megadapo.weights.parcels import Parcel
 from megadapo.weights.placement import replica_positions
 from megadapo.weights.plan import EngineShape
 from megadapo.weights.planning import make_plan
 from megadapo.weights.receiver import WeightReceiver
 from megadapo.weights.sender import WeightSender
 from megadapo.weights.shared_memory import MEMORY_FOLDER, SharedMemoryInbox, SharedMemoryOutbox
-from megadapo.weights.transports import Parcel
 
 BUCKET = 4096
 

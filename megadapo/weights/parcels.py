@@ -1,0 +1,21 @@
+"""What both sides of a transport mean by a round's buckets and the ranges in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NUM_BUCKETS = 2
+"""Buckets of a trainer rank; round k uses bucket k % 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A range of a trainer rank's bucket, and the engine rank it is for."""
+
+    feeder: int
+    target: int
+    """Number of the engine rank among all ranks, the trainer's counted first."""
+    offset: int
+    num_bytes: int
+    wave: int = 0
+    """Which part of the round it travels in, where it is sent and not read in place."""
