@@ -133,6 +133,37 @@ def initial_weights(rendezvous: Rendezvous, settings: TrainerSettings) -> dict[s
     return weights(build(rendezvous, settings))
 
 
+def traffic(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch
+) -> tuple[int, int, bool]:
+    """Buckets whose sum had been started when the last backward pass ended, all buckets, and
+    whether the optimizer step left weights to be gathered."""
+    from megadapo.trainer.gradient_buffers import gather_weights_now
+    from megadapo.trainer.micro_batch import trained_tokens
+    from megadapo.trainer.optimizer import step_if_finite
+    from megadapo.trainer.step import compute_gradients
+
+    rank = build(rendezvous, settings)
+    groups = [group for chunk in rank.chunks for group in chunk.bucket_groups]
+    started: list[int] = []
+    finalize = rank.config.finalize_model_grads_func
+
+    def look_and_finalize(*args: Any, **kwargs: Any) -> None:
+        started.append(sum(group.grad_reduce_handle is not None for group in groups))
+        finalize(*args, **kwargs)
+
+    rank.config.finalize_model_grads_func = look_and_finalize
+    cut = rank.micro_batches(batch, batch.mini_batches[0], trained_tokens(batch)[0], 0)
+    for _ in range(2):
+        sums = compute_gradients(rank.chunks, rank.head, cut, rank.logprobs_of(cut))
+    step_if_finite(rank.optimizer, loss=sums.loss, lr=1e-3)
+    before = [param.detach().clone() for param in rank.parameters.values()]
+    gather_weights_now(rank.chunks)
+    after = rank.parameters.values()
+    waits = any(bool((old != new).any()) for old, new in zip(before, after, strict=True))
+    return started[-1], len(groups), waits
+
+
 def state_bits(rank: TrainerRank) -> list[bytes]:
     """Every bit of weights, master weights and moments this rank holds."""
     tensors = list(rank.parameters.values())

@@ -16,6 +16,10 @@ from megadapo.errors import CheckpointError
 TP2 = {"tensor": 2}
 PP2 = {"pipeline": 2}
 DP2_TP2 = {"tensor": 2, "data": 2, "sequence": True}
+VPP2 = {"pipeline": 2, "virtual": 2}
+UNEVEN = {"pipeline": 2, "last": 1}
+VPP2_DP2 = {**VPP2, "data": 2, "overlap": True, "bucket": 3000}
+"""Every chunk has its own buffers, the first one several buckets, the tied embedding its own."""
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +90,41 @@ def test_bf16_weights_continue_from_their_fp32_masters(
     _, moved = ranks.run(2, _load_and_train, pipeline, batch, tmp_path / "saved")[0]
     for name, weight in expected.items():
         np.testing.assert_allclose(moved[name], weight, rtol=2**-7, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("origin", [VPP2, VPP2_DP2, UNEVEN], ids=["vpp2", "vpp2-dp2", "uneven"])
+def test_stages_of_chunks_or_of_unequal_size_leave_no_trace_in_a_checkpoint(
+    ranks: Ranks, models: Path, tmp_path: Path, origin: dict
+) -> None:
+    """Moments and layers under the numbers of their chunk would come back to other layers."""
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    settings = settings_for(str(models / "deep-tied"), **origin)
+    num_ranks = settings.trainer.num_ranks
+    ranks.run(num_ranks, _train_and_save, settings, batch, tmp_path / "saved")
+    _, expected = ranks.run(num_ranks, train, settings, batch, 4)[0]
+    for layout in ({}, TP2, VPP2, origin):
+        settings = settings_for(str(models / "deep-tied"), **layout)
+        num_ranks = settings.trainer.num_ranks
+        _, found = ranks.run(num_ranks, _load_and_train, settings, batch, tmp_path / "saved")[0]
+        for name, weight in expected.items():
+            if layout is origin:
+                assert found[name].tobytes() == weight.tobytes(), name
+            np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_a_checkpoint_of_one_rank_is_read_into_chunks(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    alone = settings_for(str(models / "deep-untied"))
+    ranks.run(1, _train_and_save, alone, batch, tmp_path / "saved")
+    _, expected = ranks.run(1, train, alone, batch, 4)[0]
+    for layout in (VPP2_DP2, UNEVEN):
+        settings = settings_for(str(models / "deep-untied"), **layout)
+        num_ranks = settings.trainer.num_ranks
+        _, found = ranks.run(num_ranks, _load_and_train, settings, batch, tmp_path / "saved")[0]
+        for name, weight in expected.items():
+            np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "other model"])

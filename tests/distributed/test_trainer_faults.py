@@ -11,7 +11,12 @@ from batches import RAGGED, random_batch
 from probes import train, update_with_fault
 from ranks import Ranks, settings_for
 
-LAYOUTS = {"dp2": {"data": 2}, "tp2": {"tensor": 2}, "pp2-dp2": {"pipeline": 2, "data": 2}}
+LAYOUTS = {
+    "dp2": {"data": 2},
+    "dp2-overlap": {"data": 2, "overlap": True, "bucket": 3000},
+    "tp2": {"tensor": 2},
+    "pp2-dp2": {"pipeline": 2, "data": 2},
+}
 
 
 @pytest.mark.parametrize("where", ["activation", "gradient"])

@@ -121,16 +121,23 @@ def test_a_rank_without_sequences_takes_part(ranks: Ranks, models: Path) -> None
     batch = random_batch([40])
     expected = measure(ranks, models / "qwen2-tied", batch)
     assert_same(measure(ranks, models / "qwen2-tied", batch, data=2), expected)
+    assert_same(measure(ranks, models / "qwen2-tied", batch, data=2, **OVERLAP), expected)
     assert_same(
         measure(ranks, models / "qwen2-tied", batch, data=2, tensor=2, sequence=True), expected
     )
 
 
+@pytest.mark.parametrize("virtual", [1, 2])
 def test_first_ratio_is_exactly_one_and_the_same_run_gives_the_same_bits(
-    ranks: Ranks, models: Path
+    ranks: Ranks, models: Path, virtual: int
 ) -> None:
     settings = settings_for(
-        str(models / "qwen2-tied"), tensor=2, pipeline=2, sequence=True, tokens_per_micro_batch=100
+        str(models / "deep-tied"),
+        tensor=2,
+        pipeline=2,
+        virtual=virtual,
+        sequence=True,
+        tokens_per_micro_batch=100,
     )
     batch = random_batch(RAGGED, num_mini_batches=3)
     first, weights = ranks.run(4, train, settings, batch, 3)[0]
