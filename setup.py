@@ -17,6 +17,7 @@ setup(
     python_requires=">=3.11",
     # kernels/ has no __init__.py: Hugging Face's `kernels` package owns that top-level name.
     packages=[*find_packages(include=["megadapo", "megadapo.*"]), "megadapo.kernels"],
+    package_data={"megadapo.kernels": ["*.c"]},
     install_requires=[
         "megatron-core>=0.16.1",
         "nvidia-modelopt>=0.47",

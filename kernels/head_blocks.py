@@ -161,7 +161,6 @@ def _policy_tile(
         targets,
         shards=head.shards,
         temperature=head.temperature,
-        for_entropy=wants_grad and call.objective.entropy_coef != 0.0,
     )
     policy_rows(
         logits,

@@ -210,7 +210,6 @@ class _TokenLogprobs(torch.autograd.Function):
                 targets,
                 shards=call.shards,
                 temperature=call.temperature,
-                for_entropy=False,
             )
             merged = gather_stats(local, call.group)
             stats[:, :, start:stop] = merged

@@ -4,7 +4,7 @@ A row is one token's logits over this rank's part of the vocabulary, cut into eq
 global order. `row_stats` reads a tile once and leaves four numbers per row and shard; merged over
 all shards in a fixed order they give the log-sum-exp, so the result does not depend on how the
 shards are spread over ranks. `policy_rows` and `logprob_rows` turn them into log-probs and
-entropy and overwrite the tile with its gradient. CUDA runs Triton, the CPU in-place torch.
+entropy and overwrite the tile with its gradient. CUDA runs Triton, the CPU compiled C.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from torch import Tensor
 from megadapo.dapo.objective import PolicyObjective
 from megadapo.kernels.launch import uses_triton
 from megadapo.kernels.policy_terms import DROPPED, policy_terms
-from megadapo.kernels.row_types import NEVER, NUM_STATS, PolicyInputs, RowOutputs, VocabShards
+from megadapo.kernels.row_types import NEVER, PolicyInputs, RowOutputs, VocabShards
+from megadapo.kernels.vocab_rows_cpu import RowGradients, row_grads_cpu, row_stats_cpu
 from megadapo.kernels.vocab_rows_triton import (
     logprob_rows_triton,
     policy_rows_triton,
     row_stats_triton,
 )
-
-_CPU_SCRATCH_BYTES = 4 << 20
-"""Rows are passed in groups this large: they stay in the last-level cache, and torch's threads
-wait for each other once an operation, so there should not be too many operations."""
 
 
 def merge_stats(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -47,16 +44,12 @@ def merge_stats(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def row_stats(
-    logits: Tensor, targets: Tensor, *, shards: VocabShards, temperature: float, for_entropy: bool
+    logits: Tensor, targets: Tensor, *, shards: VocabShards, temperature: float
 ) -> Tensor:
-    """Return stats [shards.num_local, 4, R] of logits [R, V/p] fp32 for targets [R] int64.
-
-    On the CPU the tile is left as the state that the gradient pass continues from: the softmax
-    within each shard, or z - max where the entropy's gradient needs it (`for_entropy`).
-    """
+    """Return stats [shards.num_local, 4, R] of logits [R, V/p] fp32 for targets [R] int64."""
     if uses_triton(logits):
         return row_stats_triton(logits, targets, shards, temperature)
-    return _row_stats_cpu(logits, targets, shards, temperature, for_entropy)
+    return row_stats_cpu(logits, targets, shards, temperature)
 
 
 def policy_rows(
@@ -101,17 +94,14 @@ def policy_rows(
         if objective.entropy_coef != 0.0:
             kept = terms.flags.lt(DROPPED)
             d_entropy = -objective.entropy_coef * inputs.loss_weights * kept
-        _row_grad_cpu(
-            logits,
-            targets,
-            stats,
-            (maximum, log_total, entropy),
+        gradients = RowGradients(
+            maximum=maximum,
+            log_total=log_total,
+            entropy=entropy,
             d_logprobs=inputs.loss_weights * terms.d_logprobs,
             d_entropy=d_entropy,
-            shards=shards,
-            temperature=temperature,
-            d_logits=d_logits,
         )
+        row_grads_cpu(logits, targets, gradients, shards, temperature, d_logits)
 
 
 def logprob_rows(
@@ -155,142 +145,12 @@ def logprob_grad_rows(
             logits, targets, stats, None, (d_logprobs, d_entropy), shards, temperature, d_logits
         )
         return
-    _row_stats_cpu(logits, targets, shards, temperature, d_entropy is not None)
     maximum, log_total, _, entropy = merge_stats(stats)
-    _row_grad_cpu(
-        logits,
-        targets,
-        stats,
-        (maximum, log_total, entropy),
+    gradients = RowGradients(
+        maximum=maximum,
+        log_total=log_total,
+        entropy=entropy,
         d_logprobs=d_logprobs,
         d_entropy=d_entropy,
-        shards=shards,
-        temperature=temperature,
-        d_logits=d_logits,
     )
-
-
-def _local_targets(targets: Tensor, shards: VocabShards) -> tuple[Tensor, Tensor]:
-    """Return (local column clamped into range, whether this rank holds the target), each [R]."""
-    local = targets - shards.start
-    is_here = (local >= 0) & (local < shards.num_columns)
-    return local.clamp(0, shards.num_columns - 1), is_here
-
-
-def _row_groups(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
-    """Groups of rows that fit the cache, at least two rows each where there are two.
-
-    torch splits a sum with a single result over its threads, which would change its bits.
-    """
-    size = max(2, _CPU_SCRATCH_BYTES // (4 * num_columns))
-    starts = list(range(0, num_rows, size))
-    if len(starts) > 1 and num_rows - starts[-1] == 1:
-        starts.pop()
-    return list(zip(starts, [*starts[1:], num_rows], strict=True))
-
-
-def _row_stats_cpu(
-    logits: Tensor, targets: Tensor, shards: VocabShards, temperature: float, for_entropy: bool
-) -> Tensor:
-    num_rows = logits.shape[0]
-    columns, is_here = _local_targets(targets, shards)
-    target_logits = logits.gather(1, columns[:, None])[:, 0] * (1.0 / temperature)
-    holder = torch.where(is_here, columns // shards.size, -1)
-    stats = torch.empty(shards.num_local, NUM_STATS, num_rows, dtype=torch.float32)
-    for shard in range(shards.num_local):
-        stats[shard, 2] = torch.where(holder == shard, target_logits, NEVER)
-
-    groups = _row_groups(num_rows, logits.shape[1])
-    tallest = max(stop - start for start, stop in groups)
-    scratch = torch.empty(tallest, shards.num_local, shards.size, dtype=torch.float32)
-    for start, stop in groups:
-        _group_stats_cpu(
-            logits[start:stop],
-            scratch[: stop - start],
-            stats[:, :, start:stop],
-            shards=shards,
-            temperature=temperature,
-            for_entropy=for_entropy,
-        )
-    return stats
-
-
-def _group_stats_cpu(
-    logits: Tensor,
-    scratch: Tensor,
-    stats: Tensor,
-    *,
-    shards: VocabShards,
-    temperature: float,
-    for_entropy: bool,
-) -> None:
-    """One cached group of rows: stats [S, 4, r] from logits [r, V/p]; see `row_stats`."""
-    if temperature != 1.0:
-        logits.mul_(1.0 / temperature)
-    logits[:, shards.num_valid_columns :] = NEVER
-    tile = logits.view(-1, shards.num_local, shards.size)
-    maximum = tile.amax(-1, keepdim=True)
-    centred, shares = (tile, scratch) if for_entropy else (scratch, tile)
-    torch.sub(tile, maximum, out=centred)
-    # torch's softmax is its fastest exponential; the largest share is e^0 over the sum
-    torch.softmax(centred, -1, out=shares)
-    total = shares.amax(-1).reciprocal_()
-    scratch.mul_(tile)
-    stats[:, 0] = maximum[..., 0].t()
-    stats[:, 1] = total.t()
-    stats[:, 3] = _sum_last(scratch).mul_(total).t()
-
-
-def _sum_last(x: Tensor) -> Tensor:
-    """Sum [r, S, n] over the last dimension to [r, S], with the same bits for every r and S."""
-    if x.shape[0] * x.shape[1] == 1:
-        # a lone result would be split over threads; two results are not
-        return x.expand(2, -1, -1).sum(-1)[:1]
-    return x.sum(-1)
-
-
-def _row_grad_cpu(
-    logits: Tensor,
-    targets: Tensor,
-    stats: Tensor,
-    merged: tuple[Tensor, Tensor, Tensor],
-    *,
-    d_logprobs: Tensor,
-    d_entropy: Tensor | None,
-    shards: VocabShards,
-    temperature: float,
-    d_logits: Tensor,
-) -> None:
-    """Write d_logits [R, V/p] = (d_logprob (onehot - p) - d_entropy p (log p + H)) / temperature.
-
-    Continues from what `_row_stats_cpu` left in `logits`: the softmax within each shard, or the
-    centred logits c = z - shard max where the entropy has a gradient.
-    """
-    maximum, log_total, entropy = merged
-    mine = stats[shards.first : shards.first + shards.num_local]  # [S/p, 4, R]
-    log_scale = mine[:, 0].t() - maximum[:, None] - log_total[:, None]  # log p = c + log_scale
-    scale = log_scale.exp() / temperature
-    if d_entropy is None:
-        direct = -d_logprobs[:, None] * scale * mine[:, 1].t()
-    else:
-        direct = -scale * (
-            d_logprobs[:, None] + d_entropy[:, None] * (log_scale + entropy[:, None])
-        )
-    columns, is_here = _local_targets(targets, shards)
-    onehot = torch.where(is_here, d_logprobs / temperature, 0.0)
-
-    groups = _row_groups(logits.shape[0], logits.shape[1])
-    tallest = max(stop - start for start, stop in groups)
-    scratch = torch.empty(tallest, shards.num_local, shards.size, dtype=torch.float32)
-    for start, stop in groups:
-        tile = logits[start:stop].view(-1, shards.num_local, shards.size)
-        factor = direct[start:stop, :, None]
-        if d_entropy is None:
-            tile.mul_(factor)
-        else:
-            powers = torch.exp(tile, out=scratch[: stop - start])
-            through_entropy = -d_entropy[start:stop, None] * scale[start:stop]
-            tile.mul_(powers).mul_(through_entropy[:, :, None]).addcmul_(powers, factor)
-        logits[start:stop].scatter_add_(1, columns[start:stop, None], onehot[start:stop, None])
-        if d_logits.data_ptr() != logits.data_ptr():
-            d_logits[start:stop].copy_(logits[start:stop])
+    row_grads_cpu(logits, targets, gradients, shards, temperature, d_logits)

@@ -103,8 +103,11 @@ def _head(machine: Machine) -> Choice:
     if machine.uses_cuda:
         used = "vendor matrix products, Triton row passes"
         return Choice(what="policy head", used=used, why="CUDA device")
-    used = "vendor matrix products, in-place torch row passes"
-    return Choice(what="policy head", used=used, why="Triton has no CPU backend")
+    if machine.c_compiler is not None:
+        used = f"vendor matrix products, row passes compiled by {machine.c_compiler}"
+        return Choice(what="policy head", used=used, why="Triton has no CPU backend")
+    used = "vendor matrix products, torch row passes"
+    return Choice(what="policy head", used=used, why="no C compiler (gcc) to make faster ones")
 
 
 def _transport(machine: Machine) -> Choice:

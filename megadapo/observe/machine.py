@@ -15,6 +15,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from megadapo.kernels.native import find_compiler
+
 GIB = 2**30
 
 PACKAGES = {
@@ -58,6 +60,8 @@ class Machine:
     gpus: tuple[Gpu, ...]
     driver: str | None
     """Version of the NVIDIA driver; None without one."""
+    c_compiler: str | None
+    """The C compiler's command; None without one."""
     packages: dict[str, str | None]
     """Version of each of PACKAGES; None where it is not installed."""
     torch_cuda: str | None
@@ -81,10 +85,16 @@ def inspect_machine() -> Machine:
         shm_gib=_shm_gib(),
         gpus=gpus,
         driver=driver,
+        c_compiler=_c_compiler(),
         packages={name: _version(distributions) for name, distributions in PACKAGES.items()},
         torch_cuda=_torch_cuda(),
         nvidia_apex=_has_nvidia_apex(),
     )
+
+
+def _c_compiler() -> str | None:
+    command = find_compiler()
+    return None if command is None else " ".join(command)
 
 
 def _version(distributions: tuple[str, ...]) -> str | None:

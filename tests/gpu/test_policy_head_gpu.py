@@ -87,7 +87,7 @@ def test_virtual_shards_give_the_bits_of_real_ones() -> None:
             size=size, num_local=num_local, num_total=8, first=first, vocab_size=8 * size - 100
         )
         tile = logits[:, columns].clone()
-        return row_stats(tile, targets, shards=shards, temperature=0.9, for_entropy=False)
+        return row_stats(tile, targets, shards=shards, temperature=0.9)
 
     whole = stats(slice(None), 8, 0)
     parts = [stats(slice(i * size, (i + 1) * size), 1, i) for i in range(8)]
@@ -103,7 +103,7 @@ def test_more_elements_than_32_bits_count() -> None:
     logits[-1].copy_(torch.randn(columns, device="cuda"))
     targets = torch.zeros(rows, dtype=torch.int64, device="cuda")
     shards = VocabShards(size=columns // 8, num_local=8, num_total=8, first=0, vocab_size=columns)
-    stats = row_stats(logits, targets, shards=shards, temperature=1.0, for_entropy=False)
+    stats = row_stats(logits, targets, shards=shards, temperature=1.0)
     _, _, logprobs, _ = merge_stats(stats)
     expected = logits[-1].double().log_softmax(0)[0]
     assert abs(logprobs[-1].item() - expected.item()) <= 4e-6

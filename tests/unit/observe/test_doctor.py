@@ -24,6 +24,7 @@ CPU = Machine(
     shm_gib=12.0,
     gpus=(),
     driver=None,
+    c_compiler="gcc",
     packages=dict.fromkeys(PACKAGES, "99.0"),
     torch_cuda=None,
     nvidia_apex=True,
@@ -51,6 +52,8 @@ def test_choices_follow_what_is_there() -> None:
     bare = dataclasses.replace(without(GPU, "transformer-engine", "apex"), nvidia_apex=False)
     assert choices(bare)["optimizer"] == "torch AdamW"
     assert choices(CPU)["device"] == "cpu"
+    assert "compiled by gcc" in choices(CPU)["policy head"]
+    assert "torch row" in choices(dataclasses.replace(CPU, c_compiler=None))["policy head"]
     # A GPU is of no use to a torch that was built for the CPU.
     assert choices(dataclasses.replace(GPU, torch_cuda=None))["device"] == "cpu"
 

@@ -1,0 +1,180 @@
+"""The row passes of the policy head on a CPU: C where a compiler is there, torch elsewhere.
+
+Both read a tile twice and leave nothing in it between the passes, as the Triton kernels do. A row
+has the same bits in every tile, on any number of threads and at every tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megadapo.kernels.native import load_native
+from megadapo.kernels.row_types import NEVER, NUM_STATS, VocabShards
+
+SOURCE = Path(__file__).with_name("vocab_rows.c")
+
+_SCRATCH_BYTES = 4 << 20
+"""The torch passes take rows in groups this large, which stay in the last-level cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowGradients:
+    """What d_logits is made of: d = d_logprob (onehot - p) - d_entropy p (log p + H), each [R]."""
+
+    maximum: Tensor
+    log_total: Tensor
+    """Log of the sum of e^(z - maximum)."""
+    entropy: Tensor
+    d_logprobs: Tensor
+    d_entropy: Tensor | None
+
+
+def row_stats_cpu(
+    logits: Tensor, targets: Tensor, shards: VocabShards, temperature: float
+) -> Tensor:
+    """Return stats [S/p, 4, R] of logits [R, V/p] fp32; see row_types.NUM_STATS."""
+    native = load_native(SOURCE)
+    if native is None:
+        return _row_stats_torch(logits, targets, shards, temperature)
+    num_rows = logits.shape[0]
+    stats = torch.empty(shards.num_local, NUM_STATS, num_rows, dtype=torch.float32)
+    native.megadapo_row_stats(
+        _address(logits),
+        *_integers(logits.stride(0), num_rows, shards.num_local, shards.size),
+        *_integers(shards.num_valid_columns),
+        ctypes.c_float(1.0 / temperature),
+        _address(targets),
+        *_integers(shards.start),
+        _address(stats),
+        torch.get_num_threads(),
+    )
+    return stats
+
+
+def row_grads_cpu(
+    logits: Tensor,
+    targets: Tensor,
+    terms: RowGradients,
+    shards: VocabShards,
+    temperature: float,
+    d_logits: Tensor,
+) -> None:
+    """Write `d_logits` [R, V/p], which may be `logits` itself.
+
+    A row without a gradient gets zeros, whatever its logits are.
+    """
+    native = load_native(SOURCE)
+    if native is None:
+        _row_grads_torch(logits, targets, terms, shards, temperature, d_logits)
+        return
+    is_bf16 = d_logits.dtype == torch.bfloat16
+    out = d_logits if is_bf16 or d_logits.dtype == torch.float32 else logits
+    kept = [terms.maximum, terms.log_total, terms.entropy, terms.d_logprobs, terms.d_entropy]
+    kept = [None if value is None else value.contiguous() for value in kept]
+    native.megadapo_row_grads(
+        _address(logits),
+        *_integers(logits.stride(0), *logits.shape, shards.num_valid_columns),
+        ctypes.c_float(1.0 / temperature),
+        *map(_address, kept),
+        _address(targets),
+        *_integers(shards.start),
+        _address(out),
+        *_integers(out.stride(0)),
+        int(is_bf16),
+        torch.get_num_threads(),
+    )
+    if out is not d_logits:
+        d_logits.copy_(out)
+
+
+def _address(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _integers(*values: int) -> Iterator[ctypes.c_int64]:
+    return map(ctypes.c_int64, values)
+
+
+def _row_groups(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
+    """Groups of rows that fit the cache, at least two rows each where there are two.
+
+    torch splits a sum with a single result over its threads, which would change its bits.
+    """
+    size = max(2, _SCRATCH_BYTES // (4 * num_columns))
+    starts = list(range(0, num_rows, size))
+    if len(starts) > 1 and num_rows - starts[-1] == 1:
+        starts.pop()
+    return list(zip(starts, [*starts[1:], num_rows], strict=True))
+
+
+def _row_stats_torch(
+    logits: Tensor, targets: Tensor, shards: VocabShards, temperature: float
+) -> Tensor:
+    num_rows = logits.shape[0]
+    columns, is_here = _local_targets(targets, shards)
+    target_logits = logits.gather(1, columns[:, None])[:, 0] * (1.0 / temperature)
+    holder = torch.where(is_here, columns // shards.size, -1)
+    stats = torch.empty(shards.num_local, NUM_STATS, num_rows, dtype=torch.float32)
+    for shard in range(shards.num_local):
+        stats[shard, 2] = torch.where(holder == shard, target_logits, NEVER)
+    for start, stop in _row_groups(num_rows, logits.shape[1]):
+        z = logits[start:stop] * (1.0 / temperature)
+        z[:, shards.num_valid_columns :] = NEVER
+        z = z.view(-1, shards.num_local, shards.size)
+        maximum = z.amax(-1, keepdim=True)
+        z -= maximum
+        powers = z.exp()
+        stats[:, 0, start:stop] = maximum[..., 0].t()
+        stats[:, 1, start:stop] = _sum_last(powers).t()
+        stats[:, 3, start:stop] = _sum_last(powers.mul_(z)).t()
+    return stats
+
+
+def _sum_last(x: Tensor) -> Tensor:
+    """Sum [r, S, n] over the last dimension to [r, S], with the same bits for every r and S."""
+    if x.shape[0] * x.shape[1] == 1:
+        # a lone result would be split over threads; two results are not
+        return x.expand(2, -1, -1).sum(-1)[:1]
+    return x.sum(-1)
+
+
+def _row_grads_torch(
+    logits: Tensor,
+    targets: Tensor,
+    terms: RowGradients,
+    shards: VocabShards,
+    temperature: float,
+    d_logits: Tensor,
+) -> None:
+    columns, is_here = _local_targets(targets, shards)
+    d_entropy = torch.zeros_like(terms.d_logprobs) if terms.d_entropy is None else terms.d_entropy
+    has_gradient = (terms.d_logprobs != 0) | (d_entropy != 0)
+    onehot = torch.where(is_here, terms.d_logprobs / temperature, 0.0)
+    slope = -d_entropy / temperature
+    constant = slope * terms.entropy - terms.d_logprobs / temperature
+    for start, stop in _row_groups(*logits.shape):
+        rows = slice(start, stop)
+        log_p = logits[rows] * (1.0 / temperature)
+        log_p -= terms.maximum[rows, None]
+        log_p -= terms.log_total[rows, None]
+        grads = log_p.exp()
+        if terms.d_entropy is None:
+            grads *= constant[rows, None]
+        else:
+            grads *= log_p.mul_(slope[rows, None]).add_(constant[rows, None])
+        grads[:, shards.num_valid_columns :] = 0.0
+        grads.scatter_add_(1, columns[rows, None], onehot[rows, None])
+        d_logits[rows] = grads.masked_fill_(~has_gradient[rows, None], 0.0)
+
+
+def _local_targets(targets: Tensor, shards: VocabShards) -> tuple[Tensor, Tensor]:
+    """Return (local column clamped into range, whether this rank holds the target), each [R]."""
+    local = targets - shards.start
+    is_here = (local >= 0) & (local < shards.num_columns)
+    return local.clamp(0, shards.num_columns - 1), is_here
