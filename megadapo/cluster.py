@@ -196,5 +196,6 @@ def _check_engines_on_one_node(engines: Sequence[Sequence[Slot]]) -> None:
         if len(nodes) > 1:
             raise InfraError(
                 f"engine {index} would span the nodes {', '.join(nodes)}: choose "
-                "rollout.tensor_parallel so that it divides the GPUs of a node"
+                "rollout.tensor_parallel x rollout.pipeline_parallel so that it divides the GPUs "
+                "of a node"
             )

@@ -15,6 +15,7 @@ from megadapo.config import RunConfig
 from megadapo.data.arithmetic import SCHEME
 from megadapo.data.sources import SUFFIXES, read_rows
 from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoError
+from megadapo.rollout.model_layout import validate_engine_layout
 from megadapo.trainer.config import ModelConfig
 from megadapo.trainer.model_layout import validate_model_layout
 
@@ -53,7 +54,10 @@ def _check_model(config: RunConfig) -> list[str]:
     hf_config = _read_hf_config(config.model)
     if hf_config is None:
         return [f"model.path = {config.model.path} is on the Hub and not checked"]
-    validate_model_layout(hf_config, config.trainer)
+    _check_layouts(hf_config, config)
+    if config.rollout.expert_parallel and not config.cluster.uses_cuda:
+        # on the CPU vLLM's experts take every rank's numbers of experts for their own
+        raise ConfigError("rollout.expert_parallel needs GPUs: turn it off on the CPU")
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     positions = hf_config.get("max_position_embeddings")
     if isinstance(positions, int) and longest > positions:
@@ -62,6 +66,21 @@ def _check_model(config: RunConfig) -> list[str]:
             f"model's max_position_embeddings = {positions}"
         )
     return []
+
+
+def _check_layouts(hf_config: dict[str, Any], config: RunConfig) -> None:
+    """Trainer and engines must both be able to split the model; report the problems of both."""
+    problems = []
+    for validate, section in (
+        (validate_model_layout, config.trainer),
+        (validate_engine_layout, config.rollout),
+    ):
+        try:
+            validate(hf_config, section)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _read_hf_config(model: ModelConfig) -> dict[str, Any] | None:

@@ -128,6 +128,8 @@ def start_workers(
                 engines,
                 config.weights,
                 tensor_parallel=config.rollout.tensor_parallel,
+                pipeline_parallel=config.rollout.pipeline_parallel,
+                expert_parallel=config.rollout.expert_parallel,
                 dtype=getattr(torch, config.model.dtype),
             ),
             tokenizer=tokenizer,
@@ -211,5 +213,5 @@ def _start_cluster(config: RunConfig) -> Cluster:
         config.cluster,
         num_trainer_ranks=config.trainer.num_ranks,
         num_engines=config.rollout.num_engines,
-        engine_ranks=config.rollout.tensor_parallel,
+        engine_ranks=config.rollout.ranks_per_engine,
     )

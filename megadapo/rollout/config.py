@@ -18,7 +18,11 @@ class RolloutConfig:
     num_engines: int = 1
     """Number of vLLM engines; groups are dealt out to them in turn."""
     tensor_parallel: int = 1
-    """Ranks that one engine's weights are split over."""
+    """Ranks that share each weight matrix of an engine."""
+    pipeline_parallel: int = 1
+    """Stages that share the layers of an engine; it has tensor x pipeline ranks, on one node."""
+    expert_parallel: bool = False
+    """Spread whole experts over an engine's tensor-parallel ranks, instead of cutting each one."""
     temperature: float = 1.0
     """Sampling temperature of training rollouts; log-probs are taken at this temperature."""
     top_p: float = 1.0
@@ -47,8 +51,9 @@ class RolloutConfig:
     """Seconds one round of generation may take before the engines count as stuck."""
 
     def __post_init__(self) -> None:
-        _at_least("rollout", self, 1, "num_engines", "tensor_parallel", "max_response_tokens")
-        _at_least("rollout", self, 1, "max_num_seqs", "max_num_batched_tokens", "num_threads")
+        _at_least("rollout", self, 1, "num_engines", "tensor_parallel", "pipeline_parallel")
+        _at_least("rollout", self, 1, "max_response_tokens", "max_num_seqs")
+        _at_least("rollout", self, 1, "max_num_batched_tokens", "num_threads")
         if self.kv_cache_gib <= 0:
             raise ConfigError(f"rollout.kv_cache_gib = {self.kv_cache_gib} must be positive")
         _check_distribution("rollout", self.temperature, self.top_p, coldest=0.01)
@@ -58,6 +63,15 @@ class RolloutConfig:
             )
         if self.start_timeout_s <= 0 or self.round_timeout_s <= 0:
             raise ConfigError("rollout.start_timeout_s and rollout.round_timeout_s must be > 0")
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ConfigError(
+                "rollout.expert_parallel spreads experts over the tensor-parallel ranks: set "
+                "rollout.tensor_parallel above 1, or turn it off"
+            )
+
+    @property
+    def ranks_per_engine(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 @dataclass(frozen=True, kw_only=True)

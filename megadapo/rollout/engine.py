@@ -66,6 +66,7 @@ class RolloutEngine:
         self._policy_version = 0
         self._updating = False
         self._asleep = False
+        self._failed_in: str | None = None
         self._num_requests = 0
         self._llm: AsyncLLM | None = None
         _redirect_output(spec.log_file)
@@ -81,6 +82,8 @@ class RolloutEngine:
         """
         try:
             self._llm = _start_vllm(self._spec)
+            if self._spec.platform.adds_stage_buffers(self._spec.config):
+                await self._llm.collective_rpc("allocate_stage_buffers")
             warm_up = GroupRequest(key=0, prompt_ids=(0,), seeds=(0,))
             async for _ in self.generate([warm_up], Draw(temperature=1.0, top_p=1.0, max_tokens=1)):
                 pass
@@ -216,6 +219,8 @@ class RolloutEngine:
     def _ready(self) -> AsyncLLM:
         if self._llm is None:
             state = "is not started"
+        elif self._failed_in is not None:
+            state = self._out_of_service()
         elif self._updating:
             state = "has an unfinished weight update"
         elif self._asleep:
@@ -225,13 +230,23 @@ class RolloutEngine:
         raise InfraError(f"rollout engine {self._spec.index} {state} and cannot generate")
 
     async def _call(self, method: str, *args: object) -> Any:
-        """Call a method of AsyncLLM; what it raises becomes an InfraError."""
+        """Call a method of AsyncLLM; what it raises becomes an InfraError.
+
+        A call that fails on one rank leaves the answers of the others unread, and every later
+        call would take them for its own: from then on the engine refuses everything.
+        """
         if self._llm is None:
             raise InfraError(f"rollout engine {self._spec.index} is not started")
+        if self._failed_in is not None:
+            raise InfraError(f"rollout engine {self._spec.index} {self._out_of_service()}")
         try:
             return await getattr(self._llm, method)(*args)
         except Exception as error:
+            self._failed_in = method
             raise InfraError(self._describe(f"failed in {method}", error)) from None
+
+    def _out_of_service(self) -> str:
+        return f"is out of service since it failed in {self._failed_in}; it must start anew"
 
     def _describe(self, what: str, error: Exception) -> str:
         detail = f"{type(error).__name__}: {error}"
@@ -254,8 +269,10 @@ def _start_vllm(spec: EngineSpec) -> AsyncLLM:
         dtype=spec.dtype,
         load_format="dummy" if from_trainer else "auto",
         tensor_parallel_size=spec.config.tensor_parallel,
+        pipeline_parallel_size=spec.config.pipeline_parallel,
+        enable_expert_parallel=spec.config.expert_parallel,
         # inside a Ray actor vLLM would choose Ray for more than one rank
-        distributed_executor_backend="mp" if spec.config.tensor_parallel > 1 else "uni",
+        distributed_executor_backend="mp" if spec.config.ranks_per_engine > 1 else "uni",
         max_model_len=spec.max_model_len,
         max_num_seqs=spec.config.max_num_seqs,
         enable_prefix_caching=spec.config.prefix_caching,

@@ -163,10 +163,7 @@ class EngineGroup:
             InfraError: an engine died, failed, or did not answer within `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
-        return [
-            self._get(ref, index, max(0.0, deadline - time.monotonic()))
-            for index, ref in enumerate(refs)
-        ]
+        return [self._get(ref, index, deadline, timeout_s) for index, ref in enumerate(refs)]
 
     def shutdown(self) -> None:
         """End every engine and its processes, and wait until they are gone."""
@@ -192,7 +189,8 @@ class EngineGroup:
         """Yield from all engines' streams until each has ended."""
         import ray
 
-        deadline = time.monotonic() + self._config.round_timeout_s
+        allowed_s = self._config.round_timeout_s
+        deadline = time.monotonic() + allowed_s
         while streams:
             left = max(0.0, deadline - time.monotonic())
             ready, _ = ray.wait(list(streams), num_returns=1, timeout=left)
@@ -200,34 +198,35 @@ class EngineGroup:
                 stuck = ", ".join(str(index) for index in sorted(streams.values()))
                 raise InfraError(
                     f"rollout engine {stuck} did not finish a round within "
-                    f"{self._config.round_timeout_s:g} s (rollout.round_timeout_s)"
+                    f"{allowed_s:g} s (rollout.round_timeout_s)"
                 )
             try:
                 ref = next(ready[0])
             except StopIteration:
                 del streams[ready[0]]
                 continue
-            yield from self._get(ref, streams[ready[0]], left)
+            yield from self._get(ref, streams[ready[0]], deadline, allowed_s)
 
-    def _get(self, ref: ObjectRef, index: int, timeout_s: float) -> Any:
+    def _get(self, ref: ObjectRef, index: int, deadline: float, allowed_s: float) -> Any:
+        """The result of a call that has until `deadline`, which was `allowed_s` seconds ahead."""
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
         try:
-            return ray.get(ref, timeout=timeout_s)
+            return ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
         except GetTimeoutError:
-            raise InfraError(self._describe(index, "failed", "no answer in time")) from None
+            raise InfraError(
+                f"rollout engine {index} did not answer within {allowed_s:g} s "
+                f"(log: {self._specs[index].log_file})"
+            ) from None
         except RayActorError:
-            raise InfraError(self._describe(index, "died", "")) from None
+            raise InfraError(
+                describe_failure(f"rollout engine {index} died", "", self._specs[index].log_file)
+            ) from None
         except RayTaskError as error:
             if isinstance(error.cause, MegadapoError):
                 raise error.cause from None
             raise
-
-    def _describe(self, index: int, what: str, detail: str) -> str:
-        return describe_failure(
-            f"rollout engine {index} {what}", detail, self._specs[index].log_file
-        )
 
 
 def _start_actor(spec: EngineSpec, options: dict[str, Any]) -> ActorHandle:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.cpu_stages import EXTENSION
 
 GIB = 1 << 30
 
@@ -30,6 +31,10 @@ class EnginePlatform:
     def sleeps(self) -> bool:
         """Whether the engine gives its memory back between rollouts."""
         return self.uses_cuda and self.shares_gpus
+
+    def adds_stage_buffers(self, config: RolloutConfig) -> bool:
+        """Whether later stages get their buffers from us, since vLLM allocates none on the CPU."""
+        return not self.uses_cuda and config.pipeline_parallel > 1
 
     def environment(self, config: RolloutConfig) -> dict[str, str]:
         """Environment variables of the engine's processes."""
@@ -60,7 +65,8 @@ class EnginePlatform:
                 "max_num_batched_tokens": config.max_num_batched_tokens,
                 "enable_sleep_mode": self.sleeps,
             }
-        return {
+        stages = {"worker_extension_cls": EXTENSION} if self.adds_stage_buffers(config) else {}
+        return stages | {
             "enforce_eager": True,
             "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
             # vLLM rewinds a seeded request's generator after a partial prefill, which a CPU

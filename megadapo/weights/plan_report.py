@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> Plan:
     """The plan of a run's updates, with ranks on nodes as the cluster places them."""
+    from megadapo.trainer.stages import stage_layers
     from megadapo.weights.buckets import piece_bytes
     from megadapo.weights.placement import replica_positions
     from megadapo.weights.plan import EngineShape
@@ -60,18 +61,24 @@ def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> P
         layout,
         tp_size=trainer.tensor_parallel,
         pp_size=trainer.pipeline_parallel,
+        stages=stage_layers(layout.shape.num_layers, trainer),
         num_dp=trainer.data_parallel,
     )
     nodes, engine_nodes = None, ("",) * rollout.num_engines
     if config.cluster.placement == "colocated":
         nodes = [f"node {rank // gpus_per_node}" for rank in range(len(positions))]
-        firsts = [engine * rollout.tensor_parallel for engine in range(rollout.num_engines)]
+        firsts = [engine * rollout.ranks_per_engine for engine in range(rollout.num_engines)]
         # Engines on one node read the same memory, so they are one receiver.
         engine_nodes = tuple(dict.fromkeys(f"node {first // gpus_per_node}" for first in firsts))
     return make_plan(
         layout,
         positions,
-        EngineShape(tp_size=rollout.tensor_parallel, nodes=engine_nodes),
+        EngineShape(
+            tp_size=rollout.tensor_parallel,
+            pp_size=rollout.pipeline_parallel,
+            expert_parallel=rollout.expert_parallel,
+            nodes=engine_nodes,
+        ),
         itemsize=4 if config.model.dtype == "float32" else 2,
         max_bundle_bytes=piece_bytes(int(config.weights.bucket_mib * MIB)),
         source_nodes=nodes,
@@ -98,7 +105,9 @@ def report(plan: Plan, layout: ModelLayout, *, bucket_bytes: int, num_links: int
     shape, nodes = plan.engine, len(plan.engine.nodes)
     lines = [
         f"{layout.family.architecture}, {layout.shape.num_layers} layers: "
-        f"{plan.num_sources} trainer ranks to {nodes} receiver(s) of TP {shape.tp_size}",
+        f"{plan.num_sources} trainer ranks to {nodes} receiver(s) of TP {shape.tp_size}"
+        + (f" x PP {shape.pp_size}" if shape.pp_size > 1 else "")
+        + (" with expert parallelism" if shape.expert_parallel else ""),
         f"transfers             {len(plan.transfers)} in {num_rounds(schedule)} rounds",
         f"bytes moved           {_size(moved)}, {_size(relayed)} of them between nodes",
         _spread("trainer rank sends", [sent[rank] for rank in range(plan.num_sources)]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,9 +45,11 @@ class Publisher:
     Args:
         trainer_ranks: Ray actors of the trainer, by rank. Each has a method
             `weight_sender(method, *args, **kwargs)` that calls its `WeightSender`.
-        engines: The rollout engines, each of `tensor_parallel` ranks.
+        engines: The rollout engines.
         config: The `[weights]` section.
-        tensor_parallel: Ranks of one engine.
+        tensor_parallel: Ranks of one stage of an engine.
+        pipeline_parallel: Stages of an engine.
+        expert_parallel: Whether an engine's ranks hold whole experts.
         dtype: Type of the engines' weights.
     """
 
@@ -58,10 +60,15 @@ class Publisher:
         config: WeightsConfig,
         *,
         tensor_parallel: int,
+        pipeline_parallel: int = 1,
+        expert_parallel: bool = False,
         dtype: torch.dtype,
     ) -> None:
         self._ranks, self._engines, self._config = list(trainer_ranks), engines, config
-        self._tensor_parallel, self._dtype = tensor_parallel, dtype
+        self._dtype = dtype
+        self._engine = EngineShape(
+            tp_size=tensor_parallel, pp_size=pipeline_parallel, expert_parallel=expert_parallel
+        )
         self._plan: Plan | None = None
         self._num_published = 0
 
@@ -137,7 +144,7 @@ class Publisher:
         plan = make_plan(
             infos[0].layout,
             [info.position for info in infos],
-            EngineShape(tp_size=self._tensor_parallel, nodes=tuple(places.receivers)),
+            replace(self._engine, nodes=tuple(places.receivers)),
             itemsize=self._dtype.itemsize,
             max_bundle_bytes=piece_bytes(bucket_bytes),
             source_nodes=places.sources,

@@ -125,12 +125,16 @@ def start_engines(
     *,
     num_engines: int = 1,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    expert_parallel: bool = False,
     weights_from: WeightsFrom = "trainer",
 ) -> EngineGroup:
     """Engines for the model of `folder`, with its weights or still without."""
     config = RolloutConfig(
         num_engines=num_engines,
         tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        expert_parallel=expert_parallel,
         max_response_tokens=16,
         max_num_seqs=8,
     )
@@ -138,7 +142,7 @@ def start_engines(
         ClusterConfig(device="cpu"),
         num_trainer_ranks=1,
         num_engines=num_engines,
-        engine_ranks=tensor_parallel,
+        engine_ranks=config.ranks_per_engine,
     )
     return EngineGroup.start(
         config,

@@ -29,7 +29,7 @@ def running_engines(model: Path, log_folder: Path, **config: Any) -> Iterator[En
         ClusterConfig(device="cpu"),
         num_trainer_ranks=1,
         num_engines=rollout.num_engines,
-        engine_ranks=rollout.tensor_parallel,
+        engine_ranks=rollout.ranks_per_engine,
     )
     try:
         engines = EngineGroup.start(

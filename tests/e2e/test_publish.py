@@ -60,7 +60,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind,engine", [
-    ("tied", {"num_engines": 2}), ("untied", {"tensor_parallel": 2}), ("experts", {}),
+    ("tied", {"num_engines": 2}),
+    ("untied", {"tensor_parallel": 2}),
+    ("experts", {}),
+    pytest.param("tied", {"pipeline_parallel": 2}, marks=pytest.mark.full),
 ])  # fmt: skip
 def test_engines_answer_as_if_loaded_from_the_checkpoint(
     folders, trainer_processes, tmp_path, kind, engine
@@ -72,12 +75,11 @@ def test_engines_answer_as_if_loaded_from_the_checkpoint(
     loaded.shutdown()
 
     engines = start_engines(first, tmp_path, **engine)
-    tp_size = engine.get("tensor_parallel", 1)
+    split = {"tensor_parallel": 1, **engine}
+    split.pop("num_engines", None)
     for number, sizes in enumerate(LAYOUTS):
         senders = start_senders(first, trainer_processes, **sizes)
-        publisher = Publisher(
-            senders, engines, SMALL_BUCKETS, tensor_parallel=tp_size, dtype=torch.float32
-        )
+        publisher = Publisher(senders, engines, SMALL_BUCKETS, **split, dtype=torch.float32)
         report = publisher.publish(2 * number + 1)
         assert report.verified and report.num_rounds > 1
         assert report.num_bytes == plan_bytes(publisher.plan)
@@ -87,15 +89,15 @@ def test_engines_answer_as_if_loaded_from_the_checkpoint(
         publisher.publish(2 * number + 2)
         assert engines.policy_version == 2 * number + 2
         assert_equal(greedy(engines), expected)
-    refuses_another_model(folders["untied" if kind == "tied" else "tied"][0], engines, tp_size)
+    refuses_another_model(folders["untied" if kind == "tied" else "tied"][0], engines, split)
     engines.shutdown()
 
 
-def refuses_another_model(folder, engines, tp_size) -> None:
+def refuses_another_model(folder, engines, split) -> None:
     """Catches an engine that takes whatever fits of another model's weights."""
     config = WeightsConfig(bucket_mib=0.05)
     senders = start_senders(folder)
-    publisher = Publisher(senders, engines, config, tensor_parallel=tp_size, dtype=torch.float32)
+    publisher = Publisher(senders, engines, config, **split, dtype=torch.float32)
     with pytest.raises(InfraError, match="Trainer and engine differ in "):
         publisher.publish(1)
     ray.kill(senders[0])

@@ -1,3 +1,5 @@
+import importlib
+
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.platform import EnginePlatform
 
@@ -21,6 +23,17 @@ def test_no_prompt_is_cut_on_a_cpu():
     arguments = CPU.engine_arguments(RolloutConfig(max_num_batched_tokens=64), max_model_len=500)
     assert arguments["enable_chunked_prefill"] is False
     assert arguments["max_num_batched_tokens"] == 500
+
+
+def test_stages_on_a_cpu_get_the_buffers_that_vllm_does_not_allocate_there():
+    """Without them the second stage stops at the first request."""
+    two_stages = RolloutConfig(pipeline_parallel=2)
+    name = CPU.engine_arguments(two_stages, 100)["worker_extension_cls"]
+    module, _, attribute = name.rpartition(".")
+    assert hasattr(getattr(importlib.import_module(module), attribute), "allocate_stage_buffers")
+    assert "worker_extension_cls" not in CPU.engine_arguments(RolloutConfig(), 100)
+    gpus = EnginePlatform(gpus=(0, 1), shares_gpus=False)
+    assert "worker_extension_cls" not in gpus.engine_arguments(two_stages, 100)
 
 
 def test_an_engine_on_gpus_sees_its_own_only():

@@ -20,6 +20,8 @@ def test_defaults_are_the_papers():
     [
         (RolloutConfig, {"num_engines": 0}, "rollout.num_engines"),
         (RolloutConfig, {"tensor_parallel": 0}, "rollout.tensor_parallel"),
+        (RolloutConfig, {"pipeline_parallel": 0}, "rollout.pipeline_parallel"),
+        (RolloutConfig, {"expert_parallel": True}, "rollout.expert_parallel"),
         (RolloutConfig, {"temperature": 0.0}, "rollout.temperature"),
         (RolloutConfig, {"top_p": 0.0}, "rollout.top_p"),
         (RolloutConfig, {"top_p": 1.1}, "rollout.top_p"),

@@ -23,21 +23,23 @@ dtype = "bfloat16"
 train = "data.parquet"
 [rollout]
 num_engines = 8
+{engine}
 tensor_parallel = 8
 [trainer]
 tensor_parallel = 8
 pipeline_parallel = 4
 data_parallel = 16
+{split}
 [cluster]
 placement = "{placement}"
 """
 
 
-def plan(tmp_path, *words, placement="separate", model=True):
+def plan(tmp_path, *words, placement="separate", model=True, split="", engine=""):
     if model:
         (tmp_path / "config.json").write_text(json.dumps(QWEN_32B))
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(RECIPE.format(path=tmp_path, placement=placement))
+    recipe.write_text(RECIPE.format(path=tmp_path, placement=placement, split=split, engine=engine))
     parser = argparse.ArgumentParser()
     plan_report.add_arguments(parser)
     return plan_report.run(parser.parse_args([str(recipe), *words]))
@@ -67,6 +69,14 @@ def test_the_report_shows_the_memory_of_an_update_and_its_bound(tmp_path, capsys
     text = capsys.readouterr().out
     trainer, engine = re.findall(r"memory, (?:trainer|engine) rank +([\d.]+) MiB at most", text)
     assert 100 < float(trainer) <= 128 and 50 < float(engine) <= 64
+
+
+def test_the_split_of_the_recipe_is_the_one_that_is_planned(tmp_path, capsys):
+    """Catches a plan for even stages and whole engines, whatever the recipe says."""
+    plan(tmp_path, split="virtual_pipeline = 2", engine="pipeline_parallel = 2")
+    text = capsys.readouterr().out
+    assert "512 trainer ranks to 8 receiver(s) of TP 8 x PP 2" in text
+    assert "(1.000 x)" in text
 
 
 def test_a_model_that_is_not_at_hand_is_named(tmp_path):

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from weight_models import FAMILY_NAMES, make_model
 
 from megadapo.errors import InfraError, WeightError
+from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.stages import stage_layers
 from megadapo.weights.buckets import checksum, num_rounds, pack
 from megadapo.weights.load import import_weights
 from megadapo.weights.megatron_folder import open_layout
@@ -143,6 +145,26 @@ def test_engine_ranks_get_exactly_their_shards(model_folders, family, trainer, e
             for run in shard.runs
         )
         assert receiver.num_bytes == runs * dtype.itemsize
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3Moe"])
+@pytest.mark.parametrize("engine", [EngineShape(tp_size=2), EngineShape(pp_size=2)])
+def test_interleaved_stages_send_each_layer_from_where_it_is(tmp_path, family, engine):
+    """Catches a stage taken for a range of layers: of two stages with two chunks each, the first
+    has layers 0 and 2."""
+    stages = stage_layers(4, TrainerConfig(pipeline_parallel=2, virtual_pipeline=2))
+    assert stages == [(0, 2), (1, 3)]
+    folder = make_model(tmp_path / "model", family, num_hidden_layers=4)
+    connection = Connection(folder, {"pp_size": 2, "stages": stages}, engine)
+    for rank, target in enumerate(connection.run()):
+        expected = expected_shards(
+            folder, connection.layout, engine.position(rank), connection.dtype
+        )
+        assert target.done.keys() == expected.keys()
+        assert all(torch.equal(target.done[name], expected[name]) for name in expected)
+    for transfer in connection.plan.transfers:
+        layer = connection.plan.blocks[transfer.block].layer
+        assert layer is None or layer in stages[transfer.feeder]
 
 
 def test_a_second_update_sends_the_weights_as_they_are_then(model_folders):

@@ -1,0 +1,32 @@
+"""What vLLM's CPU worker lacks for pipeline parallelism, added by vLLM's worker extension.
+
+A later stage copies what it receives into buffers that vLLM allocates while it measures memory or
+compiles; an eager engine on the CPU does neither, and would stop at its first request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+EXTENSION = f"{__name__}.StageBuffers"
+
+
+class StageBuffers:
+    """Mixed into vLLM's worker; `allocate_stage_buffers` is called on every rank by its name."""
+
+    model_runner: CPUModelRunner
+
+    def allocate_stage_buffers(self) -> None:
+        """Make room for the hidden states of the stage before; the first stage needs none."""
+        from vllm.distributed import get_pp_group
+
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=runner.model_config.dtype,
+                device=runner.device,
+            )
