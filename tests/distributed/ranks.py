@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import multiprocessing
+import os
 import socket
 import traceback
 from collections.abc import Callable
@@ -14,6 +16,8 @@ from megadapo.dapo.objective import PolicyObjective
 from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
 
+MEGATRON_VARIABLE = "MEGADAPO_TEST_MEGATRON"
+"""Version of megatron-core that the ranks must run on, where it is not the installed one."""
 NUM_PROCESSES = 4
 ANSWER_TIMEOUT_S = 240
 
@@ -103,6 +107,19 @@ def _serve(end: Connection) -> None:
             answer = (False, traceback.format_exc())
         leave_groups()
         end.send(answer)
+
+
+def expected_megatron() -> str:
+    """Version of megatron-core that this test run is about."""
+    return os.environ.get(MEGATRON_VARIABLE) or importlib.metadata.version("megatron-core")
+
+
+def megatron_version() -> str:
+    """Version of megatron-core that this process has imported."""
+    import megatron.core
+
+    # later versions append the commit of the git repository that they lie in, here ours
+    return megatron.core.__version__.partition("+")[0]
 
 
 def settings_for(

@@ -102,7 +102,7 @@ def test_stages_of_chunks_or_of_unequal_size_leave_no_trace_in_a_checkpoint(
     num_ranks = settings.trainer.num_ranks
     ranks.run(num_ranks, _train_and_save, settings, batch, tmp_path / "saved")
     _, expected = ranks.run(num_ranks, train, settings, batch, 4)[0]
-    for layout in ({}, TP2, VPP2, origin):
+    for layout in ({}, TP2, origin):
         settings = settings_for(str(models / "deep-tied"), **layout)
         num_ranks = settings.trainer.num_ranks
         _, found = ranks.run(num_ranks, _load_and_train, settings, batch, tmp_path / "saved")[0]

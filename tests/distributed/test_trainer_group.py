@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from batches import RAGGED, random_batch
-from ranks import settings_for
+from ranks import expected_megatron, megatron_version, settings_for
 
 from megadapo.errors import ConfigError, DataError, InfraError
 from megadapo.trainer.group import TrainerGroup, rank_environment
@@ -22,13 +22,14 @@ from megadapo.trainer.group import TrainerGroup, rank_environment
 def ray_started() -> Iterator[None]:
     import ray
 
-    here = str(Path(__file__).parent)
+    # a worker's PYTHONPATH is this alone, so what is on ours goes along
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     ray.init(
         num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,
         _node_ip_address="127.0.0.1",
-        runtime_env={"env_vars": {"PYTHONPATH": here}},
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}},
     )
     yield
     ray.shutdown()
@@ -43,11 +44,16 @@ def pid_of(trainer) -> int:
     return os.getpid()
 
 
+def version_in(trainer) -> str:
+    return megatron_version()
+
+
 def test_two_ranks_train_save_load_and_die(ray_started: None, models: Path, tmp_path: Path) -> None:
     """One life of a trainer; starting one costs seconds, so it is one test."""
     batch = random_batch(RAGGED, num_mini_batches=2, policy_version=4)
     group = start(settings_for(str(models / "qwen2-tied"), data=2))
     pids = group.call_all("apply", pid_of)
+    assert group.call_all("apply", version_in) == [expected_megatron()] * 2
 
     first = group.update(batch, policy_version=4, step=1)
     assert first.ratio_first_max_error == 0.0

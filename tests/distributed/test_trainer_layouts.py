@@ -140,9 +140,9 @@ def test_first_ratio_is_exactly_one_and_the_same_run_gives_the_same_bits(
         tokens_per_micro_batch=100,
     )
     batch = random_batch(RAGGED, num_mini_batches=3)
-    first, weights = ranks.run(4, train, settings, batch, 3)[0]
-    again, same_weights = ranks.run(4, train, settings, batch, 3)[0]
-    assert [step["ratio_first_max_error"] for step in first] == [0.0, 0.0, 0.0]
+    first, weights = ranks.run(4, train, settings, batch, 2)[0]
+    again, same_weights = ranks.run(4, train, settings, batch, 2)[0]
+    assert [step["ratio_first_max_error"] for step in first] == [0.0, 0.0]
     # later mini-batches see other weights than the old log-probs: the ratio is really measured
     assert all(abs(step["ratio_mean"] - 1.0) > 1e-6 for step in first)
     assert first == again

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from ranks import Ranks
+from ranks import Ranks, expected_megatron, megatron_version
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 1e6},
@@ -20,6 +20,15 @@ ROPES = {
         "original_max_position_embeddings": 8192,
     },
 }
+
+
+def _version(rendezvous) -> str:
+    return megatron_version()
+
+
+def test_ranks_run_on_the_megatron_that_is_tested(ranks: Ranks) -> None:
+    """A run that is meant for another version must not silently test the installed one."""
+    assert ranks.run(4, _version) == [expected_megatron()] * 4
 
 
 def _frequencies(rendezvous, hf_config: dict) -> np.ndarray:
