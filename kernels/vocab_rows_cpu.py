@@ -44,16 +44,17 @@ def row_stats_cpu(
         return _row_stats_torch(logits, targets, shards, temperature)
     num_rows = logits.shape[0]
     stats = torch.empty(shards.num_local, NUM_STATS, num_rows, dtype=torch.float32)
-    native.megadapo_row_stats(
-        _address(logits),
-        *_integers(logits.stride(0), num_rows, shards.num_local, shards.size),
-        *_integers(shards.num_valid_columns),
-        ctypes.c_float(1.0 / temperature),
-        _address(targets),
-        *_integers(shards.start),
-        _address(stats),
-        torch.get_num_threads(),
-    )
+    with torch.profiler.record_function("megadapo::row_stats"):
+        native.megadapo_row_stats(
+            _address(logits),
+            *_integers(logits.stride(0), num_rows, shards.num_local, shards.size),
+            *_integers(shards.num_valid_columns),
+            ctypes.c_float(1.0 / temperature),
+            _address(targets),
+            *_integers(shards.start),
+            _address(stats),
+            torch.get_num_threads(),
+        )
     return stats
 
 
@@ -77,18 +78,19 @@ def row_grads_cpu(
     out = d_logits if is_bf16 or d_logits.dtype == torch.float32 else logits
     kept = [terms.maximum, terms.log_total, terms.entropy, terms.d_logprobs, terms.d_entropy]
     kept = [None if value is None else value.contiguous() for value in kept]
-    native.megadapo_row_grads(
-        _address(logits),
-        *_integers(logits.stride(0), *logits.shape, shards.num_valid_columns),
-        ctypes.c_float(1.0 / temperature),
-        *map(_address, kept),
-        _address(targets),
-        *_integers(shards.start),
-        _address(out),
-        *_integers(out.stride(0)),
-        int(is_bf16),
-        torch.get_num_threads(),
-    )
+    with torch.profiler.record_function("megadapo::row_grads"):
+        native.megadapo_row_grads(
+            _address(logits),
+            *_integers(logits.stride(0), *logits.shape, shards.num_valid_columns),
+            ctypes.c_float(1.0 / temperature),
+            *map(_address, kept),
+            _address(targets),
+            *_integers(shards.start),
+            _address(out),
+            *_integers(out.stride(0)),
+            int(is_bf16),
+            torch.get_num_threads(),
+        )
     if out is not d_logits:
         d_logits.copy_(out)
 

@@ -175,9 +175,10 @@ def _add_bench(commands: _Commands) -> None:
 def _add_profile(commands: _Commands) -> None:
     from megadapo.observe import kernel_profile
 
-    parser = _add(commands, "profile", "how every kernel compiles, or where the head's time goes")
+    summary = "how every kernel compiles, or where the time of a training step or the head goes"
+    parser = _add(commands, "profile", summary, epilog=_OVERRIDES)
     kernel_profile.add_arguments(parser)
-    parser.set_defaults(command=kernel_profile.main)
+    parser.set_defaults(command=kernel_profile.main, takes_overrides=True)
 
 
 def _add_plot(commands: _Commands) -> None:

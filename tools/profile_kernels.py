@@ -1,7 +1,8 @@
-"""Profile the policy head kernel by kernel, or report how every Triton kernel compiles.
+"""Profile a training step or the policy head, or report how every Triton kernel compiles.
 
-python tools/profile_kernels.py                          the compile report; no GPU needed
+python tools/profile_kernels.py                                 the compile report; no GPU needed
 python tools/profile_kernels.py --head 1024,512,16384,float32   where the head's time goes
+python tools/profile_kernels.py --step configs/quickstart.toml  where a training step's time goes
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_arguments(_parser)
+    _arguments, _rest = _parser.parse_known_args()
+    _arguments.overrides = _rest
     try:
-        raise SystemExit(main(_parser.parse_args()))
+        raise SystemExit(main(_arguments))
     except MegadapoError as error:
         print(f"profile_kernels: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
