@@ -14,7 +14,7 @@ from megadapo.observe.machine import Machine, inspect_machine
 
 # The oldest versions the code was run with; Ray: below it the dashboard can be made to run code.
 _OLDEST = {
-    "torch": (2, 9),
+    "torch": (2, 13),
     "megatron-core": (0, 16, 1),
     "vllm": (0, 32),
     "ray": (2, 54),
