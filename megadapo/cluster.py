@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from megadapo.errors import ConfigError, InfraError
+from megadapo.orphans import descendants, kill_after_this_process
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -136,7 +137,9 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> None:
     # Ray's default of 15 lets trainer and engines starve beside any other program
     os.environ.setdefault("RAY_worker_niceness", "0")
     # slots are logical: more processes than cores is legal on a laptop
+    before = set(descendants(os.getpid()))
     ray.init(num_cpus=max(num_slots, os.cpu_count() or 1), include_dashboard=False, **quiet)
+    kill_after_this_process(set(descendants(os.getpid())) - before)
 
 
 def _stay_on_loopback() -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from megadapo.cluster import ClusterConfig
@@ -46,6 +47,35 @@ def test_everything_listens_on_loopback_and_more_processes_than_cores_start():
     assert len(set(answer["pids"])) == 5
     assert answer["listening"]
     assert all(ip.removeprefix("::ffff:") in ("127.0.0.1", "::1") for ip in answer["listening"])
+
+
+DRIVER = """
+import time, psutil, ray
+from megadapo.cluster import Cluster, ClusterConfig
+
+cluster = Cluster.start(
+    ClusterConfig(device="cpu"), num_trainer_ranks=1, num_engines=1, engine_ranks=1
+)
+print(*(process.pid for process in psutil.Process().children(recursive=True)), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.fault
+def test_a_killed_driver_leaves_nothing_of_ray_behind():
+    """Two of Ray's agents would stay for a minute, trying to reach a server that is gone."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        processes = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
+        names = {process.name() for process in processes}
+        assert {"gcs_server", "raylet"} <= names and len(processes) >= 6
+    finally:
+        driver.kill()
+        driver.wait()
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert alive == []
 
 
 def test_a_timeout_that_cannot_be_waited_for_is_refused():

@@ -1,0 +1,113 @@
+"""Whole experts on every rank of an engine (expert parallelism), as far as a CPU can show it.
+
+vLLM's experts on the CPU ignore which experts a rank holds, so such an engine must not generate
+there. It does load and repack its shards, so what an update leaves in every rank's memory can be
+compared with what vLLM itself puts there from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+TESTS = Path(__file__).parents[1]
+sys.path += [str(TESTS / name) for name in ("distributed", "fixtures", "unit/weights")]
+from weight_actors import build_model, ray_on_this_machine, start_senders  # noqa: E402
+
+from megadapo.rollout.config import RolloutConfig  # noqa: E402
+from megadapo.rollout.engine import EngineSpec, RolloutEngine  # noqa: E402
+from megadapo.rollout.group import EngineGroup  # noqa: E402
+from megadapo.rollout.platform import EnginePlatform  # noqa: E402
+from megadapo.weights.config import WeightsConfig  # noqa: E402
+from megadapo.weights.publish import Publisher  # noqa: E402
+
+CONFIG = RolloutConfig(
+    tensor_parallel=2, expert_parallel=True, max_response_tokens=16, max_num_seqs=8
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray() -> Iterator[None]:
+    yield from ray_on_this_machine()
+
+
+class SilentEngine(RolloutEngine):
+    """An engine that answers no request, not even the one that ends its start."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        # lets a function be sent to vLLM's workers; only this test's own is
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        super().__init__(spec)
+
+    async def generate(self, groups: object, draw: object) -> AsyncIterator[list]:
+        for nothing in ():
+            yield nothing
+
+    async def fingerprints(self) -> list[dict[str, tuple[list[int], int]]]:
+        """Per rank: shape and checksum of every parameter."""
+        return await self._llm.collective_rpc(fingerprints_of)
+
+
+def fingerprints_of(worker) -> dict[str, tuple[list[int], int]]:
+    from megadapo.weights.buckets import checksum
+
+    parameters = worker.model_runner.get_model().named_parameters()
+    return {name: (list(one.shape), checksum(one.data)) for name, one in parameters}
+
+
+def start_silent_engine(folder: Path, log_folder: Path, weights_from: str) -> EngineGroup:
+    spec = EngineSpec(
+        index=0,
+        model=str(folder),
+        dtype="float32",
+        max_model_len=64,
+        weights_from=weights_from,
+        config=CONFIG,
+        platform=EnginePlatform(gpus=(), shares_gpus=True),
+        log_file=log_folder / f"engine-{weights_from}.log",
+    )
+    # Ray's workers cannot import test modules
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    engines = EngineGroup([ray.remote(num_cpus=0)(SilentEngine).remote(spec)], [spec])
+    engines.wait_until_ready()
+    return engines
+
+
+def test_an_update_leaves_in_every_rank_what_vllm_loads_from_the_checkpoint(tmp_path):
+    """Catches an expert on the wrong rank or in the wrong place, and one that is cut."""
+    first, second = [
+        build_model(tmp_path / f"model-{seed}", seed=seed, family="Qwen3Moe") for seed in (1, 2)
+    ]
+    loaded = start_silent_engine(second, tmp_path, "folder")
+    (expected,) = loaded.call_all("fingerprints", timeout_s=60)
+    loaded.shutdown()
+    experts = [name for name in expected[0] if name.endswith(("w13_weight", "w2_weight"))]
+    assert len(experts) == 2 * 3
+    assert all(expected[0][name][0][0] == 2 for name in experts), "4 experts on 2 ranks"
+    assert all(expected[0][name] != expected[1][name] for name in experts)
+
+    engines = start_silent_engine(first, tmp_path, "trainer")
+    for sizes in ({}, {"tp_size": 2}, {"num_dp": 2, "ep_size": 2}):
+        senders = start_senders(first, **sizes)
+        publisher = Publisher(
+            senders, engines, WeightsConfig(bucket_mib=0.05, verify="every"), tensor_parallel=2,
+            expert_parallel=True, dtype=torch.float32,
+        )  # fmt: skip
+        publisher.publish(1)
+        (before,) = engines.call_all("fingerprints", timeout_s=60)
+        assert all(before[0][name] != expected[0][name] for name in experts)
+        ray.get([sender.load.remote(second) for sender in senders])
+        publisher.publish(2)
+        (after,) = engines.call_all("fingerprints", timeout_s=60)
+        assert after == expected
+        for sender in senders:
+            ray.kill(sender)
+    engines.shutdown()

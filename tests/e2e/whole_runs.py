@@ -1,0 +1,86 @@
+"""What the tests of whole runs share: starting them, finding their processes, reading metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+NUM_STEPS = 4
+SMALL = [
+    "--sampling.prompts_per_step=8",
+    "--dapo.responses_per_mini_batch=32",
+    "--evaluation.max_problems=8",
+    "--evaluation.every=2",
+    "--checkpoint.every=2",
+]
+TIMED = ("time/", "tokens_per_s")
+
+
+def command(folder: Path, *overrides: str, num_steps: int = NUM_STEPS) -> list[str]:
+    return [
+        *(sys.executable, "-m", "megadapo.cli", "train", "configs/quickstart.toml"),
+        *(f"--run.folder={folder}", f"--run.num_steps={num_steps}", *SMALL, *overrides),
+    ]
+
+
+def run(folder: Path, *overrides: str, num_steps: int = NUM_STEPS) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(folder, *overrides, num_steps=num_steps),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+def marked(folder: Path) -> dict[str, str]:
+    """An environment by which all processes of a run are found, whatever they call themselves."""
+    return {**os.environ, "RUN_UNDER_TEST": str(folder)}
+
+
+def descendants(folder: Path) -> list[tuple[int, str]]:
+    """Process number and command line of every living process that descends from the run."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"RUN_UNDER_TEST={folder}\0".encode() in (process / "environ").read_bytes():
+                name = (process / "cmdline").read_text(errors="replace")
+                found.append((int(process.name), name))
+        except OSError:
+            continue  # it has just ended
+    return found
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(records: list[dict]) -> list[dict]:
+    return [{k: v for k, v in r.items() if not k.startswith(TIMED)} for r in records]
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen:
+    """Start or resume the run in the background."""
+    return subprocess.Popen(
+        command(folder, *overrides),
+        cwd=REPOSITORY,
+        env=marked(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
+    """Wait until the metrics of `step` are on disk."""
+    path = folder / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not path.exists() or len(path.read_text().splitlines()) < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no step within five minutes"
+        time.sleep(0.05)
