@@ -92,7 +92,14 @@ def test_bf16_weights_continue_from_their_fp32_masters(
         np.testing.assert_allclose(moved[name], weight, rtol=2**-7, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("origin", [VPP2, VPP2_DP2, UNEVEN], ids=["vpp2", "vpp2-dp2", "uneven"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        pytest.param(VPP2, id="vpp2"),
+        pytest.param(VPP2_DP2, id="vpp2-dp2"),
+        pytest.param(UNEVEN, id="uneven", marks=[pytest.mark.full, pytest.mark.slow]),
+    ],
+)
 def test_stages_of_chunks_or_of_unequal_size_leave_no_trace_in_a_checkpoint(
     ranks: Ranks, models: Path, tmp_path: Path, origin: dict
 ) -> None:

@@ -26,6 +26,7 @@ LAYOUTS = {
     "pp2-dp2": {"pipeline": 2, "data": 2},
     "dp2-overlap": {"data": 2, **OVERLAP},
     "pp2-dp2-overlap": {"pipeline": 2, "data": 2, **OVERLAP},
+    "tp2-dp2-sp-overlap": {"tensor": 2, "data": 2, "sequence": True, **OVERLAP},
 }
 DEEP_LAYOUTS = {
     "tp2": {"tensor": 2},

@@ -13,6 +13,7 @@ OVERLAP = {"overlap": True, "bucket": 3000}
 """Buckets of about a matrix: several on the first stage, as a model of real size has."""
 LAYOUTS = {
     "dp2": {"data": 2},
+    "dp2-bf16": {"data": 2, "dtype": "bfloat16"},
     "pp2-dp2": {"pipeline": 2, "data": 2},
     "vpp2-dp2": {"pipeline": 2, "virtual": 2, "data": 2},
 }
