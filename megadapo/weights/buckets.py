@@ -17,8 +17,8 @@ from megadapo.weights.plan import ALIGNMENT, Copy, Plan, Transfer
 LOOK_BACK = 4
 """Rounds before a feeder's newest in which gaps are still filled. More would fill few gaps and
 mix layers that an engine should complete one after the other."""
-CHECKSUM_CHUNK = 1 << 20
-"""Elements summed at once, which bounds the memory a checksum takes."""
+CHECKSUM_CHUNK = 1 << 16
+"""Words summed at once: a checksum takes about 1 MiB beside what it is of."""
 CHECKSUM_MODULUS = (1 << 61) - 1
 
 
@@ -161,15 +161,16 @@ def slice_view(bucket: torch.Tensor, offset: int, copy: Copy, dtype: torch.dtype
 def checksum(tensor: torch.Tensor) -> int:
     """A number that depends on every bit of a tensor and on its place.
 
-    Exact integer sums, so the same on every device: of the 16-bit words, and of the words
-    weighted by their position.
+    Integer sums that wrap around at 64 bits, so the same on every device: of the 16-bit words, and
+    of the words weighted by their position.
     """
     words = tensor.contiguous().view(-1).view(torch.int16)
-    plain = weighted = 0
-    for start in range(0, words.numel(), CHECKSUM_CHUNK):
+    positions = torch.arange(1, min(len(words), CHECKSUM_CHUNK) + 1, device=words.device)
+    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for start in range(0, len(words), CHECKSUM_CHUNK):
         chunk = words[start : start + CHECKSUM_CHUNK].to(torch.int64)
-        positions = torch.arange(1, chunk.numel() + 1, device=chunk.device)
-        total = int(chunk.sum())
-        plain += total
-        weighted += int((chunk * positions).sum()) + start * total
+        plain = chunk.sum()
+        sums[0] += plain
+        sums[1] += chunk.mul_(positions[: len(chunk)]).sum() + start * plain
+    plain, weighted = sums.tolist()
     return (plain * 0x9E3779B1 + weighted) % CHECKSUM_MODULUS

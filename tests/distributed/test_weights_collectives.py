@@ -11,7 +11,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
-from megadapo.weights.buckets import num_rounds, pack, piece_bytes
+from megadapo.weights.buckets import (
+    CHECKSUM_CHUNK,
+    checksum,
+    num_rounds,
+    pack,
+    piece_bytes,
+)
 from megadapo.weights.export import export_weights
 from megadapo.weights.gather import ProcessGroups, gather_weights
 from megadapo.weights.load import import_weights
@@ -218,6 +224,8 @@ def send_and_compare(rank: int, folder: Path) -> None:
 
 def peak_growth(function) -> int:
     """Bytes by which this process grows while `function` runs, shared memory included."""
+    # the program itself counts too, page by page as it is used for the first time
+    checksum(torch.ones(4 * CHECKSUM_CHUNK))
     Path("/proc/self/clear_refs").write_text("5")
     before = memory_of_this_process("VmHWM")
     function()
@@ -249,7 +257,7 @@ def relay_and_measure(rank: int, folder: Path) -> None:
 
     def update() -> None:
         for number in range(num_rounds(pack(plan, LARGE_BUCKET))):
-            sender.fill(number)
+            sender.fill(number, with_checksums=True)
 
     dist.barrier()
     grown = peak_growth(update)
@@ -290,7 +298,7 @@ def send_and_measure(rank: int, folder: Path) -> None:
 
         def update() -> None:
             for number in rounds:
-                sender.fill(number)
+                sender.fill(number, with_checksums=True)
             dist.barrier()
     else:
         receiver = WeightReceiver(
@@ -305,7 +313,7 @@ def send_and_measure(rank: int, folder: Path) -> None:
         )  # fmt: skip
 
         def update() -> None:
-            receiver.start(target, inbox, with_checksums=False)
+            receiver.start(target, inbox, with_checksums=True)
             for number in rounds:
                 receiver.take(number)
             receiver.finish()
