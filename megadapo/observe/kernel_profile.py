@@ -78,6 +78,7 @@ def profile_step(arguments: argparse.Namespace) -> None:
         f"{result.seconds_per_update:.3f} s, {rate:.0f} tokens/s; below, {arguments.steps} of them "
         f"on rank {PROFILED_RANK}"
     )
+    print("ms per update: " + ", ".join(f"{name} {ms:.1f}" for name, ms in result.phases.items()))
     print(format_profile(result.rows, result.roofline))
 
 

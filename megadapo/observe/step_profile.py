@@ -15,6 +15,7 @@ from megadapo.observe.time_table import (
     KernelTime,
     Roofline,
     measure_roofline,
+    phase_table,
     profile_table,
     write_trace,
 )
@@ -34,6 +35,8 @@ class StepProfile:
     """Of one update, prompts included, over all ranks."""
     seconds_per_update: float
     """Without the profiler."""
+    phases: dict[str, float]
+    """Milliseconds of each part of an update, and of the head's passes, under the profiler."""
     roofline: Roofline
     rows: list[KernelTime]
 
@@ -126,6 +129,7 @@ def _profile_updates(
     return StepProfile(
         num_tokens=len(batch.tokens),
         seconds_per_update=seconds,
+        phases={name: ms / num_steps for name, ms in phase_table(profile, "megadapo::").items()},
         roofline=roofline,
         rows=profile_table(profile, roofline, num_bytes),
     )

@@ -96,6 +96,16 @@ def profile_table(
     ]
 
 
+def phase_table(profile: torch.profiler.profile, prefix: str) -> dict[str, float]:
+    """Milliseconds from begin to end of every `record_function` whose name has the prefix."""
+    spans = [event for event in profile.key_averages() if event.key.startswith(prefix)]
+    return {
+        event.key.removeprefix(prefix): event.cpu_time_total * 1e-3
+        for event in sorted(spans, key=lambda event: -event.cpu_time_total)
+        if event.cpu_time_total > 0
+    }
+
+
 def _row(
     event: torch.autograd.profiler_util.FunctionEventAvg,
     microseconds: float,

@@ -9,6 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from torch.profiler import record_function
 
 from megadapo.trainer.config import OptimizerConfig
 
@@ -61,6 +62,7 @@ def _allocate_moments(optimizer: torch.optim.AdamW) -> None:
             }
 
 
+@record_function("megadapo::optimizer")
 def step_if_finite(optimizer: MegatronOptimizer, *, loss: float, lr: float) -> OptimizerStep:
     """Apply one update, or on every rank none if the loss or the gradient norm is not finite.
 

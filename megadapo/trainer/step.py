@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed import finalize_model_grads as finalize_sums_and_scale
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.profiler import record_function
 
 from megadapo.kernels.policy_head import PolicyHeadOutput
 from megadapo.trainer.head import HeadTask, PolicyHead
@@ -28,6 +29,7 @@ def finalize_sums(chunks: list[DistributedDataParallel], num_tokens: Any, **grou
     finalize_sums_and_scale(chunks, None, **groups)
 
 
+@record_function("megadapo::logprobs")
 def compute_logprobs(
     chunks: list[DistributedDataParallel], head: PolicyHead, micro_batches: Sequence[MicroBatch]
 ) -> list[Tensor]:
@@ -36,6 +38,7 @@ def compute_logprobs(
     return _run_schedule(chunks, head, tasks, forward_only=True)
 
 
+@record_function("megadapo::gradients")
 def compute_gradients(
     chunks: list[DistributedDataParallel],
     head: PolicyHead,

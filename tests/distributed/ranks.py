@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import multiprocessing
 import os
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import psutil
 
 from megadapo.dapo.objective import PolicyObjective
 from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
@@ -82,6 +85,10 @@ class Ranks:
     def close(self) -> None:
         """End the processes, whatever they are doing."""
         for process in self._processes:
+            # a checkpoint's writer leaves a server process behind, which nobody else would end
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
             process.kill()
             process.join()
         for end in self._ends:

@@ -23,6 +23,13 @@ def test_a_training_step_is_profiled_on_its_own_ranks(tmp_path):
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "tokens on 2 ranks" in result.stdout
-    for row in ("aten::mm", "_PolicyHead", "_RMSNorm", "roofline measured here"):
+    for row in (
+        "gradients ",
+        "optimizer ",
+        "aten::mm",
+        "_PolicyHead",
+        "_RMSNorm",
+        "roofline measured here",
+    ):
         assert row in result.stdout, result.stdout
     assert json.loads(trace.read_text())["traceEvents"]
