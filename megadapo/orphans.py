@@ -7,6 +7,7 @@ process of its own, which waits for the driver's end and then kills those that R
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -22,15 +23,24 @@ GRACE_S = 3.0
 
 
 def kill_after_this_process(pids: Iterable[int]) -> None:
-    """Once this process has ended, however it did, kill the others that are still there."""
+    """Once this process has been killed, kill the others that are still there.
+
+    A process that ends in an orderly way has ended them itself.
+    """
     known = [f"{pid}:{start_time(pid)}" for pid in (os.getpid(), *pids)]
-    subprocess.Popen(
+    watcher = subprocess.Popen(
         [sys.executable, "-S", "-E", __file__, *known],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-    ).wait()
+    )
+    atexit.register(_end, watcher)
+
+
+def _end(watcher: subprocess.Popen[bytes]) -> None:
+    watcher.kill()
+    watcher.wait()
 
 
 def descendants(pid: int) -> list[int]:
@@ -74,8 +84,5 @@ def _wait_and_kill(known: list[tuple[int, str]]) -> None:
 
 
 if __name__ == "__main__":
-    # the driver waits for its child, not for what the child leaves running
-    if os.fork():
-        os._exit(0)
     words = (word.partition(":") for word in sys.argv[1:])
     _wait_and_kill([(int(pid), its_start) for pid, _, its_start in words])
