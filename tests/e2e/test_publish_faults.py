@@ -152,7 +152,8 @@ def test_a_failed_update_takes_an_engine_of_two_ranks_out_of_service(folder, tmp
         greedy(engines)
     assert engines.policy_version == 1
     engines.shutdown()
-    assert not any(process.is_running() for process in processes)
+    _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
+    assert alive == []
 
     fresh = start_engines(folder, tmp_path, tensor_parallel=2)
     Publisher(senders, fresh, CONFIG, tensor_parallel=2, dtype=torch.float32).publish(3)

@@ -136,6 +136,18 @@ def test_every_split_of_the_trainer_runs_by_overrides_alone(uninterrupted, tmp_p
 
 
 @pytest.mark.full
+def test_an_engine_over_two_stages_samples_from_the_trained_weights(tmp_path):
+    """Catches a stage that the plan, the slots or vLLM do not know of: the second step's log-probs
+    come from weights that were trained and sent."""
+    folder = tmp_path / "stages"
+    result = run(folder, "--rollout.pipeline_parallel=2", num_steps=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for record in metrics(folder):
+        assert record["parity/logprob_abs_max"] < 1e-4
+        assert record["policy/ratio_first_max_error"] == 0.0
+
+
+@pytest.mark.full
 def test_an_oracle_stops_the_run_with_its_own_exit_code(tmp_path):
     """A parity bound of zero cannot hold between two programs."""
     result = run(tmp_path / "strict", "--oracles.logprob_abs_max=0.0", num_steps=1)
