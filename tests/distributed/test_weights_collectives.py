@@ -265,14 +265,14 @@ def relay_and_measure(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-class Live:
+class Live(Kept):
     """A target whose parameters are there before the update, as on CUDA."""
 
     def __init__(self, shapes):
-        self.params = {name: torch.ones(shape) for name, shape in shapes.items()}
+        self.done = {name: torch.ones(shape) for name, shape in shapes.items()}
 
     def begin(self, name, shape):
-        return self.params[name]
+        return self.done[name]
 
     def complete(self, name, tensor):
         pass
@@ -287,7 +287,9 @@ def send_and_measure(rank: int, folder: Path) -> None:
         layout, positions, engine, itemsize=4, max_bundle_bytes=piece_bytes(LARGE_BUCKET)
     )
     sizes = {"bucket_bytes": LARGE_BUCKET, "dtype": torch.float32}
-    rounds = range(num_rounds(pack(plan, LARGE_BUCKET)))
+    schedule = pack(plan, LARGE_BUCKET)
+    assert max(one.wave for bucket in schedule[0] for one in bucket) > 0
+    rounds = range(num_rounds(schedule))
     offers = [None] * 4
     if rank < 3:
         params = rank_params(folder, layout, positions[rank])
@@ -322,6 +324,8 @@ def send_and_measure(rank: int, folder: Path) -> None:
     dist.barrier()
     grown = peak_growth(update)
     assert grown <= 2 * LARGE_BUCKET + NOISE, f"rank {rank} grew by {grown} bytes"
+    if rank == 3:
+        target.compare(folder, layout, engine.position(0))
     dist.barrier()
 
 
