@@ -30,11 +30,12 @@ test-megatron: install $(MEGATRON)
 		tests/distributed/test_trainer_*.py tests/distributed/test_policy_head_ddp.py
 
 # its wheel is for Python 3.12; what the trainer needs of it runs on 3.11 as well
-$(MEGATRON):
+$(MEGATRON): | $(STAMP)
 	rm -rf $@.wheel $@.part
 	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
 		--dest $@.wheel megatron-core==$(NEWER_MEGATRON)
 	$(BIN)/python -m zipfile -e $@.wheel/*.whl $@.part
+	rm -r $@.wheel
 	mv $@.part $@
 
 lint: install

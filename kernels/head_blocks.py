@@ -89,7 +89,7 @@ class _Buffers:
         return self.grads(tile)
 
     def drop_logits(self) -> None:
-        """Free the tile's own memory: the last block's products do not need it."""
+        """Free the tile's own memory."""
         self._logits = None
 
     def grads(self, rows: Block) -> Tensor:
@@ -106,6 +106,10 @@ class _Projection:
             for shard in range(shards.num_local)
         ]
         self._widened = widened_like(self._shards[0])
+
+    def drop_scratch(self) -> None:
+        """Free the memory that shards are widened in; there is no call after this one."""
+        self._widened = None
 
     def __call__(self, hidden: Tensor, out: Tensor) -> None:
         if self._widened is not None:
@@ -133,7 +137,9 @@ def policy_blocks(
             _policy_tile(block[0], tile, buffers, call, outputs, wants_grad=wants_grad)
         if wants_grad:
             if block[1] == head.num_rows:
+                # their memory is as large as the weight's gradient, which is made next
                 buffers.drop_logits()
+                project.drop_scratch()
             d_logits = buffers.grads((0, block[1] - block[0]))
             _block_products(block, rows, weight, d_logits, exchange, wants_hidden, d_weight)
     return (

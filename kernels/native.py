@@ -1,7 +1,7 @@
 """C row passes for the CPU, compiled at first use for the processor they run on.
 
 Triton does the same for its launchers. Where no C compiler is found, or compilation fails, the
-callers use their torch operations instead: slower, not different.
+callers use their torch operations instead: slower, and with last bits of their own.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ _FLAGS = (
     *("-ffp-contract=off", "-fopenmp", "-fPIC", "-Wno-psabi"),
 )
 _TIMEOUT_S = 60
+_PROCESSOR = ("flags", "Features", "model", "stepping", "cpu family", "CPU ")
+"""Lines of /proc/cpuinfo that say what -march=native may use, on x86 and ARM."""
+_WRITABLE_BY_OTHERS = 0o022
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +40,13 @@ def load_native(source: Path) -> ctypes.CDLL | None:
     Its OpenMP calls are left open at linking and find torch's own threads: a second pool would
     fight with that one for the cores.
     """
+    import torch  # noqa: F401, its libraries resolve those calls
+
     compiler = find_compiler()
     if os.environ.get(SWITCH) == "0" or compiler is None:
         return None
-    library = _cache_folder() / f"{source.stem}-{_fingerprint(source, compiler)}.so"
     try:
-        if not library.exists():
-            _compile(source, library, compiler)
-        return ctypes.CDLL(str(library))
+        return _load(source, compiler)
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         logger.warning("%s was not compiled, torch does its work: %s", source.name, reason)
@@ -54,45 +56,63 @@ def load_native(source: Path) -> ctypes.CDLL | None:
 def find_compiler() -> list[str] | None:
     """The command of the C compiler: $CC, gcc or cc."""
     for command in (os.environ.get("CC", ""), "gcc", "cc"):
-        words = shlex.split(command)
+        try:
+            words = shlex.split(command)
+        except ValueError:  # an open quotation
+            continue
         if words and shutil.which(words[0]):
             return words
     return None
 
 
-def _compile(source: Path, library: Path, compiler: list[str]) -> None:
+def _load(source: Path, compiler: list[str]) -> ctypes.CDLL:
+    folder = _cache_folder()
+    if folder is None:
+        # a loaded library outlives its file
+        with tempfile.TemporaryDirectory(prefix="megadapo-kernels-") as temporary:
+            return ctypes.CDLL(str(_compile(source, Path(temporary) / "rows.so", compiler)))
+    library = folder / f"{source.stem}-{_fingerprint(source, compiler)}.so"
+    if library.exists():
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:
+            library.unlink(missing_ok=True)  # damaged: made again below
+    return ctypes.CDLL(str(_compile(source, library, compiler)))
+
+
+def _compile(source: Path, library: Path, compiler: list[str]) -> Path:
     """Processes that start together may all compile; each puts a complete file in place."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = Path(folder) / "rows.o", Path(folder) / "rows.so"
         _run([*compiler, *_FLAGS, "-c", str(source), "-o", str(compiled)])
         _run([*compiler, "-shared", str(compiled), "-o", str(linked), "-lm"])
         linked.replace(library)
+    return library
 
 
-def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    return done.stdout
 
 
 def _fingerprint(source: Path, compiler: list[str]) -> str:
-    """Of everything that decides what the compiler makes: source, command and processor."""
-    digest = hashlib.sha256(source.read_bytes())
-    digest.update(" ".join([*compiler, *_FLAGS]).encode())
+    """Of everything that decides what the compiler makes: source, compiler and processor."""
+    parts = [source.read_text(), *compiler, *_FLAGS, _run([*compiler, "--version"])]
     processor = Path("/proc/cpuinfo")
     if processor.exists():
-        text = processor.read_text()
-        digest.update("".join(sorted({li for li in text.splitlines() if "flags" in li})).encode())
-        digest.update("".join(sorted({li for li in text.splitlines() if "model" in li})).encode())
-    return digest.hexdigest()[:16]
+        lines = set(processor.read_text().splitlines())
+        parts += sorted(line for line in lines if line.startswith(_PROCESSOR))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _cache_folder() -> Path:
-    """A folder that only this user can write; a new one for this process if that fails."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "megadapo" / "kernels"
+def _cache_folder() -> Path | None:
+    """A folder that only this user can write; None where there is none."""
     try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = root / "megadapo" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid == os.geteuid() and os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="megadapo-kernels-"))
+        status = folder.stat()
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        return None
+    is_own = status.st_uid == os.geteuid() and not status.st_mode & _WRITABLE_BY_OTHERS
+    return folder if is_own and os.access(folder, os.W_OK) else None

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megadapo.kernels.launch import CompileCase, block_size, uses_triton, warps_for
+from megadapo.kernels.traffic import moved
 
 _NUM_PARTIAL_SUMS = 256
 """Rows of partial weight gradients: enough programs to fill a GPU, few enough to add up."""
@@ -80,6 +81,7 @@ def _forward_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
             BLOCK=block,
             num_warps=warps_for(block, largest=_MOST_WARPS),
         )
+        moved(_rmsnorm_fwd_kernel.__name__, x, y)
     return y, inverse_rms
 
 
@@ -104,6 +106,7 @@ def _backward_triton(
             BLOCK=block,
             num_warps=warps_for(block, largest=_MOST_WARPS),
         )
+        moved(_rmsnorm_bwd_kernel.__name__, x, d_y, d_x, partial)
     return d_x, partial.sum(0)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megadapo.kernels.launch import CompileCase, uses_triton
+from megadapo.kernels.traffic import moved
 
 
 def rotary_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -84,6 +85,7 @@ def _rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
             BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
             num_warps=4,
         )
+        moved(_rotary_kernel.__name__, x, y)
     return y
 
 

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megadapo.kernels.launch import CompileCase, block_size, uses_triton, warps_for
+from megadapo.kernels.traffic import moved
 
 
 def swiglu_ref(gate_up: Tensor) -> Tensor:
@@ -58,6 +59,7 @@ def _forward_triton(gate_up: Tensor) -> Tensor:
     if num_rows:
         grid = (num_rows, triton.cdiv(size, block))
         _swiglu_fwd_kernel[grid](gate_up, y, size, BLOCK=block, num_warps=warps_for(block))
+        moved(_swiglu_fwd_kernel.__name__, gate_up, y)
     return y
 
 
@@ -70,6 +72,7 @@ def _backward_triton(gate_up: Tensor, d_y: Tensor) -> Tensor:
         _swiglu_bwd_kernel[grid](
             gate_up, d_y, d_gate_up, size, BLOCK=block, num_warps=warps_for(block)
         )
+        moved(_swiglu_bwd_kernel.__name__, gate_up, d_y, d_gate_up)
     return d_gate_up
 
 

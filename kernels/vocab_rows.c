@@ -14,6 +14,7 @@
 #define STEP (LANES * UNROLL)
 #define BLOCK (STEP * 32) /* columns that one set of partial sums adds up: keeps fp32 sums exact */
 #define NEVER (-1e30f)    /* row_types.NEVER */
+#define SMALLEST (-87.0f) /* e^x is 0 from here down, and stands for x where 0 * x is meant */
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
@@ -49,8 +50,8 @@ static inline vf exponential(vf x) {
     y = y * rest + 1.6666665459e-1f;
     y = y * rest + 5.0000001201e-1f;
     y = y * (rest * rest) + rest + 1.0f;
-    vi power = ((vi)shifted - (vi)(12582912.0f - (vf){0})) << 23;
-    return (vf)(((vi)y + power) & ~(x < -87.0f));
+    vu power = ((vu)shifted - (vu)(12582912.0f - (vf){0}) + 127) << 23; /* bits of 2^whole */
+    return (vf)((vi)(y * (vf)power) & ~(x < SMALLEST));
 }
 
 static inline float sum_of(vf x) {
@@ -84,13 +85,14 @@ static void sums_of(const float *z, int64_t n, float scale, float m, float *tota
                 vf c = load(z + i + u * LANES) * scale - m;
                 vf e = exponential(c);
                 t[u] += e;
-                w[u] += e * larger(c, -87.0f - (vf){0});
+                w[u] += e * larger(c, SMALLEST - (vf){0});
             }
         for (; i < end; i += LANES) {
-            vf c = (end - i < LANES ? load_some(z + i, end - i, NEVER) : load(z + i)) * scale - m;
+            int64_t left = end - i;
+            vf c = (left < LANES ? load_some(z + i, left, -INFINITY) : load(z + i)) * scale - m;
             vf e = exponential(c);
             t[0] += e;
-            w[0] += e * larger(c, -87.0f - (vf){0});
+            w[0] += e * larger(c, SMALLEST - (vf){0});
         }
         totals += (t[0] + t[1]) + (t[2] + t[3]);
         products += (w[0] + w[1]) + (w[2] + w[3]);
@@ -137,7 +139,7 @@ struct row {
 
 static inline vf gradient(vf z, struct row row) {
     vf log_p = (z * row.scale - row.maximum) - row.log_total;
-    return exponential(log_p) * (row.slope * larger(log_p, -87.0f - (vf){0}) + row.constant);
+    return exponential(log_p) * (row.slope * larger(log_p, SMALLEST - (vf){0}) + row.constant);
 }
 
 /* Inlined once for each type of out. */
@@ -181,7 +183,7 @@ void megadapo_row_grads(const float *logits, int64_t row_stride, int64_t num_row
         memset(to + num_valid * itemsize, 0, (size_t)((num_columns - num_valid) * itemsize));
         if (is_here) {
             /* 1 - p keeps its digits where p is nearly 1 */
-            float through_entropy = expf(log_p) * (log_p + entropy[row]);
+            float through_entropy = expf(log_p) * (fmaxf(log_p, SMALLEST) + entropy[row]);
             vf value = {scale * (-expm1f(log_p) * a - through_entropy * b)};
             store(to, is_bf16, target, value, 1);
         }

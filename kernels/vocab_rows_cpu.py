@@ -16,8 +16,15 @@ from torch import Tensor
 
 from megadapo.kernels.native import load_native
 from megadapo.kernels.row_types import NEVER, NUM_STATS, VocabShards
+from megadapo.kernels.traffic import moved
 
 SOURCE = Path(__file__).with_name("vocab_rows.c")
+
+ROW_STATS, ROW_GRADS = "megadapo::row_stats", "megadapo::row_grads"
+"""Names of the C passes in a profile."""
+
+SMALLEST = -87.0
+"""Stands for log p where p is 0 and 0 * log p is meant."""
 
 _SCRATCH_BYTES = 4 << 20
 """The torch passes take rows in groups this large, which stay in the last-level cache."""
@@ -39,12 +46,14 @@ def row_stats_cpu(
     logits: Tensor, targets: Tensor, shards: VocabShards, temperature: float
 ) -> Tensor:
     """Return stats [S/p, 4, R] of logits [R, V/p] fp32; see row_types.NUM_STATS."""
+    _check(logits, targets)
     native = load_native(SOURCE)
     if native is None:
         return _row_stats_torch(logits, targets, shards, temperature)
     num_rows = logits.shape[0]
     stats = torch.empty(shards.num_local, NUM_STATS, num_rows, dtype=torch.float32)
-    with torch.profiler.record_function("megadapo::row_stats"):
+    moved(ROW_STATS, logits)
+    with torch.profiler.record_function(ROW_STATS):
         native.megadapo_row_stats(
             _address(logits),
             *_integers(logits.stride(0), num_rows, shards.num_local, shards.size),
@@ -66,10 +75,12 @@ def row_grads_cpu(
     temperature: float,
     d_logits: Tensor,
 ) -> None:
-    """Write `d_logits` [R, V/p], which may be `logits` itself.
+    """Write `d_logits` [R, V/p], which may be `logits` itself; else `logits` are used up.
 
     A row without a gradient gets zeros, whatever its logits are.
     """
+    _check(logits, targets)
+    assert d_logits.stride(1) == 1 and d_logits.shape == logits.shape
     native = load_native(SOURCE)
     if native is None:
         _row_grads_torch(logits, targets, terms, shards, temperature, d_logits)
@@ -78,7 +89,8 @@ def row_grads_cpu(
     out = d_logits if is_bf16 or d_logits.dtype == torch.float32 else logits
     kept = [terms.maximum, terms.log_total, terms.entropy, terms.d_logprobs, terms.d_entropy]
     kept = [None if value is None else value.contiguous() for value in kept]
-    with torch.profiler.record_function("megadapo::row_grads"):
+    moved(ROW_GRADS, logits, out)
+    with torch.profiler.record_function(ROW_GRADS):
         native.megadapo_row_grads(
             _address(logits),
             *_integers(logits.stride(0), *logits.shape, shards.num_valid_columns),
@@ -93,6 +105,12 @@ def row_grads_cpu(
         )
     if out is not d_logits:
         d_logits.copy_(out)
+
+
+def _check(logits: Tensor, targets: Tensor) -> None:
+    """What the C passes take for granted of the memory they are handed."""
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1, logits.dtype
+    assert targets.dtype == torch.int64 and targets.is_contiguous(), targets.dtype
 
 
 def _address(tensor: Tensor | None) -> ctypes.c_void_p:
@@ -132,6 +150,7 @@ def _row_stats_torch(
         maximum = z.amax(-1, keepdim=True)
         z -= maximum
         powers = z.exp()
+        z.clamp_(min=SMALLEST)
         stats[:, 0, start:stop] = maximum[..., 0].t()
         stats[:, 1, start:stop] = _sum_last(powers).t()
         stats[:, 3, start:stop] = _sum_last(powers.mul_(z)).t()
@@ -169,6 +188,7 @@ def _row_grads_torch(
         if terms.d_entropy is None:
             grads *= constant[rows, None]
         else:
+            log_p.clamp_(min=SMALLEST)
             grads *= log_p.mul_(slope[rows, None]).add_(constant[rows, None])
         grads[:, shards.num_valid_columns :] = 0.0
         grads.scatter_add_(1, columns[rows, None], onehot[rows, None])

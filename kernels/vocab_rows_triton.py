@@ -15,6 +15,7 @@ from megadapo.dapo.objective import PolicyObjective
 from megadapo.kernels.launch import CompileCase, block_size, warps_for
 from megadapo.kernels.policy_terms import DROPPED, KL_KINDS, kl_kind, token_terms
 from megadapo.kernels.row_types import NEVER, NUM_STATS, PolicyInputs, RowOutputs, VocabShards
+from megadapo.kernels.traffic import moved
 
 # Triton reads globals only as constexpr
 _NEVER = tl.constexpr(NEVER)
@@ -292,6 +293,7 @@ def row_stats_triton(
         BLOCK=block,
         num_warps=warps_for(block),
     )
+    moved(_row_stats_kernel.__name__, logits)
     return stats
 
 
@@ -347,6 +349,8 @@ def policy_rows_triton(
         BLOCK=block,
         num_warps=warps_for(block),
     )
+    if d_logits is not None:
+        moved(_policy_rows_kernel.__name__, logits, d_logits)
 
 
 def logprob_rows_triton(
@@ -386,6 +390,8 @@ def logprob_rows_triton(
         BLOCK=block,
         num_warps=warps_for(block),
     )
+    if d_outputs is not None:
+        moved(_logprob_rows_kernel.__name__, logits, d_logits)
 
 
 _ROW_STRIDE = 152064

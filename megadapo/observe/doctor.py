@@ -17,8 +17,8 @@ _OLDEST = {
     "torch": (2, 13),
     "megatron-core": (0, 16, 1),
     "vllm": (0, 32),
-    "ray": (2, 54),
-    "transformers": (5,),
+    "ray": (2, 58),
+    "transformers": (5, 16, 1),
     "triton": (3, 7),
 }
 _REQUIRED = ("torch", "triton", "megatron-core", "vllm", "ray", "transformers", "math-verify")

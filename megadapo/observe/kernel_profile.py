@@ -62,7 +62,7 @@ def profile_step(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from megadapo.config import load_config
-    from megadapo.observe.step_profile import PROFILED_RANK, profile_training_step
+    from megadapo.observe.step_profile import profile_training_step
 
     config = load_config(arguments.step, arguments.overrides)
     with Console(stderr=True).status("start the trainer and profile it"):
@@ -76,7 +76,7 @@ def profile_step(arguments: argparse.Namespace) -> None:
     print(
         f"one update of {result.num_tokens} tokens on {config.trainer.num_ranks} ranks: "
         f"{result.seconds_per_update:.3f} s, {rate:.0f} tokens/s; below, {arguments.steps} of them "
-        f"on rank {PROFILED_RANK}"
+        f"on rank {result.rank}"
     )
     print("ms per update: " + ", ".join(f"{name} {ms:.1f}" for name, ms in result.phases.items()))
     print(format_profile(result.rows, result.roofline))
@@ -88,21 +88,21 @@ def profile_head(arguments: argparse.Namespace) -> None:
 
     from megadapo.bench.head import parse_shape, step_of_ours
     from megadapo.bench.head_inputs import make_inputs
-    from megadapo.observe.bytes_moved import BytesMoved
+    from megadapo.observe.bytes_moved import bytes_moved
 
     device = _device(arguments.device)
     shape = parse_shape(arguments.head, temperature=1.0)
     step = step_of_ours(make_inputs(shape, device))
     step()
     roofline = measure_roofline(device, shape.dtype)
-    with BytesMoved() as moved:
+    with bytes_moved() as moved:
         step()
     with torch.profiler.profile(with_flops=True, record_shapes=True) as profile:
         for _ in range(arguments.steps):
             step()
         if device.type == "cuda":
             torch.cuda.synchronize()
-    num_bytes = {name: count * arguments.steps for name, count in moved.by_operator.items()}
+    num_bytes = {name: count * arguments.steps for name, count in moved.items()}
     print(f"{arguments.steps} steps of {shape}")
     print(format_profile(profile_table(profile, roofline, num_bytes), roofline))
     if arguments.trace:

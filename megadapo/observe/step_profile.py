@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megadapo.data.batch import PackedBatch, Sample, pack_samples
-from megadapo.observe.bytes_moved import BytesMoved
+from megadapo.observe.bytes_moved import bytes_moved
 from megadapo.observe.time_table import (
     KernelTime,
     Roofline,
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from megadapo.config import RunConfig
     from megadapo.trainer.rank import TrainerRank
 
-PROFILED_RANK = 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """What rank 0 of the trainer did in the profiled updates."""
+    """What one rank did in the profiled updates: one of a last stage, which has the head too."""
 
+    rank: int
     num_tokens: int
     """Of one update, prompts included, over all ranks."""
     seconds_per_update: float
     """Without the profiler."""
     phases: dict[str, float]
-    """Milliseconds of each part of an update, and of the head's passes, under the profiler."""
+    """Milliseconds of each part of an update, and of the head's passes, under the profiler and on
+    the host's clock: on CUDA a part is charged for what it waits for."""
     roofline: Roofline
     rows: list[KernelTime]
 
@@ -66,7 +66,8 @@ def profile_training_step(
         trainer = TrainerGroup.start(config, cluster)
         try:
             calls = (_profile_updates, config, num_sequences, num_steps, path)
-            return trainer.call_all("apply", *calls)[PROFILED_RANK]
+            answers = trainer.call_all("apply", *calls)
+            return next(answer for answer in answers if answer is not None)
         finally:
             trainer.shutdown()
     finally:
@@ -99,8 +100,9 @@ def random_batch(config: RunConfig, num_sequences: int, *, vocab_size: int) -> P
 def _profile_updates(
     rank: TrainerRank, config: RunConfig, num_sequences: int, num_steps: int, trace: Path | None
 ) -> StepProfile | None:
-    """Runs on every rank; the profiled one returns what it saw."""
+    """Runs on every rank, as updates are collective; the profiled one returns what it saw."""
     import torch
+    from megatron.core import parallel_state as mpu
 
     batch = random_batch(config, num_sequences, vocab_size=rank.layout.shape.vocab_size)
 
@@ -113,20 +115,21 @@ def _profile_updates(
 
     update()  # compiles kernels and allocates
     seconds = min(update() for _ in range(num_steps))
-    if torch.distributed.get_rank() != PROFILED_RANK:
-        for _ in range(num_steps + 1):
+    if not (rank.has_results and mpu.get_data_parallel_rank() == 0):
+        for _ in range(1 + num_steps):
             update()
         return None
     roofline = measure_roofline(rank.device, rank.config.params_dtype)
-    with BytesMoved() as moved:
+    with bytes_moved() as moved:
         update()
     with torch.profiler.profile(with_flops=True, record_shapes=True) as profile:
         for _ in range(num_steps):
             update()
     if trace is not None:
         write_trace(profile, trace)
-    num_bytes = {name: count * num_steps for name, count in moved.by_operator.items()}
+    num_bytes = {name: count * num_steps for name, count in moved.items()}
     return StepProfile(
+        rank=torch.distributed.get_rank(),
         num_tokens=len(batch.tokens),
         seconds_per_update=seconds,
         phases={name: ms / num_steps for name, ms in phase_table(profile, "megadapo::").items()},

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 _LARGE_PRODUCT = {"cuda": 8192, "cpu": 1024}
-_LARGE_COPY = {"cuda": 2**30, "cpu": 2**27}
+_LARGE_COPY = {"cuda": 2**28, "cpu": 2**27}
 """Bytes; larger than any cache."""
 
 
@@ -35,7 +35,7 @@ class KernelTime:
     tflops: float | None
     """Where the profiler knows the operator's flops, as for matrix products."""
     gb_per_s: float | None
-    """Where the bytes are known: those of torch's own operators."""
+    """Where the bytes are known: those of torch's operators and of our own kernels."""
     roofline_share: float | None
     """The larger of its shares of the two; above 1 where data stays in a cache."""
 

@@ -114,9 +114,11 @@ class TrainerConfig:
     overlap_grad_reduce: bool = False
     """Add up gradients over data parallel while the last backward pass runs, not after it."""
     overlap_param_gather: bool = False
-    """Gather updated weights over data parallel while the next forward pass runs, not before it."""
+    """Gather updated weights over data parallel while the next forward pass runs, not before it;
+    pays from two updates a step on, as after the last one all weights are gathered at once."""
     bucket_parameters: int = 0
-    """Parameters per message of both overlaps; 0: megatron-core's choice, 40 million or more."""
+    """Parameters per message of both overlaps, on the first stage's first chunk (the others send
+    one message each, behind its compute); 0: megatron-core's choice, 40 million or more."""
     num_threads: int = 0
     """CPU threads of each rank; 0 shares the machine's cores out over its ranks."""
     start_timeout_s: float = 1800.0

@@ -50,6 +50,12 @@ def stage_problems(num_layers: int, trainer: TrainerConfig) -> list[str]:
             f"{num_even} other stages of trainer.pipeline_parallel = {trainer.pipeline_parallel}; "
             "each of them must get as many, and at least one"
         ]
+    if not num_even and trainer.virtual_pipeline > 1:
+        # megatron-core divides by the number of other stages there
+        return [
+            f"{keys} leave no other stage, which trainer.virtual_pipeline = "
+            f"{trainer.virtual_pipeline} needs: set one of them only"
+        ]
     sizes = _stage_sizes(num_layers, trainer)
     unfit = [size for size in dict.fromkeys(sizes) if size % trainer.virtual_pipeline]
     return [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +38,17 @@ def shards_of(columns: int, *, num_local: int = 1, first: int = 0, vocab_size: i
     )
 
 
-def run(logits, targets, shards, *, temperature=1.0, d_logprobs=None, d_entropy=None, dtype=None):
+def run(
+    logits,
+    targets,
+    shards,
+    *,
+    temperature=1.0,
+    d_logprobs=None,
+    d_entropy=None,
+    dtype=None,
+    in_place=False,
+):
     """Log-probs, entropy and d_logits of a tile that is the whole vocabulary."""
     stats = row_stats_cpu(logits, targets, shards, temperature)
     maximum, log_total, logprobs, entropy = merge_stats(stats)
@@ -47,7 +59,7 @@ def run(logits, targets, shards, *, temperature=1.0, d_logprobs=None, d_entropy=
         d_logprobs=torch.ones_like(logprobs) if d_logprobs is None else d_logprobs,
         d_entropy=d_entropy,
     )
-    d_logits = torch.empty_like(logits, dtype=dtype)
+    d_logits = logits if in_place else torch.empty_like(logits, dtype=dtype)
     row_grads_cpu(logits, targets, terms, shards, temperature, d_logits)
     return logprobs, entropy, d_logits
 
@@ -123,9 +135,22 @@ def test_padding_never_enters_and_gets_no_gradient(passes):
 def test_targets_of_other_ranks_are_left_to_them(passes):
     shards = shards_of(128, first=1)
     logits = torch.randn(2, 128)
-    stats = row_stats_cpu(logits, torch.tensor([5, 130]), shards, 1.0)
+    targets = torch.tensor([5, 130])
+    stats = row_stats_cpu(logits, targets, shards, 1.0)
     assert stats[0, 2, 0] == NEVER
     assert stats[0, 2, 1] == logits[1, 2]
+    terms = RowGradients(
+        maximum=stats[0, 0],
+        log_total=stats[0, 1].log(),
+        entropy=torch.zeros(2),
+        d_logprobs=torch.ones(2),
+        d_entropy=None,
+    )
+    d_logits = torch.empty_like(logits)
+    row_grads_cpu(logits, targets, terms, shards, 1.0, d_logits)
+    expected = -logits.double().softmax(-1)
+    expected[1, 2] += 1.0
+    torch.testing.assert_close(d_logits.double(), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -137,30 +162,59 @@ def test_low_precision_gradients_are_the_fp32_ones_rounded_once(passes, dtype):
     assert torch.equal(rounded, exact.to(dtype))
 
 
-def test_rows_without_a_gradient_are_zero_whatever_their_logits(passes):
-    """0 x NaN would carry one broken row into every weight."""
+@pytest.mark.parametrize("bits", [0x7FC00000, -0x400000, 0x7FC00001, 0x7FFFFFFF])
+def test_a_broken_row_says_so_and_stays_alone(passes, bits):
+    """0 x NaN would carry one broken row into every weight; a NaN that looks finite, worse."""
     logits = torch.randn(3, 100)
-    logits[1] = float("nan")
+    logits[1, 50] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     d_logprobs = torch.tensor([1.0, 0.0, -1.0])
-    logprobs, _, d_logits = run(
+    logprobs, entropy, d_logits = run(
         logits, torch.tensor([1, 2, 3]), shards_of(100), d_logprobs=d_logprobs
     )
-    assert logprobs[1].isnan() and logprobs[[0, 2]].isfinite().all()
+    assert logprobs[1].isnan() and entropy[1].isnan()
+    assert logprobs[[0, 2]].isfinite().all()
     assert (d_logits[1] == 0).all() and d_logits.isfinite().all()
+
+
+def test_logits_of_minus_infinity_have_no_probability(passes):
+    """Behind the ends of a row stand fillers, which must not count where nothing else does."""
+    logits = torch.randn(3, 40)
+    logits[0, ::2] = -torch.inf
+    logits[1, 7] = -torch.inf
+    logits[2] = -torch.inf
+    targets = torch.tensor([1, 7, 0])
+    d_logprobs = torch.tensor([1.0, 1.0, 0.0])
+    logprobs, entropy, d_logits = run(logits, targets, shards_of(40), d_logprobs=d_logprobs)
+    expected = logits[0, 1::2].double().log_softmax(-1)
+    assert logprobs[0].item() == pytest.approx(expected[0].item(), abs=1e-6)
+    assert entropy[0].item() == pytest.approx(-(expected.exp() * expected).sum().item(), abs=1e-6)
+    assert logprobs[1] <= NEVER and not logprobs[2].isfinite()
+    assert d_logits.isfinite().all() and (d_logits[0, ::2] == 0).all()
+    assert d_logits[1, 7] == 1.0
+
+
+def test_a_gradient_in_the_logits_own_memory(passes):
+    """How fp32 hidden states are trained: every logit must be read before it is overwritten."""
+    logits, targets = torch.randn(5, 333) * 3.0, torch.randint(0, 333, (5,))
+    apart = run(logits.clone(), targets, shards_of(333))[2]
+    assert torch.equal(run(logits, targets, shards_of(333), in_place=True)[2], apart)
 
 
 def test_a_row_has_the_same_bits_in_every_tile_and_on_every_thread(passes):
     """Otherwise the first ratio would not be exactly 1."""
     logits, targets = torch.randn(33, 4096) * 3.0, torch.randint(0, 4096, (33,))
     shards = shards_of(4096, num_local=8)
-    whole = row_stats_cpu(logits.clone(), targets, shards, 1.0)
+    stats = row_stats_cpu(logits, targets, shards, 1.0)
+    whole = run(logits, targets, shards)
     threads = torch.get_num_threads()
     try:
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
             for rows in (slice(0, 1), slice(1, 4), slice(4, 33)):
-                part = row_stats_cpu(logits[rows].clone(), targets[rows], shards, 1.0)
-                assert torch.equal(part, whole[:, :, rows])
+                for part, all_rows in zip(
+                    run(logits[rows].clone(), targets[rows], shards), whole, strict=True
+                ):
+                    assert torch.equal(part, all_rows[rows])
     finally:
         torch.set_num_threads(threads)
     halves = [
@@ -170,7 +224,7 @@ def test_a_row_has_the_same_bits_in_every_tile_and_on_every_thread(passes):
             (4, shards_of(2048, num_local=4, first=4)),
         )
     ]
-    assert torch.equal(torch.cat(halves), whole)
+    assert torch.equal(torch.cat(halves), stats)
 
 
 @pytest.fixture
@@ -189,12 +243,57 @@ def test_a_broken_compiler_is_said_and_torch_takes_over(fresh_cache, monkeypatch
     assert list(fresh_cache.rglob("*.so")) == []
 
 
-def test_a_second_process_finds_what_the_first_one_compiled(fresh_cache, monkeypatch):
-    """Ranks start together; each must find a whole file, and only one kind of it."""
-    assert native.load_native(SOURCE) is not None
+def compile_in_a_process() -> subprocess.Popen:
+    program = (
+        "from megadapo.kernels.native import load_native\n"
+        "from megadapo.kernels.vocab_rows_cpu import SOURCE\n"
+        "assert load_native(SOURCE).megadapo_row_stats\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", program])
+
+
+def test_processes_that_start_together_share_one_whole_library(fresh_cache):
+    """Ranks start together, on an empty cache; none may find half a file."""
+    started = [compile_in_a_process() for _ in range(3)]
+    assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
     (library,) = fresh_cache.rglob("*.so")
     made = library.stat().st_mtime_ns
+    assert native.load_native(SOURCE) is not None
+    assert library.stat().st_mtime_ns == made, "it was there already"
+    assert [path for path in library.parent.iterdir() if path != library] == []
+
+
+def test_a_damaged_library_is_made_again(fresh_cache):
+    """A power loss after the rename leaves a file without its bytes."""
+    assert compile_in_a_process().wait(timeout=120) == 0
+    (library,) = fresh_cache.rglob("*.so")
+    library.write_bytes(b"")
+    assert native.load_native(SOURCE) is not None
+    assert library.stat().st_size > 0
+
+
+def test_a_folder_that_others_can_write_is_not_trusted(fresh_cache):
+    """Whoever can write there could put code into every run."""
+    folder = fresh_cache / "megadapo" / "kernels"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert native.load_native(SOURCE) is not None
+    assert list(folder.iterdir()) == []
+
+
+def test_a_user_without_a_home_gets_the_passes_too(monkeypatch, tmp_path):
+    """Containers run under numbers that no passwd file knows."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
     native.load_native.cache_clear()
     assert native.load_native(SOURCE) is not None
-    assert library.stat().st_mtime_ns == made
-    assert oct(library.parent.stat().st_mode)[-3:] == "700"
+    native.load_native.cache_clear()
+
+
+def test_a_compiler_command_that_cannot_be_read_is_passed_over(monkeypatch):
+    monkeypatch.setenv("CC", 'gcc "x')
+    assert native.find_compiler() == ["gcc"]

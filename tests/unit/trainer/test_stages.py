@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megadapo.errors import ConfigError
-from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.config import ModelConfig, TrainerConfig
+from megadapo.trainer.model import transformer_config
 from megadapo.trainer.model_layout import validate_model_layout
 from megadapo.trainer.stages import stage_chunks, stage_layers
 
+QWEN = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
 QWEN_7B = {"num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944}
 
 
@@ -34,9 +51,7 @@ def test_the_ends_may_have_fewer_or_more_layers() -> None:
     assert stage_layers(6, trainer) == [(0, 1, 3, 4), (2, 5)]
 
 
-@pytest.mark.parametrize("num_layers", range(1, 25))
-def test_every_accepted_split_holds_every_layer_once(num_layers: int) -> None:
-    num_accepted = 0
+def accepted_splits(num_layers: int) -> Iterator[TrainerConfig]:
     for pipeline in range(2, 5):
         for virtual in range(1, 4):
             for first in range(5):
@@ -51,12 +66,32 @@ def test_every_accepted_split_holds_every_layer_once(num_layers: int) -> None:
                         validate_model_layout(QWEN_7B | {"num_hidden_layers": num_layers}, trainer)
                     except ConfigError:
                         continue
-                    num_accepted += 1
-                    chunks = stage_chunks(num_layers, trainer)
-                    in_order = [stage[chunk] for chunk in range(virtual) for stage in chunks]
-                    assert all(in_order), "a chunk without layers"
-                    assert [n for chunk in in_order for n in chunk] == list(range(num_layers))
-    assert num_accepted or num_layers == 1
+                    yield trainer
+
+
+@pytest.mark.parametrize("num_layers", range(2, 25))
+def test_every_accepted_split_holds_every_layer_once(num_layers: int) -> None:
+    splits = list(accepted_splits(num_layers))
+    assert splits
+    for trainer in splits:
+        chunks = stage_chunks(num_layers, trainer)
+        in_order = [stage[chunk] for chunk in range(trainer.virtual_pipeline) for stage in chunks]
+        assert all(in_order), "a chunk without layers"
+        assert [n for chunk in in_order for n in chunk] == list(range(num_layers))
+
+
+@pytest.mark.parametrize("num_layers", range(2, 13))
+def test_megatron_builds_every_accepted_split_in_the_same_way(num_layers: int) -> None:
+    """A split that megatron-core cuts otherwise, or cannot cut, would end every rank."""
+    for trainer in accepted_splits(num_layers):
+        config = transformer_config(
+            QWEN | {"num_hidden_layers": num_layers}, ModelConfig(path="unused"), trainer
+        )
+        for stage, chunks in enumerate(stage_chunks(num_layers, trainer)):
+            for number, layers in enumerate(chunks):
+                chunk = number if trainer.virtual_pipeline > 1 else None
+                assert get_num_layers_to_build(config, chunk, stage) == len(layers)
+                assert get_transformer_layer_offset(config, chunk, stage) == layers.start
 
 
 @pytest.mark.parametrize(
@@ -78,6 +113,16 @@ def test_every_accepted_split_holds_every_layer_once(num_layers: int) -> None:
             28,
             {"pipeline_parallel": 2, "first_stage_layers": 14, "last_stage_layers": 13},
             ["first_stage_layers = 14 and trainer.last_stage_layers = 13", "1 layers are left"],
+        ),
+        (
+            4,
+            {
+                "pipeline_parallel": 2,
+                "virtual_pipeline": 2,
+                "first_stage_layers": 2,
+                "last_stage_layers": 2,
+            },
+            ["leave no other stage", "trainer.virtual_pipeline = 2"],
         ),
         (4, {"pipeline_parallel": 2, "first_stage_layers": 4}, ["0 layers are left for the 1"]),
         (4, {"pipeline_parallel": 3, "last_stage_layers": 9}, ["-5 layers are left"]),
