@@ -21,6 +21,8 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 
+static inline vf all(float x) { return x - (vf){0}; }
+
 static inline vf load(const float *p) {
     vf x;
     memcpy(&x, p, sizeof x);
@@ -28,7 +30,7 @@ static inline vf load(const float *p) {
 }
 
 static inline vf load_some(const float *p, int64_t count, float filler) {
-    vf x = filler - (vf){0};
+    vf x = all(filler);
     memcpy(&x, p, (size_t)count * sizeof(float));
     return x;
 }
@@ -38,19 +40,29 @@ static inline vf larger(vf a, vf b) {
     return (vf)(((vi)a & is_larger) | ((vi)b & ~is_larger));
 }
 
+/* a b + c, rounded once where the processor can */
+static inline vf fused(vf a, vf b, vf c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
 /* e^x to 1e-7 relative for x <= 0; 0 below e^-87; NaN stays NaN. */
 static inline vf exponential(vf x) {
-    vf shifted = x * 1.44269504088896341f + 12582912.0f; /* rounds to an integer in the low bits */
+    vf shifted = fused(x, all(1.44269504088896341f), all(12582912.0f)); /* integer in low bits */
     vf whole = shifted - 12582912.0f;
-    vf rest = x - whole * 0.693359375f;
-    rest = rest + whole * 2.12194440e-4f;
-    vf y = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * rest + 8.3334519073e-3f;
-    y = y * rest + 4.1665795894e-2f;
-    y = y * rest + 1.6666665459e-1f;
-    y = y * rest + 5.0000001201e-1f;
-    y = y * (rest * rest) + rest + 1.0f;
-    vu power = ((vu)shifted - (vu)(12582912.0f - (vf){0}) + 127) << 23; /* bits of 2^whole */
+    vf rest = fused(whole, all(-0.693359375f), x);
+    rest = fused(whole, all(2.12194440e-4f), rest);
+    vf y = fused(rest, all(1.9875691500e-4f), all(1.3981999507e-3f));
+    y = fused(y, rest, all(8.3334519073e-3f));
+    y = fused(y, rest, all(4.1665795894e-2f));
+    y = fused(y, rest, all(1.6666665459e-1f));
+    y = fused(y, rest, all(5.0000001201e-1f));
+    y = fused(y, rest * rest, rest) + 1.0f;
+    vu power = ((vu)shifted - (vu)all(12582912.0f) + 127) << 23; /* bits of 2^whole */
     return (vf)((vi)(y * (vf)power) & ~(x < SMALLEST));
 }
 
@@ -62,7 +74,7 @@ static inline float sum_of(vf x) {
 
 static float maximum_of(const float *z, int64_t n, float scale) {
     vf best[UNROLL];
-    for (int u = 0; u < UNROLL; u++) best[u] = NEVER - (vf){0};
+    for (int u = 0; u < UNROLL; u++) best[u] = all(NEVER);
     int64_t i = 0;
     for (; i + STEP <= n; i += STEP)
         for (int u = 0; u < UNROLL; u++) best[u] = larger(load(z + i + u * LANES), best[u]);
@@ -82,17 +94,18 @@ static void sums_of(const float *z, int64_t n, float scale, float m, float *tota
         vf t[UNROLL] = {{0}}, w[UNROLL] = {{0}};
         for (; i + STEP <= end; i += STEP)
             for (int u = 0; u < UNROLL; u++) {
+                __builtin_prefetch(z + n + i + u * LANES);
                 vf c = load(z + i + u * LANES) * scale - m;
                 vf e = exponential(c);
                 t[u] += e;
-                w[u] += e * larger(c, SMALLEST - (vf){0});
+                w[u] += e * larger(c, all(SMALLEST));
             }
         for (; i < end; i += LANES) {
             int64_t left = end - i;
             vf c = (left < LANES ? load_some(z + i, left, -INFINITY) : load(z + i)) * scale - m;
             vf e = exponential(c);
             t[0] += e;
-            w[0] += e * larger(c, SMALLEST - (vf){0});
+            w[0] += e * larger(c, all(SMALLEST));
         }
         totals += (t[0] + t[1]) + (t[2] + t[3]);
         products += (w[0] + w[1]) + (w[2] + w[3]);
@@ -137,19 +150,22 @@ struct row {
     float scale, maximum, log_total, constant, slope;
 };
 
-static inline vf gradient(vf z, struct row row) {
+static inline vf gradient(vf z, struct row row, int has_slope) {
     vf log_p = (z * row.scale - row.maximum) - row.log_total;
-    return exponential(log_p) * (row.slope * larger(log_p, SMALLEST - (vf){0}) + row.constant);
+    vf p = exponential(log_p);
+    return has_slope ? p * (row.slope * larger(log_p, all(SMALLEST)) + row.constant)
+                     : p * row.constant;
 }
 
-/* Inlined once for each type of out. */
+/* Inlined once for each type of out, with and without an entropy term. */
 static inline __attribute__((always_inline)) void gradient_row(const float *z, int64_t n,
                                                                struct row row, void *out,
-                                                               int is_bf16) {
+                                                               int is_bf16, int has_slope) {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES)
-        store(out, is_bf16, i, gradient(load(z + i), row), LANES);
-    if (i < n) store(out, is_bf16, i, gradient(load_some(z + i, n - i, NEVER), row), n - i);
+        store(out, is_bf16, i, gradient(load(z + i), row, has_slope), LANES);
+    if (i < n)
+        store(out, is_bf16, i, gradient(load_some(z + i, n - i, NEVER), row, has_slope), n - i);
 }
 
 /* d_logits = (onehot - p) d_logprob - p (log p + entropy) d_entropy, times scale.
@@ -176,10 +192,14 @@ void megadapo_row_grads(const float *logits, int64_t row_stride, int64_t num_row
         float log_p = is_here ? (z[target] * scale - maximum[row]) - log_total[row] : 0.0f;
         struct row terms = {scale, maximum[row], log_total[row], -scale * (a + b * entropy[row]),
                             -scale * b};
-        if (is_bf16)
-            gradient_row(z, num_valid, terms, to, 1);
+        if (is_bf16 && b == 0.0f)
+            gradient_row(z, num_valid, terms, to, 1, 0);
+        else if (is_bf16)
+            gradient_row(z, num_valid, terms, to, 1, 1);
+        else if (b == 0.0f)
+            gradient_row(z, num_valid, terms, to, 0, 0);
         else
-            gradient_row(z, num_valid, terms, to, 0);
+            gradient_row(z, num_valid, terms, to, 0, 1);
         memset(to + num_valid * itemsize, 0, (size_t)((num_columns - num_valid) * itemsize));
         if (is_here) {
             /* 1 - p keeps its digits where p is nearly 1 */

@@ -15,7 +15,7 @@ from torch import Tensor
 from megadapo.dapo.objective import PolicyObjective
 from megadapo.kernels.launch import uses_triton
 from megadapo.kernels.policy_terms import DROPPED, policy_terms
-from megadapo.kernels.row_types import NEVER, PolicyInputs, RowOutputs, VocabShards
+from megadapo.kernels.row_types import PolicyInputs, RowOutputs, VocabShards
 from megadapo.kernels.vocab_rows_cpu import RowGradients, row_grads_cpu, row_stats_cpu
 from megadapo.kernels.vocab_rows_triton import (
     logprob_rows_triton,
@@ -29,18 +29,16 @@ def merge_stats(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     Returns (maximum, log of the sum of e^(z - maximum), log-prob, entropy), each fp32 [R].
     """
-    maximum = stats[:, 0].amax(0)
-    total = torch.zeros_like(maximum)
-    weighted = torch.zeros_like(maximum)
-    target = torch.full_like(maximum, NEVER)
-    for shard_max, shard_sum, shard_target, shard_weighted in stats.unbind(0):
-        gap = shard_max - maximum
-        scale = gap.exp()
-        total = total + scale * shard_sum
-        weighted = weighted + scale * (shard_weighted + gap * shard_sum)
-        target = torch.maximum(target, shard_target)
+    shard_max, shard_sum, shard_target, shard_weighted = stats.unbind(1)  # [S, R] each
+    maximum = shard_max.amax(0)
+    gap = shard_max - maximum
+    scale = gap.exp()
+    # sum(0) would add in another order for another number of rows
+    total = sum((scale * shard_sum).unbind(0))
+    weighted = sum((scale * (shard_weighted + gap * shard_sum)).unbind(0))
     log_total = total.log()
-    return maximum, log_total, (target - maximum) - log_total, log_total - weighted / total
+    logprobs = (shard_target.amax(0) - maximum) - log_total
+    return maximum, log_total, logprobs, log_total - weighted / total
 
 
 def row_stats(
