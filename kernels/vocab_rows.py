@@ -9,7 +9,6 @@ entropy and overwrite the tile with its gradient. CUDA runs Triton, the CPU comp
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megadapo.dapo.objective import PolicyObjective

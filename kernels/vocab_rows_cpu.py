@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megadapo.kernels.native import load_native
 from megadapo.kernels.row_types import NEVER, NUM_STATS, VocabShards
-from megadapo.kernels.traffic import moved
+from megadapo.kernels.traffic import moved, named
 
 SOURCE = Path(__file__).with_name("vocab_rows.c")
 
@@ -53,7 +53,7 @@ def row_stats_cpu(
     num_rows = logits.shape[0]
     stats = torch.empty(shards.num_local, NUM_STATS, num_rows, dtype=torch.float32)
     moved(ROW_STATS, logits)
-    with torch.profiler.record_function(ROW_STATS):
+    with named(ROW_STATS):
         native.megadapo_row_stats(
             _address(logits),
             *_integers(logits.stride(0), num_rows, shards.num_local, shards.size),
@@ -90,7 +90,7 @@ def row_grads_cpu(
     kept = [terms.maximum, terms.log_total, terms.entropy, terms.d_logprobs, terms.d_entropy]
     kept = [None if value is None else value.contiguous() for value in kept]
     moved(ROW_GRADS, logits, out)
-    with torch.profiler.record_function(ROW_GRADS):
+    with named(ROW_GRADS):
         native.megadapo_row_grads(
             _address(logits),
             *_integers(logits.stride(0), *logits.shape, shards.num_valid_columns),
