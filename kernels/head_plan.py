@@ -23,7 +23,7 @@ SMALLEST_VIRTUAL_SHARD = 64
 
 BLOCK_BYTES = {"cuda": 3 << 29, "cpu": 32 << 20}
 """Size of the reused buffer for a block's gradient of the logits in a low-precision dtype."""
-TILE_BYTES = {"cuda": 3 << 29, "cpu": 16 << 20}
+TILE_BYTES = {"cuda": 3 << 29, "cpu": 24 << 20}
 """Size of a tile's fp32 logits; with fp32 hidden states tile and block are the same."""
 
 _ROW_MULTIPLE = 64
