@@ -21,10 +21,12 @@ NUM_VIRTUAL_SHARDS = 8
 SMALLEST_VIRTUAL_SHARD = 64
 """Columns below which the mode must be asked for: a shard of a few columns is all overhead."""
 
+FP32_BLOCK_BYTES = {"cuda": 3 << 29, "cpu": 24 << 20}
+"""Size of the reused buffer with fp32 hidden states: a block's logits, then their gradient."""
 BLOCK_BYTES = {"cuda": 3 << 29, "cpu": 32 << 20}
 """Size of the reused buffer for a block's gradient of the logits in a low-precision dtype."""
-TILE_BYTES = {"cuda": 3 << 29, "cpu": 24 << 20}
-"""Size of a tile's fp32 logits; with fp32 hidden states tile and block are the same."""
+TILE_BYTES = {"cuda": 3 << 29, "cpu": 16 << 20}
+"""Size of the fp32 logits beside it, which are made for a part of the block at a time."""
 
 _ROW_MULTIPLE = 64
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,14 +83,14 @@ def plan_tiling(
 ) -> Tiling:
     """Choose block and tile heights from the whole vocabulary, so that TP does not change them."""
     kind = "cpu" if device.type == "cpu" else "cuda"
-    tile = _fitting_rows(TILE_BYTES[kind], 4 * padded_vocab)
+    is_fp32 = dtype == torch.float32
+    block_bytes = (FP32_BLOCK_BYTES if is_fp32 else BLOCK_BYTES)[kind]
     block = chunk_tokens
-    if block is None and dtype == torch.float32:
-        block = tile
-    elif block is None:
-        block = _fitting_rows(BLOCK_BYTES[kind], dtype.itemsize * padded_vocab)
+    if block is None:
+        block = _fitting_rows(block_bytes, dtype.itemsize * padded_vocab)
     if block < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {block}")
+    tile = block if is_fp32 else _fitting_rows(TILE_BYTES[kind], 4 * padded_vocab)
     return Tiling(block_rows=block, tile_rows=min(block, tile))
 
 

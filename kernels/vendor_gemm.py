@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from megadapo.kernels.brgemm import fp32_product, has_fp32_product
+
 FEW_ROWS = 128
 """Rows up to which the CPU's libraries may take a path without blocks of K, on any thread."""
 K_PIECE = 4096
@@ -33,7 +35,7 @@ def _bf16_products_on_cpu(enabled: bool) -> Iterator[None]:
 
 def widened_like(b: Tensor) -> Tensor | None:
     """Scratch for `mm_fp32` where the device has no low-precision product with an fp32 result."""
-    if b.device.type == "cpu" and b.dtype != torch.float32:
+    if b.device.type == "cpu" and b.dtype != torch.float32 and not has_fp32_product(b, b):
         return torch.empty(b.shape, dtype=torch.float32)
     return None
 
@@ -41,7 +43,7 @@ def widened_like(b: Tensor) -> Tensor | None:
 def mm_fp32(a: Tensor, b: Tensor, *, out: Tensor, scratch: Tensor | None) -> None:
     """out [M, N] fp32 = a [M, K] @ b^T for b [N, K], accumulated and stored in fp32.
 
-    On the CPU a low-precision b is widened into `scratch` and a comes in widened. Such fp32
+    Where a CPU has no such product b is widened into `scratch` and a comes in widened. Such fp32
     values are exact, so oneDNN may multiply them with its bf16 instructions again, and only the
     rounding of the result is gone.
     """
@@ -50,6 +52,8 @@ def mm_fp32(a: Tensor, b: Tensor, *, out: Tensor, scratch: Tensor | None) -> Non
             torch.mm(a, scratch.copy_(b).t(), out=out)
     elif a.dtype == torch.float32:
         torch.mm(a, b.t(), out=out)
+    elif a.device.type == "cpu":
+        fp32_product(a, b, out)
     else:
         torch.mm(a, b.t(), out_dtype=torch.float32, out=out)
 
