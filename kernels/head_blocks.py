@@ -24,6 +24,9 @@ from megadapo.kernels.row_types import PolicyInputs, RowOutputs, VocabShards
 from megadapo.kernels.vendor_gemm import Fp32Sum, mm_fp32, mm_rows, widened_like
 from megadapo.kernels.vocab_rows import logprob_grad_rows, policy_rows, row_stats
 
+_ROW_ALIGNMENT = 16
+"""Elements."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCall:
@@ -65,6 +68,13 @@ class PolicyCall:
     accumulate_in_forward: bool
 
 
+def _aligned_rows(like: Tensor, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory whose rows begin at multiples of 32 bytes: an odd vocabulary's rows
+    would slow the products down."""
+    padded = -(-num_columns // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    return like.new_empty(num_rows, padded, dtype=dtype)[:, :num_columns]
+
+
 class _Buffers:
     """The two reused buffers: a tile of fp32 logits and a block of their gradient.
 
@@ -78,10 +88,10 @@ class _Buffers:
         columns = call.shards.num_columns
         self._grads: Tensor | None = None
         if for_grad:
-            self._grads = like.new_empty(block_rows, columns)
+            self._grads = _aligned_rows(like, block_rows, columns, like.dtype)
         self._logits: Tensor | None = None
         if not for_grad or like.dtype != torch.float32:
-            self._logits = like.new_empty(tile_rows, columns, dtype=torch.float32)
+            self._logits = _aligned_rows(like, tile_rows, columns, torch.float32)
 
     def logits(self, tile: Block) -> Tensor:
         if self._logits is not None:
