@@ -5,7 +5,7 @@ from engine_checks import Reference, ask, bits, make_requests, running_engines, 
 
 from megadapo.rollout.requests import GroupRequest, response_seeds
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 def test_two_engines_share_a_machine_and_agree(tiny_model, tmp_path):

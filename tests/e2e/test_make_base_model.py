@@ -25,6 +25,7 @@ def load_tool():
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_tool_still_learns_and_exports_what_it_learned(tmp_path):
     """An export of the initial weights, or of wrongly laid out ones, would have a loss near 5.6."""

@@ -111,6 +111,7 @@ def test_a_rank_that_hangs_ends_the_run_in_time_and_the_run_resumes(uninterrupte
     assert untimed(metrics(folder)) == untimed(metrics(uninterrupted))
 
 
+@pytest.mark.full
 def test_every_split_of_the_trainer_runs_by_overrides_alone(uninterrupted, tmp_path):
     """TP 2 x PP 2 with sequence parallelism and two engines learn what one process learns.
 
