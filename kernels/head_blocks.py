@@ -25,7 +25,7 @@ from megadapo.kernels.vendor_gemm import Fp32Sum, mm_fp32, mm_rows, widened_like
 from megadapo.kernels.vocab_rows import logprob_grad_rows, policy_rows, row_stats
 
 _ROW_ALIGNMENT = 16
-"""Elements."""
+"""Elements that a row of the buffers is rounded up to."""
 
 
 @dataclass(frozen=True, kw_only=True)

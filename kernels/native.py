@@ -1,4 +1,4 @@
-"""C row passes for the CPU, compiled at first use for the processor they run on.
+"""The head's C code for the CPU, compiled at first use for the processor it runs on.
 
 Triton does the same for its launchers. Where no C compiler is found, or compilation fails, the
 callers use their torch operations instead: slower, and with last bits of their own.
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 SWITCH = "MEGADAPO_NATIVE"
-"""Environment variable: "0" keeps the C passes out."""
+"""Environment variable: "0" keeps the C code out."""
 
 _FLAGS = (
     *("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math"),
@@ -70,7 +70,7 @@ def _load(source: Path, compiler: list[str]) -> ctypes.CDLL:
     if folder is None:
         # a loaded library outlives its file
         with tempfile.TemporaryDirectory(prefix="megadapo-kernels-") as temporary:
-            return ctypes.CDLL(str(_compile(source, Path(temporary) / "rows.so", compiler)))
+            return ctypes.CDLL(str(_compile(source, Path(temporary) / "library.so", compiler)))
     library = folder / f"{source.stem}-{_fingerprint(source, compiler)}.so"
     if library.exists():
         try:
@@ -83,7 +83,7 @@ def _load(source: Path, compiler: list[str]) -> ctypes.CDLL:
 def _compile(source: Path, library: Path, compiler: list[str]) -> Path:
     """Processes that start together may all compile; each puts a complete file in place."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        compiled, linked = Path(folder) / "rows.o", Path(folder) / "rows.so"
+        compiled, linked = Path(folder) / "code.o", Path(folder) / "library.so"
         _run([*compiler, *_FLAGS, "-c", str(source), "-o", str(compiled)])
         _run([*compiler, "-shared", str(compiled), "-o", str(linked), "-lm"])
         linked.replace(library)

@@ -119,7 +119,7 @@ def _transport(machine: Machine) -> Choice:
 
 def _dtype(machine: Machine) -> Choice:
     if not machine.uses_cuda:
-        why = "exact and as fast as bfloat16 on a CPU; set it as model.dtype"
+        why = "the parity bounds are for it; set it as model.dtype"
         return Choice(what="dtype (advice)", used="float32", why=why)
     why = "set it as model.dtype; logits, statistics and Adam are float32 anyway"
     return Choice(what="dtype (advice)", used="bfloat16", why=why)

@@ -9,7 +9,15 @@ from typing import Protocol
 import torch
 
 from megadapo.errors import WeightError
-from megadapo.weights.buckets import Placed, checksum, pack, parcel_of, slice_view
+from megadapo.weights.buckets import (
+    Placed,
+    Schedule,
+    checksum,
+    largest_waves,
+    pack,
+    parcel_of,
+    slice_view,
+)
 from megadapo.weights.layout import Shard
 from megadapo.weights.plan import Copy, Plan
 from megadapo.weights.transports import Inbox
@@ -57,18 +65,11 @@ class WeightReceiver:
             self._shapes[shard.name] = (*stack, *shard.shape)
             covered = sum(run.size for run in shard.runs)
             self._expected[shard.name] += covered * shard.numel_per_row
-        self._rounds = _own_rounds(plan, bucket_bytes, engine, engine_rank)
-        self.num_bytes = 0
-
-    @property
-    def largest_wave(self) -> int:
+        schedule = pack(plan, bucket_bytes)
+        self._rounds = _own_rounds(plan, schedule, engine, engine_rank)
+        self.largest_wave = largest_waves(plan, schedule).get((engine, engine_rank), 0)
         """Most bytes that this rank receives at once, where it cannot read them in place."""
-        sizes: Counter[tuple[int, int]] = Counter()
-        for round_number, own in self._rounds.items():
-            for _, placed in own:
-                size = self._plan.bundle(placed.transfer).num_bytes
-                sizes[round_number, placed.wave] += size
-        return max(sizes.values(), default=0)
+        self.num_bytes = 0
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -142,12 +143,12 @@ class WeightReceiver:
 
 
 def _own_rounds(
-    plan: Plan, bucket_bytes: int, engine: int, engine_rank: int
+    plan: Plan, schedule: Schedule, engine: int, engine_rank: int
 ) -> dict[int, list[tuple[int, Placed]]]:
     """Round -> number of the first slice in its bucket, and place, of what is for this rank, in
     order of the waves."""
     own: dict[int, list[tuple[int, Placed]]] = {}
-    for rounds in pack(plan, bucket_bytes):
+    for rounds in schedule:
         for round_number, bucket in enumerate(rounds):
             first = 0
             for placed in bucket:
