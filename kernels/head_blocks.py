@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megadapo.dapo.objective import PolicyObjective
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.head_plan import RowSelection, Tiling
 from megadapo.kernels.main_grad import main_grad_of
 from megadapo.kernels.row_exchange import (

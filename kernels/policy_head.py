@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megadapo.dapo.objective import PolicyObjective
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.head_blocks import (
     HeadCall,
     PolicyCall,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megadapo.dapo.objective import MAX_LOG_RATIO, PolicyObjective
+from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
 
 CLIPPED_LOW = 1
 CLIPPED_HIGH = 2

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megadapo.dapo.objective import PolicyObjective
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.launch import uses_triton
 from megadapo.kernels.policy_terms import DROPPED, policy_terms
 from megadapo.kernels.row_types import PolicyInputs, RowOutputs, VocabShards

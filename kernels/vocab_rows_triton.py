@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megadapo.dapo.objective import PolicyObjective
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.launch import CompileCase, block_size, warps_for
 from megadapo.kernels.policy_terms import DROPPED, KL_KINDS, kl_kind, token_terms
 from megadapo.kernels.row_types import NEVER, NUM_STATS, PolicyInputs, RowOutputs, VocabShards

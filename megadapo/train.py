@@ -7,10 +7,10 @@ from megadapo.data.batch import pack
 from megadapo.errors import RunInterrupted
 from megadapo.observe.metrics import EvaluationRecord
 from megadapo.observe.oracles import check_oracles
-from megadapo.observe.report import RunSummary
-from megadapo.observe.step_metrics import step_metrics, step_notes, verifier_note
-from megadapo.run import Run
-from megadapo.workers import Workers, start_workers
+from megadapo.observe.summary import RunSummary
+from megadapo.run.run import Run
+from megadapo.run.step_metrics import step_metrics, step_notes, verifier_note
+from megadapo.run.workers import Workers, start_workers
 
 
 def train(config: RunConfig) -> RunSummary:

@@ -19,12 +19,12 @@ import numpy as np
 from rich.progress import Progress
 from transformers import Qwen2Config, Qwen2Tokenizer
 
-from megadapo.cluster import Cluster
+from megadapo.algorithm.config import DapoConfig
+from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig, from_dict
-from megadapo.dapo.config import DapoConfig
 from megadapo.data.arithmetic import Problem, generate, worked_answer
 from megadapo.data.batch import PackedBatch, Sample, pack_samples
-from megadapo.trainer.group import TrainerGroup
+from megadapo.trainer.trainer import TrainerGroup
 
 DIRECT_SHARE = 0.7
 """Share of direct answers in the data; the others go step by step."""

@@ -1,1 +1,1 @@
-"""Benchmarks against rivals that are installed: same inputs, same run, checked against fp64."""
+"""Benchmarks against baselines that are installed: same inputs, same run, checked against fp64."""

@@ -1,18 +1,18 @@
-"""`megadapo bench head`: the policy head against its rivals and against its three bare products."""
+"""The policy head against its baselines and against its three bare products, in one run."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megadapo.bench.head_baselines import BASELINES, OURS, PRODUCTS, Absent, Loss
 from megadapo.bench.head_inputs import HeadAnswer, HeadInputs, HeadShape, make_inputs, reference
-from megadapo.bench.head_rivals import OURS, PRODUCTS, RIVALS, Absent, Loss
 from megadapo.bench.measure import Clock, Timing, peak_extra_mib, time_together
 from megadapo.errors import ConfigError
 
@@ -41,7 +41,7 @@ GPU_SHAPES = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class HeadResult:
-    """One rival at one shape. Errors are relative norms against fp64 of the same inputs."""
+    """One baseline at one shape. Errors are relative norms against fp64 of the same inputs."""
 
     name: str
     shape: str
@@ -68,28 +68,28 @@ def bench_head(
     repeats: int = 20,
     clock: Clock = "wall",
 ) -> list[HeadResult]:
-    """Run every rival that is installed at one shape, all on the same inputs in the same rounds.
+    """Run every installed baseline at one shape, all on the same inputs in the same rounds.
 
-    `only` keeps the rivals whose name contains one of its texts; ours and the bare products stay.
+    `only` keeps baselines whose name contains one of its texts; ours and the bare products stay.
     """
     inputs = make_inputs(shape, device)
     answer = reference(inputs)
     absent: list[HeadResult] = []
     calls: dict[str, Callable[[], object]] = {PRODUCTS: lambda: _products(inputs)}
     checks: dict[str, HeadResult] = {}
-    for rival in RIVALS:
-        wanted = rival.name == OURS or not only or any(text in rival.name for text in only)
+    for baseline in BASELINES:
+        wanted = baseline.name == OURS or not only or any(text in baseline.name for text in only)
         if not wanted:
             continue
         try:
-            loss = rival.prepare(device)
-            checks[rival.name] = _check(rival.name, loss, inputs, answer)
+            loss = baseline.prepare(device)
+            checks[baseline.name] = _check(baseline.name, loss, inputs, answer)
         except Absent as reason:
-            absent.append(HeadResult(name=rival.name, shape=str(shape), absent=str(reason)))
+            absent.append(HeadResult(name=baseline.name, shape=str(shape), absent=str(reason)))
         except torch.OutOfMemoryError:
-            absent.append(HeadResult(name=rival.name, shape=str(shape), absent="out of memory"))
+            absent.append(HeadResult(name=baseline.name, shape=str(shape), absent="out of memory"))
         else:
-            calls[rival.name] = _step(loss, inputs)
+            calls[baseline.name] = _step(loss, inputs)
     del answer
     timings = time_together(calls, device, warmup=warmup, repeats=repeats, clock=clock)
     return [*_results(calls, checks, timings, shape, device), *absent]
@@ -106,7 +106,7 @@ def _step(loss: Loss, inputs: HeadInputs) -> Callable[[], object]:
 
 def step_of_ours(inputs: HeadInputs) -> Callable[[], object]:
     """One forward and backward pass of our head, for a profiler."""
-    ours = next(rival for rival in RIVALS if rival.name == OURS)
+    ours = next(baseline for baseline in BASELINES if baseline.name == OURS)
     return _step(ours.prepare(inputs.hidden.device), inputs)
 
 
@@ -189,33 +189,42 @@ def format_table(results: Sequence[HeadResult]) -> str:
     return "\n".join(lines)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(
+    shape_texts: Sequence[str],
+    *,
+    device_name: str | None,
+    num_threads: int,
+    repeats: int,
+    clock: Clock,
+    temperature: float,
+    only: Sequence[str],
+    json_file: Path | None,
+) -> None:
     """Run the benchmark, print one table a shape, write JSON where asked."""
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device=cuda: torch sees no CUDA device")
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(num_threads)
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
-    if arguments.shape:
-        shapes = tuple(parse_shape(text, arguments.temperature) for text in arguments.shape)
+    if shape_texts:
+        shapes = tuple(parse_shape(text, temperature) for text in shape_texts)
     every = []
     for shape in shapes:
         results = bench_head(
             shape,
             device,
-            only=arguments.only,
-            repeats=arguments.repeats,
-            clock=arguments.clock,
+            only=only,
+            repeats=repeats,
+            clock=clock,
         )
         print(format_table(results), flush=True)
         every += results
-    if arguments.json:
+    if json_file is not None:
         report = {
-            "machine": _machine(device) | {"clock": arguments.clock},
+            "machine": _machine(device) | {"clock": clock},
             "results": [asdict(result) for result in every],
         }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+        json_file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def parse_shape(text: str, temperature: float) -> HeadShape:

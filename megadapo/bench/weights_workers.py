@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megadapo.weights.gather import ProcessGroups, gather_weights
-from megadapo.weights.layout import ShardPosition
-from megadapo.weights.load import import_weights
-from megadapo.weights.megatron_folder import open_layout
-from megadapo.weights.placement import replica_positions
-from megadapo.weights.sender import WeightSender
-from megadapo.weights.shared_memory import SharedMemoryInbox, SharedMemoryOutbox
-from megadapo.weights.transports import Parcel
+from megadapo.weights.disk.gather import ProcessGroups, gather_weights
+from megadapo.weights.disk.load import import_weights
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.layout import ShardPosition
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.sync.sender import WeightSender
+from megadapo.weights.sync.shared_memory import SharedMemoryInbox, SharedMemoryOutbox
+from megadapo.weights.sync.transports import Parcel
 
 DTYPE = torch.bfloat16
 KV_CACHE_BYTES = 1 << 28
@@ -108,7 +108,7 @@ class HoldingRank:
 
 
 class GatheredLoad:
-    """What vLLM's worker is extended by, to load full tensors as rivals do."""
+    """What vLLM's worker is extended by, to load full tensors as baselines do."""
 
     def start_load(self) -> None:
         from vllm.config import set_current_vllm_config

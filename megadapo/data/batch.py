@@ -8,10 +8,10 @@ from typing import Literal
 
 import numpy as np
 
-from megadapo.dapo.advantages import group_advantages
-from megadapo.dapo.config import DapoConfig
-from megadapo.dapo.loss_weights import sequence_weights
-from megadapo.dapo.shaping import shaped_rewards
+from megadapo.algorithm.advantages import group_advantages
+from megadapo.algorithm.config import DapoConfig
+from megadapo.algorithm.loss_weights import sequence_weights
+from megadapo.algorithm.shaping import shaped_rewards
 from megadapo.data.prompts import Prompt
 
 

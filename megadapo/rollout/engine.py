@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from megadapo.cluster.reaper import kill_marked, start_reaper
 from megadapo.errors import InfraError
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.failure import START_LINE, describe_failure
 from megadapo.rollout.platform import EnginePlatform
-from megadapo.rollout.reaper import kill_marked, start_reaper
 from megadapo.rollout.requests import (
     Draw,
     GroupRequest,
@@ -38,7 +38,7 @@ WeightsFrom = Literal["folder", "trainer"]
 """Whether an engine loads the model's weights, or waits for a trainer to publish its own."""
 
 WEIGHT_TRANSFER_BACKEND = "megadapo"
-"""Name under which weights/vllm_plugin.py registers our weight-transfer engine."""
+"""Name under which weights/sync/vllm_plugin.py registers our weight-transfer engine."""
 
 
 @dataclass(frozen=True, kw_only=True)

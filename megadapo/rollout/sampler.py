@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megadapo.dapo.selection import teaches
+from megadapo.algorithm.selection import teaches
 from megadapo.data.batch import Group, Sample
 from megadapo.data.prompts import Prompt, PromptStream, render
 from megadapo.errors import CheckpointError, SamplingError

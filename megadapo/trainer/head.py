@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from megadapo.dapo.objective import PolicyObjective
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import PolicyHeadOutput, policy_head_loss, token_logprobs
 from megadapo.trainer.micro_batch import MicroBatch
 

@@ -10,8 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megadapo.weights.layout import ModelLayout, ShardPosition
-from megadapo.weights.load import fill_shard, match_params
+from megadapo.weights.disk.load import fill_shard, match_params
+from megadapo.weights.layout.layout import ModelLayout, ShardPosition
 
 _WRITES_TO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
 

@@ -19,7 +19,7 @@ from megadapo.trainer.config import ModelConfig, TrainerConfig
 from megadapo.trainer.layers import local_block_spec
 from megadapo.trainer.megatron_versions import HookedGPTModel
 from megadapo.trainer.model_layout import rope_parameters, validate_architecture
-from megadapo.weights.layout import layout_for
+from megadapo.weights.layout.layout import layout_for
 
 VOCABULARY_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, so checkpoints fit every common split."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.stages import stage_layers
-from megadapo.weights.layout import ShardPosition
+from megadapo.weights.layout.layout import ShardPosition
 
 
 def shard_position(chunks: Sequence[GPTModel], trainer: TrainerConfig) -> ShardPosition:

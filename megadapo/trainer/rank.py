@@ -43,11 +43,11 @@ from megadapo.trainer.position import parameters_by_global_name, shard_position
 from megadapo.trainer.result import UpdateResult
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
 from megadapo.trainer.step import compute_gradients, compute_logprobs, finalize_sums
-from megadapo.weights.export import export_weights
-from megadapo.weights.gather import ProcessGroups, gather_weights
-from megadapo.weights.layout import layout_for
-from megadapo.weights.load import import_weights
-from megadapo.weights.sender import WeightSender
+from megadapo.weights.disk.export import export_weights
+from megadapo.weights.disk.gather import ProcessGroups, gather_weights
+from megadapo.weights.disk.load import import_weights
+from megadapo.weights.layout.layout import layout_for
+from megadapo.weights.sync.sender import WeightSender
 
 
 class TrainerRank:

@@ -81,7 +81,7 @@ def shifted(micro_batch: MicroBatch, logprobs: Tensor) -> Tensor:
 
 def gathered(rank: TrainerRank, tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
     """Full tensors by Hugging Face name; collective."""
-    from megadapo.weights.gather import gather_weights
+    from megadapo.weights.disk.gather import gather_weights
 
     full = gather_weights(tensors, rank.layout, rank.position, rank.groups)
     return {name: tensor.detach().float().numpy().copy() for name, tensor in full}

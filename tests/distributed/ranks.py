@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from megadapo.dapo.objective import PolicyObjective
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from megadapo.dapo.objective import PolicyObjective
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import policy_head_loss, policy_head_loss_ref
 
 NUM_TOKENS, HIDDEN, VOCAB, NUM_MICRO_BATCHES, WORLD = 40, 16, 96, 3, 2

@@ -15,7 +15,7 @@ from batches import RAGGED, random_batch
 from ranks import expected_megatron, megatron_version, settings_for
 
 from megadapo.errors import ConfigError, DataError, InfraError
-from megadapo.trainer.group import TrainerGroup, rank_environment
+from megadapo.trainer.trainer import TrainerGroup, rank_environment
 
 
 @pytest.fixture(scope="module")

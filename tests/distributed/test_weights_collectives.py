@@ -11,24 +11,24 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
-from megadapo.weights.buckets import (
+from megadapo.weights.disk.export import export_weights
+from megadapo.weights.disk.gather import ProcessGroups, gather_weights
+from megadapo.weights.disk.load import import_weights
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.sync.buckets import (
     CHECKSUM_CHUNK,
     checksum,
     num_rounds,
     pack,
     piece_bytes,
 )
-from megadapo.weights.export import export_weights
-from megadapo.weights.gather import ProcessGroups, gather_weights
-from megadapo.weights.load import import_weights
-from megadapo.weights.megatron_folder import open_layout
-from megadapo.weights.placement import replica_positions
-from megadapo.weights.plan import EngineShape
-from megadapo.weights.planning import make_plan
-from megadapo.weights.receiver import WeightReceiver
-from megadapo.weights.sender import WeightSender
-from megadapo.weights.shared_memory import SharedMemoryInbox
-from megadapo.weights.transports import open_inbox
+from megadapo.weights.sync.plan import EngineShape
+from megadapo.weights.sync.planning import make_plan
+from megadapo.weights.sync.receiver import WeightReceiver
+from megadapo.weights.sync.sender import WeightSender
+from megadapo.weights.sync.shared_memory import SharedMemoryInbox
+from megadapo.weights.sync.transports import open_inbox
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "weights"))
 from weight_models import make_model  # noqa: E402

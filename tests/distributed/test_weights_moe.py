@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megadapo.weights.load import import_weights
-from megadapo.weights.megatron_folder import open_layout
-from megadapo.weights.placement import replica_positions
+from megadapo.weights.disk.load import import_weights
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.placement import replica_positions
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "weights"))
 from weight_models import make_model  # noqa: E402

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from megadapo.cluster import Cluster, ClusterConfig
+from megadapo.cluster.cluster import Cluster, ClusterConfig
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine import WeightsFrom
-from megadapo.rollout.group import EngineGroup
+from megadapo.rollout.engines import EngineGroup
 from megadapo.rollout.requests import Draw, GroupRequest
-from megadapo.weights.layout import ShardPosition
-from megadapo.weights.load import import_weights
-from megadapo.weights.megatron_folder import open_layout
-from megadapo.weights.placement import replica_positions
-from megadapo.weights.sender import WeightSender
+from megadapo.weights.disk.load import import_weights
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.layout import ShardPosition
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.sync.sender import WeightSender
 
 GREEDY = Draw(temperature=0.0, top_p=1.0, max_tokens=12)
 PROMPTS = [(2, 3, 4, 5), (7, 7, 9), tuple(number * 7 % 40 + 2 for number in range(200))]

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from megadapo.cluster import Cluster, ClusterConfig
+from megadapo.cluster.cluster import Cluster, ClusterConfig
 from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.group import EngineGroup
+from megadapo.rollout.engines import EngineGroup
 from megadapo.rollout.requests import Draw, GroupRequest, Response, response_seeds
 
 MAX_PROMPT_TOKENS = 192

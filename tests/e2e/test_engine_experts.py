@@ -22,10 +22,10 @@ from weight_actors import build_model, ray_on_this_machine, start_senders  # noq
 
 from megadapo.rollout.config import RolloutConfig  # noqa: E402
 from megadapo.rollout.engine import EngineSpec, RolloutEngine  # noqa: E402
-from megadapo.rollout.group import EngineGroup  # noqa: E402
+from megadapo.rollout.engines import EngineGroup  # noqa: E402
 from megadapo.rollout.platform import EnginePlatform  # noqa: E402
 from megadapo.weights.config import WeightsConfig  # noqa: E402
-from megadapo.weights.publish import Publisher  # noqa: E402
+from megadapo.weights.sync.publish import Publisher  # noqa: E402
 
 CONFIG = RolloutConfig(
     tensor_parallel=2, expert_parallel=True, max_response_tokens=16, max_num_seqs=8
@@ -57,7 +57,7 @@ class SilentEngine(RolloutEngine):
 
 
 def fingerprints_of(worker) -> dict[str, tuple[list[int], int]]:
-    from megadapo.weights.buckets import checksum
+    from megadapo.weights.sync.buckets import checksum
 
     parameters = worker.model_runner.get_model().named_parameters()
     return {name: (list(one.shape), checksum(one.data)) for name, one in parameters}

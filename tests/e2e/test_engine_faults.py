@@ -11,8 +11,8 @@ import pytest
 import ray
 from engine_checks import ask, make_requests, running_engines
 
+from megadapo.cluster.reaper import marked_processes
 from megadapo.errors import InfraError
-from megadapo.rollout.reaper import marked_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.full]
 

@@ -24,7 +24,7 @@ from weight_actors import (  # noqa: E402
 
 from megadapo.errors import InfraError  # noqa: E402
 from megadapo.weights.config import WeightsConfig  # noqa: E402
-from megadapo.weights.publish import Publisher, plan_bytes  # noqa: E402
+from megadapo.weights.sync.publish import Publisher, plan_bytes  # noqa: E402
 
 LAYOUTS = [{}, {"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}]
 SMALL_BUCKETS = WeightsConfig(bucket_mib=0.05, verify="every")

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pytest
 
-from megadapo.bench import weights
+from megadapo.cli import run_command
 
 
 @pytest.mark.full
 @pytest.mark.slow
 def test_the_benchmark_moves_a_shard_and_compares_with_gathering(tmp_path, capsys):
     """Catches a benchmark that cannot run any more, and bytes beyond the engine's shard."""
-    parser = argparse.ArgumentParser()
-    weights.add_arguments(parser)
-    words = ["--layers", "2", "--hidden", "128", "--vocab", "512", "--repeat", "1"]
+    words = [
+        "bench",
+        "weights",
+        "--layers",
+        "2",
+        "--hidden",
+        "128",
+        "--vocab",
+        "512",
+        "--repeat",
+        "1",
+    ]
     words += ["--bucket-mib", "0.25", "--json", str(tmp_path / "bench.json")]
-    assert weights.run(parser.parse_args(words)) == 0
+    assert run_command(["bench", "weights", *words]) == 0
     record = json.loads((tmp_path / "bench.json").read_text())
     ours, gathered = record["measurements"]
     num_parameters = (

@@ -26,7 +26,7 @@ from weight_actors import (  # noqa: E402
 
 from megadapo.errors import InfraError  # noqa: E402
 from megadapo.weights.config import WeightsConfig  # noqa: E402
-from megadapo.weights.publish import Publisher  # noqa: E402
+from megadapo.weights.sync.publish import Publisher  # noqa: E402
 
 DEADLINE_S = 20.0
 CONFIG = WeightsConfig(bucket_mib=0.05, verify="off", deadline_s=DEADLINE_S)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from head_cases import HeadCase, clip_counts, loss_error, make_case, relative_error
 
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.bench.head import HeadShape, step_of_ours
+from megadapo.bench.head_baselines import PRODUCTS
 from megadapo.bench.head_inputs import make_inputs
-from megadapo.bench.head_rivals import PRODUCTS
 from megadapo.bench.measure import peak_extra_mib
-from megadapo.dapo.objective import PolicyObjective
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
 from megadapo.kernels.row_types import VocabShards
 from megadapo.kernels.vocab_rows import merge_stats, row_stats
@@ -132,7 +132,7 @@ def test_speed_against_the_bare_products(vocab_size: int) -> None:
     shape = HeadShape(
         num_tokens=20_480, hidden_size=5120, vocab_size=vocab_size, dtype=torch.bfloat16
     )
-    results = bench_head(shape, torch.device("cuda"), only=["none of the rivals"], repeats=20)
+    results = bench_head(shape, torch.device("cuda"), only=["none of the baselines"], repeats=20)
     ratios = {r.name: r.ratio_to_products for r in results if r.absent is None}
     assert ratios[PRODUCTS] == 1.0 and ratios["megadapo"] <= 1.12, ratios
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from megadapo.weights.buckets import num_rounds, pack
-from megadapo.weights.layout import layout_for
-from megadapo.weights.placement import replica_positions
-from megadapo.weights.plan import EngineShape
-from megadapo.weights.planning import make_plan
-from megadapo.weights.receiver import WeightReceiver
-from megadapo.weights.sender import WeightSender
+from megadapo.weights.layout.layout import layout_for
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.sync.buckets import num_rounds, pack
+from megadapo.weights.sync.plan import EngineShape
+from megadapo.weights.sync.planning import make_plan
+from megadapo.weights.sync.receiver import WeightReceiver
+from megadapo.weights.sync.sender import WeightSender
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,7 +52,7 @@ class Live:
 
 def receive(plan, offers, filled, taken, results: Path) -> None:
     """The engine's process: open the offers, take every round, save what arrived."""
-    from megadapo.weights.cuda_ipc import CudaIpcInbox
+    from megadapo.weights.sync.cuda_ipc import CudaIpcInbox
 
     layout = layout_for(CONFIG)
     receiver = WeightReceiver(

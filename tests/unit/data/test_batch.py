@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megadapo.dapo.config import DapoConfig
+from megadapo.algorithm.config import DapoConfig
 from megadapo.data.batch import Group, Sample, pack
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError

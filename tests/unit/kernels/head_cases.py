@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megadapo.dapo.objective import PolicyObjective
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import (
     PolicyHeadOutput,
     policy_head_loss,

@@ -10,7 +10,7 @@ import torch
 from head_cases import HeadCase, clip_counts, loss_error, make_case, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megadapo.dapo.objective import PolicyObjective
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs, token_logprobs_ref
 
 LOSS_TOLERANCE = 1e-6
@@ -51,7 +51,7 @@ def test_every_option_matches_fp64(kl_kind: str, temperature: float) -> None:
 
 @pytest.mark.parametrize("vocab_size, padded", [(129_920, 129_920), (151_669, 151_680)])
 def test_large_vocabularies(vocab_size: int, padded: int) -> None:
-    """The vocabularies where padded columns entered a rival's log-sum-exp."""
+    """The vocabularies where padded columns entered a baseline's log-sum-exp."""
     for kind in ("random", "peaked", "negative"):
         check_fp32(make_case(17, 32, vocab_size, padded=padded, kind=kind))
 

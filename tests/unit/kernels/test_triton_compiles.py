@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megadapo.observe.compile_report import (
+from megadapo.profiling.compile_report import (
     ARCHITECTURES,
     KernelResources,
     compile_cases,
@@ -31,7 +31,7 @@ def test_every_kernel_has_a_case() -> None:
 
     from triton.runtime.jit import JITFunction
 
-    from megadapo.observe.compile_report import KERNEL_FILES
+    from megadapo.profiling.compile_report import KERNEL_FILES
 
     compiled = {case.kernel.__name__ for case in CASES}
     for name in KERNEL_FILES:

@@ -122,7 +122,7 @@ def test_driver_side_modules_load_neither_torch_nor_megatron() -> None:
     """`--dry-run` must answer at once, on machines without either."""
     code = (
         "import sys, megadapo.trainer.model_layout, megadapo.trainer.result, "
-        "megadapo.trainer.settings, megadapo.trainer.group;"
+        "megadapo.trainer.settings, megadapo.trainer.trainer;"
         "print([m for m in ('torch', 'megatron', 'ray') if m in sys.modules])"
     )
     answer = subprocess.run(

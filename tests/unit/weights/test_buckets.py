@@ -7,11 +7,17 @@ from collections import Counter, defaultdict
 import pytest
 from test_plan import BUCKET, QWEN_32B, QWEN_235B
 
-from megadapo.weights.buckets import largest_buckets, largest_waves, num_rounds, pack, piece_bytes
-from megadapo.weights.layout import layout_for
-from megadapo.weights.placement import replica_positions
-from megadapo.weights.plan import EngineShape
-from megadapo.weights.planning import make_plan
+from megadapo.weights.layout.layout import layout_for
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.sync.buckets import (
+    largest_buckets,
+    largest_waves,
+    num_rounds,
+    pack,
+    piece_bytes,
+)
+from megadapo.weights.sync.plan import EngineShape
+from megadapo.weights.sync.planning import make_plan
 
 DENSE = (QWEN_32B, {"tp_size": 8, "pp_size": 4, "num_dp": 16}, {})
 MOE = (

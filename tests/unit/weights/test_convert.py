@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -13,17 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from weight_models import FAMILY_NAMES, make_model
 
+from megadapo.cli import run_command
 from megadapo.errors import WeightError
-from megadapo.weights import convert
-from megadapo.weights.load import import_weights
-from megadapo.weights.megatron_folder import open_layout
-from megadapo.weights.placement import replica_positions
+from megadapo.weights.disk.load import import_weights
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.placement import replica_positions
 
 
 def command(*words: object) -> int:
-    parser = argparse.ArgumentParser()
-    convert.add_arguments(parser)
-    return convert.run(parser.parse_args([str(word) for word in words]))
+    return run_command(["convert", *map(str, words)])
 
 
 def all_tensors(folder):

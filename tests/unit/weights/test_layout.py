@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from weight_models import FAMILY_NAMES, make_model
 
 from megadapo.errors import WeightError
-from megadapo.weights.layout import EnginePosition, layout_for
-from megadapo.weights.load import collect_runs, import_weights, match_params
-from megadapo.weights.megatron_folder import open_layout
-from megadapo.weights.placement import replica_positions, stage_layers
+from megadapo.weights.disk.load import collect_runs, import_weights, match_params
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.layout import EnginePosition, layout_for
+from megadapo.weights.layout.placement import replica_positions, stage_layers
 
 
 def rank_params(layout, position):

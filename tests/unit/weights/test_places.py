@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megadapo.weights.places import find_places
+from megadapo.weights.sync.places import find_places
 
 
 def on_gpus(nodes: int, per_node: int) -> list[tuple[str, int]]:

@@ -12,12 +12,12 @@ import torch
 from weight_models import FAMILY_NAMES
 
 from megadapo.errors import WeightError
-from megadapo.weights.buckets import largest_buckets, num_rounds, pack, piece_bytes
-from megadapo.weights.layout import EnginePosition, layout_for
-from megadapo.weights.megatron_folder import open_layout
-from megadapo.weights.placement import replica_positions
-from megadapo.weights.plan import EngineShape, plan_from_json
-from megadapo.weights.planning import make_plan
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.layout import EnginePosition, layout_for
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.sync.buckets import largest_buckets, num_rounds, pack, piece_bytes
+from megadapo.weights.sync.plan import EngineShape, plan_from_json
+from megadapo.weights.sync.planning import make_plan
 
 QWEN_32B = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 
 import pytest
 from test_plan import QWEN_32B
 
+from megadapo.cli import run_command
 from megadapo.errors import DataError
-from megadapo.weights import plan_report
 
 RECIPE = """
 [run]
@@ -40,9 +39,7 @@ def plan(tmp_path, *words, placement="separate", model=True, split="", engine=""
         (tmp_path / "config.json").write_text(json.dumps(QWEN_32B))
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE.format(path=tmp_path, placement=placement, split=split, engine=engine))
-    parser = argparse.ArgumentParser()
-    plan_report.add_arguments(parser)
-    return plan_report.run(parser.parse_args([str(recipe), *words]))
+    return run_command(["weights", "plan", str(recipe), *words])
 
 
 def test_the_report_counts_every_byte_of_every_engine(tmp_path, capsys):

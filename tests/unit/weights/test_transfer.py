@@ -13,16 +13,16 @@ from weight_models import FAMILY_NAMES, make_model
 from megadapo.errors import InfraError, WeightError
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.stages import stage_layers
-from megadapo.weights.buckets import checksum, num_rounds, pack
-from megadapo.weights.load import import_weights
-from megadapo.weights.megatron_folder import open_layout
-from megadapo.weights.parcels import Parcel
-from megadapo.weights.placement import replica_positions
-from megadapo.weights.plan import EngineShape
-from megadapo.weights.planning import make_plan
-from megadapo.weights.receiver import WeightReceiver
-from megadapo.weights.sender import WeightSender
-from megadapo.weights.shared_memory import MEMORY_FOLDER, SharedMemoryInbox, SharedMemoryOutbox
+from megadapo.weights.disk.load import import_weights
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.sync.buckets import checksum, num_rounds, pack
+from megadapo.weights.sync.parcels import Parcel
+from megadapo.weights.sync.plan import EngineShape
+from megadapo.weights.sync.planning import make_plan
+from megadapo.weights.sync.receiver import WeightReceiver
+from megadapo.weights.sync.sender import WeightSender
+from megadapo.weights.sync.shared_memory import MEMORY_FOLDER, SharedMemoryInbox, SharedMemoryOutbox
 
 BUCKET = 4096
 

@@ -1,0 +1,1 @@
+"""The algorithm as pure maths: no I/O, no processes, no distributed."""

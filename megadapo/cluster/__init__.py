@@ -1,0 +1,1 @@
+"""Ray, placement groups, and the end of every process that was started."""

@@ -1,0 +1,204 @@
+"""Ray, placement groups and which process sits on which device."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from megadapo.cluster.orphans import descendants, kill_after_this_process
+from megadapo.errors import ConfigError, InfraError
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+GPU_SHARE = 0.4
+"""Ray's bookkeeping share of a GPU per process, so that trainer and engine both fit on one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Where the processes of a run live: the `[cluster]` section."""
+
+    placement: Literal["colocated", "separate"] = "colocated"
+    """Whether engines share the trainer's GPUs (and sleep while it works) or have their own."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What to run on; auto takes CUDA where this machine has it."""
+    address: str | None = None
+    """Address of a running Ray cluster; none starts Ray on this machine, on loopback."""
+    start_timeout_s: float = 600.0
+    """Seconds to wait until the cluster has the GPUs the layout asks for."""
+
+    def __post_init__(self) -> None:
+        if self.start_timeout_s <= 0:
+            raise ConfigError("cluster.start_timeout_s must be positive")
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether processes get GPUs; asks torch only where `device` is auto."""
+        if self.device != "auto":
+            return self.device == "cuda"
+        import torch
+
+        return torch.cuda.is_available()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place for a process: a bundle of the placement group and, with CUDA, its GPU."""
+
+    bundle: int
+    node: str
+    gpu: int | None
+
+
+class Cluster:
+    """The running Ray cluster with one slot per trainer rank and per engine rank."""
+
+    def __init__(self, group: PlacementGroup, trainer: list[Slot], engines: list[list[Slot]]):
+        self._group = group
+        self._trainer = trainer
+        self._engines = engines
+
+    @classmethod
+    def start(
+        cls, config: ClusterConfig, *, num_trainer_ranks: int, num_engines: int, engine_ranks: int
+    ) -> Cluster:
+        """Start or join Ray and reserve the slots.
+
+        Raises:
+            InfraError: the cluster does not have what the layout asks for in time.
+        """
+        num_engine_ranks = num_engines * engine_ranks
+        shared = config.placement == "colocated"
+        num_slots = (
+            max(num_trainer_ranks, num_engine_ranks)
+            if shared
+            else num_trainer_ranks + num_engine_ranks
+        )
+        _start_ray(config, num_slots)
+        group = _reserve(config, num_slots)
+        slots = _locate(group, num_slots) if config.uses_cuda else _cpu_slots(num_slots)
+        offset = 0 if shared else num_trainer_ranks
+        engines = [
+            slots[offset + i * engine_ranks : offset + (i + 1) * engine_ranks]
+            for i in range(num_engines)
+        ]
+        _check_engines_on_one_node(engines)
+        return cls(group, slots[:num_trainer_ranks], engines)
+
+    def trainer_options(self, rank: int) -> dict[str, Any]:
+        """Ray actor options for trainer rank `rank`."""
+        return self._options(self._trainer[rank])
+
+    def engine_options(self, index: int) -> dict[str, Any]:
+        """Ray actor options for the engine; its own ranks are processes of vLLM beside it."""
+        return self._options(self._engines[index][0])
+
+    def engine_gpus(self, index: int) -> tuple[int, ...]:
+        """GPU numbers on the engine's node, one per engine rank; empty on a CPU."""
+        return tuple(slot.gpu for slot in self._engines[index] if slot.gpu is not None)
+
+    def shutdown(self) -> None:
+        """Give the slots back and leave Ray; a cluster that was only joined keeps running."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        if ray.is_initialized():
+            remove_placement_group(self._group)
+            ray.shutdown()
+
+    def _options(self, slot: Slot) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return {
+            "num_cpus": 0,
+            "num_gpus": GPU_SHARE if slot.gpu is not None else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=slot.bundle
+            ),
+        }
+
+
+def _start_ray(config: ClusterConfig, num_slots: int) -> None:
+    import ray
+
+    if ray.is_initialized():
+        return
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if config.address is not None:
+        ray.init(address=config.address, **quiet)
+        return
+    _stay_on_loopback()
+    # a process without a GPU share sees no GPU, instead of all of them
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+    # Ray's default of 15 lets trainer and engines starve beside any other program
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # slots are logical: more processes than cores is legal on a laptop
+    before = set(descendants(os.getpid()))
+    ray.init(num_cpus=max(num_slots, os.cpu_count() or 1), include_dashboard=False, **quiet)
+    kill_after_this_process(set(descendants(os.getpid())) - before)
+
+
+def _stay_on_loopback() -> None:
+    """Let Ray bind 127.0.0.1, as it does on desktops; otherwise it takes the network's address."""
+    from ray._private import ray_constants
+
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for the processes it starts
+    ray_constants.ENABLE_RAY_CLUSTER = False  # this process has read the variable already
+
+
+def _reserve(config: ClusterConfig, num_slots: int) -> PlacementGroup:
+    import ray
+    from ray.util.placement_group import placement_group
+
+    bundle = {"CPU": 1, "GPU": 1} if config.uses_cuda else {"CPU": 1}
+    group = placement_group([dict(bundle) for _ in range(num_slots)], strategy="PACK")
+    if not group.wait(timeout_seconds=config.start_timeout_s):
+        have = ray.cluster_resources()
+        raise InfraError(
+            f"the layout asks for {num_slots} slots of {bundle}, the Ray cluster has "
+            f"{have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs: start more nodes, or "
+            "lower trainer.* / rollout.* parallel sizes"
+        )
+    return group
+
+
+def _locate(group: PlacementGroup, num_slots: int) -> list[Slot]:
+    """Ask each bundle where it is; sorted so that neighbouring ranks share a node."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    @ray.remote(num_cpus=0, num_gpus=GPU_SHARE)
+    def whereabouts() -> tuple[str, int]:
+        return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
+
+    answers = ray.get(
+        [
+            whereabouts.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=bundle
+                )
+            ).remote()
+            for bundle in range(num_slots)
+        ]
+    )
+    slots = [Slot(bundle, node, gpu) for bundle, (node, gpu) in enumerate(answers)]
+    return sorted(slots, key=lambda slot: (slot.node, slot.gpu))
+
+
+def _cpu_slots(num_slots: int) -> list[Slot]:
+    return [Slot(bundle, "127.0.0.1", None) for bundle in range(num_slots)]
+
+
+def _check_engines_on_one_node(engines: Sequence[Sequence[Slot]]) -> None:
+    for index, slots in enumerate(engines):
+        nodes = sorted({slot.node for slot in slots})
+        if len(nodes) > 1:
+            raise InfraError(
+                f"engine {index} would span the nodes {', '.join(nodes)}: choose "
+                "rollout.tensor_parallel x rollout.pipeline_parallel so that it divides the GPUs "
+                "of a node"
+            )

@@ -1,0 +1,91 @@
+"""`megadapo bench`: measure against the baselines that are installed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megadapo.commands.common import Commands, add_command
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "bench", "measure against the baselines that are installed")
+    benches = parser.add_subparsers(metavar="BENCH", required=True)
+    _add_head(benches)
+    _add_weights(benches)
+
+
+def _add_head(benches: Commands) -> None:
+    summary = "the policy head: time, memory and error of every baseline"
+    parser = add_command(benches, "head", summary)
+    parser.add_argument(
+        "--shape",
+        action="append",
+        metavar="T,H,V,DTYPE",
+        help="a shape such as 20480,5120,152064,bfloat16; may be given again",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is")
+    parser.add_argument("--threads", type=int, default=2, help="threads on the CPU (default 2)")
+    parser.add_argument("--repeats", type=int, default=20, help="timed rounds (default 20)")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu counts computing time only: for a busy machine, with --threads 1",
+    )
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="baselines whose name has TEXT"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.set_defaults(run=_run_head)
+
+
+def _run_head(arguments: argparse.Namespace) -> int:
+    from megadapo.bench import head
+
+    head.run(
+        arguments.shape or [],
+        device_name=arguments.device,
+        num_threads=arguments.threads,
+        repeats=arguments.repeats,
+        clock=arguments.clock,
+        temperature=arguments.temperature,
+        only=arguments.only,
+        json_file=arguments.json,
+    )
+    return 0
+
+
+def _add_weights(benches: Commands) -> None:
+    summary = "a weight update, shard to shard and gathering everything"
+    parser = add_command(benches, "weights", summary)
+    parser.add_argument("--layers", type=int, default=8, help="decoder layers of the model")
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model")
+    parser.add_argument("--vocab", type=int, default=32000, help="vocabulary of the model")
+    parser.add_argument("--trainer-tp", type=int, default=2, help="trainer tensor parallelism")
+    parser.add_argument("--trainer-pp", type=int, default=1, help="trainer pipeline parallelism")
+    parser.add_argument("--engine-tp", type=int, default=1, help="engine tensor parallelism")
+    parser.add_argument("--bucket-mib", type=float, default=16.0, help="weights.bucket_mib")
+    parser.add_argument("--repeat", type=int, default=5, help="repetitions; the best counts")
+    parser.add_argument("--json", type=Path, help="write the measurements to this file too")
+    parser.set_defaults(run=_run_weights)
+
+
+def _run_weights(arguments: argparse.Namespace) -> int:
+    from megadapo.bench import weights
+
+    weights.run(
+        weights.Setting(
+            layers=arguments.layers,
+            hidden=arguments.hidden,
+            vocab=arguments.vocab,
+            trainer_tp=arguments.trainer_tp,
+            trainer_pp=arguments.trainer_pp,
+            engine_tp=arguments.engine_tp,
+            bucket_mib=arguments.bucket_mib,
+            repeat=arguments.repeat,
+        ),
+        json_file=arguments.json,
+    )
+    return 0

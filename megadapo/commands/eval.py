@@ -1,0 +1,81 @@
+"""`megadapo eval`: score a model, or the newest checkpoint of a run, on held-out problems."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from megadapo.commands.common import Commands, add_command, add_config, load_checked
+from megadapo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megadapo.config import RunConfig
+    from megadapo.observe.metrics import EvaluationRecord
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands, "eval", "score a run or a model on held-out problems", takes_overrides=True
+    )
+    add_config(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config, _ = load_checked(arguments)
+    evaluate_policy(config)
+    return 0
+
+
+def evaluate_policy(config: RunConfig) -> EvaluationRecord:
+    """Evaluate the run's newest checkpoint, or `model.path` where there is none yet.
+
+    `run.resume` = "never" asks for `model.path`, whatever checkpoints there are.
+
+    Starts the same trainer and engines as training, so that a checkpoint needs no conversion.
+
+    Raises:
+        ConfigError: the configuration names no held-out problems.
+    """
+    if config.data.held_out is None:
+        raise ConfigError("data.held_out names no problems to evaluate on")
+    from rich.console import Console
+
+    from megadapo.run.run import find_checkpoint
+    from megadapo.run.workers import start_workers
+
+    console = Console()
+    wants_base = config.run.resume == "never"
+    checkpoint, notes = (None, []) if wants_base else find_checkpoint(config)
+    if checkpoint is None:
+        notes.append(f"evaluating {config.model.path}, not a checkpoint")
+    for note in notes:
+        console.print(note, markup=False, soft_wrap=True)
+    step = 0 if checkpoint is None else checkpoint.step
+    with start_workers(config, _Spinner(console), checkpoint) as workers:
+        workers.publish(policy_version=step)
+        with console.status("evaluate"):
+            record = workers.evaluate(step)
+    console.print(
+        f"avg@{record.samples_per_problem} on {record.num_problems} problems: "
+        f"{record.accuracy:.4f} ± {record.standard_error:.4f}, "
+        f"mean length {record.response_length:.1f} tokens",
+        highlight=False,
+    )
+    return record
+
+
+class _Spinner:
+    """Says on the console which part is being started."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with self._console.status(name):
+            yield

@@ -1,0 +1,25 @@
+"""`megadapo plot`: the curves of one run, or of several over each other, as a PNG."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megadapo.commands.common import Commands, add_command
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands, "plot", "draw the curves of one run, or of several over each other"
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--output", type=Path, help="PNG to write; default: plot.png in RUN")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from megadapo.observe.plot import PLOT_FILE, plot_runs
+
+    output = arguments.output or arguments.runs[0] / PLOT_FILE
+    print(plot_runs(arguments.runs, output))
+    return 0

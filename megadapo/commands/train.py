@@ -1,0 +1,36 @@
+"""`megadapo train`: train a model, or go on with a run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megadapo.commands.common import Commands, add_command, add_config, load_checked
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands, "train", "train a model, or go on with a run", takes_overrides=True
+    )
+    add_config(parser)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the configuration and its files, print it resolved, start nothing",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config, notes = load_checked(arguments)
+    if arguments.dry_run:
+        from megadapo.config import to_toml
+
+        print(to_toml(config), end="")
+        for note in notes:
+            print(f"megadapo: {note}", file=sys.stderr)
+        return 0
+    from megadapo.train import train
+
+    train(config)
+    return 0

@@ -1,0 +1,98 @@
+"""From a recipe file and the command line to one nested table, before anything is checked.
+
+A recipe is TOML. `extends = "other.toml"` (relative to the file) lays it over another recipe, so a
+variant states only its differences. A run's resolved `config.json` is read in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megadapo.config.schema import OverrideValue
+from megadapo.errors import ConfigError
+
+RESOLVED_FILE = "config.json"
+"""The resolved configuration in a run's folder."""
+
+
+def read_table(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Read a recipe, a resolved configuration or the one in a run's folder, with overrides."""
+    path = path / RESOLVED_FILE if path.is_dir() else path
+    table = _read_json(path) if path.suffix == ".json" else _read_recipe(path, ())
+    for override in overrides:
+        keys, value = parse_override(override)
+        _set_key(table, keys, value)
+    return table
+
+
+def parse_override(text: str) -> tuple[tuple[str, ...], OverrideValue]:
+    """Split `section.key=value` (leading dashes allowed) into its key path and value."""
+    name, equals, value = text.removeprefix("--").partition("=")
+    keys = tuple(name.split("."))
+    if not equals or len(keys) < 2 or not all(keys):
+        raise ConfigError(f"{text}: not an override; write --section.key=value")
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        parsed = {}
+    # A value with a line break could define further keys: then it is plain text.
+    single = parsed.keys() == {"value"}
+    return keys, OverrideValue(text=value, parsed=parsed["value"] if single else value)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: expected an object with the sections of a configuration")
+    return table
+
+
+def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """Read one TOML file, laid over the file that its `extends` names, if any."""
+    try:
+        table = tomllib.loads(_read_text(path))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    if "extends" not in table:
+        return table
+    base = table.pop("extends")
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"{path}: extends: expected the name of another TOML file")
+    seen = (*seen, path.resolve())
+    base_path = path.parent / base
+    if base_path.resolve() in seen:
+        raise ConfigError(f"{path}: extends {base}, which leads back to this file")
+    return _merge(_read_recipe(base_path, seen), table)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both_tables else value
+    return merged
+
+
+def _set_key(table: dict[str, Any], keys: tuple[str, ...], value: OverrideValue) -> None:
+    for depth, key in enumerate(keys[:-1], start=1):
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            dotted = ".".join(keys[:depth])
+            raise ConfigError(f"--{'.'.join(keys)}: {dotted} is a value, not a section")
+    table[keys[-1]] = value

@@ -1,1 +1,0 @@
-"""The DAPO algorithm as pure maths: no I/O, no processes, no distributed."""

@@ -1,0 +1,24 @@
+"""What a family is: the rows of one decoder layer and what its configuration takes for granted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megadapo.models.rows import EMBEDDING, FINAL_NORM, HEAD, Weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model family: every weight it has, in the order Hugging Face lists them."""
+
+    architecture: str
+    """The name in `architectures` of the Hugging Face configuration."""
+    layer: tuple[Weight, ...]
+    """The weights of one decoder layer."""
+    attention_bias: bool | None = None
+    """Whether q, k and v have a bias; None where `attention_bias` of the configuration says."""
+    tied_by_default: bool = False
+    """`tie_word_embeddings` where the configuration is silent."""
+    embedding: Weight = EMBEDDING
+    final_norm: Weight = FINAL_NORM
+    head: Weight = HEAD

@@ -1,0 +1,138 @@
+"""One training step under torch's profiler: the real ranks of a recipe on a batch of its size."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megadapo.data.batch import PackedBatch, Sample, pack_samples
+from megadapo.profiling.bytes_moved import bytes_moved
+from megadapo.profiling.time_table import (
+    KernelTime,
+    Roofline,
+    measure_roofline,
+    phase_table,
+    profile_table,
+    write_trace,
+)
+
+if TYPE_CHECKING:
+    from megadapo.config import RunConfig
+    from megadapo.trainer.rank import TrainerRank
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """What one rank did in the profiled updates: one of a last stage, which has the head too."""
+
+    rank: int
+    num_tokens: int
+    """Of one update, prompts included, over all ranks."""
+    seconds_per_update: float
+    """Without the profiler."""
+    phases: dict[str, float]
+    """Milliseconds of each part of an update, and of the head's passes, under the profiler and on
+    the host's clock: on CUDA a part is charged for what it waits for."""
+    roofline: Roofline
+    rows: list[KernelTime]
+
+
+def profile_training_step(
+    config: RunConfig, *, num_sequences: int, num_steps: int, trace: Path | None
+) -> StepProfile:
+    """Start the trainer of a recipe, without engines, and profile updates on random tokens.
+
+    An update is all that happens to one mini-batch: old log-probs, gradients and optimizer.
+
+    Args:
+        num_sequences: responses of the mini-batch; 0 takes the recipe's.
+    """
+    from megadapo.cluster.cluster import Cluster
+    from megadapo.trainer.trainer import TrainerGroup
+
+    num_sequences = num_sequences or config.dapo.responses_per_mini_batch
+    path = None if trace is None else trace.absolute()
+    cluster = Cluster.start(
+        config.cluster,
+        num_trainer_ranks=config.trainer.num_ranks,
+        num_engines=0,
+        engine_ranks=1,
+    )
+    try:
+        trainer = TrainerGroup.start(config, cluster)
+        try:
+            calls = (_profile_updates, config, num_sequences, num_steps, path)
+            answers = trainer.call_all("apply", *calls)
+            return next(answer for answer in answers if answer is not None)
+        finally:
+            trainer.shutdown()
+    finally:
+        cluster.shutdown()
+
+
+def random_batch(config: RunConfig, num_sequences: int, *, vocab_size: int) -> PackedBatch:
+    """One mini-batch of random tokens: responses between a quarter and all of the longest."""
+    rng = np.random.default_rng(config.run.seed)
+    longest = config.rollout.max_response_tokens
+    lengths = rng.integers(max(1, longest // 4), longest + 1, num_sequences)
+    prompt_length = max(1, config.data.max_prompt_tokens // 2)
+    samples = [
+        Sample(
+            prompt_ids=tuple(rng.integers(0, vocab_size, prompt_length).tolist()),
+            response_ids=rng.integers(0, vocab_size, length).astype(np.int32),
+            logprobs_rollout=np.full(length, -np.log(vocab_size), dtype=np.float32),
+            finish_reason="stop",
+            policy_version=0,
+            text="",
+        )
+        for length in lengths
+    ]
+    group_of = np.arange(num_sequences) // config.sampling.responses_per_prompt
+    return pack_samples(
+        samples, group_of=group_of, advantages=rng.normal(size=num_sequences), config=config.dapo
+    )
+
+
+def _profile_updates(
+    rank: TrainerRank, config: RunConfig, num_sequences: int, num_steps: int, trace: Path | None
+) -> StepProfile | None:
+    """Runs on every rank, as updates are collective; the profiled one returns what it saw."""
+    import torch
+    from megatron.core import parallel_state as mpu
+
+    batch = random_batch(config, num_sequences, vocab_size=rank.layout.shape.vocab_size)
+
+    def update() -> float:
+        started = time.perf_counter()
+        rank.update(batch, policy_version=0, step=1)
+        if rank.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    update()  # compiles kernels and allocates
+    seconds = min(update() for _ in range(num_steps))
+    if not (rank.has_results and mpu.get_data_parallel_rank() == 0):
+        for _ in range(1 + num_steps):
+            update()
+        return None
+    roofline = measure_roofline(rank.device, rank.config.params_dtype)
+    with bytes_moved() as moved:
+        update()
+    with torch.profiler.profile(with_flops=True, record_shapes=True) as profile:
+        for _ in range(num_steps):
+            update()
+    if trace is not None:
+        write_trace(profile, trace)
+    num_bytes = {name: count * num_steps for name, count in moved.items()}
+    return StepProfile(
+        rank=torch.distributed.get_rank(),
+        num_tokens=len(batch.tokens),
+        seconds_per_update=seconds,
+        phases={name: ms / num_steps for name, ms in phase_table(profile, "megadapo::").items()},
+        roofline=roofline,
+        rows=profile_table(profile, roofline, num_bytes),
+    )

@@ -1,0 +1,236 @@
+"""The driver's side of the rollout engines: start, deal out groups, update weights, shut down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megadapo.errors import InfraError, MegadapoError
+from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.engine import EngineSpec, RolloutEngine, WeightsFrom
+from megadapo.rollout.failure import describe_failure
+from megadapo.rollout.platform import EnginePlatform
+from megadapo.rollout.requests import Draw, GroupRequest, GroupResponse
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+    from megadapo.cluster.cluster import Cluster
+
+SHUTDOWN_TIMEOUT_S = 30.0
+
+
+class EngineGroup:
+    """All engines of a run. Every method either succeeds on all of them or raises InfraError."""
+
+    def __init__(self, actors: Sequence[ActorHandle], specs: Sequence[EngineSpec]) -> None:
+        self.actors = list(actors)
+        self.policy_version = 0
+        self._specs = list(specs)
+        self._config = specs[0].config
+        self._starting = [actor.start.remote() for actor in self.actors]
+
+    @classmethod
+    def start(
+        cls,
+        config: RolloutConfig,
+        cluster: Cluster,
+        *,
+        model: str,
+        dtype: str,
+        max_prompt_tokens: int,
+        log_folder: Path,
+        weights_from: WeightsFrom = "trainer",
+        shares_gpus: bool = True,
+        wait: bool = True,
+    ) -> EngineGroup:
+        """Start all engines.
+
+        Args:
+            model: Hugging Face folder or Hub name.
+            dtype: type of weights and activations, "float32" or "bfloat16".
+            log_folder: where every engine writes its own log file.
+            weights_from: "trainer" leaves the weights random until they are published.
+            shares_gpus: whether a trainer works on the same GPUs.
+            wait: False returns at once, and `wait_until_ready` must follow.
+
+        Raises:
+            InfraError: an engine did not start in time or at all; nothing is left running.
+        """
+        specs = [
+            EngineSpec(
+                index=index,
+                model=model,
+                dtype=dtype,
+                max_model_len=max_prompt_tokens + config.max_response_tokens,
+                weights_from=weights_from,
+                config=config,
+                platform=EnginePlatform(gpus=cluster.engine_gpus(index), shares_gpus=shares_gpus),
+                log_file=log_folder.resolve() / f"engine-{index}.log",
+            )
+            for index in range(config.num_engines)
+        ]
+        actors = [_start_actor(spec, cluster.engine_options(spec.index)) for spec in specs]
+        engines = cls(actors, specs)
+        if wait:
+            engines.wait_until_ready()
+        return engines
+
+    @property
+    def gpus(self) -> list[tuple[int, ...]]:
+        """GPU numbers of each engine on its node; empty on a CPU."""
+        return [spec.platform.gpus for spec in self._specs]
+
+    def wait_until_ready(self) -> None:
+        """Wait until each engine has answered a request.
+
+        Raises:
+            InfraError: as for `start`.
+        """
+        try:
+            self.collect(self._starting, timeout_s=self._config.start_timeout_s)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def generate(self, groups: Sequence[GroupRequest], draw: Draw) -> Iterator[GroupResponse]:
+        """Yield the responses of each group as it finishes, in no promised order.
+
+        Group `key` goes to engine `key % num_engines`, so that who generates what does not depend
+        on which engine is faster.
+        """
+        shares: list[list[GroupRequest]] = [[] for _ in self.actors]
+        for group in groups:
+            shares[group.key % len(self.actors)].append(group)
+        streams = {
+            actor.generate.options(num_returns="streaming").remote(share, draw): index
+            for index, (actor, share) in enumerate(zip(self.actors, shares, strict=True))
+            if share
+        }
+        yield from self._merge(streams)
+
+    def init_weight_transfer(
+        self, init_infos: Sequence[dict[str, Any]], *, timeout_s: float
+    ) -> None:
+        """Give each engine what its weight-transfer engine needs to know once."""
+        self.collect(self.submit("init_weight_transfer", init_infos), timeout_s=timeout_s)
+
+    def start_weight_update(self, *, timeout_s: float) -> None:
+        """Begin an update on every engine; none generates until it is finished."""
+        self.call_all("start_weight_update", timeout_s=timeout_s)
+
+    def submit_update(self, update_infos: Sequence[Any]) -> list[ObjectRef]:
+        """Let engine i take update_infos[i] while the trainer sends; `collect` the results."""
+        return self.submit("update_weights", update_infos)
+
+    def finish_weight_update(self, policy_version: int, *, timeout_s: float) -> None:
+        """End the update, forget cached keys and values, and mark samples with the version."""
+        self.call_all("finish_weight_update", policy_version, timeout_s=timeout_s)
+        self.policy_version = policy_version
+
+    def sleep(self) -> None:
+        """Give GPU memory to the trainer; nothing to do where engines do not share GPUs."""
+        if self._specs[0].platform.sleeps:
+            self.call_all("sleep", timeout_s=self._config.start_timeout_s)
+
+    def wake_weights(self) -> None:
+        """Take memory for the weights; they hold nothing until they are published."""
+        self._wake("weights")
+
+    def wake_cache(self) -> None:
+        """Take memory for the key-value cache, after the weights are published."""
+        self._wake("kv_cache")
+
+    def call_all(self, method: str, *args: object, timeout_s: float) -> list[Any]:
+        """Call a method with the same arguments on every engine and wait for all."""
+        refs = [getattr(actor, method).remote(*args) for actor in self.actors]
+        return self.collect(refs, timeout_s=timeout_s)
+
+    def submit(self, method: str, arguments: Sequence[object]) -> list[ObjectRef]:
+        """Call a method on engine i with arguments[i], without waiting."""
+        return [
+            getattr(actor, method).remote(argument)
+            for actor, argument in zip(self.actors, arguments, strict=True)
+        ]
+
+    def collect(self, refs: Sequence[ObjectRef], *, timeout_s: float) -> list[Any]:
+        """Wait for one call per engine.
+
+        Raises:
+            InfraError: an engine died, failed, or did not answer within `timeout_s` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        return [self._get(ref, index, deadline, timeout_s) for index, ref in enumerate(refs)]
+
+    def shutdown(self) -> None:
+        """End every engine and its processes, and wait until they are gone."""
+        import ray
+        from ray.exceptions import RayError
+
+        refs = [actor.shutdown.remote() for actor in self.actors]
+        for ref in refs:
+            try:
+                ray.get(ref, timeout=SHUTDOWN_TIMEOUT_S)
+            except RayError:
+                # dead or stuck: its reaper ends what it has left when the actor is killed
+                continue
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []
+
+    def _wake(self, what: str) -> None:
+        if self._specs[0].platform.sleeps:
+            self.call_all("wake", what, timeout_s=self._config.start_timeout_s)
+
+    def _merge(self, streams: dict[Any, int]) -> Iterator[GroupResponse]:
+        """Yield from all engines' streams until each has ended."""
+        import ray
+
+        allowed_s = self._config.round_timeout_s
+        deadline = time.monotonic() + allowed_s
+        while streams:
+            left = max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait(list(streams), num_returns=1, timeout=left)
+            if not ready:
+                stuck = ", ".join(str(index) for index in sorted(streams.values()))
+                raise InfraError(
+                    f"rollout engine {stuck} did not finish a round within "
+                    f"{allowed_s:g} s (rollout.round_timeout_s)"
+                )
+            try:
+                ref = next(ready[0])
+            except StopIteration:
+                del streams[ready[0]]
+                continue
+            yield from self._get(ref, streams[ready[0]], deadline, allowed_s)
+
+    def _get(self, ref: ObjectRef, index: int, deadline: float, allowed_s: float) -> Any:
+        """The result of a call that has until `deadline`, which was `allowed_s` seconds ahead."""
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+        try:
+            return ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+        except GetTimeoutError:
+            raise InfraError(
+                f"rollout engine {index} did not answer within {allowed_s:g} s "
+                f"(log: {self._specs[index].log_file})"
+            ) from None
+        except RayActorError:
+            raise InfraError(
+                describe_failure(f"rollout engine {index} died", "", self._specs[index].log_file)
+            ) from None
+        except RayTaskError as error:
+            if isinstance(error.cause, MegadapoError):
+                raise error.cause from None
+            raise
+
+
+def _start_actor(spec: EngineSpec, options: dict[str, Any]) -> ActorHandle:
+    import ray
+
+    actor = ray.remote(RolloutEngine).options(max_restarts=0, max_task_retries=0, **options)
+    return actor.remote(spec)

@@ -1,0 +1,193 @@
+"""A run's folder, its clock and its place in the step count."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megadapo.config import RunConfig, to_dict
+from megadapo.config.recipe import RESOLVED_FILE
+from megadapo.errors import CheckpointError
+from megadapo.observe.metrics import (
+    EvaluationRecord,
+    MetricRecord,
+    MetricsLog,
+    read_evaluations,
+    read_metrics,
+)
+from megadapo.observe.plot import plot_run
+from megadapo.observe.progress import RunDisplay
+from megadapo.observe.summary import RunSummary, print_report
+from megadapo.run.checkpoint import Checkpoint, CheckpointStore, load
+from megadapo.run.stop import StopSignal
+
+CHECKPOINTS = "checkpoints"
+
+
+class Run:
+    """One training run on disk and on screen. Use as a context manager."""
+
+    def __init__(self, config: RunConfig, checkpoint: Checkpoint | None):
+        self.folder = config.run.folder
+        self.checkpoint = checkpoint
+        self.step = 0 if checkpoint is None else checkpoint.step
+        self.records: list[MetricRecord] = []
+        self._config = config
+        self._state: dict[str, Any] = {} if checkpoint is None else checkpoint.state
+        self._store = CheckpointStore(self.folder / CHECKPOINTS, keep=config.checkpoint.keep)
+        self._metrics = MetricsLog(self.folder)
+        self._display = RunDisplay(self.folder, num_steps=config.run.num_steps)
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._stop = StopSignal()
+        self._open = ExitStack()
+
+    @classmethod
+    def open(cls, config: RunConfig) -> Self:
+        """Find where the run stands, bring its folder to that step, and say so.
+
+        Raises:
+            CheckpointError: `run.resume` names no usable checkpoint, or says "never" in a folder
+                that already holds one.
+        """
+        checkpoint, notes = find_checkpoint(config)
+        run = cls(config, checkpoint)
+        (run.folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        run._store.set_aside_after(run.step)
+        # nothing recorded counts where no checkpoint stands, the first evaluation included
+        run._metrics.rewind(run.step if checkpoint is not None else -1)
+        run.records = read_metrics(run.folder)
+        run._display.restore(run.records, read_evaluations(run.folder))
+        for note in notes:
+            run._display.note(note)
+        return run
+
+    def __enter__(self) -> Self:
+        self._open.enter_context(self._metrics)
+        self._open.enter_context(self._display)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.uninstall()
+        self._open.close()
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self._config.run.num_steps
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to do, counted from 1.
+
+        Raises:
+            RunInterrupted: a stop was asked for; all completed steps stand.
+        """
+        # taken only now: Ray's own handler, put in place at its start, would end the process
+        self._stop.install()
+        while not self.finished:
+            self._stop.check()
+            self._seconds.clear()
+            yield self.step + 1
+
+    @contextmanager
+    def phase(self, name: str, *, interruptible: bool = False) -> Iterator[None]:
+        """Show and time a phase of a step.
+
+        Args:
+            name: rollout, train, sync or anything else to be shown.
+            interruptible: a stop signal ends the phase at once; only for phases that leave the
+                trainer as the last completed step left it.
+        """
+        self._display.phase(name)
+        start = time.perf_counter()
+        with self._stop.interruptible() if interruptible else nullcontext():
+            yield
+        self._seconds[name] += time.perf_counter() - start
+
+    def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
+        """Write and show one step's metrics; the times of its phases are added here."""
+        seconds = {name: self._seconds[name] for name in ("rollout", "train", "sync")}
+        step_s = sum(seconds.values())
+        times = {f"time/{name}_s": value for name, value in seconds.items()}
+        generated = values.get("tokens/generated") or 0
+        record = self._metrics.record(
+            {**values, **times, "time/step_s": step_s, "tokens_per_s": generated / step_s}
+        )
+        self.records.append(record)
+        self._display.step(record)
+        return record
+
+    def record_evaluation(self, evaluation: EvaluationRecord) -> None:
+        """Write and show one held-out evaluation."""
+        self._metrics.record_evaluation(evaluation)
+        self._display.evaluation(evaluation)
+
+    def complete(self, step: int, state: dict[str, Any]) -> None:
+        """Count the step as done; `state` is what its checkpoint holds beside the trainer's."""
+        self.step = step
+        self._state = state
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the weights after `step` are scored; before the first step and after the last."""
+        config = self._config.evaluation
+        if config.every == 0 or (step == self.step and step > 0):
+            return False
+        return step % config.every == 0 or step == self._config.run.num_steps
+
+    @property
+    def saves(self) -> bool:
+        """Whether the completed step gets a checkpoint."""
+        return self.finished or self.step % self._config.checkpoint.every == 0
+
+    def save(self, write_trainer: Callable[[Path], None]) -> None:
+        """Checkpoint the last completed step, unless that is the one the run resumed from."""
+        resumed_from = 0 if self.checkpoint is None else self.checkpoint.step
+        if self.step == resumed_from:
+            return
+        with self.phase("checkpoint"):
+            path = self._store.save(self.step, write_trainer=write_trainer, state=self._state)
+            self.checkpoint = Checkpoint(path, self.step, self._state)
+
+    def note(self, *texts: str) -> None:
+        """Show messages that must not be missed."""
+        for text in texts:
+            self._display.note(text)
+
+    def finish(self) -> RunSummary:
+        """Draw the plot and print the table of a run that has done all of its steps."""
+        self._open.close()
+        plot_run(self.folder)
+        return print_report(self.folder)
+
+
+def find_checkpoint(config: RunConfig) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint `run.resume` asks for, and what to tell the user about the choice.
+
+    Raises:
+        CheckpointError: there is none, or "never" would mix two runs in one folder.
+    """
+    store = CheckpointStore(config.run.folder / CHECKPOINTS, keep=config.checkpoint.keep)
+    if config.run.resume == "auto":
+        checkpoint, skipped = store.newest()
+        notes = [f"skipped: {line}" for line in skipped]
+    elif config.run.resume == "never":
+        if store.has_any():
+            raise CheckpointError(
+                f'{store.folder} already holds checkpoints and run.resume is "never": choose '
+                "another run.folder, or delete this one"
+            )
+        checkpoint, notes = None, []
+    else:
+        checkpoint, notes = load(Path(config.run.resume)), []
+    if checkpoint is not None:
+        notes.append(f"resuming after step {checkpoint.step} from {checkpoint.path}")
+    return checkpoint, notes

@@ -1,0 +1,1 @@
+"""Model folders: read, written, converted and compared."""

@@ -1,0 +1,167 @@
+"""Conversions between Hugging Face folders and folders of trainer shards, a slice at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import save_file
+
+from megadapo.errors import WeightError
+from megadapo.models.differences import config_differences
+from megadapo.weights.disk.export import carry_along, export_weights, full_tensors, new_folder
+from megadapo.weights.disk.load import fill_shard
+from megadapo.weights.disk.megatron_folder import (
+    MANIFEST_NAME,
+    manifest_of,
+    open_layout,
+    open_source,
+    rank_file_name,
+    read_positions,
+)
+from megadapo.weights.disk.sources import TensorSource, check_tensors, read_json
+from megadapo.weights.layout.layout import ModelLayout
+from megadapo.weights.layout.placement import replica_positions
+
+
+def hf_to_megatron(
+    source: Path,
+    destination: Path,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    vpp_size: int = 1,
+    ep_size: int = 1,
+) -> None:
+    """Cut a model folder into one safetensors file of Megatron-named shards per trainer rank.
+
+    Memory: the shards of one rank and one slice. The folder appears when it is complete.
+
+    Raises:
+        WeightError: The folder does not hold exactly the model that its config.json describes, or
+            the model cannot be cut this way.
+    """
+    layout, tensors, dtype = _open_checked(source)
+    positions = replica_positions(
+        layout,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        vpp_size=vpp_size,
+        ep_size=ep_size,
+        num_dp=ep_size,
+    )
+    partial = new_folder(destination)
+    carry_along(source, partial, dtype)
+    (partial / MANIFEST_NAME).write_text(json.dumps(manifest_of(positions), indent=2) + "\n")
+    shards = [list(layout.megatron_shards(position)) for position in positions]
+    with _progress("hf-to-megatron", sum(map(len, shards))) as advance:
+        for position, rank_shards in zip(positions, shards, strict=True):
+            params = {}
+            for shard in rank_shards:
+                params[shard.name] = torch.empty(shard.shape, dtype=dtype)
+                fill_shard(params[shard.name], shard, tensors)
+                advance()
+            save_file(params, partial / rank_file_name(position), metadata={"format": "pt"})
+    partial.rename(destination)
+
+
+def megatron_to_hf(source: Path, destination: Path, *, quantize: str | None = None) -> None:
+    """Put a folder of trainer shards together to a Hugging Face folder, optionally in FP8.
+
+    Raises:
+        WeightError: A shard is missing or does not fit; it is named.
+    """
+    layout, tensors, dtype = _open_checked(source)
+    if quantize is not None:
+        from megadapo.weights.disk.quantize import quantize_folder
+
+        with TemporaryDirectory(dir=destination.absolute().parent) as beside:
+            megatron_to_hf(source, Path(beside) / "plain")
+            quantize_folder(Path(beside) / "plain", destination, quantize)
+        return
+    with _progress("megatron-to-hf", len(layout.hf_shapes)) as advance:
+        export_weights(
+            full_tensors(tensors, layout),
+            destination,
+            layout=layout,
+            dtype=dtype,
+            base_folder=source,
+            on_tensor=lambda _: advance(),
+        )
+
+
+def inspect(path: Path) -> str:
+    """What a model folder holds, after checking it against its config.json."""
+    layout, _, dtype = _open_checked(path)
+    shape = layout.shape
+    num_parameters = sum(prod(one) for one in layout.hf_shapes.values())
+    lines = [
+        f"{path}",
+        f"  family        {layout.family.architecture}",
+        f"  parameters    {num_parameters:,} in {len(layout.hf_shapes)} tensors, {dtype}",
+        f"  layers        {shape.num_layers} of hidden size {shape.hidden_size}",
+        f"  heads         {shape.num_heads} of {shape.head_dim}, {shape.num_kv_heads} for keys",
+        f"  vocabulary    {shape.vocab_size}, head {'tied' if shape.tied else 'of its own'}",
+    ]
+    if shape.num_experts:
+        lines.append(f"  experts       {shape.num_experts} of {shape.expert_ffn_size}")
+    if (path / MANIFEST_NAME).is_file():
+        for name, at in read_positions(path).items():
+            layers = f"layers {at.layer_indices[0]}..{at.layer_indices[-1]}"
+            lines.append(f"  {name}  {len(at.layer_indices)} {layers}")
+    return "\n".join(lines)
+
+
+def verify(a: Path, b: Path) -> str:
+    """Compare two model folders of either kind: configuration by name, weights bit by bit.
+
+    Raises WeightError naming every configuration key and the first tensors that differ.
+    """
+    configs = [read_json(folder / "config.json") for folder in (a, b)]
+    differences = config_differences(*configs)
+    if differences:
+        raise WeightError(f"{a} and {b} describe different models: {'; '.join(differences)}.")
+    layout, first, _ = _open_checked(a)
+    _, second, _ = _open_checked(b)
+    wrong = []
+    with _progress("verify", len(layout.hf_shapes)) as advance:
+        for name, shape in layout.hf_shapes.items():
+            if not _same_bits(first, second, name, shape[0]):
+                wrong.append(name)
+            advance()
+    if wrong:
+        raise WeightError(f"{a} and {b}: {len(wrong)} tensors differ: {', '.join(wrong[:10])}.")
+    return f"{len(layout.hf_shapes)} tensors are equal, bit by bit."
+
+
+def _same_bits(first: TensorSource, second: TensorSource, name: str, rows: int) -> bool:
+    left, right = (source.read(name, 0, 0, rows).contiguous() for source in (first, second))
+    return left.dtype == right.dtype and torch.equal(
+        left.view(torch.uint8), right.view(torch.uint8)
+    )
+
+
+def _open_checked(folder: Path) -> tuple[ModelLayout, TensorSource, torch.dtype]:
+    """Layout, tensors and their one type, after comparing them with each other."""
+    layout, source = open_layout(folder), open_source(folder)
+    check_tensors(source, layout, folder)
+    dtypes = {source.dtypes[name] for name in layout.hf_shapes}
+    if len(dtypes) != 1:
+        raise WeightError(f"{folder}: tensors have different types: {sorted(map(str, dtypes))}.")
+    return layout, source, dtypes.pop()
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr where that is a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)

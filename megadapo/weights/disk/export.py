@@ -1,0 +1,150 @@
+"""Writing a Hugging Face folder, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from megadapo.errors import WeightError
+from megadapo.weights.disk.sources import INDEX_NAME, TensorSource, read_json
+from megadapo.weights.layout.layout import ModelLayout
+
+CARRIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "LICENSE*",
+)
+"""What goes along with the weights from one model folder to another."""
+
+
+def export_weights(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    folder: Path | str,
+    *,
+    layout: ModelLayout,
+    dtype: torch.dtype,
+    base_folder: Path | str,
+    max_file_bytes: int = 2 << 30,
+    on_tensor: Callable[[str], None] | None = None,
+) -> None:
+    """Write full tensors as a Hugging Face folder that transformers and vLLM load.
+
+    The folder appears under its name only when it is complete. Memory: one file being put together
+    and one tensor.
+
+    Args:
+        tensors: Full tensors by Hugging Face name, each exactly once, in any order. They are kept
+            until their file is written, so they must not change meanwhile.
+        folder: Folder to write; must not exist, or be empty.
+        layout: Layout of the model; names and shapes are checked against it.
+        dtype: Type of the tensors.
+        base_folder: Model folder whose configuration and tokenizer are carried along.
+        max_file_bytes: Largest safetensors file.
+        on_tensor: Called with each name after it was taken in.
+
+    Raises:
+        WeightError: A tensor is missing, unknown, misshapen or of another type; the folder exists.
+    """
+    partial = new_folder(folder)
+    carry_along(base_folder, partial, dtype)
+    writer = _FileWriter(partial, layout, dtype, max_file_bytes)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+        if on_tensor is not None:
+            on_tensor(name)
+    writer.close()
+    partial.rename(folder)
+
+
+def new_folder(folder: Path | str) -> Path:
+    """An empty folder beside `folder`, to be renamed to it when it is complete."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WeightError(f"{folder} exists already; name a new folder.")
+    partial = folder.with_name(folder.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def carry_along(base_folder: Path | str, folder: Path, dtype: torch.dtype) -> None:
+    """Copy configuration and tokenizer; the configuration names the type of the weights."""
+    for pattern in CARRIED:
+        for path in sorted(Path(base_folder).glob(pattern)):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+    config = read_json(folder / "config.json")
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    name = str(dtype).removeprefix("torch.")
+    if config.get(key) != name:
+        text = json.dumps(config | {key: name}, indent=2) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+class _FileWriter:
+    """Safetensors files of bounded size and the index that lists them."""
+
+    def __init__(
+        self, folder: Path, layout: ModelLayout, dtype: torch.dtype, max_file_bytes: int
+    ) -> None:
+        self._folder, self._dtype, self._max_bytes = folder, dtype, max_file_bytes
+        self._missing = dict(layout.hf_shapes)
+        self._pending: dict[str, torch.Tensor] = {}
+        self._files: list[list[str]] = []
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        shape = self._missing.pop(name, None)
+        if shape is None or shape != tuple(tensor.shape) or tensor.dtype != self._dtype:
+            raise WeightError(
+                f"{name} {list(tensor.shape)} {tensor.dtype} is given twice, or is not the "
+                f"layout's {shape} {self._dtype}."
+            )
+        pending = sum(one.nbytes for one in self._pending.values())
+        if self._pending and pending + tensor.nbytes > self._max_bytes:
+            self._flush()
+        self._pending[name] = tensor.detach().cpu().contiguous()
+        self._total_bytes += tensor.nbytes
+
+    def _flush(self) -> None:
+        self._files.append(sorted(self._pending))
+        path = self._folder / f"part-{len(self._files):05d}"
+        save_file(self._pending, path, metadata={"format": "pt"})
+        self._pending = {}
+
+    def close(self) -> None:
+        if self._missing:
+            raise WeightError(f"Missing on export: {', '.join(list(self._missing)[:10])}.")
+        self._flush()
+        weight_map = dict(self._named_files())
+        if len(self._files) > 1:
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2) + "\n"
+            (self._folder / INDEX_NAME).write_text(text, encoding="utf-8")
+
+    def _named_files(self) -> Iterator[tuple[str, str]]:
+        """Give the files their final names, now that their number is known."""
+        total = len(self._files)
+        for number, names in enumerate(self._files, start=1):
+            file = f"model-{number:05d}-of-{total:05d}.safetensors"
+            file = "model.safetensors" if total == 1 else file
+            (self._folder / f"part-{number:05d}").rename(self._folder / file)
+            yield from ((name, file) for name in names)
+
+
+def full_tensors(source: TensorSource, layout: ModelLayout) -> Iterator[tuple[str, torch.Tensor]]:
+    """The full tensors of a source in the order of the model, one at a time."""
+    for name, shape in layout.hf_shapes.items():
+        yield name, source.read(name, 0, 0, shape[0])

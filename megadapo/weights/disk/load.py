@@ -1,0 +1,92 @@
+"""Filling a trainer rank's parameters from full tensors, and taking full tensors out of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from megadapo.errors import WeightError
+from megadapo.weights.disk.sources import TensorSource, check_tensors
+from megadapo.weights.layout.layout import ModelLayout, Shard, ShardPosition
+
+
+def import_weights(
+    folder: Path | str,
+    params: Mapping[str, torch.Tensor],
+    layout: ModelLayout,
+    position: ShardPosition,
+) -> None:
+    """Fill this rank's parameters in place from a Hugging Face or converted folder.
+
+    Reads only what this rank holds; memory beyond `params` is about one slice.
+
+    Args:
+        folder: Hugging Face folder, or one written by `megadapo convert hf-to-megatron`.
+        params: Megatron-named parameters of this rank, with global layer numbers.
+        layout: Layout of the model that `params` belong to.
+        position: What of the model this rank holds.
+
+    Raises:
+        WeightError: A tensor or parameter is missing, unknown or misshapen; it is named.
+    """
+    from megadapo.weights.disk.megatron_folder import open_source
+
+    source = open_source(folder)
+    check_tensors(source, layout, folder)
+    for shard, param in match_params(params, layout, position):
+        fill_shard(param, shard, source)
+
+
+def match_params(
+    params: Mapping[str, torch.Tensor], layout: ModelLayout, position: ShardPosition
+) -> list[tuple[Shard, torch.Tensor]]:
+    """Pair every shard of a rank with its parameter.
+
+    Raises WeightError naming parameters the layout does not know, misses, or sizes differently.
+    """
+    pairs, unknown, problems = [], set(params), []
+    for shard in layout.megatron_shards(position):
+        name = shard.name if shard.name in params else shard.alias
+        if name not in params:
+            problems.append(f"{shard.name} is missing from the model")
+            continue
+        unknown.discard(name)
+        if tuple(params[name].shape) != shard.shape:
+            problems.append(
+                f"{name} has shape {list(params[name].shape)}, its layout says {list(shard.shape)}"
+            )
+        pairs.append((shard, params[name]))
+    problems += [f"{name} of the model is not in the layout" for name in sorted(unknown)]
+    if problems:
+        raise WeightError("; ".join(problems[:10]) + ".")
+    return pairs
+
+
+@torch.no_grad()
+def fill_shard(param: torch.Tensor, shard: Shard, source: TensorSource) -> None:
+    """Copy a shard's runs out of `source` into `param` and zero what is padding."""
+    filled = 0
+    for offset, run in shard.placed_runs():
+        piece = source.read(run.tensor, shard.axis, run.start, run.stop)
+        param.narrow(shard.axis, offset, run.size).copy_(piece)
+        filled = offset + run.size
+    if filled < shard.length:
+        param.narrow(shard.axis, filled, shard.length - filled).zero_()
+
+
+@torch.no_grad()
+def collect_runs(full: Mapping[str, torch.Tensor], shard: Shard, local: torch.Tensor) -> None:
+    """Copy a shard's runs out of `local` into the full tensors they belong to."""
+    for offset, run in shard.placed_runs():
+        target = full[run.tensor].narrow(shard.axis, run.start, run.size)
+        target.copy_(local.narrow(shard.axis, offset, run.size))
+
+
+def single_dtype(params: Iterable[torch.Tensor]) -> torch.dtype:
+    """The type that all parameters share."""
+    dtypes = {param.dtype for param in params}
+    if len(dtypes) != 1:
+        raise WeightError(f"Parameters of one model must share a type, but there are {dtypes}.")
+    return dtypes.pop()

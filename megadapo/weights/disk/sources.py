@@ -1,0 +1,144 @@
+"""Where full tensors are read from, slice by slice: a Hugging Face folder, or converted shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megadapo.errors import WeightError
+from megadapo.models.shape import CONFIG_KEYS
+from megadapo.weights.layout.layout import ModelLayout
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class TensorSource(Protocol):
+    """Full tensors by their Hugging Face names, readable in part."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Full shape of every tensor."""
+        ...
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Type of every tensor."""
+        ...
+
+    def read(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor:
+        """Positions `start` to `stop` along `axis` of one tensor; reads no more than that."""
+        ...
+
+
+class SafetensorsFolder:
+    """The tensors of one or more safetensors files, each name in exactly one of them."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self._handles = {path: _open(path) for path in self._files()}
+        self._file_of: dict[str, Path] = {}
+        for path, handle in self._handles.items():
+            for name in handle.keys():  # noqa: SIM118 - not a mapping
+                if name in self._file_of:
+                    raise WeightError(f"{path}: {name} is also in {self._file_of[name].name}.")
+                self._file_of[name] = path
+
+    def _files(self) -> list[Path]:
+        index = self.folder / INDEX_NAME
+        if not index.is_file():
+            files = sorted(self.folder.glob("*.safetensors"))
+            if not files:
+                raise WeightError(f"{self.folder} holds no .safetensors file.")
+            return files
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        for name in names:
+            if Path(name).name != name or not (self.folder / name).is_file():
+                raise WeightError(f"{index} names {name!r}, which is not a file beside it.")
+        return [self.folder / name for name in names]
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shape of every tensor."""
+        return {name: tuple(self._slice(name).get_shape()) for name in self._file_of}
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Type of every tensor."""
+        return {name: _torch_dtype(self._slice(name).get_dtype()) for name in self._file_of}
+
+    def read(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor:
+        """Positions `start` to `stop` along `axis` of one tensor."""
+        piece = self._slice(name)
+        return piece[start:stop] if axis == 0 else piece[:, start:stop]
+
+    def _slice(self, name: str):
+        if name not in self._file_of:
+            raise WeightError(f"{self.folder} has no tensor {name}.")
+        return self._handles[self._file_of[name]].get_slice(name)
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file, or a WeightError that names it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise WeightError(f"{path} does not hold a JSON object.")
+    return value
+
+
+def check_tensors(source: TensorSource, layout: ModelLayout, where: object) -> None:
+    """Compare names and shapes of `source` with the layout.
+
+    Raises WeightError that names every missing, unknown or misshapen tensor (the first ten).
+    """
+    found, expected = dict(source.shapes), layout.hf_shapes
+    if layout.shape.tied:
+        _drop_tied_head(source, found, layout, where)
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [f"{name} is not in the layout" for name in found if name not in expected]
+    problems += [
+        f"{name} has shape {list(found[name])}, config.json says {list(shape)} "
+        f"({', '.join(CONFIG_KEYS[symbol] for symbol in layout.hf_axes[name])})"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        rest = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise WeightError(f"{where}: {'; '.join(problems[:10])}{rest}.")
+
+
+def _drop_tied_head(
+    source: TensorSource, found: dict[str, tuple[int, ...]], layout: ModelLayout, where: object
+) -> None:
+    """Some writers store a tied head too; that is harmless only where it equals the embedding."""
+    (head,), (embedding,) = layout.family.head.hf, layout.family.embedding.hf
+    if head not in found or embedding not in found:
+        return
+    rows = found.pop(head)[0]
+    same = found[embedding][0] == rows and torch.equal(
+        source.read(head, 0, 0, rows), source.read(embedding, 0, 0, rows)
+    )
+    if not same:
+        raise WeightError(f"{where}: tie_word_embeddings is true, but {head} != {embedding}.")
+
+
+def _open(path: Path):
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise WeightError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    known = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    if name not in known:
+        raise WeightError(f"Tensors of type {name} cannot be trained; convert the checkpoint.")
+    return getattr(torch, known[name])

@@ -1,0 +1,246 @@
+"""The layout of one model: every weight as shards of Megatron's, vLLM's and Hugging Face's.
+
+A `Shard` is one local parameter written as runs of full Hugging Face tensors. Import copies runs
+in, export copies them out, the plan of a weight update intersects the runs of both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from megadapo.errors import WeightError
+from megadapo.models.registry import Family, family_of
+from megadapo.models.rows import Cut, Weight
+from megadapo.models.shape import ModelShape, model_shape
+from megadapo.weights.layout import cuts
+from megadapo.weights.layout.cuts import Run
+from megadapo.weights.layout.shards import EnginePosition, Shard, ShardPosition
+
+MEGATRON_VOCAB_MULTIPLE = 128
+"""Megatron pads the vocabulary to a multiple of this times its tensor-parallel size."""
+ENGINE_VOCAB_MULTIPLE = 64
+"""vLLM pads the vocabulary to a multiple of this."""
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """Every weight of one model in all three layouts."""
+
+    family: Family
+    shape: ModelShape
+
+    @cached_property
+    def layer_rows(self) -> tuple[Weight, ...]:
+        """The rows of a decoder layer that this model has."""
+        return tuple(
+            row
+            for row in self.family.layer
+            if row.only_if is None or getattr(self.shape, row.only_if)
+        )
+
+    @cached_property
+    def hf_axes(self) -> dict[str, tuple[str, ...]]:
+        """Size symbols of the axes of every Hugging Face tensor, in the order of the model."""
+        axes = self._row_axes(self.family.embedding, "")
+        for layer in range(self.shape.num_layers):
+            for row in self.layer_rows:
+                axes |= self._row_axes(row, f"model.layers.{layer}.")
+        axes |= self._row_axes(self.family.final_norm, "")
+        if not self.shape.tied:
+            axes |= self._row_axes(self.family.head, "")
+        return axes
+
+    @cached_property
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shape of every Hugging Face tensor, in the order of the model."""
+        return {
+            name: tuple(self.shape.size(symbol) for symbol in axes)
+            for name, axes in self.hf_axes.items()
+        }
+
+    def megatron_shards(self, position: ShardPosition) -> Iterator[Shard]:
+        """Every parameter of a trainer rank, in the order of the model."""
+        if position.has_embedding:
+            yield self.megatron_shard(self.family.embedding, position)
+        for layer in position.layer_indices:
+            if not 0 <= layer < self.shape.num_layers:
+                raise WeightError(f"Layer {layer} is not in a {self.shape.num_layers}-layer model.")
+            yield from self.megatron_layer(position, str(layer))
+        if position.has_head:
+            yield self.megatron_shard(self.family.final_norm, position)
+            # A tied head is the embedding itself unless it sits on another pipeline stage.
+            if not (self.shape.tied and position.has_embedding):
+                yield self.megatron_head(position)
+
+    def megatron_layer(self, position: ShardPosition, layer: str) -> Iterator[Shard]:
+        """The parameters of one decoder layer on a trainer rank; `layer` may be a placeholder."""
+        for row in self.layer_rows:
+            if not row.expert:
+                yield self.megatron_shard(row, position, layer)
+                continue
+            local = self._per_rank_experts(position.ep_size)
+            for expert in range(local):
+                yield self.megatron_shard(
+                    row, position, layer, (expert, position.ep_rank * local + expert)
+                )
+
+    def megatron_head(self, position: ShardPosition) -> Shard:
+        """The output layer; of a tied model, its copy of the embedding."""
+        head = self.megatron_shard(self.family.head, position)
+        if not self.shape.tied:
+            return head
+        embedding = self.megatron_shard(self.family.embedding, position)
+        return Shard(head.name, embedding.runs, head.axis, head.length, head.width)
+
+    def megatron_shard(
+        self,
+        row: Weight,
+        position: ShardPosition,
+        layer: str | None = None,
+        expert: tuple[int, int] | None = None,
+    ) -> Shard:
+        """One trainer parameter; `expert` is its local and its global number."""
+        local, number = expert if expert is not None else (None, None)
+        rank, size = position.expert_tp if row.expert else (position.tp_rank, position.tp_size)
+        padded = position.padded_vocab_size or cuts.round_up(
+            self.shape.vocab_size, MEGATRON_VOCAB_MULTIPLE * size
+        )
+        tensors = hf_names(row, layer, number)
+        sizes = self._cut_sizes(row)
+        if row.cut is Cut.QKV:
+            runs = cuts.interleave_groups(tensors, sizes, self.shape.num_kv_heads, rank, size)
+        else:
+            runs = self._plain_runs(row, tensors, sizes, rank, size, padded)
+        prefix = "" if layer is None else f"decoder.layers.{layer}."
+        alias = row.megatron_alias
+        return Shard(
+            name=prefix + _numbered(row.megatron, local),
+            runs=tuple(runs),
+            axis=_axis(row),
+            length=padded // size if row.cut is Cut.VOCAB else sum(run.size for run in runs),
+            width=self._width(row),
+            alias=None if alias is None else prefix + _numbered(alias, local),
+        )
+
+    def engine_layers(self, position: EnginePosition) -> range:
+        """The decoder layers of an engine's pipeline stage, by vLLM's own rule: what is left over
+        after an even split goes to the stages before the last."""
+        base, left = divmod(self.shape.num_layers, position.pp_size)
+        counts = [base] * position.pp_size
+        for stage in range(position.pp_size - 1 - left, position.pp_size - 1):
+            counts[stage] += 1
+        start = sum(counts[: position.pp_rank])
+        return range(start, start + counts[position.pp_rank])
+
+    def engine_shards(self, position: EnginePosition) -> Iterator[Shard]:
+        """Every parameter of an engine rank, in the order of the model."""
+        is_first, is_last = position.pp_rank == 0, position.pp_rank == position.pp_size - 1
+        if is_first or (is_last and self.shape.tied):
+            yield self.engine_shard(self.family.embedding, position)
+        for layer in self.engine_layers(position):
+            yield from self.engine_layer(position, str(layer))
+        if is_last:
+            yield self.engine_shard(self.family.final_norm, position)
+            if not self.shape.tied:
+                yield self.engine_shard(self.family.head, position)
+
+    def engine_layer(self, position: EnginePosition, layer: str) -> Iterator[Shard]:
+        """The parameters of one decoder layer on an engine rank; `layer` may be a placeholder."""
+        for row in self.layer_rows:
+            if not row.expert:
+                yield self.engine_shard(row, position, layer)
+                continue
+            ranks = position.tp_size if position.expert_parallel else 1
+            local = self._per_rank_experts(ranks)
+            first = position.tp_rank * local if position.expert_parallel else 0
+            for expert in range(local):
+                yield self.engine_shard(
+                    row, position, layer, (expert, first + expert), num_experts=local
+                )
+
+    def engine_shard(
+        self,
+        row: Weight,
+        position: EnginePosition,
+        layer: str | None = None,
+        expert: tuple[int, int] | None = None,
+        num_experts: int = 0,
+    ) -> Shard:
+        """One engine parameter, or one expert's slice of it."""
+        local, number = expert if expert is not None else (None, None)
+        whole_experts = row.expert and position.expert_parallel
+        rank, size = (0, 1) if whole_experts else (position.tp_rank, position.tp_size)
+        padded = cuts.round_up(self.shape.vocab_size, ENGINE_VOCAB_MULTIPLE)
+        tensors = hf_names(row, layer, number)
+        sizes = self._cut_sizes(row)
+        if row.cut is Cut.QKV:
+            runs = cuts.cut_evenly([Run(tensors[0], 0, sizes[0])], rank, size)
+            for tensor, full in zip(tensors[1:], sizes[1:], strict=True):
+                runs += cuts.cut_heads(tensor, full, self.shape.num_kv_heads, rank, size)
+        else:
+            runs = self._plain_runs(row, tensors, sizes, rank, size, padded)
+        return Shard(
+            name=row.vllm if layer is None else f"model.layers.{layer}.{row.vllm}",
+            runs=tuple(runs),
+            axis=_axis(row),
+            length=padded // size if row.cut is Cut.VOCAB else sum(run.size for run in runs),
+            width=self._width(row),
+            expert=local,
+            num_experts=num_experts,
+        )
+
+    def _plain_runs(
+        self, row: Weight, tensors: list[str], sizes: list[int], rank: int, size: int, padded: int
+    ) -> list[Run]:
+        """The cuts that Megatron and vLLM make alike."""
+        if row.cut is Cut.REPLICATED:
+            return cuts.whole(tensors, sizes)
+        if row.cut is Cut.VOCAB:
+            return cuts.cut_padded(tensors[0], sizes[0], padded, rank, size)
+        return cuts.cut_each(tensors, sizes, rank, size)
+
+    def _cut_sizes(self, row: Weight) -> list[int]:
+        symbols = (row.columns,) if row.cut is Cut.COLUMNS else row.rows
+        return [self.shape.size(symbol) for symbol in symbols]
+
+    def _width(self, row: Weight) -> int | None:
+        if row.columns is None:
+            return None
+        return self.shape.size(row.rows[0] if row.cut is Cut.COLUMNS else row.columns)
+
+    def _row_axes(self, row: Weight, prefix: str) -> dict[str, tuple[str, ...]]:
+        tail = () if row.columns is None else (row.columns,)
+        numbers = range(self.shape.num_experts) if row.expert else [None]
+        return {
+            prefix + _numbered(name, number): (symbol, *tail)
+            for number in numbers
+            for name, symbol in zip(row.hf, row.rows, strict=True)
+        }
+
+    def _per_rank_experts(self, ranks: int) -> int:
+        if self.shape.num_experts % ranks:
+            raise WeightError(
+                f"{self.shape.num_experts} experts cannot be spread evenly over {ranks} ranks."
+            )
+        return self.shape.num_experts // ranks
+
+
+def layout_for(hf_config: dict) -> ModelLayout:
+    """The layout of the model that a Hugging Face configuration describes."""
+    return ModelLayout(family_of(hf_config), model_shape(hf_config))
+
+
+def _axis(row: Weight) -> int:
+    return 1 if row.cut is Cut.COLUMNS else 0
+
+
+def _numbered(name: str, expert: int | None) -> str:
+    return name if expert is None else name.replace("{e}", str(expert))
+
+
+def hf_names(row: Weight, layer: str | None, expert: int | None) -> list[str]:
+    """Full Hugging Face names of a row's tensors; `expert` is the global number."""
+    prefix = "" if layer is None else f"model.layers.{layer}."
+    return [prefix + _numbered(name, expert) for name in row.hf]

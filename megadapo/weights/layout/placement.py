@@ -1,0 +1,74 @@
+"""Which trainer rank holds what, for a given set of parallel sizes."""
+
+from __future__ import annotations
+
+from megadapo.errors import WeightError
+from megadapo.weights.layout.layout import ModelLayout, ShardPosition
+
+
+def stage_layers(num_layers: int, pp_size: int, vpp_size: int = 1) -> list[tuple[int, ...]]:
+    """Layers of each pipeline stage; virtual stages go round the stages, as in Megatron.
+
+    What is left over after an even split goes to the first virtual stages.
+    """
+    num_chunks = pp_size * vpp_size
+    if num_chunks > num_layers:
+        raise WeightError(f"{num_layers} layers cannot be spread over {num_chunks} stages.")
+    base, left = divmod(num_layers, num_chunks)
+    stages: list[list[int]] = [[] for _ in range(pp_size)]
+    start = 0
+    for chunk in range(num_chunks):
+        count = base + (chunk < left)
+        stages[chunk % pp_size].extend(range(start, start + count))
+        start += count
+    return [tuple(layers) for layers in stages]
+
+
+def replica_positions(
+    layout: ModelLayout,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    vpp_size: int = 1,
+    ep_size: int = 1,
+    etp_size: int | None = None,
+    stages: list[tuple[int, ...]] | None = None,
+    num_dp: int = 1,
+) -> list[ShardPosition]:
+    """Position of every rank, in Megatron's rank order (TP fastest, then DP with EP, then PP).
+
+    Experts cut the TP x DP ranks of a stage anew: expert TP fastest, then EP, then replicas.
+
+    Args:
+        stages: Layers of each pipeline stage; None spreads them evenly.
+        num_dp: Data-parallel size outside of experts.
+    """
+    sizes = {"TP": tp_size, "PP": pp_size, "VPP": vpp_size, "EP": ep_size, "DP": num_dp}
+    for name, size in sizes.items():
+        if size < 1:
+            raise WeightError(f"{name} must be at least 1, but it is {size}.")
+    stages = stages or stage_layers(layout.shape.num_layers, pp_size, vpp_size)
+    etp = tp_size if etp_size is None else etp_size
+    per_stage = tp_size * num_dp
+    if per_stage % (etp * ep_size):
+        raise WeightError(
+            f"{per_stage} ranks of a pipeline stage (TP {tp_size} x DP {num_dp}) cannot be cut "
+            f"into expert TP {etp} x EP {ep_size}."
+        )
+    return [
+        ShardPosition(
+            tp_rank=rank % tp_size,
+            tp_size=tp_size,
+            pp_rank=stage,
+            pp_size=pp_size,
+            layer_indices=stages[stage],
+            has_embedding=stage == 0,
+            has_head=stage == pp_size - 1,
+            ep_rank=rank // etp % ep_size,
+            ep_size=ep_size,
+            etp_rank=rank % etp,
+            etp_size=etp,
+        )
+        for stage in range(pp_size)
+        for rank in range(per_stage)
+    ]

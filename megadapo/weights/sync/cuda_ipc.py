@@ -1,0 +1,105 @@
+"""Buckets in GPU memory that processes on one machine share through CUDA IPC.
+
+The handles travel once, as the plain integers and bytes they are; a round then costs one copy out
+of the trainer's parameters and one into the engine's.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+
+import torch
+
+from megadapo.weights.sync.parcels import NUM_BUCKETS, Parcel
+
+_HANDLE_FIELDS = (
+    "device",
+    "handle",
+    "storage_bytes",
+    "storage_offset",
+    "ref_counter_handle",
+    "ref_counter_offset",
+    "event_handle",
+    "event_sync_required",
+)
+"""What torch's `UntypedStorage._share_cuda_` returns, in its order."""
+
+
+class CudaIpcOutbox:
+    """Two buckets on this trainer rank's GPU."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._memory = torch.empty(NUM_BUCKETS, num_bytes, dtype=torch.uint8, device=device)
+        self._num_bytes = num_bytes
+
+    def offer(self) -> dict:
+        """The storage's IPC handles; each receiver opens them once, when it connects."""
+        shared = self._memory.untyped_storage()._share_cuda_()
+        fields = {
+            name: base64.b64encode(value).decode() if isinstance(value, bytes) else value
+            for name, value in zip(_HANDLE_FIELDS, shared, strict=True)
+        }
+        uuid = str(torch.cuda.get_device_properties(self._memory.device).uuid)
+        return fields | {"num_bytes": self._num_bytes, "gpu": uuid}
+
+    def connect(self, offers: Sequence[dict | None]) -> None:
+        """Receivers need nothing but the offer."""
+
+    def opened(self) -> None:
+        """The handles stay valid as long as the buckets do."""
+
+    def bucket(self, round_number: int) -> torch.Tensor:
+        """The bytes to fill for a round."""
+        return self._memory[round_number % NUM_BUCKETS]
+
+    def post(self, round_number: int, parcels: Sequence[Parcel]) -> None:
+        """Receivers read from another process, so the copies must be on the device by now."""
+        torch.cuda.synchronize(self._memory.device)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+class CudaIpcInbox:
+    """The buckets of the trainer ranks on this machine, opened on the GPU each lies on."""
+
+    def __init__(self, offers: Sequence[dict | None]) -> None:
+        self._memory = [None if offer is None else _open(offer) for offer in offers]
+
+    def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
+        """The bytes of each parcel, where the trainer wrote them."""
+        half = round_number % NUM_BUCKETS
+        views = []
+        for parcel in parcels:
+            memory = self._memory[parcel.feeder]
+            assert memory is not None, "the plan sends from a rank that made no offer"
+            views.append(memory[half].narrow(0, parcel.offset, parcel.num_bytes))
+        return views
+
+    def close(self) -> None:
+        """Let go of the buckets."""
+        self._memory = []
+        torch.cuda.ipc_collect()
+
+
+def _open(offer: dict) -> torch.Tensor:
+    torch.cuda.init()
+    values = [
+        base64.b64decode(offer[name]) if isinstance(offer[name], str) else offer[name]
+        for name in _HANDLE_FIELDS
+    ]
+    # The same GPU may have another number in this process.
+    values[0] = _gpu_index(offer["gpu"])
+    storage = torch.UntypedStorage._new_shared_cuda(*values)
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return flat[: NUM_BUCKETS * offer["num_bytes"]].view(NUM_BUCKETS, offer["num_bytes"])
+
+
+def _gpu_index(uuid: str) -> int:
+    uuids = [
+        str(torch.cuda.get_device_properties(index).uuid)
+        for index in range(torch.cuda.device_count())
+    ]
+    return uuids.index(uuid)

@@ -1,0 +1,121 @@
+"""What a weight update of a run would move, before anything is started."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megadapo.errors import DataError
+
+if TYPE_CHECKING:
+    from megadapo.config import RunConfig
+    from megadapo.weights.layout.layout import ModelLayout
+    from megadapo.weights.sync.plan import Plan
+
+MIB = 1 << 20
+
+
+def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> Plan:
+    """The plan of a run's updates, with ranks on nodes as the cluster places them."""
+    from megadapo.trainer.stages import stage_layers
+    from megadapo.weights.layout.placement import replica_positions
+    from megadapo.weights.sync.buckets import piece_bytes
+    from megadapo.weights.sync.plan import EngineShape
+    from megadapo.weights.sync.planning import make_plan
+
+    trainer, rollout = config.trainer, config.rollout
+    positions = replica_positions(
+        layout,
+        tp_size=trainer.tensor_parallel,
+        pp_size=trainer.pipeline_parallel,
+        stages=stage_layers(layout.shape.num_layers, trainer),
+        num_dp=trainer.data_parallel,
+    )
+    nodes, engine_nodes = None, ("",) * rollout.num_engines
+    if config.cluster.placement == "colocated":
+        nodes = [f"node {rank // gpus_per_node}" for rank in range(len(positions))]
+        firsts = [engine * rollout.ranks_per_engine for engine in range(rollout.num_engines)]
+        # Engines on one node read the same memory, so they are one receiver.
+        engine_nodes = tuple(dict.fromkeys(f"node {first // gpus_per_node}" for first in firsts))
+    return make_plan(
+        layout,
+        positions,
+        EngineShape(
+            tp_size=rollout.tensor_parallel,
+            pp_size=rollout.pipeline_parallel,
+            expert_parallel=rollout.expert_parallel,
+            nodes=engine_nodes,
+        ),
+        itemsize=4 if config.model.dtype == "float32" else 2,
+        max_bundle_bytes=piece_bytes(int(config.weights.bucket_mib * MIB)),
+        source_nodes=nodes,
+    )
+
+
+def report(plan: Plan, layout: ModelLayout, *, bucket_bytes: int, num_links: int) -> list[str]:
+    """Bytes per rank and link, buckets and rounds of a plan, as lines of text."""
+    from megadapo.weights.sync.buckets import largest_buckets, largest_waves, num_rounds, pack
+
+    sent, received, links = Counter(), Counter(), Counter()
+    relayed = 0
+    for transfer in plan.transfers:
+        size = plan.bundle(transfer).num_bytes
+        target = (transfer.engine, transfer.engine_rank)
+        sent[transfer.feeder] += size
+        received[target] += size
+        links[transfer.feeder, target] += size
+        relayed += size if transfer.feeder != transfer.origin else 0
+    schedule = pack(plan, bucket_bytes)
+    bucket = max(largest_buckets(plan, schedule))
+    wave = max(largest_waves(plan, schedule).values())
+    moved = sum(sent.values())
+    shape, nodes = plan.engine, len(plan.engine.nodes)
+    lines = [
+        f"{layout.family.architecture}, {layout.shape.num_layers} layers: "
+        f"{plan.num_sources} trainer ranks to {nodes} receiver(s) of TP {shape.tp_size}"
+        + (f" x PP {shape.pp_size}" if shape.pp_size > 1 else "")
+        + (" with expert parallelism" if shape.expert_parallel else ""),
+        f"transfers             {len(plan.transfers)} in {num_rounds(schedule)} rounds",
+        f"bytes moved           {_size(moved)}, {_size(relayed)} of them between nodes",
+        _spread("trainer rank sends", [sent[rank] for rank in range(plan.num_sources)]),
+        _spread("engine rank receives", list(received.values())),
+        f"memory, trainer rank  {_size(2 * bucket)} at most: two buckets of {_size(bucket)}, what "
+        "is on its way to another node included",
+        f"memory, engine rank   {_size(wave)} at most, where buckets are not read in place",
+        f"largest of {len(links)} links (trainer rank -> receiver, engine rank):",
+    ]
+    for (source, (engine, rank)), size in links.most_common(num_links):
+        lines.append(f"  {source:>4} -> {engine}, {rank}   {_size(size)}")
+    return lines
+
+
+def model_layout(config: RunConfig, model_config: Path | None) -> ModelLayout:
+    """The layout of the run's model, or of the `config.json` given in its place."""
+    from megadapo.weights.disk.sources import read_json
+    from megadapo.weights.layout.layout import layout_for
+
+    path = model_config or Path(config.model.path) / "config.json"
+    if not path.is_file():
+        raise DataError(
+            f"{path} is not there: name the model's config.json with --model-config "
+            "(`hf download MODEL config.json` fetches it)."
+        )
+    return layout_for(read_json(path))
+
+
+def _spread(what: str, sizes: Sequence[int]) -> str:
+    mean = sum(sizes) / len(sizes)
+    return (
+        f"{what:<22}{_size(mean)} on average, {_size(min(sizes))} to {_size(max(sizes))} "
+        f"({max(sizes) / mean:.3f} x)"
+    )
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    raise AssertionError("unreachable")

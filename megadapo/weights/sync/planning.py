@@ -1,0 +1,297 @@
+"""Making the plan of a weight update from the trainer's and the engines' layouts.
+
+An engine rank receives exactly the runs of its own shards; where several trainer ranks hold a
+slice (data-parallel replicas, replicated norms) the one that has least to send sends it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megadapo.errors import WeightError
+from megadapo.weights.layout.cuts import Run, round_up
+from megadapo.weights.layout.layout import EnginePosition, ModelLayout, Shard, ShardPosition
+from megadapo.weights.sync.plan import (
+    ALIGNMENT,
+    LAYER,
+    Block,
+    Bundle,
+    Copy,
+    EngineShape,
+    Plan,
+    Transfer,
+)
+
+Coordinate = tuple
+"""What tells trainer ranks of one stage apart: their tensor- and expert-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A run of one coordinate's shard: where a slice of a full tensor can be copied from."""
+
+    run: Run
+    name: str
+    offset: int
+    owners: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _PlannedBlock:
+    """A block with everything its transfers are chosen from."""
+
+    kind: str
+    layer: int | None
+    stage: tuple[tuple[int, ...], ...]
+    """Ranks of each coordinate, in the order that bundles refer to them."""
+    pp_ranks: tuple[int, ...]
+    """Engine stages that receive it."""
+
+
+def make_plan(
+    layout: ModelLayout,
+    sources: Sequence[ShardPosition],
+    engine: EngineShape,
+    *,
+    itemsize: int,
+    max_bundle_bytes: int,
+    source_nodes: Sequence[str] | None = None,
+) -> Plan:
+    """Plan the update of every engine from a trainer.
+
+    Args:
+        layout: Layout of the model.
+        sources: Position of every trainer rank, by rank.
+        engine: Shape of the engines.
+        itemsize: Bytes per element on the wire, which is the engine's own type.
+        max_bundle_bytes: Pieces larger than this are divided; at most the size of a bucket.
+        source_nodes: Node of every trainer rank; None: each rank reaches every engine.
+
+    Raises:
+        WeightError: Some slice of an engine's parameter is on no trainer rank; it is named.
+    """
+    planned = _blocks(layout, sources, engine)
+    templates: list[list[Bundle]] = []
+    numbers: dict[object, int] = {}
+    blocks = []
+    for block in planned:
+        coordinates = tuple(_coordinate(sources[ranks[0]]) for ranks in block.stage)
+        key = (block.kind, coordinates)
+        if key not in numbers:
+            numbers[key] = len(templates)
+            firsts = [sources[ranks[0]] for ranks in block.stage]
+            copies = _template_copies(layout, block.kind, firsts, engine)
+            templates.append(_bundles(copies, itemsize, max_bundle_bytes))
+        blocks.append(Block(numbers[key], block.layer))
+    assigner = _Assigner(len(sources), engine, source_nodes)
+    transfers = assigner.assign(planned, [templates[block.template] for block in blocks])
+    return Plan(len(sources), engine, itemsize, templates, blocks, transfers)
+
+
+def _blocks(
+    layout: ModelLayout, sources: Sequence[ShardPosition], engine: EngineShape
+) -> list[_PlannedBlock]:
+    """The blocks of the model in order, with who holds them and which stage receives them."""
+    holders: dict[object, dict[Coordinate, list[int]]] = {}
+    for rank, position in enumerate(sources):
+        held: list[object] = list(position.layer_indices)
+        held += ["embedding"] if position.has_embedding else []
+        held += ["final_norm", "head"] if position.has_head else []
+        for what in held:
+            ranks = holders.setdefault(what, {})
+            ranks.setdefault(_coordinate(position), []).append(rank)
+
+    def block(what: object, *pp_ranks: int) -> _PlannedBlock:
+        if what not in holders:
+            raise WeightError(f"No trainer rank holds {what if isinstance(what, str) else what}.")
+        stage = tuple(tuple(ranks) for ranks in holders[what].values())
+        if isinstance(what, str):
+            return _PlannedBlock(what, None, stage, pp_ranks)
+        return _PlannedBlock("layer", what, stage, pp_ranks)
+
+    last = engine.pp_size - 1
+    tied = layout.shape.tied
+    blocks = [block("embedding", *(sorted({0, last}) if tied else [0]))]
+    for pp_rank in range(engine.pp_size):
+        position = EnginePosition(pp_rank=pp_rank, pp_size=engine.pp_size)
+        blocks += [block(layer, pp_rank) for layer in layout.engine_layers(position)]
+    blocks.append(block("final_norm", last))
+    return blocks if tied else [*blocks, block("head", last)]
+
+
+def _coordinate(position: ShardPosition) -> Coordinate:
+    rank, size = position.expert_tp
+    return (
+        (position.tp_rank, position.tp_size, position.padded_vocab_size),
+        (position.ep_rank, position.ep_size, rank, size),
+    )
+
+
+def _template_copies(
+    layout: ModelLayout, kind: str, positions: list[ShardPosition], engine: EngineShape
+) -> Iterator[tuple[int, tuple[int, ...], Copy]]:
+    """Engine tensor-parallel rank, owners and copy, for everything the block consists of."""
+    owned: dict[str, list[_Owned]] = {}
+    merged: dict[tuple[str, int, int], _Owned] = {}
+    for number, position in enumerate(positions):
+        for shard in _source_shards(layout, kind, position):
+            for offset, run in shard.placed_runs():
+                key = (run.tensor, run.start, run.stop)
+                known = merged.get(key)
+                owners = (number,) if known is None else (*known.owners, number)
+                merged[key] = _Owned(run, shard.name, offset, owners)
+    for one in merged.values():
+        owned.setdefault(one.run.tensor, []).append(one)
+    for tp_rank in range(engine.tp_size):
+        for shard in _engine_shards(layout, kind, engine.position(tp_rank)):
+            for offset, run in shard.placed_runs():
+                for one, copy in _intersect(shard, offset, run, owned.get(run.tensor, ())):
+                    yield tp_rank, one.owners, copy
+
+
+def _source_shards(layout: ModelLayout, kind: str, position: ShardPosition) -> Iterator[Shard]:
+    if kind == "layer":
+        return layout.megatron_layer(position, LAYER)
+    return iter([layout.megatron_shard(getattr(layout.family, kind), position)])
+
+
+def _engine_shards(layout: ModelLayout, kind: str, position: EnginePosition) -> Iterator[Shard]:
+    if kind == "layer":
+        return layout.engine_layer(position, LAYER)
+    return iter([layout.engine_shard(getattr(layout.family, kind), position)])
+
+
+def _intersect(
+    shard: Shard, offset: int, run: Run, owned: Sequence[_Owned]
+) -> Iterator[tuple[_Owned, Copy]]:
+    """The copies that fill one run of an engine's shard."""
+    covered = 0
+    for one in owned:
+        low, high = max(run.start, one.run.start), min(run.stop, one.run.stop)
+        if low < high:
+            covered += high - low
+            yield (
+                one,
+                Copy(
+                    source_name=one.name,
+                    source_offset=one.offset + low - one.run.start,
+                    target_name=shard.name,
+                    target_offset=offset + low - run.start,
+                    axis=shard.axis,
+                    size=high - low,
+                    width=shard.width,
+                    expert=shard.expert,
+                ),
+            )
+    if covered != run.size:
+        raise WeightError(
+            f"{run.tensor}[{run.start}:{run.stop}] of {shard.name}: trainer ranks hold "
+            f"{covered} of {run.size} positions."
+        )
+
+
+def _bundles(
+    copies: Iterator[tuple[int, tuple[int, ...], Copy]], itemsize: int, max_bytes: int
+) -> list[Bundle]:
+    """Group copies that travel together, in pieces of at most `max_bytes`."""
+    open_bundles: dict[tuple, tuple[list[Copy], int]] = {}
+    bundles = []
+    for tp_rank, owners, whole in copies:
+        for copy in _divide(whole, itemsize, max_bytes):
+            size = round_up(copy.numel * itemsize, ALIGNMENT)
+            members, total = open_bundles.get((tp_rank, owners), ([], 0))
+            if members and total + size > max_bytes:
+                bundles.append(Bundle(owners, tp_rank, tuple(members), total))
+                members, total = [], 0
+            open_bundles[tp_rank, owners] = ([*members, copy], total + size)
+    for (tp_rank, owners), (members, total) in open_bundles.items():
+        bundles.append(Bundle(owners, tp_rank, tuple(members), total))
+    return bundles
+
+
+def _divide(copy: Copy, itemsize: int, max_bytes: int) -> Iterator[Copy]:
+    """A copy in pieces of at most `max_bytes`."""
+    per_row = itemsize * (1 if copy.width is None else copy.width)
+    step = max_bytes // per_row if copy.axis == 0 else max_bytes // round_up(per_row, ALIGNMENT)
+    if step < 1:
+        raise WeightError(
+            f"weights.bucket_mib is too small: one row of {copy.source_name} has {per_row} bytes."
+        )
+    for start in range(0, copy.size, step):
+        yield replace(
+            copy,
+            source_offset=copy.source_offset + start,
+            target_offset=copy.target_offset + start,
+            size=min(step, copy.size - start),
+        )
+
+
+class _Assigner:
+    """Chooses who sends what, so that no trainer rank sends much more than another."""
+
+    def __init__(
+        self, num_sources: int, engine: EngineShape, source_nodes: Sequence[str] | None
+    ) -> None:
+        self._engine = engine
+        self._nodes = source_nodes
+        self._sent = [0] * num_sources
+        self._heaps: dict[object, list[tuple[int, int]]] = {}
+
+    def assign(self, planned: list[_PlannedBlock], templates: list[list[Bundle]]) -> list[Transfer]:
+        """One transfer for every bundle, block, engine and stage; largest first, then in order."""
+        wanted = [
+            (bundle.num_bytes, number, engine, pp_rank, index)
+            for number, (block, bundles) in enumerate(zip(planned, templates, strict=True))
+            for engine in range(len(self._engine.nodes))
+            for pp_rank in block.pp_ranks
+            for index, bundle in enumerate(bundles)
+        ]
+        wanted.sort(key=lambda one: -one[0])
+        transfers = []
+        for num_bytes, number, engine, pp_rank, index in wanted:
+            bundle = templates[number][index]
+            engine_rank = pp_rank * self._engine.tp_size + bundle.tp_rank
+            origin, feeder = self._choose(planned[number].stage, bundle.owners, engine, num_bytes)
+            transfers.append(Transfer(origin, feeder, engine, engine_rank, number, index))
+        transfers.sort(key=lambda one: (one.block, one.engine, one.engine_rank, one.bundle))
+        return transfers
+
+    def _choose(
+        self, stage: tuple[tuple[int, ...], ...], owners: tuple[int, ...], engine: int, size: int
+    ) -> tuple[int, int]:
+        """Origin and feeder of a bundle; another rank feeds only where no owner is on the node."""
+
+        def candidates() -> list[int]:
+            return [rank for owner in owners for rank in stage[owner]]
+
+        if self._nodes is None:
+            rank = self._least_loaded((stage, owners), candidates, size)
+            return rank, rank
+        node = self._engine.nodes[engine]
+
+        def near() -> list[int]:
+            return [rank for rank in candidates() if self._nodes[rank] == node]
+
+        if near():
+            rank = self._least_loaded((stage, owners, node), near, size)
+            return rank, rank
+        feeders = [rank for rank, at in enumerate(self._nodes) if at == node]
+        if not feeders:
+            raise WeightError(f"No trainer rank shares {node}, from which an engine could read.")
+        origin = self._least_loaded((stage, owners), candidates, size)
+        return origin, self._least_loaded(("node", node), lambda: feeders, size)
+
+    def _least_loaded(self, key: object, candidates: Callable[[], list[int]], size: int) -> int:
+        """The candidate that has sent least so far; counts `size` as sent by it."""
+        heap = self._heaps.get(key)
+        if heap is None:
+            heap = self._heaps[key] = [(self._sent[rank], rank) for rank in candidates()]
+            heapq.heapify(heap)
+        # Ranks are in several heaps, so an entry may be out of date; loads only grow.
+        while heap[0][0] != self._sent[heap[0][1]]:
+            heapq.heapreplace(heap, (self._sent[heap[0][1]], heap[0][1]))
+        rank = heap[0][1]
+        self._sent[rank] += size
+        return rank

@@ -1,0 +1,172 @@
+"""Buckets sent from trainer ranks to engine ranks on other devices, over one process group.
+
+NCCL between GPUs, Gloo between CPUs. The group is beside the default ones of trainer and engine:
+trainer ranks come first, engine ranks after them. Both sides issue the messages of a pair in plan
+order, so a message needs no tag of its own.
+
+A round travels in waves, of which an engine rank receives at most a bucket each. All ranks go
+through the waves in the same order, so that none waits for a rank that waits for another wave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from itertools import groupby
+from operator import attrgetter
+
+import torch
+import torch.distributed as dist
+
+from megadapo.weights.sync.parcels import NUM_BUCKETS, Parcel
+
+TIMEOUT = timedelta(minutes=30)
+"""Longer than any deadline of a weight update, which is what names a stuck rank."""
+
+
+class PointToPointOutbox:
+    """Two buckets on this trainer rank's device."""
+
+    def __init__(self, num_bytes: int, device: torch.device, *, rank: int, num_ranks: int) -> None:
+        self._memory = torch.empty(NUM_BUCKETS, num_bytes, dtype=torch.uint8, device=device)
+        self._device, self._rank, self._num_ranks = device, rank, num_ranks
+        self._sending: list[list[dist.Work]] = [[] for _ in range(NUM_BUCKETS)]
+        self._store: dist.TCPStore | None = None
+
+    def offer(self) -> dict:
+        """Rank 0 opens the meeting point; the others have nothing to add."""
+        if self._rank != 0:
+            return {}
+        address = node_address()
+        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return {"address": address, "port": self._store.port}
+
+    def connect(self, offers: Sequence[dict | None]) -> None:
+        """Join the group of all trainer and engine ranks."""
+        self._group, self._store = join_group(
+            offers, self._device, rank=self._rank, num_ranks=self._num_ranks, store=self._store
+        )
+
+    def opened(self) -> None:
+        """Nothing was opened by name."""
+
+    def bucket(self, round_number: int) -> torch.Tensor:
+        """The bytes to fill, once what they held before has been received."""
+        half = round_number % NUM_BUCKETS
+        for work in self._sending[half]:
+            work.wait()
+        self._sending[half] = []
+        return self._memory[half]
+
+    def post(self, round_number: int, parcels: Sequence[Parcel]) -> None:
+        """Send every parcel to its engine rank, wave after wave, without waiting for it."""
+        half = round_number % NUM_BUCKETS
+        self._sending[half] = [
+            work
+            for wave in waves(sorted(parcels, key=attrgetter("wave")))
+            for work in self._send(self._memory[half], wave)
+        ]
+
+    def _send(self, bucket: torch.Tensor, wave: Sequence[Parcel]) -> list[dist.Work]:
+        messages = [bucket.narrow(0, one.offset, one.num_bytes) for one in wave]
+        sends = [
+            (lambda message=message, peer=one.target: self._group.send([message], peer, 0))
+            for message, one in zip(messages, wave, strict=True)
+        ]
+        return issue_together(self._group, self._device, sends)
+
+    def close(self) -> None:
+        """Leave the group and give the memory back."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._sending = [[] for _ in range(NUM_BUCKETS)]
+        self._group = self._store = None
+
+
+class PointToPointInbox:
+    """Receives what is sent to this engine rank, into memory of one wave."""
+
+    def __init__(
+        self,
+        offers: Sequence[dict | None],
+        num_bytes: int,
+        device: torch.device,
+        *,
+        rank: int,
+        num_ranks: int,
+    ) -> None:
+        self._device = device
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._group, self._store = join_group(offers, device, rank=rank, num_ranks=num_ranks)
+
+    def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> Iterator[torch.Tensor]:
+        """The parcels of a round, one wave after the other has been read."""
+        for wave in waves(parcels):
+            yield from self._receive(wave)
+
+    def _receive(self, wave: Sequence[Parcel]) -> list[torch.Tensor]:
+        """Wait for the parcels of a wave."""
+        sizes = [one.num_bytes for one in wave]
+        received = list(self._memory[: sum(sizes)].split(sizes))
+        receives = [
+            (lambda message=message, peer=one.feeder: self._group.recv([message], peer, 0))
+            for message, one in zip(received, wave, strict=True)
+        ]
+        for work in issue_together(self._group, self._device, receives):
+            work.wait()
+        return received
+
+    def close(self) -> None:
+        """Leave the group and give the memory back."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._group = self._store = None
+
+
+def waves(parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:
+    """Parcels that are in order of their waves, wave by wave."""
+    for _, wave in groupby(parcels, key=attrgetter("wave")):
+        yield list(wave)
+
+
+def join_group(
+    offers: Sequence[dict | None],
+    device: torch.device,
+    *,
+    rank: int,
+    num_ranks: int,
+    store: dist.TCPStore | None = None,
+) -> tuple[dist.ProcessGroup, dist.TCPStore]:
+    """Meet all ranks where the first trainer rank offered; returns when everyone is there."""
+    meeting = offers[0]
+    assert meeting is not None, "trainer rank 0 always makes an offer"
+    if store is None:
+        store = dist.TCPStore(meeting["address"], meeting["port"], is_master=False, timeout=TIMEOUT)
+    prefixed = dist.PrefixStore("megadapo-weights", store)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = TIMEOUT
+        group = dist.ProcessGroupNCCL(prefixed, rank, num_ranks, options)
+    else:
+        group = dist.ProcessGroupGloo(prefixed, rank, num_ranks, TIMEOUT)
+    # The communicator comes into being with its first collective; a send must not wait for it.
+    group.allreduce([torch.zeros(1, device=device)]).wait()
+    return group, store
+
+
+def issue_together(
+    group: dist.ProcessGroup, device: torch.device, operations: Sequence[Callable[[], dist.Work]]
+) -> list[dist.Work]:
+    """Issue messages so that none waits for another; NCCL makes one operation of them."""
+    if device.type != "cuda" or not operations:
+        return [operation() for operation in operations]
+    group._start_coalescing()
+    for operation in operations:
+        operation()
+    return [group._end_coalescing()]
+
+
+def node_address() -> str:
+    """The address at which other nodes of the cluster reach this one; without one, loopback."""
+    import ray
+
+    return ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"

@@ -1,0 +1,178 @@
+"""A trainer rank's side of a weight update: it fills the buckets that the plan gives to it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megadapo.weights.disk.load import match_params
+from megadapo.weights.layout.layout import ModelLayout, ShardPosition
+from megadapo.weights.sync.buckets import (
+    Placed,
+    Schedule,
+    checksum,
+    largest_buckets,
+    pack,
+    parcel_of,
+    slice_view,
+)
+from megadapo.weights.sync.plan import Plan, Transfer
+from megadapo.weights.sync.transports import Outbox, open_outbox
+
+
+@dataclass(frozen=True, kw_only=True)
+class SenderInfo:
+    """What the driver must know of a trainer rank to plan an update."""
+
+    position: ShardPosition
+    layout: ModelLayout
+    node: str
+    gpu: int | None
+    """Number of the rank's GPU on its node; None on a CPU."""
+
+
+class WeightSender:
+    """Copies slices of this rank's parameters into buckets.
+
+    Args:
+        params: Megatron-named parameters of this rank, with global layer numbers; they are read
+            where they are, at every update.
+        layout: Layout of the model.
+        position: What of the model this rank holds.
+        rank: This rank's number among the trainer's ranks.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, torch.Tensor],
+        layout: ModelLayout,
+        position: ShardPosition,
+        rank: int,
+    ) -> None:
+        pairs = match_params(params, layout, position)
+        self._params = {shard.name: param for shard, param in pairs}
+        self._position, self._layout, self._rank = position, layout, rank
+        self._device = pairs[0][1].device
+        self._plan: Plan | None = None
+        self._outbox: Outbox | None = None
+
+    def describe(self) -> SenderInfo:
+        """Where this rank stands and runs."""
+        return SenderInfo(
+            position=self._position,
+            layout=self._layout,
+            node=socket.gethostname(),
+            gpu=_gpu_number(self._device) if self._device.type == "cuda" else None,
+        )
+
+    def prepare(self, plan: Plan, *, bucket_bytes: int, dtype: torch.dtype, transport: str) -> dict:
+        """Take the plan, allocate two buckets and offer them."""
+        self.close()
+        schedule = pack(plan, bucket_bytes)
+        self._plan, self._dtype, self._own = plan, dtype, schedule[self._rank]
+        self._relayed = _relayed(schedule, self._rank)
+        self._outbox = open_outbox(
+            transport,
+            largest_buckets(plan, schedule)[self._rank],
+            device=self._device,
+            rank=self._rank,
+            num_ranks=plan.num_ranks,
+        )
+        return self._outbox.offer()
+
+    def connect(self, offers: Sequence[dict | None]) -> None:
+        """Meet the engine ranks, who are opening the offers at the same time."""
+        assert self._outbox is not None, "prepare first"
+        self._outbox.connect(offers)
+
+    def opened(self) -> None:
+        """Every receiver has opened the offer."""
+        if self._outbox is not None:
+            self._outbox.opened()
+
+    @torch.no_grad()
+    def fill(self, round_number: int, *, with_checksums: bool = False) -> list[int]:
+        """Fill this rank's bucket of a round.
+
+        Collective over the trainer where the plan relays slices between its nodes.
+
+        Returns:
+            The checksum of every slice in the bucket, in order, if asked for.
+        """
+        assert self._plan is not None, "prepare first"
+        self._relay(round_number)
+        if round_number >= len(self._own):
+            return []
+        own = self._own[round_number]
+        bucket = self._outbox.bucket(round_number)
+        sums = []
+        for placed in own:
+            if placed.transfer.origin == self._rank:
+                self._fill_one(bucket, placed.transfer, placed.offset)
+            if with_checksums:
+                sums += self._checksums(bucket, placed)
+        self._outbox.post(round_number, [parcel_of(self._plan, placed) for placed in own])
+        return sums
+
+    def close(self) -> None:
+        """Give the buckets back."""
+        if self._outbox is not None:
+            self._outbox.close()
+        self._outbox = self._plan = None
+
+    def _fill_one(self, bucket: torch.Tensor, transfer: Transfer, start: int) -> None:
+        for offset, copy in self._plan.slices(transfer, start):
+            param = self._params[copy.source_name]
+            piece = param.narrow(copy.axis, copy.source_offset, copy.size)
+            slice_view(bucket, offset, copy, self._dtype).copy_(piece)
+
+    def _checksums(self, bucket: torch.Tensor, placed: Placed) -> list[int]:
+        return [
+            checksum(slice_view(bucket, offset, copy, self._dtype))
+            for offset, copy in self._plan.slices(placed.transfer, placed.offset)
+        ]
+
+    def _relay(self, round_number: int) -> None:
+        """Hand slices to the ranks that feed engines on other nodes, over the trainer's group.
+
+        Both sides have a place for them in this round's bucket.
+        """
+        relayed = self._relayed.get(round_number)
+        if not relayed:
+            return
+        bucket = self._outbox.bucket(round_number)
+        operations = [self._relay_one(bucket, placed) for placed in relayed]
+        for work in torch.distributed.batch_isend_irecv(operations):
+            work.wait()
+
+    def _relay_one(self, bucket: torch.Tensor, placed: Placed) -> torch.distributed.P2POp:
+        transfer, size = placed.transfer, self._plan.bundle(placed.transfer).num_bytes
+        if transfer.feeder == self._rank:
+            place = bucket.narrow(0, placed.offset, size)
+            return torch.distributed.P2POp(torch.distributed.irecv, place, transfer.origin)
+        self._fill_one(bucket, transfer, placed.staged_at)
+        place = bucket.narrow(0, placed.staged_at, size)
+        return torch.distributed.P2POp(torch.distributed.isend, place, transfer.feeder)
+
+
+def _relayed(schedule: Schedule, rank: int) -> dict[int, list[Placed]]:
+    """Round -> what this rank hands to another rank's bucket, or gets for its own."""
+    relayed: dict[int, list[Placed]] = {}
+    for rounds in schedule:
+        for number, bucket in enumerate(rounds):
+            for placed in bucket:
+                ranks = (placed.transfer.origin, placed.transfer.feeder)
+                if placed.staged_at is not None and rank in ranks:
+                    relayed.setdefault(number, []).append(placed)
+    return relayed
+
+
+def _gpu_number(device: torch.device) -> int:
+    """The number that the node gives a device, which this process may know by another."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    index = device.index or 0
+    return int(visible.split(",")[index]) if visible else index

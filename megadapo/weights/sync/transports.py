@@ -1,0 +1,96 @@
+"""What carries slices from a trainer rank to the engine ranks, behind one interface.
+
+A trainer rank owns two buckets (round k uses bucket k % 2) and offers them once; engine ranks open
+the offers once. After that a round needs no metadata at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from megadapo.errors import InfraError
+from megadapo.weights.sync.cuda_ipc import CudaIpcInbox, CudaIpcOutbox
+from megadapo.weights.sync.parcels import Parcel
+from megadapo.weights.sync.point_to_point import PointToPointInbox, PointToPointOutbox
+from megadapo.weights.sync.shared_memory import SharedMemoryInbox, SharedMemoryOutbox
+
+
+class Outbox(Protocol):
+    """A trainer rank's side."""
+
+    def offer(self) -> dict:
+        """What the others need to open the buckets; plain values only."""
+        ...
+
+    def connect(self, offers: Sequence[dict | None]) -> None:
+        """Meet the receivers, who are opening the offers at the same time."""
+        ...
+
+    def opened(self) -> None:
+        """Every receiver has opened the offer."""
+        ...
+
+    def bucket(self, round_number: int) -> torch.Tensor:
+        """The bytes to fill for a round; whoever read it two rounds ago has finished."""
+        ...
+
+    def post(self, round_number: int, parcels: Sequence[Parcel]) -> None:
+        """The bucket is full."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
+
+
+class Inbox(Protocol):
+    """An engine rank's side."""
+
+    def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> Iterable[torch.Tensor]:
+        """The bytes of each parcel, in order of their waves; each is to be read before the next
+        one is asked for."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the buckets."""
+        ...
+
+
+def open_outbox(
+    transport: str, num_bytes: int, *, device: torch.device, rank: int, num_ranks: int
+) -> Outbox:
+    """Two buckets of `num_bytes` for trainer rank `rank`; `num_ranks` counts engine ranks too."""
+    if transport == "shared_memory":
+        return SharedMemoryOutbox(num_bytes)
+    if transport == "cuda_ipc":
+        return CudaIpcOutbox(num_bytes, device)
+    if transport == "nccl":
+        return PointToPointOutbox(num_bytes, device, rank=rank, num_ranks=num_ranks)
+    raise InfraError(f"weights.transport: unknown transport {transport!r}.")
+
+
+def open_inbox(
+    transport: str,
+    offers: Sequence[dict | None],
+    *,
+    num_bytes: int,
+    device: torch.device,
+    rank: int,
+    num_ranks: int,
+) -> Inbox:
+    """The trainer ranks' buckets, for an engine rank that is number `rank` of all `num_ranks`.
+
+    Args:
+        num_bytes: Largest wave of the engine rank: the memory to receive in, where the buckets
+            cannot be read in place.
+    """
+    if transport == "shared_memory":
+        return SharedMemoryInbox(offers)
+    if transport == "cuda_ipc":
+        return CudaIpcInbox(offers)
+    if transport == "nccl":
+        return PointToPointInbox(offers, num_bytes, device, rank=rank, num_ranks=num_ranks)
+    raise InfraError(f"weights.transport: unknown transport {transport!r}.")

@@ -1,0 +1,65 @@
+"""Group advantages, shaping and selection: the formulas of the paper, edge cases included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megadapo.algorithm.advantages import group_advantages
+from megadapo.algorithm.selection import teaches
+from megadapo.algorithm.shaping import overlong_penalty, shaped_rewards
+
+
+def test_advantages_are_the_standardised_rewards():
+    """Worked by hand: mean 0, unbiased std sqrt(4 / 3)."""
+    expected = np.array([1, -1, 1, -1]) / np.sqrt(4 / 3)
+    np.testing.assert_allclose(group_advantages([1, -1, 1, -1]), expected, rtol=1e-15)
+
+
+def test_without_the_std_advantages_are_the_centred_rewards():
+    np.testing.assert_allclose(
+        group_advantages([1, -1, -1, -1], normalize_by_std=False), [1.5, -0.5, -0.5, -0.5]
+    )
+
+
+@pytest.mark.parametrize("rewards", [[1.0], [-1.0] * 16, [0.1 + 0.2] * 3])
+def test_a_group_of_equal_rewards_teaches_nothing(rewards):
+    """0 / 0 must not become NaN, nor rounding of the mean a huge advantage."""
+    assert (group_advantages(rewards) == 0.0).all()
+
+
+def test_a_nearly_constant_group_keeps_unit_scale():
+    """An epsilon under the fraction would shrink the advantages of small differences."""
+    advantages = group_advantages([0.0, 1e-7, 0.0, 1e-7])
+    assert advantages.std(ddof=1) == pytest.approx(1.0, rel=1e-9)
+
+
+@pytest.mark.parametrize("rewards", [[], [1.0, np.nan], [1.0, np.inf], [[1.0], [2.0]]])
+def test_rewards_that_are_no_rewards_are_refused(rewards):
+    with pytest.raises(ValueError):
+        group_advantages(rewards)
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"),
+    [(0, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0), (30000, -1.0)],
+)
+def test_overlong_penalty_at_the_papers_lengths(length, penalty):
+    assert overlong_penalty(length, max_length=20480, buffer=4096) == pytest.approx(penalty)
+
+
+def test_no_buffer_means_no_penalty():
+    assert overlong_penalty(10**9, max_length=10, buffer=0) == 0.0
+
+
+def test_the_penalty_is_added_to_the_correctness_reward():
+    shaped = shaped_rewards([1.0, -1.0, 1.0], [10, 20, 15], max_length=20, buffer=10, factor=0.5)
+    np.testing.assert_allclose(shaped, [1.0, -1.5, 0.75])
+
+
+@pytest.mark.parametrize(
+    ("correct", "kept"),
+    [([True, False], True), ([True, True], False), ([False] * 3, False), ([True], False)],
+)
+def test_only_mixed_groups_teach(correct, kept):
+    assert teaches(correct) is kept

@@ -1,0 +1,64 @@
+"""Every loss aggregation as weights: against its definition, written out with loops."""
+
+from __future__ import annotations
+
+import typing
+
+import numpy as np
+import pytest
+
+from megadapo.algorithm.loss_weights import Aggregation, sequence_weights
+
+LENGTHS = np.array([3, 1, 7, 2, 5])
+GROUPS = np.array([8, 8, 3, 3, 3])
+LOSSES = [np.random.default_rng(i).normal(size=n) for i, n in enumerate(LENGTHS)]
+
+
+def by_definition(aggregation: Aggregation, losses: list[np.ndarray], groups: np.ndarray) -> float:
+    match aggregation:
+        case "token-mean":
+            return float(np.concatenate(losses).mean())
+        case "group-token-mean":
+            members = [
+                np.concatenate([x for x, g in zip(losses, groups, strict=True) if g == group])
+                for group in sorted(set(groups))
+            ]
+            return float(np.mean([m.mean() for m in members]))
+        case "seq-mean-token-mean":
+            return float(np.mean([x.mean() for x in losses]))
+        case "seq-mean-token-sum":
+            return float(np.mean([x.sum() for x in losses]))
+        case "seq-sum-token-mean":
+            return float(np.sum([x.mean() for x in losses]))
+        case "token-sum":
+            return float(np.sum([x.sum() for x in losses]))
+
+
+@pytest.mark.parametrize("aggregation", typing.get_args(Aggregation))
+@pytest.mark.parametrize("keep", [None, [True, False, True, True, False]])
+def test_weighted_sum_is_the_aggregation(aggregation, keep):
+    keep = None if keep is None else np.array(keep)
+    weights = sequence_weights(LENGTHS, GROUPS, aggregation, keep=keep)
+    total = sum(w * x.sum() for w, x in zip(weights, LOSSES, strict=True))
+    chosen = np.flatnonzero(np.ones(5, bool) if keep is None else keep)
+    expected = by_definition(aggregation, [LOSSES[i] for i in chosen], GROUPS[chosen])
+    assert total == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("aggregation", typing.get_args(Aggregation))
+def test_nothing_kept_gives_zero_weights_and_no_division_by_zero(aggregation):
+    weights = sequence_weights(LENGTHS, GROUPS, aggregation, keep=np.zeros(5, bool))
+    assert (weights == 0).all()
+    empty = sequence_weights(np.array([], int), np.array([], int), aggregation)
+    assert empty.shape == (0,)
+
+
+def test_an_empty_response_counts_for_nothing():
+    """1 / len of an empty response would be infinite."""
+    weights = sequence_weights(np.array([0, 4]), np.array([0, 0]), "seq-mean-token-mean")
+    assert weights.tolist() == [0.0, 0.25]
+
+
+def test_an_unknown_aggregation_is_refused():
+    with pytest.raises(ValueError, match="token-mode"):
+        sequence_weights(LENGTHS, GROUPS, "token-mode")

@@ -1,0 +1,291 @@
+"""Would catch: a command that ends in a traceback, the wrong exit code, or starts too much."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megadapo
+from megadapo import cli
+from megadapo.cli import main
+from megadapo.config import load_config
+from megadapo.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    InfraError,
+    OracleError,
+    RunInterrupted,
+)
+
+RECIPE = """
+[run]
+folder = "runs/x"
+num_steps = 3
+[model]
+path = "{model}"
+[data]
+train = "arithmetic:train:64"
+max_prompt_tokens = 16
+[rollout]
+max_response_tokens = 48
+[dapo]
+overlong_buffer = 16
+"""
+
+SIZES = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SIZES))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, model: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.format(model=model))
+    return path
+
+
+def fails(capsys: pytest.CaptureFixture[str], code: int, *argv: str) -> str:
+    """Run a command that must fail; return its one message."""
+    assert main(argv) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("megadapo: ") and "Traceback" not in captured.err
+    return captured.err
+
+
+def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
+    recipe: Path, tmp_path: Path
+) -> None:
+    """In its own process: what it imports and which files it makes are seen there."""
+    code = (
+        "import sys; from megadapo.cli import main; code = main(sys.argv[1:]); "
+        "heavy = [m for m in ('torch', 'ray', 'vllm', 'megatron') if m in sys.modules]; "
+        "sys.exit(code or len(heavy))"
+    )
+    argv = ["train", str(recipe), "--dry-run", "--run.seed=5", "--resume", "never"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    printed = tmp_path / "printed.toml"
+    printed.write_text(done.stdout)
+    assert load_config(printed) == load_config(recipe, ["run.seed=5", "run.resume=never"])
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ("--run.sed=5", "run.seed"),
+        ("--dryrun", "unknown argument"),
+        ("--dry", "unknown argument"),
+        ("--run.seed", "write --section.key=value"),
+        ("stray", "unknown argument"),
+        ("--seed=5", "unknown argument"),
+    ],
+)
+def test_unknown_argument_is_refused(
+    recipe: Path, capsys: pytest.CaptureFixture[str], extra: str, said: str
+) -> None:
+    """An argument that is silently ignored is a run with the wrong settings."""
+    assert said in fails(capsys, 2, "train", str(recipe), "--dry-run", extra)
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["plot", "somewhere"]])
+def test_overrides_are_refused_where_they_mean_nothing(
+    capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    assert "unknown argument" in fails(capsys, 2, *command, "--run.seed=5")
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "said"),
+    [
+        ("model.path=nowhere", 3, "there is no such folder"),
+        ("model.path=./a/b", 3, "there is no such folder"),
+        ("data.train=nowhere.parquet", 3, "data.train"),
+        ("data.train=./none/at/all", 3, "data.train"),
+        ("data.train=arithmetic:train:0", 3, "data.train"),
+        ("data.held_out=arithmetic:wrong:9", 3, "data.held_out"),
+        ("run.resume=nowhere", 4, "run.resume"),
+        ("run.folder=/dev/null/run", 2, "/dev/null is a file"),
+        ("trainer.tensor_parallel=4", 2, "num_key_value_heads"),
+        ("trainer.pipeline_parallel=3", 2, "num_hidden_layers"),
+        ("rollout.max_response_tokens=49", 2, "max_position_embeddings = 64"),
+    ],
+)
+def test_dry_run_checks_what_the_configuration_points_at(
+    recipe: Path, capsys: pytest.CaptureFixture[str], override: str, code: int, said: str
+) -> None:
+    assert said in fails(capsys, code, "train", str(recipe), "--dry-run", f"--{override}")
+
+
+def test_run_folder_that_cannot_be_written_is_found_before_the_run(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's answer is replaced, because root may write everywhere."""
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert "cannot be written to" in fails(capsys, 2, "train", str(recipe), "--dry-run")
+
+
+def test_missing_hub_like_folder_beside_existing_ones_is_not_taken_for_a_hub_name(
+    recipe: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`models/bse` with a folder `models` here is a typing error, not a model on the Hub."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    message = fails(capsys, 3, "train", str(recipe), "--dry-run", "--model.path=models/bse")
+    assert "there is no such folder" in message
+
+
+def test_hub_names_are_reported_as_not_checked(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model.path=no-such-org/no-such-model", "--data.train=no-such-org/no-such-data"]
+    assert main(["train", str(recipe), "--dry-run", *argv]) == 0
+    notes = capsys.readouterr().err
+    assert "model.path" in notes and "data.train" in notes and "not checked" in notes
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_incomplete_model_folder_is_named(
+    recipe: Path, model: Path, capsys: pytest.CaptureFixture[str], missing: str
+) -> None:
+    (model / missing).unlink()
+    message = fails(capsys, 3, "train", str(recipe), "--dry-run")
+    assert str(model) in message and missing.removeprefix("model") in message
+
+
+def test_random_initialisation_needs_no_weights(recipe: Path, model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    assert main(["train", str(recipe), "--dry-run", "--model.init=random"]) == 0
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\xff", '{"num_attention_heads": "4"}'])
+def test_damaged_model_configuration_is_one_message(
+    recipe: Path, model: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    (model / "config.json").write_bytes(content.encode("latin-1"))
+    assert main(["train", str(recipe), "--dry-run"]) in (2, 3)
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_problems_of_model_and_data_are_reported_together(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model.path=nowhere", "--data.train=nowhere.jsonl"]
+    message = fails(capsys, 3, "train", str(recipe), "--dry-run", *argv)
+    assert "model.path" in message and "data.train" in message
+
+
+def test_naming_a_run_folder_goes_on_with_it(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor may a run started with --resume never, or in another directory, start anew elsewhere."""
+    from megadapo.config import to_dict
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    started = load_config(recipe, ["run.resume=never"])
+    (folder / "config.json").write_text(json.dumps(to_dict(started)))
+    assert main(["train", str(folder), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert 'resume = "auto"' in printed and f'folder = "{folder}"' in printed
+    assert main(["train", str(folder), "--dry-run", "--resume=never"]) == 0
+    assert 'resume = "never"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x"), 2),
+        (DataError("x"), 3),
+        (CheckpointError("x"), 4),
+        (InfraError("x"), 5),
+        (OracleError("x"), 6),
+        (RunInterrupted("x"), 75),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_each_kind_of_error_has_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+) -> None:
+    def fail(arguments: object) -> int:
+        raise error
+
+    monkeypatch.setattr("megadapo.commands.doctor.run", fail)
+    fails(capsys, code, "doctor")
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only errors meant for users lose theirs."""
+
+    def fail(arguments: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("megadapo.commands.doctor.run", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["doctor"])
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == f"megadapo {megadapo.__version__}"
+
+
+def test_no_command_shows_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "usage: megadapo" in capsys.readouterr().err
+
+
+def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = cli.build_parser()
+    commands = next(a for a in parser._actions if hasattr(a, "choices") and a.choices).choices
+    for name in commands:
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
+        assert f"megadapo {name}" in capsys.readouterr().out
+
+
+def test_evaluation_without_problems_ends_before_anything_starts(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "data.held_out" in fails(capsys, 2, "eval", str(recipe))
+
+
+def test_conversion_of_what_is_no_model_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert str(tmp_path) in fails(capsys, 3, "convert", "inspect", str(tmp_path))

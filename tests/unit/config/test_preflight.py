@@ -1,0 +1,36 @@
+"""Impossible engines are refused before any process starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megadapo.config import load_config
+from megadapo.config.preflight import check_run
+from megadapo.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["--rollout.pipeline_parallel=5"], "rollout.pipeline_parallel = 5 .*num_hidden_layers"),
+        (["--rollout.tensor_parallel=3"], "rollout.tensor_parallel = 3 .*num_attention_heads"),
+        (
+            ["--rollout.tensor_parallel=2", "--rollout.expert_parallel=true"],
+            "rollout.expert_parallel = true is for models with experts",
+        ),
+        (
+            ["--rollout.tensor_parallel=3", "--trainer.tensor_parallel=3"],
+            "trainer.tensor_parallel = 3 .*\n(.*\n)*rollout.tensor_parallel = 3",
+        ),
+    ],
+)
+def test_a_split_that_the_model_does_not_allow(monkeypatch, overrides, problem):
+    """Catches an engine that starts and then stops with an error of vLLM's."""
+    monkeypatch.chdir(REPOSITORY)
+    config = load_config("configs/quickstart.toml", overrides)
+    with pytest.raises(ConfigError, match=problem):
+        check_run(config)

@@ -1,0 +1,106 @@
+"""Would catch: a recipe that does not start, or is no longer the one the paper describes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megadapo.cli import main
+from megadapo.config import load_config
+from megadapo.trainer.model_layout import validate_model_layout
+
+REPOSITORY = Path(__file__).parents[3]
+CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
+
+# Sizes from the models' published config.json files.
+QWEN_32B = {
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "intermediate_size": 27648,
+    "vocab_size": 152064,
+}
+QWEN_7B = {
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+}
+
+
+def test_there_are_recipes() -> None:
+    assert {path.stem for path in CONFIGS} >= {"qwen2.5-32b", "qwen2.5-32b-verl", "qwen2.5-7b"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_recipe_passes_a_dry_run(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Also: what a dry run prints is a recipe that means the same."""
+    monkeypatch.chdir(REPOSITORY)
+    assert main(["train", str(path), "--dry-run"]) == 0, capsys.readouterr().err
+    printed = tmp_path / "printed.toml"
+    printed.write_text(capsys.readouterr().out)
+    assert load_config(printed) == load_config(path)
+
+
+def test_32b_recipe_has_each_of_the_papers_numbers() -> None:
+    """DAPO (arXiv 2503.14476), sections 3 and 4.1."""
+    config = load_config(REPOSITORY / "configs" / "qwen2.5-32b.toml")
+    assert config.model.path == "Qwen/Qwen2.5-32B"
+    assert "DAPO-Math-17k" in config.data.train
+    assert config.data.held_out is not None and "AIME" in config.data.held_out
+    assert config.sampling.prompts_per_step == 512
+    assert config.sampling.responses_per_prompt == 16
+    assert config.dapo.responses_per_mini_batch == 512
+    updates = 512 * 16 // config.dapo.responses_per_mini_batch
+    assert updates == 16
+    optimizer = config.trainer.optimizer
+    assert (optimizer.lr, optimizer.schedule, optimizer.warmup_steps) == (1e-6, "constant", 20)
+    objective = config.dapo.objective
+    assert (objective.clip_low, objective.clip_high) == (0.2, 0.28)
+    assert (objective.dual_clip, objective.kl_coef, objective.entropy_coef) == (None, 0.0, 0.0)
+    assert config.dapo.loss_aggregation == "group-token-mean"
+    assert config.dapo.normalize_by_std
+    assert config.rollout.max_response_tokens == 20480 == 16384 + config.dapo.overlong_buffer
+    assert config.dapo.overlong_buffer == 4096
+    assert config.dapo.overlong_factor == 1.0
+    assert not config.dapo.overlong_filtering
+    assert (config.rollout.temperature, config.rollout.top_p) == (1.0, 1.0)
+    evaluation = config.evaluation
+    assert evaluation.samples_per_problem == 32
+    assert (evaluation.temperature, evaluation.top_p) == (1.0, 0.7)
+    trainer = config.trainer
+    num_gpus = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+    assert num_gpus == 128
+    assert config.rollout.num_engines * config.rollout.tensor_parallel == 128
+    validate_model_layout(QWEN_32B, trainer)
+
+
+def test_verl_recipe_differs_from_the_paper_only_where_the_script_does() -> None:
+    paper = load_config(REPOSITORY / "configs" / "qwen2.5-32b.toml")
+    verl = load_config(REPOSITORY / "configs" / "qwen2.5-32b-verl.toml")
+    assert verl.trainer.optimizer.warmup_steps == 10
+    assert verl.dapo.objective.dual_clip == 10.0
+    assert verl.dapo.loss_aggregation == "token-mean"
+    assert verl.sampling.oversampling * verl.sampling.prompts_per_step == 1536
+    assert verl.sampling.max_asked_per_step == 10 * 1536
+    assert verl.sampling.on_shortfall == "stop"
+    assert verl.sampling.reserve_size == 0
+    for same in ("model", "data", "rollout", "evaluation", "weights", "cluster"):
+        assert getattr(verl, same) == getattr(paper, same), same
+    assert verl.run.folder != paper.run.folder
+
+
+def test_7b_recipe_fits_one_node_of_eight_gpus() -> None:
+    config = load_config(REPOSITORY / "configs" / "qwen2.5-7b.toml")
+    trainer = config.trainer
+    num_gpus = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+    assert num_gpus == 8 == config.rollout.num_engines * config.rollout.tensor_parallel
+    assert config.cluster.address is None
+    validate_model_layout(QWEN_7B, trainer)

@@ -1,0 +1,74 @@
+"""Would catch: a before/after table with other numbers than the run's."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megadapo.errors import DataError
+from megadapo.observe.metrics import MetricsLog
+from megadapo.observe.summary import print_report, summarise
+
+RecordRun = Callable[..., Path]
+
+
+def report_of(folder: Path) -> str:
+    out = io.StringIO()
+    print_report(folder, console=Console(file=out, width=140))
+    return out.getvalue()
+
+
+def test_summary_is_of_the_whole_run(tmp_path: Path, record_run: RecordRun) -> None:
+    summary = summarise(record_run(tmp_path, num_steps=4))
+    assert (summary.first["step"], summary.last["step"]) == (1, 4)
+    assert summary.held_out_first is not None and summary.held_out_first.step == 0
+    assert summary.held_out_last is not None and summary.held_out_last.accuracy == 0.8
+    assert summary.wall_s == 8.0
+    assert (summary.tokens_generated, summary.tokens_trained) == (4000, 2800)
+    assert (summary.groups_sampled, summary.groups_kept) == (160, 128)
+    assert summary.ratio_first_max_error == 0.0
+    assert summary.logprob_abs_max == 4e-6
+
+
+def test_report_shows_before_after_artefacts_and_how_to_go_on(
+    tmp_path: Path, record_run: RecordRun
+) -> None:
+    text = report_of(record_run(tmp_path, num_steps=4))
+    for shown in (
+        "avg@8, 64 problems",
+        "0.000 ± 0.020 (step 0)",
+        "0.800 ± 0.020 (step 4)",
+        "40.0",
+        "0:00:08",
+        "4,000 generated, 2,800 trained on",
+        "4.0e-06 nats at most",
+        "metrics.jsonl",
+        f"megadapo train {tmp_path} --run.num_steps=",
+        f"megadapo plot {tmp_path}",
+    ):
+        assert shown in text, shown
+    assert "checkpoints" not in text  # there are none
+
+
+def test_report_without_evaluation(tmp_path: Path, record_run: RecordRun) -> None:
+    text = report_of(record_run(tmp_path, num_steps=1, evaluations=False))
+    assert "held-out" not in text and "training accuracy" in text
+
+
+def test_worst_value_of_a_run_with_nan_is_nan(tmp_path: Path) -> None:
+    """max() passes over NaN where it does not come first."""
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        for step, gap in enumerate([1e-6, math.nan, 1e-5], start=1):
+            log.record({"step": step, "parity/logprob_abs_max": gap})
+    assert math.isnan(summarise(tmp_path).logprob_abs_max or 0.0)
+    assert report_of(tmp_path)
+
+
+def test_folder_that_is_no_run_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no steps are recorded"):
+        print_report(tmp_path / "nowhere")

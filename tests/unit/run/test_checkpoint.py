@@ -1,0 +1,157 @@
+"""The checkpoint store: complete and verified, or not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megadapo.errors import CheckpointError
+from megadapo.run.checkpoint import CheckpointStore, load
+
+STATE = {"step": 3, "policy_version": 3, "reserve": []}
+
+
+def write_shards(folder: Path) -> None:
+    (folder / "shard-0.distcp").write_bytes(os.urandom(4096))
+    (folder / "nested").mkdir()
+    (folder / "nested" / "metadata").write_bytes(b"meta")
+
+
+def saved(folder: Path, *steps: int, keep: int = 9) -> CheckpointStore:
+    store = CheckpointStore(folder, keep=keep)
+    for step in steps:
+        store.save(step, write_trainer=write_shards, state=STATE)
+    return store
+
+
+def test_what_was_saved_comes_back(tmp_path):
+    store = saved(tmp_path, 3)
+    checkpoint, skipped = store.newest()
+    assert checkpoint is not None and not skipped
+    assert (checkpoint.step, checkpoint.state) == (3, STATE)
+    assert (checkpoint.trainer_folder / "nested" / "metadata").read_bytes() == b"meta"
+
+
+def test_an_empty_folder_is_a_fresh_start(tmp_path):
+    assert CheckpointStore(tmp_path / "none", keep=1).newest() == (None, [])
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    """As text, step-9 would beat step-10."""
+    checkpoint, _ = saved(tmp_path, 9, 10).newest()
+    assert checkpoint is not None and checkpoint.step == 10
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "add"])
+@pytest.mark.parametrize(
+    "name", ["trainer/shard-0.distcp", "trainer/nested/metadata", "state.json"]
+)
+def test_damage_is_named_and_the_previous_checkpoint_used(tmp_path, damage, name):
+    store = saved(tmp_path, 1, 2)
+    victim = tmp_path / "step-2" / name
+    content = victim.read_bytes()
+    if damage == "flip":
+        victim.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    elif damage == "truncate":
+        victim.write_bytes(content[:-1])
+    elif damage == "delete":
+        victim.unlink()
+    else:
+        victim.with_name("stranger").write_bytes(b"?")
+    checkpoint, skipped = store.newest()
+    assert checkpoint is not None and checkpoint.step == 1
+    assert len(skipped) == 1
+    assert ("stranger" if damage == "add" else name) in skipped[0]
+
+
+def test_only_damaged_checkpoints_are_an_error_and_not_step_zero(tmp_path):
+    store = saved(tmp_path, 1)
+    (tmp_path / "step-1" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="never completed"):
+        store.newest()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": "other"}'])
+def test_foreign_manifests_are_refused(tmp_path, text):
+    saved(tmp_path, 1)
+    (tmp_path / "step-1" / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match="step-1"):
+        load(tmp_path / "step-1")
+
+
+def test_a_folder_that_anyone_can_write_is_refused(tmp_path):
+    saved(tmp_path, 1)
+    (tmp_path / "step-1").chmod(0o777)
+    with pytest.raises(CheckpointError, match="writable by everyone"):
+        load(tmp_path / "step-1")
+
+
+def test_old_ones_go_only_after_the_new_one_is_committed(tmp_path):
+    store = saved(tmp_path, 1, 2, 3, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]
+
+    def fails(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        store.save(4, write_trainer=fails, state=STATE)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]
+
+
+def test_a_committed_step_is_never_written_again(tmp_path):
+    """Writing into a committed folder would mix two saves under one manifest."""
+    store = saved(tmp_path, 1)
+    before = (tmp_path / "step-1" / "trainer" / "shard-0.distcp").read_bytes()
+    with pytest.raises(CheckpointError, match="not overwritten"):
+        store.save(1, write_trainer=write_shards, state=STATE)
+    assert (tmp_path / "step-1" / "trainer" / "shard-0.distcp").read_bytes() == before
+
+
+def test_going_on_from_an_earlier_step_sets_newer_ones_aside(tmp_path):
+    """Otherwise a later resume would jump back onto the abandoned branch."""
+    store = saved(tmp_path, 1, 2, 3)
+    assert len(store.set_aside_after(1)) == 2
+    store.save(2, write_trainer=write_shards, state={"branch": "new"})
+    checkpoint, _ = store.newest()
+    assert checkpoint is not None and checkpoint.state == {"branch": "new"}
+
+
+SAVER = """
+import os, sys
+from pathlib import Path
+from megadapo.run.checkpoint import CheckpointStore
+
+def shards(folder):
+    for i in range(20):
+        (folder / f"shard-{i}").write_bytes(os.urandom(200_000))
+
+store = CheckpointStore(Path(sys.argv[1]), keep=2)
+for step in range(1, 10_000):
+    store.save(step, write_trainer=shards, state={"step": step})
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.fault
+def test_sigkill_at_any_instant_leaves_the_newest_committed_checkpoint(tmp_path):
+    """Killed 30 times while saving in a tight loop; each time the newest step must load."""
+    for attempt in range(30):
+        folder = tmp_path / str(attempt)
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVER, str(folder)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None and process.stdout.readline().strip() == "1"
+        time.sleep(0.003 * attempt)
+        process.send_signal(signal.SIGKILL)
+        printed = process.stdout.read().split()
+        process.wait()
+        checkpoint, _ = CheckpointStore(folder, keep=2).newest()
+        assert checkpoint is not None
+        assert checkpoint.step >= int(printed[-1] if printed else 1)
+        assert checkpoint.state == {"step": checkpoint.step}

@@ -1,0 +1,147 @@
+"""Where a run stands: fresh, resumed, refused; and what it evaluates and saves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megadapo.config import RunConfig, from_dict
+from megadapo.errors import CheckpointError
+from megadapo.observe.metrics import EvaluationRecord, read_evaluations, read_metrics
+from megadapo.run.checkpoint import CheckpointStore
+from megadapo.run.run import Run
+
+
+def config_of(folder: Path, **run: object) -> RunConfig:
+    return from_dict(
+        {
+            "run": {"folder": str(folder), "num_steps": 5, **run},
+            "model": {"path": "somewhere"},
+            "data": {"train": "arithmetic:train:64", "held_out": "arithmetic:held_out:8"},
+            "evaluation": {"every": 2},
+            "checkpoint": {"every": 2},
+        }
+    )
+
+
+def evaluation(step: int) -> EvaluationRecord:
+    return EvaluationRecord(
+        step=step,
+        policy_version=step,
+        accuracy=0.5,
+        standard_error=0.1,
+        num_problems=8,
+        samples_per_problem=8,
+        response_length=9.0,
+    )
+
+
+def advance(run: Run, num_steps: int) -> None:
+    """Do steps as the loop does them, with nothing behind them."""
+    for step in run.steps():
+        with run.phase("rollout"):
+            pass
+        run.record({"step": step, "tokens/generated": 10})
+        run.complete(step, {"cursor": step})
+        if run.saves:
+            run.save(lambda folder: (folder / "shard").write_bytes(b"shard"))
+        if step == num_steps:
+            return
+
+
+def saved_steps(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "checkpoints").iterdir())
+
+
+def test_a_fresh_run_starts_at_step_one_and_saves_what_it_should(tmp_path):
+    with Run.open(config_of(tmp_path)) as run:
+        assert (run.step, run.checkpoint, run.finished) == (0, None, False)
+        advance(run, 5)
+        assert run.finished
+    assert saved_steps(tmp_path) == ["step-4", "step-5"]
+    assert json.loads((tmp_path / "config.json").read_text())["run"]["num_steps"] == 5
+
+
+def test_a_resumed_run_drops_what_was_recorded_after_its_checkpoint(tmp_path):
+    """Steps redone after a kill would otherwise be in the metrics twice."""
+    with Run.open(config_of(tmp_path)) as run:
+        run.record_evaluation(evaluation(0))
+        advance(run, 3)
+        run.record_evaluation(evaluation(3))
+    with Run.open(config_of(tmp_path)) as run:
+        assert run.step == 2
+        assert run.checkpoint is not None and run.checkpoint.state == {"cursor": 2}
+        assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
+        assert [e.step for e in read_evaluations(tmp_path)] == [0]
+
+
+def test_without_a_checkpoint_nothing_recorded_counts(tmp_path):
+    with Run.open(config_of(tmp_path)) as run:
+        run.record_evaluation(evaluation(0))
+        advance(run, 1)
+    with Run.open(config_of(tmp_path)):
+        assert read_metrics(tmp_path) == [] and read_evaluations(tmp_path) == []
+
+
+def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 2)
+    with pytest.raises(CheckpointError, match="run.folder"):
+        Run.open(config_of(tmp_path, resume="never"))
+
+
+def test_resuming_from_a_path_abandons_later_steps(tmp_path):
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 5)
+    path = tmp_path / "checkpoints" / "step-4"
+    with Run.open(config_of(tmp_path, resume=str(path))) as run:
+        assert run.step == 4
+        advance(run, 5)
+    assert "step-5" in saved_steps(tmp_path)
+    assert any(name.startswith("aside-step-5") for name in saved_steps(tmp_path))
+
+
+def test_a_damaged_newest_checkpoint_is_skipped_and_said(tmp_path):
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 4)
+    shard = tmp_path / "checkpoints" / "step-4" / "trainer" / "shard"
+    shard.write_bytes(b"damaged")
+    with Run.open(config_of(tmp_path)) as run:
+        assert run.step == 2
+        advance(run, 4)
+    log = (tmp_path / "log.txt").read_text()
+    assert "skipped" in log and "SHA-256" in log and "resuming after step 2" in log
+    newest, _ = CheckpointStore(tmp_path / "checkpoints", keep=2).newest()
+    assert newest is not None and newest.step == 4
+
+
+@pytest.mark.parametrize(
+    ("start", "evaluated"), [(0, [0, 2, 4, 5]), (2, [4, 5]), (3, [4, 5]), (5, [])]
+)
+def test_evaluation_before_during_and_after_but_never_twice(tmp_path, start, evaluated):
+    run = Run.open(config_of(tmp_path))
+    run.step = start
+    steps = [start, *range(start + 1, 6)]
+    assert [step for step in steps if run.evaluates(step)] == evaluated
+
+
+def test_no_evaluation_where_none_is_wanted(tmp_path):
+    config = config_of(tmp_path)
+    off = replace(config, evaluation=replace(config.evaluation, every=0))
+    run = Run.open(off)
+    assert not any(run.evaluates(step) for step in range(6))
+
+
+def test_an_interrupted_run_saves_its_last_step_once(tmp_path):
+    """Saving the step a run resumed from again would need to overwrite it."""
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 2)
+        run.save(lambda folder: pytest.fail("step 2 is saved already"))
+    with Run.open(config_of(tmp_path)) as run:
+        run.save(lambda folder: pytest.fail("step 2 is what the run resumed from"))
+        advance(run, 3)
+        run.save(lambda folder: (folder / "shard").write_bytes(b"3"))
+    assert saved_steps(tmp_path) == ["step-2", "step-3"]

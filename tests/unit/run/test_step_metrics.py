@@ -1,0 +1,94 @@
+"""A step's results reach the metrics under every name, and nothing that was left out is silent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from megadapo.observe.metrics import METRIC_NAMES, EvaluationRecord
+from megadapo.rewards.symbolic import SymbolicCounts
+from megadapo.rewards.verifier import VerifierCounts
+from megadapo.rollout.sampler import SampledBatch
+from megadapo.run.step_metrics import step_metrics, step_notes, verifier_note
+from megadapo.trainer.result import UpdateResult
+
+SAMPLED = SampledBatch(
+    groups=(),
+    num_sampled=11,
+    num_all_correct=2,
+    num_all_wrong=1,
+    num_from_reserve=0,
+    num_to_reserve=0,
+    num_dropped=0,
+    num_tokens=500,
+    reward_seconds=0.1,
+    accuracy=0.5,
+    reward_mean=0.0,
+    response_length_mean=10.0,
+    response_length_p95=20.0,
+    truncated_fraction=0.0,
+)
+UPDATE = UpdateResult(
+    loss=-0.1,
+    entropy=0.2,
+    ratio_mean=1.0,
+    ratio_first_max_error=0.0,
+    clip_low_fraction=0.01,
+    clip_high_fraction=0.02,
+    token_probability_mean=0.9,
+    logprob_mean=-0.2,
+    grad_norm=1.0,
+    lr=1e-6,
+    skipped_updates=0,
+    num_dropped_tokens=0,
+    logprob_abs_mean=math.nan,
+    logprob_abs_max=math.nan,
+    tokens_trained=400,
+)
+EVALUATION = EvaluationRecord(
+    step=3,
+    policy_version=3,
+    accuracy=0.75,
+    standard_error=0.1,
+    num_problems=8,
+    samples_per_problem=8,
+    response_length=9.0,
+)
+TIMES = {"time/step_s", "time/rollout_s", "time/train_s", "time/sync_s", "tokens_per_s"}
+
+
+def test_every_name_but_the_runs_own_times_is_given():
+    """A metric that is forgotten here would be null in every run."""
+    assert set(step_metrics(3, SAMPLED, UPDATE, EVALUATION)) == set(METRIC_NAMES) - TIMES
+    assert step_metrics(3, SAMPLED, UPDATE, None)["eval/accuracy"] is None
+
+
+def test_parity_without_fresh_tokens_is_unmeasured_and_not_nan():
+    assert step_metrics(3, SAMPLED, UPDATE, None)["parity/logprob_abs_max"] is None
+
+
+def notes(sampled: SampledBatch = SAMPLED, update: UpdateResult = UPDATE, size: int = 0) -> str:
+    return "\n".join(step_notes(3, sampled, update, size))
+
+
+def test_a_healthy_step_says_nothing():
+    assert notes() == ""
+
+
+def test_each_reason_for_leaving_something_out_is_said_with_its_count():
+    assert "only 0 of 8 groups" in notes(size=8)
+    assert "5 surplus groups dropped" in notes(replace(SAMPLED, num_dropped=5))
+    assert "7 response tokens" in notes(update=replace(UPDATE, num_dropped_tokens=7))
+    assert "2 updates skipped" in notes(update=replace(UPDATE, skipped_updates=2))
+
+
+def test_disagreements_of_the_two_opinions_are_counted_apart():
+    counts = VerifierCounts(
+        num_scored=100,
+        num_only_rule=3,
+        num_only_symbolic=4,
+        symbolic=SymbolicCounts(num_checked=50, num_timeouts=1, num_skipped=2),
+    )
+    note = verifier_note(counts)
+    assert "3 right by the rule alone" in note and "4 right symbolically alone" in note
+    assert "3 lost to limits" in note
