@@ -131,13 +131,13 @@ def policy_head_loss_ref(
     weight: Tensor,
     targets: Tensor,
     *,
-    old_logprobs: Tensor,
+    logprobs_old: Tensor,
     advantages: Tensor,
     loss_weights: Tensor,
     objective: PolicyObjective,
     temperature: float = 1.0,
     vocab_size: int | None = None,
-    ref_logprobs: Tensor | None = None,
+    logprobs_ref: Tensor | None = None,
     importance_weights: Tensor | None = None,
 ) -> Tensor:
     """The loss of `policy_head_loss` by the book; finite inputs only."""
@@ -152,10 +152,10 @@ def policy_head_loss_ref(
     losses = policy_loss_ref(
         logprobs,
         entropy,
-        old_logprobs=old_logprobs[chosen],
+        logprobs_old=logprobs_old[chosen],
         advantages=advantages[chosen],
         objective=objective,
-        ref_logprobs=None if ref_logprobs is None else ref_logprobs[chosen],
+        logprobs_ref=None if logprobs_ref is None else logprobs_ref[chosen],
         importance_weights=None if importance_weights is None else importance_weights[chosen],
     )
     return (loss_weights[chosen] * losses).sum()
@@ -303,7 +303,7 @@ def policy_head_loss(
     weight: Tensor,
     targets: Tensor,
     *,
-    old_logprobs: Tensor,
+    logprobs_old: Tensor,
     advantages: Tensor,
     loss_weights: Tensor,
     objective: PolicyObjective,
@@ -311,7 +311,7 @@ def policy_head_loss(
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     chunk_tokens: int | None = None,
-    ref_logprobs: Tensor | None = None,
+    logprobs_ref: Tensor | None = None,
     importance_weights: Tensor | None = None,
     rows: Tensor | None = None,
     tp_invariant: bool | None = None,
@@ -327,7 +327,7 @@ def policy_head_loss(
         weight: [V/p, H], this rank's rows of the output layer in hidden's dtype. Its gradient is
             accumulated in fp32, into `weight.main_grad` where the parameter has one.
         targets: [T] token ids over the whole vocabulary.
-        old_logprobs: [T]. A token whose value is not finite is dropped and counted, as is one
+        logprobs_old: [T]. A token whose value is not finite is dropped and counted, as is one
             whose importance weight or reference log-prob is not.
         advantages: [T].
         loss_weights: [T]; tokens with weight 0 do not enter the head at all.
@@ -336,7 +336,7 @@ def policy_head_loss(
         group: tensor-parallel process group; None for a single rank.
         vocab_size: true vocabulary size; later rows of weight are padding and get no gradient.
         chunk_tokens: tokens per block; by default as many as fit the buffers.
-        ref_logprobs: [T] of the reference policy, needed when `objective.kl_coef` is not 0.
+        logprobs_ref: [T] of the reference policy, needed when `objective.kl_coef` is not 0.
         importance_weights: [T] factor on each token's policy term, such as a truncated
             trainer/engine importance weight.
         rows: [R] indices of the tokens to compute, ascending, when the caller has them; at least
@@ -354,12 +354,12 @@ def policy_head_loss(
     """
     per_token = {"advantages": advantages, "loss_weights": loss_weights}
     others = {
-        "old_logprobs": old_logprobs,
-        "ref_logprobs": ref_logprobs,
+        "logprobs_old": logprobs_old,
+        "logprobs_ref": logprobs_ref,
         "importance_weights": importance_weights,
     }
-    if objective.kl_coef != 0.0 and ref_logprobs is None:
-        raise ValueError(f"objective.kl_coef is {objective.kl_coef} but ref_logprobs is missing")
+    if objective.kl_coef != 0.0 and logprobs_ref is None:
+        raise ValueError(f"objective.kl_coef is {objective.kl_coef} but logprobs_ref is missing")
     call = _plan(
         hidden,
         weight,

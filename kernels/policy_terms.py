@@ -47,23 +47,23 @@ class TokenTerms:
     """uint8 bits."""
 
 
-def kl_kind(objective: PolicyObjective, ref_logprobs: Tensor | None) -> str:
+def kl_kind(objective: PolicyObjective, logprobs_ref: Tensor | None) -> str:
     """Name the KL estimator that this call needs, `none` without a reference."""
-    return "none" if ref_logprobs is None else objective.kl_kind
+    return "none" if logprobs_ref is None else objective.kl_kind
 
 
 def policy_loss_ref(
     logprobs: Tensor,
     entropy: Tensor,
     *,
-    old_logprobs: Tensor,
+    logprobs_old: Tensor,
     advantages: Tensor,
     objective: PolicyObjective,
-    ref_logprobs: Tensor | None = None,
+    logprobs_ref: Tensor | None = None,
     importance_weights: Tensor | None = None,
 ) -> Tensor:
     """l_t [R] by the book and by autograd, in any precision: what the rest must agree with."""
-    ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = (logprobs - logprobs_old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped = ratio.clamp(1.0 - objective.clip_low, 1.0 + objective.clip_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages)
     if objective.dual_clip is not None:
@@ -71,8 +71,8 @@ def policy_loss_ref(
         loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
     if importance_weights is not None:
         loss = loss * importance_weights
-    if ref_logprobs is not None:
-        gap = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if logprobs_ref is not None:
+        gap = (logprobs_ref - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         kinds = {"k1": -gap, "k2": 0.5 * gap.square(), "k3": gap.exp() - gap - 1.0}
         loss = loss + objective.kl_coef * kinds[objective.kl_kind]
     return loss - objective.entropy_coef * entropy
@@ -82,14 +82,14 @@ def policy_terms(
     logprobs: Tensor,
     entropy: Tensor,
     *,
-    old_logprobs: Tensor,
+    logprobs_old: Tensor,
     advantages: Tensor,
     objective: PolicyObjective,
-    ref_logprobs: Tensor | None = None,
+    logprobs_ref: Tensor | None = None,
     importance_weights: Tensor | None = None,
 ) -> TokenTerms:
     """Return value and derivative of every token's loss; see `TokenTerms`."""
-    log_ratio = logprobs - old_logprobs
+    log_ratio = logprobs - logprobs_old
     inside = log_ratio.abs() <= MAX_LOG_RATIO
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     high = (advantages > 0) & (ratio > 1.0 + objective.clip_high)
@@ -104,15 +104,15 @@ def policy_terms(
         cut = cut | dual
         flags += dual.to(torch.uint8) * DUAL_CLIPPED
 
-    kept = old_logprobs.isfinite()
+    kept = logprobs_old.isfinite()
     policy = -bound * advantages
     d_policy = torch.where(cut | ~inside, 0.0, -ratio * advantages)
     if importance_weights is not None:
         kept &= importance_weights.isfinite()
         policy, d_policy = policy * importance_weights, d_policy * importance_weights
-    kl, d_kl = _kl_terms(logprobs, ref_logprobs, objective)
-    if ref_logprobs is not None:
-        kept &= ref_logprobs.isfinite()
+    kl, d_kl = _kl_terms(logprobs, logprobs_ref, objective)
+    if logprobs_ref is not None:
+        kept &= logprobs_ref.isfinite()
     loss = policy + objective.kl_coef * kl - objective.entropy_coef * entropy
     zero = torch.zeros_like(ratio)
     return TokenTerms(
@@ -125,13 +125,13 @@ def policy_terms(
 
 
 def _kl_terms(
-    logprobs: Tensor, ref_logprobs: Tensor | None, objective: PolicyObjective
+    logprobs: Tensor, logprobs_ref: Tensor | None, objective: PolicyObjective
 ) -> tuple[Tensor, Tensor]:
     """Return the KL estimate and its derivative in the log-prob, both [R]."""
-    if ref_logprobs is None:
+    if logprobs_ref is None:
         zero = torch.zeros_like(logprobs)
         return zero, zero
-    raw = ref_logprobs - logprobs
+    raw = logprobs_ref - logprobs
     gap = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     inside = raw.abs() <= MAX_LOG_RATIO
     if objective.kl_kind == "k1":
@@ -159,10 +159,10 @@ def is_finite(x):
 def token_terms(
     logprob,
     entropy,
-    old_logprob,
+    logprob_old,
     advantage,
     importance_weight,
-    ref_logprob,
+    logprob_ref,
     ratio_low,
     ratio_high,
     dual_clip,
@@ -172,7 +172,7 @@ def token_terms(
     KL_KIND: tl.constexpr,
 ):
     """`policy_terms` for one token: (loss, d_logprob, ratio, kl, flags)."""
-    log_ratio = logprob - old_logprob
+    log_ratio = logprob - logprob_old
     inside = tl.abs(log_ratio) <= _MAX_LOG_RATIO
     ratio = tl.exp(clamp_log_ratio(log_ratio))
     high = (advantage > 0) & (ratio > ratio_high)
@@ -187,14 +187,14 @@ def token_terms(
         cut = cut | dual
         flags += tl.where(dual, _DUAL_CLIPPED, 0)
 
-    kept = is_finite(old_logprob) & is_finite(importance_weight)
+    kept = is_finite(logprob_old) & is_finite(importance_weight)
     policy = -bound * advantage * importance_weight
     d_policy = tl.where(inside & (cut == 0), -ratio * advantage * importance_weight, 0.0)
     kl = 0.0
     d_kl = 0.0
     if KL_KIND != 0:
-        kept = kept & is_finite(ref_logprob)
-        raw = ref_logprob - logprob
+        kept = kept & is_finite(logprob_ref)
+        raw = logprob_ref - logprob
         gap = clamp_log_ratio(raw)
         if KL_KIND == 1:
             kl = -gap

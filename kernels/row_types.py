@@ -68,10 +68,10 @@ class RowOutputs:
 class PolicyInputs:
     """What the objective needs of each token, each fp32 [R]."""
 
-    old_logprobs: Tensor
+    logprobs_old: Tensor
     advantages: Tensor
     loss_weights: Tensor
-    ref_logprobs: Tensor | None
+    logprobs_ref: Tensor | None
     importance_weights: Tensor | None
 
     def rows(self, start: int, stop: int) -> PolicyInputs:

@@ -74,10 +74,10 @@ def policy_rows(
     terms = policy_terms(
         logprobs,
         entropy,
-        old_logprobs=inputs.old_logprobs,
+        logprobs_old=inputs.logprobs_old,
         advantages=inputs.advantages,
         objective=objective,
-        ref_logprobs=inputs.ref_logprobs,
+        logprobs_ref=inputs.logprobs_ref,
         importance_weights=inputs.importance_weights,
     )
     outputs.logprobs.copy_(logprobs)

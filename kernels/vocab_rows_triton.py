@@ -173,16 +173,16 @@ def _policy_rows_kernel(
     importance_weight = 1.0
     if HAS_IMPORTANCE_WEIGHTS:
         importance_weight = tl.load(IMPORTANCE_WEIGHTS + row)
-    ref_logprob = 0.0
+    logprob_ref = 0.0
     if KL_KIND != 0:
-        ref_logprob = tl.load(REF_LOGPROBS + row)
+        logprob_ref = tl.load(REF_LOGPROBS + row)
     loss, d_logprob, ratio, kl, flags = token_terms(
         logprob,
         entropy,
         tl.load(OLD_LOGPROBS + row),
         tl.load(ADVANTAGES + row),
         importance_weight,
-        ref_logprob,
+        logprob_ref,
         ratio_low,
         ratio_high,
         dual_clip,
@@ -311,16 +311,16 @@ def policy_rows_triton(
     block = block_size(shards.num_columns)
     grads = logits if d_logits is None else d_logits
     # an absent input is never loaded; any pointer fills its place
-    absent = inputs.old_logprobs
+    absent = inputs.logprobs_old
     _policy_rows_kernel[(logits.shape[0],)](
         logits,
         grads,
         targets,
         stats,
-        inputs.old_logprobs,
+        inputs.logprobs_old,
         inputs.advantages,
         inputs.loss_weights,
-        absent if inputs.ref_logprobs is None else inputs.ref_logprobs,
+        absent if inputs.logprobs_ref is None else inputs.logprobs_ref,
         absent if inputs.importance_weights is None else inputs.importance_weights,
         outputs.logprobs,
         outputs.entropy,
@@ -342,7 +342,7 @@ def policy_rows_triton(
         float(objective.entropy_coef),
         float(objective.kl_coef),
         HAS_DUAL_CLIP=objective.dual_clip is not None,
-        KL_KIND=KL_KINDS[kl_kind(objective, inputs.ref_logprobs)],
+        KL_KIND=KL_KINDS[kl_kind(objective, inputs.logprobs_ref)],
         HAS_IMPORTANCE_WEIGHTS=inputs.importance_weights is not None,
         HAS_ENTROPY_GRAD=objective.entropy_coef != 0.0,
         WRITES_GRAD=d_logits is not None,

@@ -38,7 +38,7 @@ def _train(config: RunConfig, run: Run, workers: Workers) -> None:
             with run.phase("train"):
                 batch = pack(
                     sampled.groups,
-                    config.dapo,
+                    config.algorithm,
                     max_response_tokens=config.rollout.max_response_tokens,
                 )
                 update = workers.update(batch, step)

@@ -19,12 +19,12 @@ import numpy as np
 from rich.progress import Progress
 from transformers import Qwen2Config, Qwen2Tokenizer
 
-from megadapo.algorithm.config import DapoConfig
+from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig, from_dict
 from megadapo.data.arithmetic import Problem, generate, worked_answer
 from megadapo.data.batch import PackedBatch, Sample, pack_samples
-from megadapo.trainer.trainer import TrainerGroup
+from megadapo.trainer.trainer import Trainer
 
 DIRECT_SHARE = 0.7
 """Share of direct answers in the data; the others go step by step."""
@@ -63,7 +63,7 @@ def make_base_model(folder: Path, *, num_steps: int, lr: float, seed: int) -> li
         model_config(tokenizer).save_pretrained(blank)
         config = supervised_config(blank, num_steps=num_steps, lr=lr, seed=seed)
         cluster = Cluster.start(config.cluster, num_trainer_ranks=1, num_engines=0, engine_ranks=1)
-        trainer = TrainerGroup.start(config, cluster)
+        trainer = Trainer.start(config, cluster)
         losses = []
         with Progress() as progress:
             batches = progress.track(
@@ -115,7 +115,7 @@ def supervised_config(model: Path, *, num_steps: int, lr: float, seed: int) -> R
             "data": {"train": f"arithmetic:train:{NUM_PROBLEMS}"},
             "cluster": {"device": "cpu"},
             "sampling": {"prompts_per_step": BATCH_SIZE // 2, "responses_per_prompt": 2},
-            "dapo": {"responses_per_mini_batch": BATCH_SIZE, "overlong_buffer": 0},
+            "algorithm": {"responses_per_mini_batch": BATCH_SIZE, "overlong_buffer": 0},
             "trainer": {
                 "optimizer": {
                     "lr": lr,
@@ -138,7 +138,7 @@ def supervised_batches(
     The ratio is then exactly 1 and unclipped, so the policy gradient is that of the likelihood.
     """
     rng = random.Random(f"base-model/{seed}")
-    config = DapoConfig(responses_per_mini_batch=BATCH_SIZE, overlong_buffer=0)
+    config = AlgorithmConfig(responses_per_mini_batch=BATCH_SIZE, overlong_buffer=0)
     for _ in range(num_steps):
         samples = [_sample(rng.choice(problems), rng, tokenizer) for _ in range(BATCH_SIZE)]
         yield pack_samples(

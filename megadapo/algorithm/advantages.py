@@ -11,7 +11,7 @@ def group_advantages(rewards: Sequence[float], *, normalize_by_std: bool = True)
     """(R_i - mean) / std over the G responses to one prompt.
 
     The standard deviation is the unbiased one (G - 1), as in verl and NeMo-RL. A group whose
-    rewards are all equal teaches nothing and gets zeros, also for G = 1.
+    rewards are all equal has no signal and gets zeros, also for G = 1.
 
     Args:
         rewards: [G], shaped rewards of one group.

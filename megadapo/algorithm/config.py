@@ -1,4 +1,4 @@
-"""What a DAPO step does with its rewards: the `[dapo]` section."""
+"""What a DAPO step does with its rewards: the `[algorithm]` section."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megadapo.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class DapoConfig:
+class AlgorithmConfig:
     """Advantages, reward shaping, loss reduction and mini-batches; defaults are the paper's."""
 
     responses_per_mini_batch: int = 512
     """Responses behind one optimizer update; a multiple of sampling.responses_per_prompt."""
     loss_aggregation: Aggregation = "token-mean"
-    """How token losses are reduced over a mini-batch (see dapo/loss_weights.py)."""
+    """How token losses are reduced over a mini-batch (see algorithm/loss_weights.py)."""
     normalize_by_std: bool = True
     """Divide group advantages by the group's standard deviation (False: Dr. GRPO)."""
     overlong_buffer: int = 4096
@@ -30,12 +30,14 @@ class DapoConfig:
 
     def __post_init__(self) -> None:
         if self.responses_per_mini_batch < 1:
-            raise ConfigError("dapo.responses_per_mini_batch must be at least 1")
+            raise ConfigError("algorithm.responses_per_mini_batch must be at least 1")
         if self.overlong_buffer < 0 or self.overlong_factor < 0:
-            raise ConfigError("dapo.overlong_buffer and dapo.overlong_factor must not be negative")
+            raise ConfigError(
+                "algorithm.overlong_buffer and algorithm.overlong_factor must not be negative"
+            )
         if self.overlong_filtering and self.overlong_buffer > 0:
             raise ConfigError(
-                "dapo.overlong_filtering = true leaves truncated responses out of the loss, so the "
-                "soft punishment cannot reach them: set dapo.overlong_buffer = 0, or turn "
-                "dapo.overlong_filtering off"
+                "algorithm.overlong_filtering = true leaves truncated responses out of the loss, so "
+                "the soft punishment cannot reach them: set algorithm.overlong_buffer = 0, or turn "
+                "algorithm.overlong_filtering off"
             )

@@ -35,12 +35,13 @@ class PolicyObjective:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.clip_low < 1.0:
-            raise ConfigError(f"dapo.objective.clip_low = {self.clip_low} is not in [0, 1)")
+            raise ConfigError(f"algorithm.objective.clip_low = {self.clip_low} is not in [0, 1)")
         if self.clip_high < 0.0:
-            raise ConfigError(f"dapo.objective.clip_high = {self.clip_high} is negative")
+            raise ConfigError(f"algorithm.objective.clip_high = {self.clip_high} is negative")
         if self.dual_clip is not None and self.dual_clip <= 1.0:
-            raise ConfigError(f"dapo.objective.dual_clip = {self.dual_clip} is not above 1")
+            raise ConfigError(f"algorithm.objective.dual_clip = {self.dual_clip} is not above 1")
         if self.entropy_coef < 0.0 or self.kl_coef < 0.0:
             raise ConfigError(
-                "dapo.objective.entropy_coef and dapo.objective.kl_coef must not be negative"
+                "algorithm.objective.entropy_coef and algorithm.objective.kl_coef must not be "
+                "negative"
             )

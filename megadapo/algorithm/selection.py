@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def teaches(correct: Sequence[bool]) -> bool:
+def has_signal(correct: Sequence[bool]) -> bool:
     """True where 0 < number correct < G.
 
     Looks at correctness and never at the shaped reward: wrong answers that differ only in length

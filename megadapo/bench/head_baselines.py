@@ -44,7 +44,7 @@ def policy_loss(logprobs: Tensor, inputs: HeadInputs) -> Tensor:
     losses = policy_loss_ref(
         logprobs.float(),
         torch.zeros((), device=logprobs.device),
-        old_logprobs=inputs.old_logprobs,
+        logprobs_old=inputs.logprobs_old,
         advantages=inputs.advantages,
         objective=inputs.objective,
     )
@@ -64,7 +64,7 @@ def _ours(_: torch.device) -> Loss:
             inputs.hidden,
             inputs.weight,
             inputs.targets,
-            old_logprobs=inputs.old_logprobs,
+            logprobs_old=inputs.logprobs_old,
             advantages=inputs.advantages,
             loss_weights=inputs.loss_weights,
             objective=inputs.objective,
@@ -128,7 +128,7 @@ def _liger_grpo(device: torch.device) -> Loss:
             targets,
             torch.ones_like(targets, dtype=torch.float32),
             inputs.sequence_advantages,
-            old_per_token_logps=inputs.old_logprobs.view(targets.shape),
+            old_per_token_logps=inputs.logprobs_old.view(targets.shape),
         )
         return value
 
@@ -166,7 +166,7 @@ def _liger_triton_grpo(device: torch.device) -> Loss:
         hidden = torch.cat([hidden, hidden[:, -1:]], dim=1)
         value, *_ = triton_grpo_loss(
             hidden @ inputs.weight.t(),
-            inputs.old_logprobs.view(targets.shape),
+            inputs.logprobs_old.view(targets.shape),
             None,
             targets,
             inputs.sequence_advantages,

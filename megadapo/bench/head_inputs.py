@@ -46,7 +46,7 @@ class HeadInputs:
     hidden: Tensor  # [T, H], requires grad
     weight: Tensor  # [V, H], requires grad
     targets: Tensor  # [T]
-    old_logprobs: Tensor  # [T] fp32
+    logprobs_old: Tensor  # [T] fp32
     sequence_advantages: Tensor  # [8] fp32
     objective: PolicyObjective
 
@@ -57,7 +57,7 @@ class HeadInputs:
 
     @property
     def loss_weights(self) -> Tensor:
-        return torch.full_like(self.old_logprobs, 1.0 / self.shape.num_tokens)
+        return torch.full_like(self.logprobs_old, 1.0 / self.shape.num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def make_inputs(shape: HeadShape, device: torch.device, seed: int = 42) -> HeadI
         hidden=hidden.requires_grad_(),
         weight=weight.requires_grad_(),
         targets=torch.cat(targets),
-        old_logprobs=torch.cat(logprobs) + RATIO_STD * normal(shape.num_tokens),
+        logprobs_old=torch.cat(logprobs) + RATIO_STD * normal(shape.num_tokens),
         sequence_advantages=(advantages - advantages.mean()) / advantages.std(),
         objective=PolicyObjective(),
     )
@@ -107,7 +107,7 @@ def reference(inputs: HeadInputs) -> HeadAnswer:
             hidden,
             weight,
             inputs.targets[rows],
-            old_logprobs=inputs.old_logprobs[rows].double(),
+            logprobs_old=inputs.logprobs_old[rows].double(),
             advantages=inputs.advantages[rows].double(),
             loss_weights=inputs.loss_weights[rows].double(),
             objective=inputs.objective,

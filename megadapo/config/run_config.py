@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megadapo.algorithm.config import DapoConfig
+from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.cluster.cluster import ClusterConfig
 from megadapo.config.recipe import read_table
 from megadapo.config.schema import build, to_dict, to_toml
@@ -60,7 +60,7 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    dapo: DapoConfig = field(default_factory=DapoConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     oracles: OracleConfig = field(default_factory=OracleConfig)
@@ -106,7 +106,7 @@ def _with_source(problems: str, source: str) -> str:
 
 
 def _check_mini_batches(config: RunConfig) -> Iterator[str]:
-    size = config.dapo.responses_per_mini_batch
+    size = config.algorithm.responses_per_mini_batch
     group = config.sampling.responses_per_prompt
     batch = config.sampling.prompts_per_step * group
     product = (
@@ -115,23 +115,23 @@ def _check_mini_batches(config: RunConfig) -> Iterator[str]:
     )
     if size % group:
         yield (
-            f"dapo.responses_per_mini_batch = {size} cuts a group in two: it must be a multiple "
-            f"of sampling.responses_per_prompt = {group}"
+            f"algorithm.responses_per_mini_batch = {size} cuts a group in two: it must be a "
+            f"multiple of sampling.responses_per_prompt = {group}"
         )
     elif batch % size:
-        yield f"dapo.responses_per_mini_batch = {size} does not divide {product}"
+        yield f"algorithm.responses_per_mini_batch = {size} does not divide {product}"
     if size < config.trainer.data_parallel:
         yield (
-            f"dapo.responses_per_mini_batch = {size} leaves some of the "
+            f"algorithm.responses_per_mini_batch = {size} leaves some of the "
             f"trainer.data_parallel = {config.trainer.data_parallel} ranks without a response"
         )
 
 
 def _check_lengths(config: RunConfig) -> Iterator[str]:
-    buffer, longest = config.dapo.overlong_buffer, config.rollout.max_response_tokens
+    buffer, longest = config.algorithm.overlong_buffer, config.rollout.max_response_tokens
     if buffer >= longest:
         yield (
-            f"dapo.overlong_buffer = {buffer} must be below rollout.max_response_tokens = "
+            f"algorithm.overlong_buffer = {buffer} must be below rollout.max_response_tokens = "
             f"{longest}, or every response is punished; 0 turns the punishment off"
         )
 
@@ -145,10 +145,10 @@ def _check_evaluation(config: RunConfig) -> Iterator[str]:
 
 
 def _check_reference(config: RunConfig) -> Iterator[str]:
-    if config.dapo.objective.kl_coef > 0:
+    if config.algorithm.objective.kl_coef > 0:
         yield (
-            f"dapo.objective.kl_coef = {config.dapo.objective.kl_coef} needs log-probs of a "
-            "reference model, and training keeps none: set it to 0, as DAPO does"
+            f"algorithm.objective.kl_coef = {config.algorithm.objective.kl_coef} needs log-probs of "
+            "a reference model, and training keeps none: set it to 0, as DAPO does"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from megadapo.algorithm.advantages import group_advantages
-from megadapo.algorithm.config import DapoConfig
+from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.loss_weights import sequence_weights
 from megadapo.algorithm.shaping import shaped_rewards
 from megadapo.data.prompts import Prompt
@@ -78,7 +78,9 @@ class PackedBatch:
         return int(len(self.tokens) - self.prompt_lengths.sum())
 
 
-def pack(groups: Sequence[Group], config: DapoConfig, *, max_response_tokens: int) -> PackedBatch:
+def pack(
+    groups: Sequence[Group], config: AlgorithmConfig, *, max_response_tokens: int
+) -> PackedBatch:
     """Pack the groups of one step, with advantages and loss weights from whole mini-batches."""
     samples = [sample for group in groups for sample in group.samples]
     group_of = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
@@ -98,7 +100,7 @@ def pack_samples(
     *,
     group_of: np.ndarray,
     advantages: np.ndarray,
-    config: DapoConfig,
+    config: AlgorithmConfig,
 ) -> PackedBatch:
     """Pack responses whose advantage is already known.
 
@@ -133,7 +135,7 @@ def pack_samples(
     )
 
 
-def _advantages(group: Group, config: DapoConfig, max_response_tokens: int) -> np.ndarray:
+def _advantages(group: Group, config: AlgorithmConfig, max_response_tokens: int) -> np.ndarray:
     rewards = shaped_rewards(
         group.rewards,
         [len(sample.response_ids) for sample in group.samples],

@@ -217,7 +217,7 @@ class RunDisplay:
 
 
 class _DisplayHandler(logging.Handler):
-    """Brings what the rooms log to the display."""
+    """Brings what the package logs to the display."""
 
     def __init__(self, display: RunDisplay) -> None:
         super().__init__()

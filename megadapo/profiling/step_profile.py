@@ -52,9 +52,9 @@ def profile_training_step(
         num_sequences: responses of the mini-batch; 0 takes the recipe's.
     """
     from megadapo.cluster.cluster import Cluster
-    from megadapo.trainer.trainer import TrainerGroup
+    from megadapo.trainer.trainer import Trainer
 
-    num_sequences = num_sequences or config.dapo.responses_per_mini_batch
+    num_sequences = num_sequences or config.algorithm.responses_per_mini_batch
     path = None if trace is None else trace.absolute()
     cluster = Cluster.start(
         config.cluster,
@@ -63,7 +63,7 @@ def profile_training_step(
         engine_ranks=1,
     )
     try:
-        trainer = TrainerGroup.start(config, cluster)
+        trainer = Trainer.start(config, cluster)
         try:
             calls = (_profile_updates, config, num_sequences, num_steps, path)
             answers = trainer.call_all("apply", *calls)
@@ -93,7 +93,10 @@ def random_batch(config: RunConfig, num_sequences: int, *, vocab_size: int) -> P
     ]
     group_of = np.arange(num_sequences) // config.sampling.responses_per_prompt
     return pack_samples(
-        samples, group_of=group_of, advantages=rng.normal(size=num_sequences), config=config.dapo
+        samples,
+        group_of=group_of,
+        advantages=rng.normal(size=num_sequences),
+        config=config.algorithm,
     )
 
 

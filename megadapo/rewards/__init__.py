@@ -1,1 +1,1 @@
-"""Verdicts on answers: DAPO's string rules, and a symbolic second opinion beside them."""
+"""Scores of answers: DAPO's string rules, and a symbolic comparison beside them."""

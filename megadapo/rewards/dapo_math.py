@@ -96,6 +96,8 @@ class Score:
     correct: bool
     answer: str
     """The answer as it was compared, or `[INVALID]`."""
+    symbolic_correct: bool | None = None
+    """Whether the symbolic comparison accepts it; None where there was none, or it gave up."""
 
 
 def score(response: str, ground_truth: str, rule: Rule = "answer") -> Score:

@@ -1,4 +1,4 @@
-"""The verdict on every response: the string rule decides, a symbolic second opinion is counted."""
+"""Scores every response: the string rule decides, a symbolic comparison is counted beside it."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ LOSS_WINDOW = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """How a response is judged: the `[reward]` section."""
+    """How a response is scored: the `[reward]` section."""
 
     rule: Rule = "answer"
     """Where the answer is looked for: the last `Answer:` line, the last boxed expression, or the
     second where the first is missing."""
     decide: Literal["rule", "symbolic"] = "rule"
-    """Whose verdict is the reward; with "symbolic" the rule still decides where the symbolic
-    comparison gives no verdict."""
+    """Which comparison makes the reward; with "symbolic" the rule still decides where the symbolic
+    one gives no answer."""
     symbolic: bool = True
-    """Compare every answer symbolically too, and count where the two verdicts differ."""
+    """Compare every answer symbolically too, and count where that differs from the rule."""
     symbolic_workers: int = 2
     """Number of processes for the symbolic comparison, one thread each."""
     symbolic_timeout_s: float = 2.0
@@ -59,21 +59,8 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What is known about one response."""
-
-    reward: float
-    """+1.0 or -1.0."""
-    correct: bool
-    answer: str
-    """The answer as the rule compared it, or `[INVALID]`."""
-    symbolic_correct: bool | None
-    """The second opinion; None where there is no answer or no verdict."""
-
-
-@dataclass(frozen=True)
 class Disagreement:
-    """An answer that only one of the two opinions accepts."""
+    """An answer that only one of the two comparisons accepts."""
 
     answer: str
     """As the response wrote it."""
@@ -83,7 +70,7 @@ class Disagreement:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierCounts:
-    """What has been judged since the verifier was made."""
+    """What has been scored since the verifier was made."""
 
     num_scored: int = 0
     num_unanswered: int = 0
@@ -96,12 +83,12 @@ class VerifierCounts:
 
     @property
     def num_disagreements(self) -> int:
-        """Responses on which the two opinions differ."""
+        """Responses on which the two comparisons differ."""
         return self.num_only_rule + self.num_only_symbolic
 
 
 class Verifier:
-    """Judges batches of responses; safe to use from any thread.
+    """Scores batches of responses; safe to use from any thread.
 
     Raises:
         InfraError: the symbolic processes cannot be started.
@@ -142,25 +129,25 @@ class Verifier:
 
     @property
     def num_disagreements(self) -> int:
-        """Responses so far on which the two opinions differ."""
+        """Responses so far on which the two comparisons differ."""
         return self._counts.num_disagreements
 
     @property
     def recent_disagreements(self) -> list[Disagreement]:
-        """The latest answers that only one opinion accepts, oldest first."""
+        """The latest answers that only one comparison accepts, oldest first."""
         return list(self._disagreements)
 
-    def score_batch(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Verdict]:
-        """Judge each response against its gold answer."""
+    def score_batch(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Score]:
+        """Score each response against its gold answer."""
         if len(responses) != len(ground_truths):
             raise ValueError(f"{len(responses)} responses for {len(ground_truths)} gold answers")
         scores = [
             score(response, gold, self._config.rule)
             for response, gold in zip(responses, ground_truths, strict=True)
         ]
-        opinions = self._second_opinions(responses, ground_truths)
-        self._note(responses, ground_truths, scores, opinions)
-        return [self._verdict(*both) for both in zip(scores, opinions, strict=True)]
+        symbolic = self._compare_symbolically(responses, ground_truths)
+        self._note(responses, ground_truths, scores, symbolic)
+        return [self._decide(*both) for both in zip(scores, symbolic, strict=True)]
 
     def close(self) -> None:
         """End the symbolic processes."""
@@ -168,7 +155,7 @@ class Verifier:
             self._watch_losses(0, last=True)
             self._pool.close()
 
-    def _second_opinions(
+    def _compare_symbolically(
         self, responses: Sequence[str], ground_truths: Sequence[str]
     ) -> list[bool | None]:
         if self._pool is None:
@@ -177,9 +164,9 @@ class Verifier:
         asked = {
             i: (answer, ground_truths[i]) for i, answer in enumerate(answers) if answer is not None
         }
-        verdicts = dict(zip(asked, self._pool.check_batch(list(asked.values())), strict=True))
+        equal = dict(zip(asked, self._pool.check_batch(list(asked.values())), strict=True))
         self._watch_losses(len(asked))
-        return [verdicts.get(i) for i in range(len(responses))]
+        return [equal.get(i) for i in range(len(responses))]
 
     def _watch_losses(self, num_asked: int, *, last: bool = False) -> None:
         """Warn where too many comparisons have been lost since the last look."""
@@ -200,25 +187,25 @@ class Verifier:
                 counts,
             )
 
-    def _verdict(self, rule: Score, symbolic_correct: bool | None) -> Verdict:
+    def _decide(self, rule: Score, symbolic_correct: bool | None) -> Score:
         correct = rule.correct
         if self._config.decide == "symbolic" and symbolic_correct is not None:
             correct = symbolic_correct
-        return Verdict(1.0 if correct else -1.0, correct, rule.answer, symbolic_correct)
+        return Score(1.0 if correct else -1.0, correct, rule.answer, symbolic_correct)
 
     def _note(
         self,
         responses: Sequence[str],
         ground_truths: Sequence[str],
         scores: Sequence[Score],
-        opinions: Sequence[bool | None],
+        symbolic: Sequence[bool | None],
     ) -> None:
         differing = [
             Disagreement(extract_answer(response) or INVALID, gold, rule.correct)
-            for response, gold, rule, opinion in zip(
-                responses, ground_truths, scores, opinions, strict=True
+            for response, gold, rule, symbolic_correct in zip(
+                responses, ground_truths, scores, symbolic, strict=True
             )
-            if opinion is not None and opinion != rule.correct
+            if symbolic_correct is not None and symbolic_correct != rule.correct
         ]
         num_only_rule = sum(case.rule_correct for case in differing)
         with self._lock:

@@ -21,10 +21,10 @@ from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.failure import START_LINE, describe_failure
 from megadapo.rollout.platform import EnginePlatform
 from megadapo.rollout.requests import (
-    Draw,
     GroupRequest,
     GroupResponse,
     Response,
+    SamplingSettings,
     sampled_logprobs,
 )
 
@@ -85,7 +85,9 @@ class RolloutEngine:
             if self._spec.platform.adds_stage_buffers(self._spec.config):
                 await self._llm.collective_rpc("allocate_stage_buffers")
             warm_up = GroupRequest(key=0, prompt_ids=(0,), seeds=(0,))
-            async for _ in self.generate([warm_up], Draw(temperature=1.0, top_p=1.0, max_tokens=1)):
+            async for _ in self.generate(
+                [warm_up], SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=1)
+            ):
                 pass
         except InfraError:
             raise
@@ -94,7 +96,7 @@ class RolloutEngine:
             raise InfraError(self._describe("could not start", error)) from None
 
     async def generate(
-        self, groups: Sequence[GroupRequest], draw: Draw
+        self, groups: Sequence[GroupRequest], settings: SamplingSettings
     ) -> AsyncIterator[list[GroupResponse]]:
         """Generate all groups and hand them over as they finish.
 
@@ -104,7 +106,7 @@ class RolloutEngine:
         llm = self._ready()
         finished: asyncio.Queue[asyncio.Task[GroupResponse]] = asyncio.Queue()
         try:
-            tasks = await self._submit_all(llm, groups, draw)
+            tasks = await self._submit_all(llm, groups, settings)
             for task in tasks:
                 task.add_done_callback(finished.put_nowait)
             num_left = len(tasks)
@@ -171,13 +173,13 @@ class RolloutEngine:
             self._llm = None
 
     async def _submit_all(
-        self, llm: AsyncLLM, groups: Sequence[GroupRequest], draw: Draw
+        self, llm: AsyncLLM, groups: Sequence[GroupRequest], settings: SamplingSettings
     ) -> list[asyncio.Task[GroupResponse]]:
         # also forgets cached prefixes: what is cached must not depend on earlier rounds
         await llm.pause_generation(mode="keep", clear_cache=True)
         try:
             waiting = [
-                [await self._submit(llm, group.prompt_ids, seed, draw) for seed in group.seeds]
+                [await self._submit(llm, group.prompt_ids, seed, settings) for seed in group.seeds]
                 for group in groups
             ]
         finally:
@@ -188,13 +190,15 @@ class RolloutEngine:
         ]
 
     async def _submit(
-        self, llm: AsyncLLM, prompt_ids: Sequence[int], seed: int, draw: Draw
+        self, llm: AsyncLLM, prompt_ids: Sequence[int], seed: int, settings: SamplingSettings
     ) -> RequestOutputCollector:
         from vllm.inputs import tokens_input
 
         self._num_requests += 1
         return await llm.add_request(
-            str(self._num_requests), tokens_input(list(prompt_ids)), _sampling_params(draw, seed)
+            str(self._num_requests),
+            tokens_input(list(prompt_ids)),
+            _sampling_params(settings, seed),
         )
 
     async def _collect(
@@ -287,13 +291,13 @@ def _start_vllm(spec: EngineSpec) -> AsyncLLM:
     return AsyncLLM.from_engine_args(arguments)
 
 
-def _sampling_params(draw: Draw, seed: int) -> SamplingParams:
+def _sampling_params(settings: SamplingSettings, seed: int) -> SamplingParams:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
-        temperature=draw.temperature,
-        top_p=draw.top_p,
-        max_tokens=draw.max_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        max_tokens=settings.max_tokens,
         seed=seed,
         logprobs=0,
         flat_logprobs=True,

@@ -12,7 +12,7 @@ from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine import EngineSpec, RolloutEngine, WeightsFrom
 from megadapo.rollout.failure import describe_failure
 from megadapo.rollout.platform import EnginePlatform
-from megadapo.rollout.requests import Draw, GroupRequest, GroupResponse
+from megadapo.rollout.requests import GroupRequest, GroupResponse, SamplingSettings
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SHUTDOWN_TIMEOUT_S = 30.0
 
 
-class EngineGroup:
+class Engines:
     """All engines of a run. Every method either succeeds on all of them or raises InfraError."""
 
     def __init__(self, actors: Sequence[ActorHandle], specs: Sequence[EngineSpec]) -> None:
@@ -46,7 +46,7 @@ class EngineGroup:
         weights_from: WeightsFrom = "trainer",
         shares_gpus: bool = True,
         wait: bool = True,
-    ) -> EngineGroup:
+    ) -> Engines:
         """Start all engines.
 
         Args:
@@ -96,7 +96,9 @@ class EngineGroup:
             self.shutdown()
             raise
 
-    def generate(self, groups: Sequence[GroupRequest], draw: Draw) -> Iterator[GroupResponse]:
+    def generate(
+        self, groups: Sequence[GroupRequest], settings: SamplingSettings
+    ) -> Iterator[GroupResponse]:
         """Yield the responses of each group as it finishes, in no promised order.
 
         Group `key` goes to engine `key % num_engines`, so that who generates what does not depend
@@ -106,7 +108,7 @@ class EngineGroup:
         for group in groups:
             shares[group.key % len(self.actors)].append(group)
         streams = {
-            actor.generate.options(num_returns="streaming").remote(share, draw): index
+            actor.generate.options(num_returns="streaming").remote(share, settings): index
             for index, (actor, share) in enumerate(zip(self.actors, shares, strict=True))
             if share
         }

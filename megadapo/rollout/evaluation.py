@@ -11,10 +11,10 @@ import numpy as np
 
 from megadapo.data.prompts import Prompt, render
 from megadapo.errors import DataError
-from megadapo.rewards.verifier import Verdict
+from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.config import EvaluationConfig
-from megadapo.rollout.requests import Draw, GroupResponse, response_seeds
-from megadapo.rollout.scoring import Engines, Judge, Question, run_round
+from megadapo.rollout.requests import GroupResponse, SamplingSettings, response_seeds
+from megadapo.rollout.scoring import Question, SupportsGenerate, SupportsScore, run_round
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,9 +45,9 @@ class _ProblemResult:
 
 
 def evaluate(
-    engines: Engines,
+    engines: SupportsGenerate,
     prompts: Sequence[Prompt],
-    verifier: Judge,
+    verifier: SupportsScore,
     config: EvaluationConfig,
     *,
     tokenizer: PreTrainedTokenizerBase,
@@ -66,7 +66,9 @@ def evaluate(
     problems = list(prompts)[: config.max_problems]
     if not problems:
         raise DataError("there are no held-out problems to evaluate on")
-    draw = Draw(temperature=config.temperature, top_p=config.top_p, max_tokens=max_response_tokens)
+    settings = SamplingSettings(
+        temperature=config.temperature, top_p=config.top_p, max_tokens=max_response_tokens
+    )
     questions = [
         Question(
             key=key,
@@ -76,16 +78,16 @@ def evaluate(
         )
         for key, prompt in enumerate(problems)
     ]
-    outcome = run_round(engines, verifier, questions, draw, _problem_result)
+    outcome = run_round(engines, verifier, questions, settings, _problem_result)
     return _summary(outcome.results, config.samples_per_problem)
 
 
 def _problem_result(
-    question: Question, response: GroupResponse, verdicts: list[Verdict]
+    question: Question, response: GroupResponse, scores: list[Score]
 ) -> _ProblemResult:
     samples = response.responses
     return _ProblemResult(
-        accuracy=sum(verdict.correct for verdict in verdicts) / len(verdicts),
+        accuracy=sum(score.correct for score in scores) / len(scores),
         num_tokens=sum(len(sample.token_ids) for sample in samples),
         num_truncated=sum(sample.finish_reason == "length" for sample in samples),
     )

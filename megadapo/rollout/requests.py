@@ -14,7 +14,7 @@ SEED_BITS = 63
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draw:
+class SamplingSettings:
     """The distribution that responses are drawn from."""
 
     temperature: float

@@ -1,4 +1,4 @@
-"""The reserve: groups that teach and were one too many, kept for the next step and saved."""
+"""The reserve: groups with a signal that were one too many, kept for the next step and saved."""
 
 from __future__ import annotations
 

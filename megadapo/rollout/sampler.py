@@ -1,4 +1,4 @@
-"""Dynamic sampling: ask in rounds until the batch is full of groups that teach.
+"""Dynamic sampling: ask in rounds until the batch is full of groups with a signal.
 
 DAPO (arXiv 2503.14476) section 3.2. Groups are taken in the order they were asked for, never in
 the order they finished: a batch of early finishers would be a batch of short answers.
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megadapo.algorithm.selection import teaches
+from megadapo.algorithm.selection import has_signal
 from megadapo.data.batch import Group, Sample
 from megadapo.data.prompts import Prompt, PromptStream, render
 from megadapo.errors import CheckpointError, SamplingError
-from megadapo.rewards.verifier import Verdict
+from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.config import SamplingConfig
-from megadapo.rollout.requests import Draw, GroupResponse, response_seeds
+from megadapo.rollout.requests import GroupResponse, SamplingSettings, response_seeds
 from megadapo.rollout.reserve import Reserve
-from megadapo.rollout.scoring import Engines, Judge, Question, run_round
+from megadapo.rollout.scoring import Question, SupportsGenerate, SupportsScore, run_round
 from megadapo.rollout.selection import (
     YieldEstimate,
     accuracy_histogram,
@@ -44,15 +44,15 @@ class SampledBatch:
 
     groups: tuple[Group, ...]
     num_sampled: int
-    """Groups generated: all right + all wrong + those that teach."""
+    """Groups generated: all right + all wrong + those with a signal."""
     num_all_correct: int
     num_all_wrong: int
     num_from_reserve: int
     """Groups of the batch that an earlier step had generated."""
     num_to_reserve: int
-    """Surplus groups that teach, kept for the next step."""
+    """Surplus groups with a signal, kept for the next step."""
     num_dropped: int
-    """Surplus groups that teach for which the reserve had no room."""
+    """Surplus groups with a signal for which the reserve had no room."""
     num_tokens: int
     """Response tokens generated."""
     reward_seconds: float
@@ -88,12 +88,12 @@ class Sampler:
 
     def __init__(
         self,
-        engines: Engines,
+        engines: SupportsGenerate,
         prompts: PromptStream,
-        verifier: Judge,
+        verifier: SupportsScore,
         config: SamplingConfig,
         *,
-        draw: Draw,
+        settings: SamplingSettings,
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
     ) -> None:
@@ -102,7 +102,7 @@ class Sampler:
         self._prompts = prompts
         self._verifier = verifier
         self._config = config
-        self._draw = draw
+        self._settings = settings
         self._tokenizer = tokenizer
         self._seed = seed
         self._next_order = 0
@@ -110,7 +110,7 @@ class Sampler:
         self._reserve = Reserve(config.reserve_size)
 
     def next_batch(self) -> SampledBatch:
-        """Return prompts_per_step groups that teach, those in the reserve first.
+        """Return prompts_per_step groups with a signal, those in the reserve first.
 
         Raises:
             SamplingError: the bound on groups asked for was met with too few, and either none at
@@ -127,11 +127,11 @@ class Sampler:
                 oversampling=self._config.oversampling,
                 num_allowed=allowed,
             )
-            teaching = [group for group in self._ask(size, tally) if teaches(group.correct)]
-            self._yield.update(size, len(teaching))
-            kept += teaching[:missing]
-            tally.num_surplus += len(teaching[missing:])
-            tally.num_to_reserve += self._reserve.put(teaching[missing:])
+            with_signal = [group for group in self._ask(size, tally) if has_signal(group.correct)]
+            self._yield.update(size, len(with_signal))
+            kept += with_signal[:missing]
+            tally.num_surplus += len(with_signal[missing:])
+            tally.num_to_reserve += self._reserve.put(with_signal[missing:])
         self._check(kept, tally)
         return _batch(kept, tally)
 
@@ -171,7 +171,7 @@ class Sampler:
             for order, prompt in enumerate(self._prompts.next(num_groups), start=first)
         ]
         self._next_order += num_groups
-        outcome = run_round(self._engines, self._verifier, questions, self._draw, _group)
+        outcome = run_round(self._engines, self._verifier, questions, self._settings, _group)
         tally.generated += outcome.results
         tally.reward_seconds += outcome.reward_seconds
         return outcome.results
@@ -200,7 +200,7 @@ class Sampler:
         )
 
 
-def _group(question: Question, response: GroupResponse, verdicts: list[Verdict]) -> Group:
+def _group(question: Question, response: GroupResponse, scores: list[Score]) -> Group:
     return Group(
         order=question.key,
         prompt=question.prompt,
@@ -215,8 +215,8 @@ def _group(question: Question, response: GroupResponse, verdicts: list[Verdict])
             )
             for sample in response.responses
         ),
-        rewards=tuple(verdict.reward for verdict in verdicts),
-        correct=tuple(verdict.correct for verdict in verdicts),
+        rewards=tuple(score.reward for score in scores),
+        correct=tuple(score.correct for score in scores),
     )
 
 

@@ -9,24 +9,26 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from megadapo.data.prompts import Prompt
-from megadapo.rewards.verifier import Verdict
-from megadapo.rollout.requests import Draw, GroupRequest, GroupResponse
+from megadapo.rewards.dapo_math import Score
+from megadapo.rollout.requests import GroupRequest, GroupResponse, SamplingSettings
 
 T = TypeVar("T")
 
 
-class Engines(Protocol):
-    """What a round needs of the engines; EngineGroup is one."""
+class SupportsGenerate(Protocol):
+    """What a round needs of the engines; `rollout.engines.Engines` is one."""
 
-    def generate(self, groups: Sequence[GroupRequest], draw: Draw) -> Iterator[GroupResponse]: ...
+    def generate(
+        self, groups: Sequence[GroupRequest], settings: SamplingSettings
+    ) -> Iterator[GroupResponse]: ...
 
 
-class Judge(Protocol):
+class SupportsScore(Protocol):
     """What a round needs of the verifier; rewards.verifier.Verifier is one."""
 
     def score_batch(
         self, responses: Sequence[str], ground_truths: Sequence[str]
-    ) -> list[Verdict]: ...
+    ) -> list[Score]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +53,13 @@ class RoundResult(Generic[T]):
 
 
 def run_round(
-    engines: Engines,
-    judge: Judge,
+    engines: SupportsGenerate,
+    verifier: SupportsScore,
     questions: Sequence[Question],
-    draw: Draw,
-    combine: Callable[[Question, GroupResponse, list[Verdict]], T],
+    settings: SamplingSettings,
+    combine: Callable[[Question, GroupResponse, list[Score]], T],
 ) -> RoundResult[T]:
-    """Ask every question once per seed, and combine responses and verdicts of each.
+    """Ask every question once per seed, and combine responses and scores of each.
 
     `combine` makes the result of one question and is called in another thread.
     """
@@ -66,12 +68,12 @@ def run_round(
         GroupRequest(key=question.key, prompt_ids=question.prompt_ids, seeds=question.seeds)
         for question in questions
     ]
-    scorer = _Scorer(judge, by_key, combine)
+    scorer = _Scorer(verifier, by_key, combine)
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scoring")
     try:
         futures = {
             response.key: executor.submit(scorer.score, response)
-            for response in engines.generate(requests, draw)
+            for response in engines.generate(requests, settings)
         }
         results = [futures[key].result() for key in sorted(by_key)]
     finally:
@@ -84,12 +86,12 @@ class _Scorer(Generic[T]):
 
     def __init__(
         self,
-        judge: Judge,
+        verifier: SupportsScore,
         questions: Mapping[int, Question],
-        combine: Callable[[Question, GroupResponse, list[Verdict]], T],
+        combine: Callable[[Question, GroupResponse, list[Score]], T],
     ) -> None:
         self.seconds = 0.0
-        self._judge = judge
+        self._verifier = verifier
         self._questions = questions
         self._combine = combine
 
@@ -97,6 +99,6 @@ class _Scorer(Generic[T]):
         start = time.perf_counter()
         question = self._questions[response.key]
         texts = [sample.text for sample in response.responses]
-        verdicts = self._judge.score_batch(texts, [question.prompt.ground_truth] * len(texts))
+        scores = self._verifier.score_batch(texts, [question.prompt.ground_truth] * len(texts))
         self.seconds += time.perf_counter() - start
-        return self._combine(question, response, verdicts)
+        return self._combine(question, response, scores)

@@ -1,4 +1,4 @@
-"""Dynamic sampling as arithmetic: how many groups to ask for, and what to say when too few teach.
+"""Dynamic sampling as arithmetic: how many groups to ask for, and what to say of too few.
 
 No engines, no clocks: what is asked for next depends on what earlier rounds returned alone, so a
 resumed run asks for the same.
@@ -22,38 +22,38 @@ MEMORY = 0.5
 
 
 class YieldEstimate:
-    """Share of groups that teach, over the latest rounds."""
+    """Share of groups with a signal, over the latest rounds."""
 
     def __init__(self) -> None:
         self._asked = 0.0
-        self._teaching = 0.0
+        self._with_signal = 0.0
 
     @property
     def value(self) -> float:
         """In (0, 1]; 1 before the first round."""
-        return (self._teaching + 1.0) / (self._asked + 1.0)
+        return (self._with_signal + 1.0) / (self._asked + 1.0)
 
-    def update(self, num_asked: int, num_teaching: int) -> None:
+    def update(self, num_asked: int, num_with_signal: int) -> None:
         """Take in one round."""
         self._asked = MEMORY * self._asked + num_asked
-        self._teaching = MEMORY * self._teaching + num_teaching
+        self._with_signal = MEMORY * self._with_signal + num_with_signal
 
     def state_dict(self) -> dict[str, float]:
-        return {"asked": self._asked, "teaching": self._teaching}
+        return {"asked": self._asked, "with_signal": self._with_signal}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._asked = float(state["asked"])
-        self._teaching = float(state["teaching"])
+        self._with_signal = float(state["with_signal"])
 
 
 def round_size(
     num_missing: int, expected_yield: float, *, oversampling: float, num_allowed: int
 ) -> int:
-    """Return how many groups to ask for so that `num_missing` of them should teach.
+    """Return how many groups to ask for so that `num_missing` of them should have one.
 
     Args:
         num_missing: groups the batch still lacks, at least 1.
-        expected_yield: share of groups that should teach, in (0, 1].
+        expected_yield: share of groups that should have one, in (0, 1].
         oversampling: margin above the expected need, at least 1.
         num_allowed: groups that may still be asked for in this step.
     """
@@ -69,7 +69,7 @@ def accuracy_histogram(groups: Iterable[Group]) -> Counter[int]:
 def describe_shortfall(
     num_found: int, num_needed: int, histogram: Mapping[int, int], num_responses: int
 ) -> str:
-    """Say that too few groups teach, with the accuracies that were seen and what to do."""
+    """Say that too few groups have a signal, with the accuracies that were seen and what to do."""
     num_asked = sum(histogram.values())
     num_wrong = histogram.get(0, 0)
     num_right = histogram.get(num_responses, 0)

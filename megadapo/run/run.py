@@ -163,7 +163,7 @@ class Run:
             self._display.note(text)
 
     def finish(self) -> RunSummary:
-        """Draw the plot and print the table of a run that has done all of its steps."""
+        """SamplingSettings the plot and print the table of a run that has done all of its steps."""
         self._open.close()
         plot_run(self.folder)
         return print_report(self.folder)

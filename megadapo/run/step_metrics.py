@@ -66,8 +66,8 @@ def step_notes(
     """What was left out of a step, a line for each reason; a healthy step has none."""
     if sampled.num_kept < prompts_per_step:
         yield (
-            f"step {step}: only {sampled.num_kept} of {prompts_per_step} groups teach among "
-            f"{sampled.num_sampled} asked for ({sampled.num_all_correct} all right, "
+            f"step {step}: only {sampled.num_kept} of {prompts_per_step} groups have a signal "
+            f"among {sampled.num_sampled} asked for ({sampled.num_all_correct} all right, "
             f"{sampled.num_all_wrong} all wrong): a smaller batch was trained on"
         )
     if sampled.num_dropped:
@@ -82,12 +82,12 @@ def step_notes(
 
 
 def verifier_note(counts: VerifierCounts) -> str:
-    """One line on what was judged, and where the two opinions differed."""
+    """One line on what was scored, and where the two comparisons differed."""
     symbolic = counts.symbolic
     lost = symbolic.num_timeouts + symbolic.num_crashes + symbolic.num_skipped
     return (
         f"verifier: {counts.num_scored} responses scored, {counts.num_unanswered} without an "
-        f"answer; second opinion on {symbolic.num_checked} different answers, "
+        f"answer; symbolic comparison of {symbolic.num_checked} different answers, "
         f"{counts.num_only_rule} right by the rule alone, {counts.num_only_symbolic} right "
         f"symbolically alone; {symbolic.num_refused} refused, {lost} lost to limits"
     )

@@ -19,13 +19,13 @@ from megadapo.errors import DataError
 from megadapo.observe.metrics import EvaluationRecord
 from megadapo.rewards.dapo_math import validate_ground_truth
 from megadapo.rewards.verifier import Verifier
-from megadapo.rollout.engines import EngineGroup
+from megadapo.rollout.engines import Engines
 from megadapo.rollout.evaluation import evaluate
-from megadapo.rollout.requests import Draw
+from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampler import Sampler
 from megadapo.run.checkpoint import Checkpoint
 from megadapo.trainer.result import UpdateResult
-from megadapo.trainer.trainer import TrainerGroup
+from megadapo.trainer.trainer import Trainer
 from megadapo.weights.sync.publish import Publisher
 
 SAMPLER_STATE = "sampler"
@@ -42,8 +42,8 @@ class Workers:
     """Trainer, engines and what feeds them."""
 
     config: RunConfig
-    trainer: TrainerGroup
-    engines: EngineGroup
+    trainer: Trainer
+    engines: Engines
     sampler: Sampler
     verifier: Verifier
     publisher: Publisher
@@ -139,12 +139,12 @@ def start_workers(
 
 def _start_processes(
     config: RunConfig, phases: Phases, cluster: Cluster, stack: ExitStack
-) -> tuple[TrainerGroup, EngineGroup]:
+) -> tuple[Trainer, Engines]:
     """Start engines and trainer, at once unless they share GPUs."""
     # an engine measures the free memory of its GPU, so it must be alone on it while it starts
     one_by_one = config.cluster.uses_cuda and config.cluster.placement == "colocated"
     with phases.phase("start engines"):
-        engines = EngineGroup.start(
+        engines = Engines.start(
             config.rollout,
             cluster,
             model=config.model.path,
@@ -158,7 +158,7 @@ def _start_processes(
         if one_by_one:
             engines.sleep()
     with phases.phase("start trainer"):
-        trainer = TrainerGroup.start(config, cluster)
+        trainer = Trainer.start(config, cluster)
         stack.callback(trainer.shutdown)
     if not one_by_one:
         with phases.phase("wait for engines"):
@@ -168,7 +168,7 @@ def _start_processes(
 
 def _make_sampler(
     config: RunConfig,
-    engines: EngineGroup,
+    engines: Engines,
     prompts: list[Prompt],
     verifier: Verifier,
     tokenizer: PreTrainedTokenizerBase,
@@ -178,7 +178,7 @@ def _make_sampler(
         PromptStream(prompts, config.run.seed, shuffle=config.data.shuffle),
         verifier,
         config.sampling,
-        draw=Draw(
+        settings=SamplingSettings(
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
             max_tokens=config.rollout.max_response_tokens,

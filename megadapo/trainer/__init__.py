@@ -1,1 +1,1 @@
-"""The trainer: the only room that imports megatron.core."""
+"""The trainer: the only package that imports megatron.core."""

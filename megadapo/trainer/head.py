@@ -64,7 +64,7 @@ class PolicyHead:
             hidden,
             weight,
             micro_batch.targets,
-            old_logprobs=context.logprobs_old,
+            logprobs_old=context.logprobs_old,
             advantages=micro_batch.advantages,
             loss_weights=micro_batch.loss_weights,
             objective=self.objective,

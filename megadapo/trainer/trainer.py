@@ -30,7 +30,7 @@ GRACE_S = 3.0
 """How long the other ranks may take to fail as well, so that the root cause can be told."""
 
 
-class TrainerGroup:
+class Trainer:
     """All ranks of the trainer as one; after an error it is shut down and of no more use."""
 
     def __init__(self, ranks: list[ActorHandle], *, timeout_s: float) -> None:
@@ -39,7 +39,7 @@ class TrainerGroup:
         self._timeout_s = timeout_s
 
     @classmethod
-    def start(cls, config: RunConfig, cluster: Cluster) -> TrainerGroup:
+    def start(cls, config: RunConfig, cluster: Cluster) -> Trainer:
         """Start the ranks that `config` asks for on the cluster's trainer slots.
 
         Raises:
@@ -48,7 +48,7 @@ class TrainerGroup:
         settings = TrainerSettings(
             model=config.model,
             trainer=config.trainer,
-            objective=config.dapo.objective,
+            objective=config.algorithm.objective,
             temperature=config.rollout.temperature,
             seed=config.run.seed,
         )
@@ -58,7 +58,7 @@ class TrainerGroup:
     @classmethod
     def start_ranks(
         cls, settings: TrainerSettings, options: list[dict[str, Any]], *, uses_cuda: bool
-    ) -> TrainerGroup:
+    ) -> Trainer:
         """Start one rank for each entry of Ray actor `options` and wait until all are ready."""
         import ray
 

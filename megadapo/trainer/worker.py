@@ -100,7 +100,7 @@ class TrainerWorker:
 
     @_named_failures
     def apply(self, function: Callable[..., R], *args: Any) -> R:
-        """Call `function(trainer_rank, *args)` here: how other rooms reach the weights."""
+        """Call `function(trainer_rank, *args)` here: how other packages reach the weights."""
         return function(self._started(), *args)
 
     @_named_failures

@@ -22,7 +22,7 @@ def micro_batch(rank: int, index: int) -> dict[str, Tensor]:
     return {
         "tokens": torch.randint(0, VOCAB, (NUM_TOKENS,), generator=generator),
         "targets": torch.randint(0, VOCAB, (NUM_TOKENS,), generator=generator),
-        "old_logprobs": -4.5 + 0.3 * torch.randn(NUM_TOKENS, generator=generator),
+        "logprobs_old": -4.5 + 0.3 * torch.randn(NUM_TOKENS, generator=generator),
         "advantages": torch.randn(NUM_TOKENS, generator=generator),
         "loss_weights": (torch.rand(NUM_TOKENS, generator=generator) > 0.5).float() / NUM_TOKENS,
     }

@@ -50,10 +50,10 @@ class Setting:
             "hidden": normal(size, self.hidden_size).to(self.dtype),
             "weight": (normal(self.padded, self.hidden_size) * 0.3).to(self.dtype),
             "targets": torch.randint(0, self.vocab_size, (size,), generator=generator),
-            "old_logprobs": -7.0 + normal(size),
+            "logprobs_old": -7.0 + normal(size),
             "advantages": normal(size),
             "loss_weights": weights,
-            "ref_logprobs": -7.0 + normal(size),
+            "logprobs_ref": -7.0 + normal(size),
         }
 
 

@@ -15,7 +15,7 @@ from batches import RAGGED, random_batch
 from ranks import expected_megatron, megatron_version, settings_for
 
 from megadapo.errors import ConfigError, DataError, InfraError
-from megadapo.trainer.trainer import TrainerGroup, rank_environment
+from megadapo.trainer.trainer import Trainer, rank_environment
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,9 @@ def ray_started() -> Iterator[None]:
     ray.shutdown()
 
 
-def start(settings) -> TrainerGroup:
+def start(settings) -> Trainer:
     options = [{"num_cpus": 0}] * settings.trainer.num_ranks
-    return TrainerGroup.start_ranks(settings, options, uses_cuda=False)
+    return Trainer.start_ranks(settings, options, uses_cuda=False)
 
 
 def pid_of(trainer) -> int:

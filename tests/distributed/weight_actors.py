@@ -14,7 +14,7 @@ import torch
 from megadapo.cluster.cluster import Cluster, ClusterConfig
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine import WeightsFrom
-from megadapo.rollout.engines import EngineGroup
+from megadapo.rollout.engines import Engines
 from megadapo.rollout.requests import Draw, GroupRequest
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.megatron_folder import open_layout
@@ -128,7 +128,7 @@ def start_engines(
     pipeline_parallel: int = 1,
     expert_parallel: bool = False,
     weights_from: WeightsFrom = "trainer",
-) -> EngineGroup:
+) -> Engines:
     """Engines for the model of `folder`, with its weights or still without."""
     config = RolloutConfig(
         num_engines=num_engines,
@@ -144,7 +144,7 @@ def start_engines(
         num_engines=num_engines,
         engine_ranks=config.ranks_per_engine,
     )
-    return EngineGroup.start(
+    return Engines.start(
         config,
         cluster,
         model=str(folder),
@@ -155,7 +155,7 @@ def start_engines(
     )
 
 
-def greedy(engines: EngineGroup) -> list[list[tuple[tuple[int, ...], torch.Tensor]]]:
+def greedy(engines: Engines) -> list[list[tuple[tuple[int, ...], torch.Tensor]]]:
     """Per engine and prompt: greedy tokens and their log-probs."""
     count = len(engines.actors)
     requests = [

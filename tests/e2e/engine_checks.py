@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from megadapo.cluster.cluster import Cluster, ClusterConfig
 from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.engines import EngineGroup
-from megadapo.rollout.requests import Draw, GroupRequest, Response, response_seeds
+from megadapo.rollout.engines import Engines
+from megadapo.rollout.requests import GroupRequest, Response, SamplingSettings, response_seeds
 
 MAX_PROMPT_TOKENS = 192
 MAX_RESPONSE_TOKENS = 48
@@ -22,7 +22,7 @@ EOS = 1
 
 
 @contextmanager
-def running_engines(model: Path, log_folder: Path, **config: Any) -> Iterator[EngineGroup]:
+def running_engines(model: Path, log_folder: Path, **config: Any) -> Iterator[Engines]:
     """Engines on a cluster of their own; all of it ends with the block."""
     rollout = RolloutConfig(**{"max_response_tokens": MAX_RESPONSE_TOKENS, **config})
     cluster = Cluster.start(
@@ -32,7 +32,7 @@ def running_engines(model: Path, log_folder: Path, **config: Any) -> Iterator[En
         engine_ranks=rollout.ranks_per_engine,
     )
     try:
-        engines = EngineGroup.start(
+        engines = Engines.start(
             rollout,
             cluster,
             model=str(model),
@@ -63,15 +63,15 @@ def make_requests(num_groups: int, num_responses: int, *, name: str = "test") ->
 
 
 def ask(
-    engines: EngineGroup,
+    engines: Engines,
     groups: Sequence[GroupRequest],
     *,
     temperature: float = 1.0,
     max_tokens: int = MAX_RESPONSE_TOKENS,
 ) -> dict[int, tuple[Response, ...]]:
     """The responses of each group, by its key."""
-    draw = Draw(temperature=temperature, top_p=1.0, max_tokens=max_tokens)
-    answers = {answer.key: answer.responses for answer in engines.generate(groups, draw)}
+    settings = SamplingSettings(temperature=temperature, top_p=1.0, max_tokens=max_tokens)
+    answers = {answer.key: answer.responses for answer in engines.generate(groups, settings)}
     assert sorted(answers) == sorted(group.key for group in groups)
     return answers
 

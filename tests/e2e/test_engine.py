@@ -20,10 +20,10 @@ from transformers import AutoTokenizer
 
 from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.errors import InfraError
-from megadapo.rewards.verifier import Verdict
+from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.config import EvaluationConfig, SamplingConfig
 from megadapo.rollout.evaluation import evaluate
-from megadapo.rollout.requests import Draw, GroupRequest, response_seeds
+from megadapo.rollout.requests import GroupRequest, SamplingSettings, response_seeds
 from megadapo.rollout.reserve import encode_group
 from megadapo.rollout.sampler import Sampler
 
@@ -117,7 +117,7 @@ class RightIfOddLength:
 
     def score_batch(self, responses, ground_truths):
         right = [len(response) % 2 == 1 for response in responses]
-        return [Verdict(1.0 if ok else -1.0, ok, "", None) for ok in right]
+        return [Score(1.0 if ok else -1.0, ok, "", None) for ok in right]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def make_sampler(engines, model, prompts):
         PromptStream(prompts, 0),
         RightIfOddLength(),
         SamplingConfig(prompts_per_step=12, responses_per_prompt=4, oversampling=2.0),
-        draw=Draw(temperature=1.0, top_p=1.0, max_tokens=MAX_RESPONSE_TOKENS),
+        settings=SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_RESPONSE_TOKENS),
         tokenizer=AutoTokenizer.from_pretrained(model),
         seed=3,
     )

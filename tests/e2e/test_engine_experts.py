@@ -22,7 +22,7 @@ from weight_actors import build_model, ray_on_this_machine, start_senders  # noq
 
 from megadapo.rollout.config import RolloutConfig  # noqa: E402
 from megadapo.rollout.engine import EngineSpec, RolloutEngine  # noqa: E402
-from megadapo.rollout.engines import EngineGroup  # noqa: E402
+from megadapo.rollout.engines import Engines  # noqa: E402
 from megadapo.rollout.platform import EnginePlatform  # noqa: E402
 from megadapo.weights.config import WeightsConfig  # noqa: E402
 from megadapo.weights.sync.publish import Publisher  # noqa: E402
@@ -47,7 +47,7 @@ class SilentEngine(RolloutEngine):
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         super().__init__(spec)
 
-    async def generate(self, groups: object, draw: object) -> AsyncIterator[list]:
+    async def generate(self, groups: object, settings: object) -> AsyncIterator[list]:
         for nothing in ():
             yield nothing
 
@@ -63,7 +63,7 @@ def fingerprints_of(worker) -> dict[str, tuple[list[int], int]]:
     return {name: (list(one.shape), checksum(one.data)) for name, one in parameters}
 
 
-def start_silent_engine(folder: Path, log_folder: Path, weights_from: str) -> EngineGroup:
+def start_silent_engine(folder: Path, log_folder: Path, weights_from: str) -> Engines:
     spec = EngineSpec(
         index=0,
         model=str(folder),
@@ -76,7 +76,7 @@ def start_silent_engine(folder: Path, log_folder: Path, weights_from: str) -> En
     )
     # Ray's workers cannot import test modules
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    engines = EngineGroup([ray.remote(num_cpus=0)(SilentEngine).remote(spec)], [spec])
+    engines = Engines([ray.remote(num_cpus=0)(SilentEngine).remote(spec)], [spec])
     engines.wait_until_ready()
     return engines
 

@@ -68,7 +68,7 @@ def test_first_ratio_is_exactly_one_and_bits_repeat() -> None:
     old, _ = token_logprobs(
         case.hidden, case.weight, case.targets, loss_mask=case.loss_weights, **options
     )
-    case.kwargs["old_logprobs"] = old
+    case.kwargs["logprobs_old"] = old
     first, second = case.run(chunk_tokens=512), case.run(chunk_tokens=512)
     assert first.output.ratio_max_error == 0.0
     assert torch.equal(first.d_hidden, second.d_hidden)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-    from megadapo.rollout.engines import EngineGroup
+    from megadapo.rollout.engines import Engines
 
 MIB = 1 << 20
 
@@ -56,7 +56,7 @@ class Publisher:
     def __init__(
         self,
         trainer_ranks: Sequence[ActorHandle],
-        engines: EngineGroup,
+        engines: Engines,
         config: WeightsConfig,
         *,
         tensor_parallel: int,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megadapo.algorithm.advantages import group_advantages
-from megadapo.algorithm.selection import teaches
+from megadapo.algorithm.selection import has_signal
 from megadapo.algorithm.shaping import overlong_penalty, shaped_rewards
 
 
@@ -62,4 +62,4 @@ def test_the_penalty_is_added_to_the_correctness_reward():
     [([True, False], True), ([True, True], False), ([False] * 3, False), ([True], False)],
 )
 def test_only_mixed_groups_teach(correct, kept):
-    assert teaches(correct) is kept
+    assert has_signal(correct) is kept

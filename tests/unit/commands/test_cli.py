@@ -33,7 +33,7 @@ train = "arithmetic:train:64"
 max_prompt_tokens = 16
 [rollout]
 max_response_tokens = 48
-[dapo]
+[algorithm]
 overlong_buffer = 16
 """
 

@@ -51,7 +51,7 @@ def test_overrides_are_toml_values_or_bare_text(recipe: Path) -> None:
             "--run.seed=7",
             "--run.resume=never",
             "run.folder=runs/a = b",
-            "--dapo.objective.dual_clip=10",
+            "--algorithm.objective.dual_clip=10",
             "--evaluation.max_problems=none",
             '--data.held_out="arithmetic:held_out:8"',
             "--trainer.optimizer.lr=2e-6",
@@ -62,7 +62,7 @@ def test_overrides_are_toml_values_or_bare_text(recipe: Path) -> None:
     assert config.run.seed == 7
     assert config.run.resume == "never"
     assert config.run.folder == Path("runs/a = b")
-    assert config.dapo.objective.dual_clip == 10.0
+    assert config.algorithm.objective.dual_clip == 10.0
     assert config.evaluation.max_problems is None
     assert config.data.held_out == "arithmetic:held_out:8"
     assert config.trainer.optimizer.lr == 2e-6
@@ -147,7 +147,9 @@ def test_extends_in_a_ring_is_refused(recipe: Path) -> None:
 
 
 def test_resolved_configuration_round_trips_through_json_and_toml(recipe: Path) -> None:
-    config = load_config(recipe, ["--dapo.objective.dual_clip=3", "--oracles.logprob_abs_max=1e-4"])
+    config = load_config(
+        recipe, ["--algorithm.objective.dual_clip=3", "--oracles.logprob_abs_max=1e-4"]
+    )
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
     again = recipe.parent / "again.toml"
     again.write_text(to_toml(config))
@@ -176,19 +178,31 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "keys"),
     [
-        (["dapo.responses_per_mini_batch=24"], ["dapo.responses_per_mini_batch", "multiple"]),
         (
-            ["dapo.responses_per_mini_batch=48"],
-            ["dapo.responses_per_mini_batch", "does not divide"],
+            ["algorithm.responses_per_mini_batch=24"],
+            ["algorithm.responses_per_mini_batch", "multiple"],
         ),
-        (["dapo.responses_per_mini_batch=16384"], ["= 16384 does not divide", "512 x 16 = 8192"]),
         (
-            ["dapo.responses_per_mini_batch=16", "trainer.data_parallel=32"],
+            ["algorithm.responses_per_mini_batch=48"],
+            ["algorithm.responses_per_mini_batch", "does not divide"],
+        ),
+        (
+            ["algorithm.responses_per_mini_batch=16384"],
+            ["= 16384 does not divide", "512 x 16 = 8192"],
+        ),
+        (
+            ["algorithm.responses_per_mini_batch=16", "trainer.data_parallel=32"],
             ["trainer.data_parallel = 32", "without a response"],
         ),
-        (["rollout.max_response_tokens=4096"], ["dapo.overlong_buffer", "max_response_tokens"]),
+        (
+            ["rollout.max_response_tokens=4096"],
+            ["algorithm.overlong_buffer", "max_response_tokens"],
+        ),
         (["evaluation.every=5"], ["evaluation.every", "data.held_out"]),
-        (["dapo.overlong_filtering=true"], ["dapo.overlong_filtering", "dapo.overlong_buffer"]),
+        (
+            ["algorithm.overlong_filtering=true"],
+            ["algorithm.overlong_filtering", "algorithm.overlong_buffer"],
+        ),
         (["trainer.sequence_parallel=true"], ["trainer.sequence_parallel", "tensor_parallel"]),
         (
             ["weights.transport=cuda_ipc", "cluster.placement=separate"],
@@ -199,7 +213,7 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
             ["weights.transport=cuda_ipc", "cluster.device=cpu"],
             ["weights.transport", "cluster.device"],
         ),
-        (["dapo.objective.kl_coef=0.1"], ["dapo.objective.kl_coef", "reference model"]),
+        (["algorithm.objective.kl_coef=0.1"], ["algorithm.objective.kl_coef", "reference model"]),
         (["run.seed=-1"], ["run.seed"]),
         (["run.num_steps=0"], ["run.num_steps"]),
         (["run.resume="], ["run.resume"]),

@@ -57,20 +57,20 @@ def test_32b_recipe_has_each_of_the_papers_numbers() -> None:
     assert config.data.held_out is not None and "AIME" in config.data.held_out
     assert config.sampling.prompts_per_step == 512
     assert config.sampling.responses_per_prompt == 16
-    assert config.dapo.responses_per_mini_batch == 512
-    updates = 512 * 16 // config.dapo.responses_per_mini_batch
+    assert config.algorithm.responses_per_mini_batch == 512
+    updates = 512 * 16 // config.algorithm.responses_per_mini_batch
     assert updates == 16
     optimizer = config.trainer.optimizer
     assert (optimizer.lr, optimizer.schedule, optimizer.warmup_steps) == (1e-6, "constant", 20)
-    objective = config.dapo.objective
+    objective = config.algorithm.objective
     assert (objective.clip_low, objective.clip_high) == (0.2, 0.28)
     assert (objective.dual_clip, objective.kl_coef, objective.entropy_coef) == (None, 0.0, 0.0)
-    assert config.dapo.loss_aggregation == "group-token-mean"
-    assert config.dapo.normalize_by_std
-    assert config.rollout.max_response_tokens == 20480 == 16384 + config.dapo.overlong_buffer
-    assert config.dapo.overlong_buffer == 4096
-    assert config.dapo.overlong_factor == 1.0
-    assert not config.dapo.overlong_filtering
+    assert config.algorithm.loss_aggregation == "group-token-mean"
+    assert config.algorithm.normalize_by_std
+    assert config.rollout.max_response_tokens == 20480 == 16384 + config.algorithm.overlong_buffer
+    assert config.algorithm.overlong_buffer == 4096
+    assert config.algorithm.overlong_factor == 1.0
+    assert not config.algorithm.overlong_filtering
     assert (config.rollout.temperature, config.rollout.top_p) == (1.0, 1.0)
     evaluation = config.evaluation
     assert evaluation.samples_per_problem == 32
@@ -86,8 +86,8 @@ def test_verl_recipe_differs_from_the_paper_only_where_the_script_does() -> None
     paper = load_config(REPOSITORY / "configs" / "qwen2.5-32b.toml")
     verl = load_config(REPOSITORY / "configs" / "qwen2.5-32b-verl.toml")
     assert verl.trainer.optimizer.warmup_steps == 10
-    assert verl.dapo.objective.dual_clip == 10.0
-    assert verl.dapo.loss_aggregation == "token-mean"
+    assert verl.algorithm.objective.dual_clip == 10.0
+    assert verl.algorithm.loss_aggregation == "token-mean"
     assert verl.sampling.oversampling * verl.sampling.prompts_per_step == 1536
     assert verl.sampling.max_asked_per_step == 10 * 1536
     assert verl.sampling.on_shortfall == "stop"

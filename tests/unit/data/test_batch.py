@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megadapo.algorithm.config import DapoConfig
+from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.data.batch import Group, Sample, pack
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError
@@ -36,7 +36,7 @@ GROUPS = [group(0, [4, 2], [True, False]), group(1, [1, 3], [False, True])]
 
 def packed(**config):
     defaults = {"responses_per_mini_batch": 2, "overlong_buffer": 0}
-    return pack(GROUPS, DapoConfig(**(defaults | config)), max_response_tokens=4)
+    return pack(GROUPS, AlgorithmConfig(**(defaults | config)), max_response_tokens=4)
 
 
 def test_tokens_lie_where_cu_seqlens_says():
@@ -74,14 +74,14 @@ def test_soft_punishment_changes_advantages_and_filtering_changes_weights():
     truncated = [group(0, [4, 2], [True, False], finish="length")]
     soft = pack(
         truncated,
-        DapoConfig(responses_per_mini_batch=2, overlong_buffer=2),
+        AlgorithmConfig(responses_per_mini_batch=2, overlong_buffer=2),
         max_response_tokens=4,
     )
     # rewards 1 - 1 and -1: still one above the other, by half the distance
     assert soft.advantages[1] == pytest.approx(1 / np.sqrt(2))
     hard = pack(
         truncated,
-        DapoConfig(responses_per_mini_batch=2, overlong_buffer=0, overlong_filtering=True),
+        AlgorithmConfig(responses_per_mini_batch=2, overlong_buffer=0, overlong_filtering=True),
         max_response_tokens=4,
     )
     assert (hard.loss_weights == 0).all()
@@ -89,4 +89,4 @@ def test_soft_punishment_changes_advantages_and_filtering_changes_weights():
 
 def test_filtering_and_punishment_together_are_refused():
     with pytest.raises(ConfigError, match="overlong_filtering"):
-        DapoConfig(overlong_filtering=True, overlong_buffer=4096)
+        AlgorithmConfig(overlong_filtering=True, overlong_buffer=4096)

@@ -118,7 +118,7 @@ def make_case(
     loss_weights = (torch.rand(num_tokens, generator=generator) >= masked).float()
     loss_weights *= 0.5 + torch.rand(num_tokens, generator=generator)
     kwargs: dict[str, Any] = {
-        "old_logprobs": logprobs + (0.25 * normal(num_tokens)).to(device),
+        "logprobs_old": logprobs + (0.25 * normal(num_tokens)).to(device),
         "advantages": normal(num_tokens).to(device),
         "loss_weights": (loss_weights / max(num_tokens, 1)).to(device),
         "objective": objective or PolicyObjective(),
@@ -126,7 +126,7 @@ def make_case(
         "vocab_size": vocab_size,
     }
     if extras:
-        kwargs["ref_logprobs"] = logprobs + (0.3 * normal(num_tokens)).to(device)
+        kwargs["logprobs_ref"] = logprobs + (0.3 * normal(num_tokens)).to(device)
         weights = 0.5 + torch.rand(num_tokens, generator=generator)
         kwargs["importance_weights"] = weights.to(device)
     return HeadCase(hidden, weight, targets, kwargs)
@@ -166,7 +166,7 @@ def loss_error(got: Tensor, case: HeadCase, expected: HeadReference) -> float:
 def clip_counts(case: HeadCase, logprobs: Tensor) -> tuple[int, int]:
     """How many tokens are clipped low and high, by the paper's definition."""
     kwargs, objective = case.kwargs, case.kwargs["objective"]
-    ratio = (logprobs.double() - kwargs["old_logprobs"].double()).exp()
+    ratio = (logprobs.double() - kwargs["logprobs_old"].double()).exp()
     chosen = kwargs["loss_weights"] != 0
     low = chosen & (kwargs["advantages"] < 0) & (ratio < 1 - objective.clip_low)
     high = chosen & (kwargs["advantages"] > 0) & (ratio > 1 + objective.clip_high)

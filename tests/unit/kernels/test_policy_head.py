@@ -44,7 +44,7 @@ def test_every_option_matches_fp64(kl_kind: str, temperature: float) -> None:
     case = make_case(
         70, 24, 500, padded=504, temperature=temperature, objective=objective, extras=True
     )
-    case.kwargs["old_logprobs"][::7] -= 1.0
+    case.kwargs["logprobs_old"][::7] -= 1.0
     check_fp32(case, chunk_tokens=64)
     assert case.run().output.dual_clip_count > 0
 
@@ -125,7 +125,7 @@ def test_no_token_with_a_loss_weight(num_tokens: int) -> None:
     assert got.d_weight.shape == (200, 16) and not got.d_weight.any()
 
 
-@pytest.mark.parametrize("name", ["old_logprobs", "importance_weights", "ref_logprobs"])
+@pytest.mark.parametrize("name", ["logprobs_old", "importance_weights", "logprobs_ref"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_non_finite_token_is_dropped(name: str, value: float) -> None:
     """A token the engine has no log-prob for contributes nothing; the others are unchanged."""
@@ -166,7 +166,7 @@ def test_sums_are_those_of_the_tokens_and_add_over_micro_batches() -> None:
     case = make_case(90, 16, 200, objective=EVERYTHING, extras=True)
     whole, expected = case.run().output, case.reference()
     chosen = case.loss_weights != 0
-    ratio = (expected.logprobs - case.kwargs["old_logprobs"])[chosen].exp()
+    ratio = (expected.logprobs - case.kwargs["logprobs_old"])[chosen].exp()
     torch.testing.assert_close(whole.ratio_sum, ratio.sum(), rtol=1e-5, atol=0)
     torch.testing.assert_close(
         whole.ratio_max_error.double(), (ratio - 1).abs().max(), rtol=1e-4, atol=0
@@ -209,7 +209,7 @@ def test_first_ratio_is_exactly_one(dtype: torch.dtype) -> None:
         loss_mask=case.loss_weights,
         chunk_tokens=64,
     )
-    case.kwargs["old_logprobs"] = old
+    case.kwargs["logprobs_old"] = old
     output = case.run(chunk_tokens=64).output
     assert output.ratio_max_error == 0.0
     assert torch.equal(output.entropy, entropy)
@@ -248,7 +248,7 @@ def test_rows_that_leave_a_weighted_token_out_are_refused() -> None:
 def test_token_logprobs_carry_the_gradient_of_any_objective() -> None:
     """A sequence-level ratio, which needs all log-probs of a response before its loss."""
     case = make_case(96, 24, 500, padded=504, temperature=0.8)
-    old = case.kwargs["old_logprobs"]
+    old = case.kwargs["logprobs_old"]
 
     def objective(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         ratio = (logprobs - old).view(4, 24).mean(1).exp()
@@ -327,12 +327,12 @@ def test_no_gradient_is_made_without_need() -> None:
         ({"advantages": torch.full((8,), float("nan"))}, "advantages has 8 values"),
         ({"loss_weights": torch.full((8,), float("nan"))}, "loss_weights has 8 values"),
         ({"loss_weights": torch.ones(9)}, "loss_weights must be"),
-        ({"old_logprobs": torch.ones(9)}, "old_logprobs must be"),
+        ({"logprobs_old": torch.ones(9)}, "logprobs_old must be"),
         ({"importance_weights": torch.ones(9)}, "importance_weights must be"),
         ({"temperature": 0.0}, "temperature must be"),
         ({"vocab_size": 217}, "vocab_size 217"),
         ({"chunk_tokens": 0}, "chunk_tokens must be"),
-        ({"objective": PolicyObjective(kl_coef=0.1)}, "ref_logprobs is missing"),
+        ({"objective": PolicyObjective(kl_coef=0.1)}, "logprobs_ref is missing"),
         ({"accumulate_in_forward": True}, "needs a weight with main_grad"),
     ],
 )

@@ -9,7 +9,8 @@ import pytest
 import ray
 
 from megadapo.errors import ConfigError
-from megadapo.rewards.verifier import Disagreement, RewardConfig, Verdict, Verifier
+from megadapo.rewards.dapo_math import Score
+from megadapo.rewards.verifier import Disagreement, RewardConfig, Verifier
 
 RESPONSES = ["Answer: 42", "Answer: 42.", "so \\boxed{42}", "Answer: 7", "no idea"]
 GOLDS = ["42"] * 5
@@ -24,11 +25,11 @@ def verifier() -> Iterator[Verifier]:
 
 def test_the_rule_decides_and_the_second_opinion_is_reported(verifier: Verifier) -> None:
     assert verifier.score_batch(RESPONSES, GOLDS) == [
-        Verdict(1.0, True, "42", True),
-        Verdict(-1.0, False, "42.", True),
-        Verdict(-1.0, False, "[INVALID]", True),
-        Verdict(-1.0, False, "7", False),
-        Verdict(-1.0, False, "[INVALID]", None),
+        Score(1.0, True, "42", True),
+        Score(-1.0, False, "42.", True),
+        Score(-1.0, False, "[INVALID]", True),
+        Score(-1.0, False, "7", False),
+        Score(-1.0, False, "[INVALID]", None),
     ]
 
 
@@ -116,7 +117,7 @@ class AsyncScorer:
     def __init__(self) -> None:
         self.verifier = Verifier(RewardConfig(symbolic_timeout_s=30.0))
 
-    async def score(self) -> list[Verdict]:
+    async def score(self) -> list[Score]:
         return self.verifier.score_batch(RESPONSES, GOLDS)
 
     async def close(self) -> None:

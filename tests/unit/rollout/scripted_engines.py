@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from megadapo.data.prompts import Prompt
-from megadapo.rewards.verifier import Verdict
-from megadapo.rollout.requests import Draw, GroupRequest, GroupResponse, Response
+from megadapo.rewards.dapo_math import Score
+from megadapo.rollout.requests import GroupRequest, GroupResponse, Response, SamplingSettings
 
 POLICY_VERSION = 3
 
@@ -23,10 +23,12 @@ class ScriptedEngines:
         self._finish = finish
         self._reverse = reverse
 
-    def generate(self, groups: Sequence[GroupRequest], draw: Draw) -> Iterator[GroupResponse]:
+    def generate(
+        self, groups: Sequence[GroupRequest], settings: SamplingSettings
+    ) -> Iterator[GroupResponse]:
         self.rounds.append([group.key for group in groups])
         answers = [
-            GroupResponse(key=g.key, responses=tuple(respond(s, draw) for s in g.seeds))
+            GroupResponse(key=g.key, responses=tuple(respond(s, settings) for s in g.seeds))
             for g in groups
         ]
         if self._finish == "short first":
@@ -34,17 +36,17 @@ class ScriptedEngines:
         yield from reversed(answers) if self._reverse else answers
 
 
-def respond(seed: int, draw: Draw) -> Response:
+def respond(seed: int, settings: SamplingSettings) -> Response:
     """One response of 1 to max_tokens digits; the longest ones count as cut."""
     source = random.Random(seed)
-    length = source.randint(1, draw.max_tokens)
+    length = source.randint(1, settings.max_tokens)
     ids = [source.randint(3, 12) for _ in range(length)]
     logprobs = np.array([-source.random() for _ in ids], dtype=np.float32)
-    logprobs[:: draw.max_tokens] = np.nan
+    logprobs[:: settings.max_tokens] = np.nan
     return Response(
         token_ids=np.array(ids, dtype=np.int32),
         logprobs=logprobs,
-        finish_reason="length" if length == draw.max_tokens else "stop",
+        finish_reason="length" if length == settings.max_tokens else "stop",
         text="".join(str(i - 3) for i in ids),
         policy_version=POLICY_VERSION,
     )
@@ -56,9 +58,9 @@ class RightAtLeast:
     def __init__(self, bound: int) -> None:
         self._bound = bound
 
-    def score_batch(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Verdict]:
+    def score_batch(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Score]:
         right = [sum(map(int, response)) >= self._bound for response in responses]
-        return [Verdict(1.0 if ok else -1.0, ok, "", None) for ok in right]
+        return [Score(1.0 if ok else -1.0, ok, "", None) for ok in right]
 
 
 class PlainTokenizer:

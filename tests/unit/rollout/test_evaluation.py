@@ -7,7 +7,7 @@ from scripted_engines import PlainTokenizer, RightAtLeast, ScriptedEngines, make
 from megadapo.errors import DataError
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.evaluation import evaluate
-from megadapo.rollout.requests import Draw, response_seeds
+from megadapo.rollout.requests import SamplingSettings, response_seeds
 
 BOUND = 40
 MAX_TOKENS = 20
@@ -28,9 +28,9 @@ def run(prompts, engines=None, **config):
 
 def test_accuracy_and_its_standard_error_over_problems():
     """Over responses, the error would ignore that a problem's responses are alike."""
-    draw = Draw(temperature=1.0, top_p=0.7, max_tokens=MAX_TOKENS)
+    settings = SamplingSettings(temperature=1.0, top_p=0.7, max_tokens=MAX_TOKENS)
     texts = [
-        [respond(seed, draw).text for seed in response_seeds(5, 4, "evaluation", prompt.id)]
+        [respond(seed, settings).text for seed in response_seeds(5, 4, "evaluation", prompt.id)]
         for prompt in make_prompts(30)
     ]
     means = np.array([np.mean([sum(map(int, t)) >= BOUND for t in group]) for group in texts])

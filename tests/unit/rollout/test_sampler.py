@@ -15,7 +15,7 @@ from scripted_engines import (
 from megadapo.data.prompts import PromptStream
 from megadapo.errors import CheckpointError, DataError, SamplingError
 from megadapo.rollout.config import SamplingConfig
-from megadapo.rollout.requests import Draw
+from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampler import SampledBatch, Sampler
 
 MAX_TOKENS = 12
@@ -32,7 +32,7 @@ def make_sampler(engines, *, bound=HALF, num_prompts=50, seed=0, **config) -> Sa
         PromptStream(make_prompts(num_prompts), seed),
         RightAtLeast(bound),
         SamplingConfig(**config),
-        draw=Draw(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS),
+        settings=SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS),
         tokenizer=PlainTokenizer(),
         seed=seed,
     )
@@ -116,12 +116,12 @@ def all_responses(batch, sampler, engines) -> list[str]:
 
     from megadapo.rollout.requests import response_seeds
 
-    draw = Draw(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS)
+    settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS)
     prompts = PromptStream(make_prompts(500), 0).next(batch.num_sampled)
     keys = [key for keys in engines.rounds for key in keys]
     assert keys == list(range(batch.num_sampled))
     return [
-        respond(seed, draw).text
+        respond(seed, settings).text
         for key, prompt in zip(keys, prompts, strict=True)
         for seed in response_seeds(3, 0, "train", key, prompt.id)
     ]
@@ -199,8 +199,8 @@ class WaitsForTheJudge(ScriptedEngines):
         super().__init__()
         self._scored = scored
 
-    def generate(self, groups, draw) -> Iterator:
-        answers = list(super().generate(groups, draw))
+    def generate(self, groups, settings) -> Iterator:
+        answers = list(super().generate(groups, settings))
         yield from answers[:-1]
         assert self._scored.wait(timeout=10), "nothing was scored while the last group ran"
         yield answers[-1]
@@ -219,14 +219,14 @@ def test_scoring_runs_while_generation_goes_on():
     assert sampler.next_batch().num_kept == 8
 
 
-def test_a_failing_judge_ends_the_step():
+def test_a_failing_verifier_ends_the_step():
     """An exception in the scoring thread must not be lost."""
 
     class Broken:
         def score_batch(self, responses, ground_truths):
-            raise ValueError("no verdict")
+            raise ValueError("no score")
 
     sampler = make_sampler(ScriptedEngines())
     sampler._verifier = Broken()
-    with pytest.raises(ValueError, match="no verdict"):
+    with pytest.raises(ValueError, match="no score"):
         sampler.next_batch()

@@ -9,7 +9,7 @@ def test_the_first_round_expects_every_group_to_teach():
 
 def test_the_next_round_is_sized_by_what_earlier_ones_returned():
     estimate = YieldEstimate()
-    estimate.update(num_asked=99, num_teaching=49)
+    estimate.update(num_asked=99, num_with_signal=49)
     assert estimate.value == 0.5
     assert round_size(10, estimate.value, oversampling=1.0, num_allowed=1000) == 20
 
@@ -18,7 +18,7 @@ def test_the_next_round_is_sized_by_what_earlier_ones_returned():
 def test_a_round_without_any_hope_is_still_bounded(missing, allowed, size):
     """With a yield of zero the plain formula would ask for everything, or divide by zero."""
     estimate = YieldEstimate()
-    estimate.update(num_asked=100_000, num_teaching=0)
+    estimate.update(num_asked=100_000, num_with_signal=0)
     assert 0 < estimate.value < 1e-4
     assert round_size(missing, estimate.value, oversampling=1.2, num_allowed=allowed) == size
 
@@ -26,17 +26,17 @@ def test_a_round_without_any_hope_is_still_bounded(missing, allowed, size):
 def test_the_newest_round_weighs_most():
     estimate = YieldEstimate()
     for _ in range(20):
-        estimate.update(num_asked=100, num_teaching=0)
+        estimate.update(num_asked=100, num_with_signal=0)
     for _ in range(4):
-        estimate.update(num_asked=100, num_teaching=100)
+        estimate.update(num_asked=100, num_with_signal=100)
     assert estimate.value > 0.9
 
 
 def test_the_estimate_survives_a_checkpoint_exactly():
     """Another size of the first round after a resume would shift every later group's seed."""
     one, other = YieldEstimate(), YieldEstimate()
-    for asked, teaching in ((39, 30), (7, 1), (3, 3)):
-        one.update(asked, teaching)
+    for asked, with_signal in ((39, 30), (7, 1), (3, 3)):
+        one.update(asked, with_signal)
     other.load_state_dict(one.state_dict())
     assert other.value == one.value
 
