@@ -37,7 +37,7 @@ class AlgorithmConfig:
             )
         if self.overlong_filtering and self.overlong_buffer > 0:
             raise ConfigError(
-                "algorithm.overlong_filtering = true leaves truncated responses out of the loss, so "
-                "the soft punishment cannot reach them: set algorithm.overlong_buffer = 0, or turn "
-                "algorithm.overlong_filtering off"
+                "algorithm.overlong_filtering = true leaves truncated responses out of the loss, "
+                "so the soft punishment cannot reach them: set algorithm.overlong_buffer = 0, or "
+                "turn algorithm.overlong_filtering off"
             )

@@ -147,8 +147,8 @@ def _check_evaluation(config: RunConfig) -> Iterator[str]:
 def _check_reference(config: RunConfig) -> Iterator[str]:
     if config.algorithm.objective.kl_coef > 0:
         yield (
-            f"algorithm.objective.kl_coef = {config.algorithm.objective.kl_coef} needs log-probs of "
-            "a reference model, and training keeps none: set it to 0, as DAPO does"
+            f"algorithm.objective.kl_coef = {config.algorithm.objective.kl_coef} needs log-probs "
+            "of a reference model, and training keeps none: set it to 0, as DAPO does"
         )
 
 
