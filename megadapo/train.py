@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megadapo.algorithm.advantages import advantages
+from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
 from megadapo.data.batch import pack
 from megadapo.errors import RunInterrupted
@@ -38,8 +40,13 @@ def _train(config: RunConfig, run: Run, workers: Workers) -> None:
             with run.phase("train"):
                 batch = pack(
                     sampled.groups,
-                    config.algorithm,
-                    max_response_tokens=config.rollout.max_response_tokens,
+                    advantages(
+                        sampled.groups,
+                        config.algorithm,
+                        max_response_tokens=config.rollout.max_response_tokens,
+                    ),
+                    loss_weights(sampled.groups, config.algorithm),
+                    mini_batch_size=config.algorithm.responses_per_mini_batch,
                 )
                 update = workers.update(batch, step)
             with run.phase("sync"):

@@ -19,7 +19,6 @@ import numpy as np
 from rich.progress import Progress
 from transformers import Qwen2Config, Qwen2Tokenizer
 
-from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig, from_dict
 from megadapo.data.arithmetic import Problem, generate, worked_answer
@@ -138,14 +137,14 @@ def supervised_batches(
     The ratio is then exactly 1 and unclipped, so the policy gradient is that of the likelihood.
     """
     rng = random.Random(f"base-model/{seed}")
-    config = AlgorithmConfig(responses_per_mini_batch=BATCH_SIZE, overlong_buffer=0)
     for _ in range(num_steps):
         samples = [_sample(rng.choice(problems), rng, tokenizer) for _ in range(BATCH_SIZE)]
+        num_tokens = sum(len(sample.response_ids) for sample in samples)
         yield pack_samples(
             samples,
-            group_of=np.arange(BATCH_SIZE),
             advantages=np.ones(BATCH_SIZE),
-            config=config,
+            loss_weights=np.full(BATCH_SIZE, 1.0 / num_tokens),
+            mini_batch_size=BATCH_SIZE,
         )
 
 

@@ -6,6 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.groups import ScoredGroup
+from megadapo.algorithm.shaping import shaped_rewards
+
+
+def advantages(
+    groups: Sequence[ScoredGroup], config: AlgorithmConfig, *, max_response_tokens: int
+) -> np.ndarray:
+    """The advantage of every response of a step, from its group's shaped rewards: [S] float64."""
+    return np.concatenate(
+        [
+            group_advantages(
+                shaped_rewards(group, config, max_response_tokens=max_response_tokens),
+                normalize_by_std=config.normalize_by_std,
+            )
+            for group in groups
+        ]
+    )
+
 
 def group_advantages(rewards: Sequence[float], *, normalize_by_std: bool = True) -> np.ndarray:
     """(R_i - mean) / std over the G responses to one prompt.

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from megadapo.algorithm.loss_weights import Aggregation
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.errors import ConfigError
+
+Aggregation = Literal[
+    "token-mean",
+    "group-token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-sum-token-mean",
+    "token-sum",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

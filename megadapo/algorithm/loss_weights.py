@@ -6,18 +6,30 @@ on how the batch is cut over ranks and micro-batches.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
 
 import numpy as np
 
-Aggregation = Literal[
-    "token-mean",
-    "group-token-mean",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-sum-token-mean",
-    "token-sum",
-]
+from megadapo.algorithm.config import Aggregation, AlgorithmConfig
+from megadapo.algorithm.groups import ScoredGroup
+from megadapo.algorithm.mini_batches import mini_batches
+
+
+def loss_weights(groups: Sequence[ScoredGroup], config: AlgorithmConfig) -> np.ndarray:
+    """The weight of each token of every response of a step, from whole mini-batches: [S] float64.
+
+    Overlong filtering leaves truncated responses out: their weight is 0, and no count has them.
+    """
+    lengths = np.array([n for group in groups for n in group.lengths], dtype=np.int64)
+    truncated = np.array([cut for group in groups for cut in group.truncated], dtype=bool)
+    keep = ~(truncated & config.overlong_filtering)
+    group_of = np.repeat(np.arange(len(groups)), [len(group.lengths) for group in groups])
+    weights = np.zeros(len(lengths))
+    for indices in mini_batches(len(lengths), config.responses_per_mini_batch):
+        weights[indices] = sequence_weights(
+            lengths[indices], group_of[indices], config.loss_aggregation, keep=keep[indices]
+        )
+    return weights
 
 
 def sequence_weights(

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.groups import ScoredGroup
+
 
 def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
     """0 up to max_length - buffer, linearly down to -1 at max_length, -1 beyond.
@@ -20,14 +23,20 @@ def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
     return min(0.0, max(-1.0, (max_length - buffer - length) / buffer))
 
 
+def overlong_penalties(
+    lengths: Sequence[int], config: AlgorithmConfig, *, max_response_tokens: int
+) -> np.ndarray:
+    """What each response of the given length is punished with: [G] float64, none positive."""
+    penalties = [
+        overlong_penalty(n, max_length=max_response_tokens, buffer=config.overlong_buffer)
+        for n in lengths
+    ]
+    return config.overlong_factor * np.asarray(penalties, dtype=np.float64)
+
+
 def shaped_rewards(
-    rewards: Sequence[float],
-    lengths: Sequence[int],
-    *,
-    max_length: int,
-    buffer: int,
-    factor: float = 1.0,
+    group: ScoredGroup, config: AlgorithmConfig, *, max_response_tokens: int
 ) -> np.ndarray:
     """The correctness rewards of a group plus each response's overlong punishment, [G] float64."""
-    penalties = [overlong_penalty(n, max_length=max_length, buffer=buffer) for n in lengths]
-    return np.asarray(rewards, dtype=np.float64) + factor * np.asarray(penalties)
+    penalties = overlong_penalties(group.lengths, config, max_response_tokens=max_response_tokens)
+    return np.asarray(group.rewards, dtype=np.float64) + penalties

@@ -8,10 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from megadapo.algorithm.advantages import group_advantages
-from megadapo.algorithm.config import AlgorithmConfig
-from megadapo.algorithm.loss_weights import sequence_weights
-from megadapo.algorithm.shaping import shaped_rewards
+from megadapo.algorithm.mini_batches import mini_batches
 from megadapo.data.prompts import Prompt
 
 
@@ -51,6 +48,16 @@ class Group:
     correct: tuple[bool, ...]
     """Whether each response is right: what selection and accuracy look at."""
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each response."""
+        return tuple(len(sample.response_ids) for sample in self.samples)
+
+    @property
+    def truncated(self) -> tuple[bool, ...]:
+        """Whether each response was cut at the length limit."""
+        return tuple(sample.truncated for sample in self.samples)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
@@ -79,46 +86,34 @@ class PackedBatch:
 
 
 def pack(
-    groups: Sequence[Group], config: AlgorithmConfig, *, max_response_tokens: int
+    groups: Sequence[Group],
+    advantages: np.ndarray,
+    loss_weights: np.ndarray,
+    *,
+    mini_batch_size: int,
 ) -> PackedBatch:
-    """Pack the groups of one step, with advantages and loss weights from whole mini-batches."""
+    """Pack the responses of one step's groups, in order.
+
+    Args:
+        groups: with S responses in all.
+        advantages: [S] advantage of each response, given to all of its tokens.
+        loss_weights: [S] weight of each token of a response.
+        mini_batch_size: responses behind one optimizer update.
+    """
     samples = [sample for group in groups for sample in group.samples]
-    group_of = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
-    advantages = np.concatenate(
-        [_advantages(group, config, max_response_tokens) for group in groups]
-    )
-    return pack_samples(
-        samples,
-        group_of=group_of,
-        advantages=advantages,
-        config=config,
-    )
+    return pack_samples(samples, advantages, loss_weights, mini_batch_size=mini_batch_size)
 
 
 def pack_samples(
     samples: Sequence[Sample],
-    *,
-    group_of: np.ndarray,
     advantages: np.ndarray,
-    config: AlgorithmConfig,
+    loss_weights: np.ndarray,
+    *,
+    mini_batch_size: int,
 ) -> PackedBatch:
-    """Pack responses whose advantage is already known.
-
-    Args:
-        samples: S responses.
-        group_of: [S] group label of each response.
-        advantages: [S] advantage of each response, given to all of its tokens.
-        config: mini-batch size, loss aggregation and overlong filtering.
-    """
+    """Pack S responses that need not belong to groups; arguments as for `pack`."""
     prompt_lengths = np.array([len(s.prompt_ids) for s in samples], dtype=np.int64)
     lengths = np.array([len(s.response_ids) for s in samples], dtype=np.int64)
-    mini_batches = _mini_batches(len(samples), config.responses_per_mini_batch)
-    keep = np.array([not (config.overlong_filtering and s.truncated) for s in samples])
-    weights = np.zeros(len(samples))
-    for indices in mini_batches:
-        weights[indices] = sequence_weights(
-            lengths[indices], group_of[indices], config.loss_aggregation, keep=keep[indices]
-        )
     return PackedBatch(
         tokens=np.concatenate(
             [ids for s in samples for ids in (np.array(s.prompt_ids), s.response_ids)]
@@ -129,26 +124,9 @@ def pack_samples(
             prompt_lengths, [s.logprobs_rollout for s in samples], fill=np.nan
         ),
         advantages=_spread(prompt_lengths, lengths, advantages),
-        loss_weights=_spread(prompt_lengths, lengths, weights),
+        loss_weights=_spread(prompt_lengths, lengths, loss_weights),
         policy_versions=np.array([s.policy_version for s in samples], dtype=np.int32),
-        mini_batches=mini_batches,
-    )
-
-
-def _advantages(group: Group, config: AlgorithmConfig, max_response_tokens: int) -> np.ndarray:
-    rewards = shaped_rewards(
-        group.rewards,
-        [len(sample.response_ids) for sample in group.samples],
-        max_length=max_response_tokens,
-        buffer=config.overlong_buffer,
-        factor=config.overlong_factor,
-    )
-    return group_advantages(rewards, normalize_by_std=config.normalize_by_std)
-
-
-def _mini_batches(num_samples: int, size: int) -> tuple[np.ndarray, ...]:
-    return tuple(
-        np.arange(start, min(start + size, num_samples)) for start in range(0, num_samples, size)
+        mini_batches=mini_batches(len(samples), mini_batch_size),
     )
 
 

@@ -91,12 +91,12 @@ def random_batch(config: RunConfig, num_sequences: int, *, vocab_size: int) -> P
         )
         for length in lengths
     ]
-    group_of = np.arange(num_sequences) // config.sampling.responses_per_prompt
+    num_tokens = int(lengths.sum())
     return pack_samples(
         samples,
-        group_of=group_of,
         advantages=rng.normal(size=num_sequences),
-        config=config.algorithm,
+        loss_weights=np.full(num_sequences, 1.0 / num_tokens),
+        mini_batch_size=num_sequences,
     )
 
 

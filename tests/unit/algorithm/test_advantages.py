@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from megadapo.algorithm.advantages import group_advantages
+from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.selection import has_signal
 from megadapo.algorithm.shaping import overlong_penalty, shaped_rewards
 
@@ -53,7 +56,9 @@ def test_no_buffer_means_no_penalty():
 
 
 def test_the_penalty_is_added_to_the_correctness_reward():
-    shaped = shaped_rewards([1.0, -1.0, 1.0], [10, 20, 15], max_length=20, buffer=10, factor=0.5)
+    group = SimpleNamespace(rewards=[1.0, -1.0, 1.0], lengths=[10, 20, 15])
+    config = AlgorithmConfig(overlong_buffer=10, overlong_factor=0.5)
+    shaped = shaped_rewards(group, config, max_response_tokens=20)
     np.testing.assert_allclose(shaped, [1.0, -1.5, 0.75])
 
 
@@ -61,5 +66,5 @@ def test_the_penalty_is_added_to_the_correctness_reward():
     ("correct", "kept"),
     [([True, False], True), ([True, True], False), ([False] * 3, False), ([True], False)],
 )
-def test_only_mixed_groups_teach(correct, kept):
+def test_only_mixed_groups_have_a_signal(correct, kept):
     assert has_signal(correct) is kept

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megadapo.algorithm.advantages import advantages
 from megadapo.algorithm.config import AlgorithmConfig
-from megadapo.data.batch import Group, Sample, pack
+from megadapo.algorithm.loss_weights import loss_weights
+from megadapo.data.batch import Group, PackedBatch, Sample, pack
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError
 
@@ -34,9 +36,18 @@ def group(order: int, lengths: list[int], correct: list[bool], finish: str = "st
 GROUPS = [group(0, [4, 2], [True, False]), group(1, [1, 3], [False, True])]
 
 
+def packed_step(groups: list[Group], config: AlgorithmConfig) -> PackedBatch:
+    return pack(
+        groups,
+        advantages(groups, config, max_response_tokens=4),
+        loss_weights(groups, config),
+        mini_batch_size=config.responses_per_mini_batch,
+    )
+
+
 def packed(**config):
     defaults = {"responses_per_mini_batch": 2, "overlong_buffer": 0}
-    return pack(GROUPS, AlgorithmConfig(**(defaults | config)), max_response_tokens=4)
+    return packed_step(GROUPS, AlgorithmConfig(**(defaults | config)))
 
 
 def test_tokens_lie_where_cu_seqlens_says():
@@ -72,17 +83,12 @@ def test_mini_batches_cover_every_sequence_once_in_order():
 
 def test_soft_punishment_changes_advantages_and_filtering_changes_weights():
     truncated = [group(0, [4, 2], [True, False], finish="length")]
-    soft = pack(
-        truncated,
-        AlgorithmConfig(responses_per_mini_batch=2, overlong_buffer=2),
-        max_response_tokens=4,
-    )
+    soft = packed_step(truncated, AlgorithmConfig(responses_per_mini_batch=2, overlong_buffer=2))
     # rewards 1 - 1 and -1: still one above the other, by half the distance
     assert soft.advantages[1] == pytest.approx(1 / np.sqrt(2))
-    hard = pack(
+    hard = packed_step(
         truncated,
         AlgorithmConfig(responses_per_mini_batch=2, overlong_buffer=0, overlong_filtering=True),
-        max_response_tokens=4,
     )
     assert (hard.loss_weights == 0).all()
 

@@ -1,0 +1,25 @@
+"""What the algorithm looks at of a group; nothing of tokens, engines or text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class ScoredGroup(Protocol):
+    """One prompt's G responses as numbers; `data.batch.Group` is one."""
+
+    @property
+    def rewards(self) -> Sequence[float]:
+        """[G] the verifier's rewards, before any shaping."""
+        ...
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """[G] tokens of each response, end-of-sequence token included."""
+        ...
+
+    @property
+    def truncated(self) -> Sequence[bool]:
+        """[G] whether a response was cut at the length limit."""
+        ...
