@@ -16,14 +16,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.kernels.head_blocks import (
+from megadapo.kernels.policy_head_blocks import (
     HeadCall,
     PolicyCall,
     logits_by_tile,
     logprob_grad_blocks,
     policy_blocks,
 )
-from megadapo.kernels.head_plan import (
+from megadapo.kernels.policy_head_exchange import (
+    gather_stats,
+    process_group_size,
+)
+from megadapo.kernels.policy_head_main_grad import hand_over, is_known_one, main_grad_of
+from megadapo.kernels.policy_head_plan import (
     check_operands,
     check_temperature,
     check_token_tensor,
@@ -31,23 +36,18 @@ from megadapo.kernels.head_plan import (
     plan_tiling,
     select_rows,
 )
-from megadapo.kernels.main_grad import hand_over, is_known_one, main_grad_of
-from megadapo.kernels.policy_terms import (
+from megadapo.kernels.policy_head_rows import (
+    logprob_rows,
+    row_stats,
+)
+from megadapo.kernels.policy_head_terms import (
     CLIPPED_HIGH,
     CLIPPED_LOW,
     DROPPED,
     DUAL_CLIPPED,
     policy_loss_ref,
 )
-from megadapo.kernels.row_exchange import (
-    gather_stats,
-    group_size,
-)
-from megadapo.kernels.row_types import PolicyInputs, RowOutputs
-from megadapo.kernels.vocab_rows import (
-    logprob_rows,
-    row_stats,
-)
+from megadapo.kernels.policy_head_types import PolicyInputs, RowOutputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +211,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 shards=call.shards,
                 temperature=call.temperature,
             )
-            merged = gather_stats(local, call.group)
+            merged = gather_stats(local, call.process_group)
             stats[:, :, start:stop] = merged
             logprob_rows(
                 logits,
@@ -260,7 +260,7 @@ def token_logprobs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     chunk_tokens: int | None = None,
     loss_mask: Tensor | None = None,
@@ -282,7 +282,7 @@ def token_logprobs(
         mask=loss_mask,
         finite={},
         temperature=temperature,
-        group=group,
+        process_group=process_group,
         vocab_size=vocab_size,
         chunk_tokens=chunk_tokens,
         rows=rows,
@@ -308,7 +308,7 @@ def policy_head_loss(
     loss_weights: Tensor,
     objective: PolicyObjective,
     temperature: float = 1.0,
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     chunk_tokens: int | None = None,
     logprobs_ref: Tensor | None = None,
@@ -333,7 +333,7 @@ def policy_head_loss(
         loss_weights: [T]; tokens with weight 0 do not enter the head at all.
         objective: clip range and the optional terms.
         temperature: logits are divided by it.
-        group: tensor-parallel process group; None for a single rank.
+        process_group: tensor-parallel process group; None for a single rank.
         vocab_size: true vocabulary size; later rows of weight are padding and get no gradient.
         chunk_tokens: tokens per block; by default as many as fit the buffers.
         logprobs_ref: [T] of the reference policy, needed when `objective.kl_coef` is not 0.
@@ -368,7 +368,7 @@ def policy_head_loss(
         finite=per_token,
         others=others,
         temperature=temperature,
-        group=group,
+        process_group=process_group,
         vocab_size=vocab_size,
         chunk_tokens=chunk_tokens,
         rows=rows,
@@ -402,7 +402,7 @@ def _plan(
     finite: dict[str, Tensor],
     others: dict[str, Tensor | None] | None = None,
     temperature: float,
-    group: dist.ProcessGroup | None,
+    process_group: dist.ProcessGroup | None,
     vocab_size: int | None,
     chunk_tokens: int | None,
     rows: Tensor | None,
@@ -411,13 +411,13 @@ def _plan(
     check_inputs: bool,
 ) -> HeadCall:
     """Check the arguments and fix rows, blocks and shards; the same on every rank."""
-    tp = group_size(group)
+    tp = process_group_size(process_group)
     num_tokens = check_operands(hidden, weight, targets, tp=tp, sequence_parallel=sequence_parallel)
     check_temperature(temperature)
     for name, value in (finite | (others or {}) | {"loss_mask": mask}).items():
         if value is not None:
             check_token_tensor(name, value, num_tokens, hidden.device)
-    shards = plan_shards(weight, group, vocab_size, tp_invariant)
+    shards = plan_shards(weight, process_group, vocab_size, tp_invariant)
     selection = select_rows(
         mask,
         targets,
@@ -435,7 +435,7 @@ def _plan(
         tiling=plan_tiling(padded_vocab, hidden.dtype, hidden.device, chunk_tokens),
         shards=shards,
         temperature=float(temperature),
-        group=group if tp > 1 else None,
+        process_group=process_group if tp > 1 else None,
         sequence_parallel=sequence_parallel,
     )
 

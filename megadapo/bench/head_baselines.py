@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megadapo.bench.head_inputs import NUM_SEQUENCES, HeadInputs
 from megadapo.kernels.policy_head import policy_head_loss
-from megadapo.kernels.policy_terms import policy_loss_ref
+from megadapo.kernels.policy_head_terms import policy_loss_ref
 
 OURS = "megadapo"
 PRODUCTS = "three products alone"

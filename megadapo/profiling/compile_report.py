@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ARCHITECTURES = (80, 90, 100)
 """A100, H100 and H200, B200."""
 
-KERNEL_FILES = ("vocab_rows_triton", "rmsnorm", "swiglu", "rotary")
+KERNEL_FILES = ("policy_head_rows_triton", "rmsnorm", "swiglu", "rotary")
 """Modules of megadapo.kernels with COMPILE_CASES."""
 
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")

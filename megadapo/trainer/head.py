@@ -51,7 +51,7 @@ class PolicyHead:
         self.wait_for_weight(weight)
         common = {
             "temperature": self.temperature,
-            "group": mpu.get_tensor_model_parallel_group(),
+            "process_group": mpu.get_tensor_model_parallel_group(),
             "vocab_size": self.vocab_size,
             # the same rows in both passes: equal shapes give equal bits
             "rows": micro_batch.rows,

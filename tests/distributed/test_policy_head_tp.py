@@ -72,7 +72,9 @@ SETTINGS = {
 }
 
 
-def run_rank(setting: Setting, group: dist.ProcessGroup, rank: int, tp: int) -> dict[str, Tensor]:
+def run_rank(
+    setting: Setting, process_group: dist.ProcessGroup, rank: int, tp: int
+) -> dict[str, Tensor]:
     inputs = setting.inputs()
     rows = setting.padded // tp
     weight = inputs["weight"][rank * rows : (rank + 1) * rows].clone().requires_grad_()
@@ -81,7 +83,7 @@ def run_rank(setting: Setting, group: dist.ProcessGroup, rank: int, tp: int) -> 
         hidden = hidden.chunk(tp)[rank]
     hidden = hidden.clone().requires_grad_()
     options = {
-        "group": group,
+        "process_group": process_group,
         "vocab_size": setting.vocab_size,
         "chunk_tokens": setting.chunk_tokens,
         "sequence_parallel": setting.sequence_parallel,
@@ -112,10 +114,10 @@ def run_process(rank: int, port: int, folder: str) -> None:
     for tp in TP_SIZES:
         # not the first ranks of the world, so that group and global ranks differ
         members = list(range(max(TP_SIZES) - tp, max(TP_SIZES)))
-        group = dist.new_group(members)
+        process_group = dist.new_group(members)
         if rank in members:
             me = members.index(rank)
-            results = {name: run_rank(s, group, me, tp) for name, s in SETTINGS.items()}
+            results = {name: run_rank(s, process_group, me, tp) for name, s in SETTINGS.items()}
             torch.save(results, Path(folder) / f"tp{tp}_rank{me}.pt")
     dist.destroy_process_group()
 

@@ -12,8 +12,8 @@ from megadapo.bench.head_baselines import PRODUCTS
 from megadapo.bench.head_inputs import make_inputs
 from megadapo.bench.measure import peak_extra_mib
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
-from megadapo.kernels.row_types import VocabShards
-from megadapo.kernels.vocab_rows import merge_stats, row_stats
+from megadapo.kernels.policy_head_rows import merge_stats, row_stats
+from megadapo.kernels.policy_head_types import VocabShards
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megadapo.kernels.brgemm import fp32_product, has_fp32_product
+from megadapo.kernels.policy_head_products_cpu import fp32_product, has_fp32_product
 
 FEW_ROWS = 128
 """Rows up to which the CPU's libraries may take a path without blocks of K, on any thread."""

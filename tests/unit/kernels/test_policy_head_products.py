@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megadapo.kernels import brgemm, native
-from megadapo.kernels.vendor_gemm import mm_fp32, widened_like
+from megadapo.kernels import native, policy_head_products_cpu
+from megadapo.kernels.policy_head_products import mm_fp32, widened_like
 
 ROUTES = ["widened"]
 if torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported():
@@ -18,11 +18,11 @@ def route(request, monkeypatch):
     """Both ways; a processor without bf16 instructions has the first one only."""
     monkeypatch.setenv(native.SWITCH, "1" if request.param == "inner kernels" else "0")
     native.load_native.cache_clear()
-    brgemm._brgemm.cache_clear()
-    assert (brgemm._brgemm() is not None) == (request.param == "inner kernels")
+    policy_head_products_cpu._brgemm.cache_clear()
+    assert (policy_head_products_cpu._brgemm() is not None) == (request.param == "inner kernels")
     yield request.param
     native.load_native.cache_clear()
-    brgemm._brgemm.cache_clear()
+    policy_head_products_cpu._brgemm.cache_clear()
 
 
 def product(a, b, out=None):
@@ -84,5 +84,5 @@ def test_without_onednn_the_inner_kernels_are_left_alone():
     """They would throw where nothing can catch it."""
     a, b = operands(8, 8, 8)
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not brgemm.has_fp32_product(a, b)
+        assert not policy_head_products_cpu.has_fp32_product(a, b)
         assert product(a, b).isfinite().all()

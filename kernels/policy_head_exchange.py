@@ -32,34 +32,34 @@ class RowExchange(Protocol):
     def finish(self) -> Tensor: ...
 
 
-def group_size(group: dist.ProcessGroup | None) -> int:
+def process_group_size(process_group: dist.ProcessGroup | None) -> int:
     """Ranks in the tensor-parallel group; no group means one."""
-    return 1 if group is None else dist.get_world_size(group)
+    return 1 if process_group is None else dist.get_world_size(process_group)
 
 
-def group_rank(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_rank(group)
+def process_group_rank(process_group: dist.ProcessGroup | None) -> int:
+    return 0 if process_group is None else dist.get_rank(process_group)
 
 
-def gather_stats(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def gather_stats(stats: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
     """Collect stats [S/p, 4, R] of every rank into [S, 4, R], shards in global order."""
-    size = group_size(group)
+    size = process_group_size(process_group)
     if size == 1:
         return stats
     every = stats.new_empty(size * stats.shape[0], *stats.shape[1:])
-    dist.all_gather_into_tensor(every, stats, group=group)
+    dist.all_gather_into_tensor(every, stats, group=process_group)
     return every
 
 
 class ReplicatedRows:
-    """Every rank of `group` holds all of hidden [T, H]; `rows` [R] selects, None takes all."""
+    """Every rank holds all of hidden [T, H]; `rows` [R] selects, None takes all."""
 
     def __init__(
-        self, hidden: Tensor, rows: Tensor | None, group: dist.ProcessGroup | None
+        self, hidden: Tensor, rows: Tensor | None, process_group: dist.ProcessGroup | None
     ) -> None:
         self._hidden = hidden
         self._rows = rows
-        self._group = group if group_size(group) > 1 else None
+        self._process_group = process_group if process_group_size(process_group) > 1 else None
         self._grad: Tensor | None = None
         self._pending: list[dist.Work] = []
 
@@ -75,8 +75,8 @@ class ReplicatedRows:
         return self._grad[block[0] : block[1]]
 
     def send(self, block: Block) -> None:
-        if self._group is not None:
-            work = dist.all_reduce(self.slot(block), group=self._group, async_op=True)
+        if self._process_group is not None:
+            work = dist.all_reduce(self.slot(block), group=self._process_group, async_op=True)
             self._pending.append(work)
 
     def finish(self) -> Tensor:
@@ -95,7 +95,7 @@ class _Segment:
 
 
 class ShardedRows:
-    """Each rank of `group` holds hidden [T/p, H], its part of the sequence.
+    """Each rank holds hidden [T/p, H], its part of the sequence.
 
     `rows` [R] are the selected rows of the whole sequence and `counts` how many of them each
     rank owns. `blocks` is the order in which they will be fetched, the same on every rank.
@@ -107,11 +107,11 @@ class ShardedRows:
         rows: Tensor | None,
         counts: Sequence[int],
         blocks: Sequence[Block],
-        group: dist.ProcessGroup,
+        process_group: dist.ProcessGroup,
     ) -> None:
         self._hidden = hidden
-        self._group = group
-        self._rank = group_rank(group)
+        self._process_group = process_group
+        self._rank = process_group_rank(process_group)
         self._blocks = list(blocks)
         edges = [0]
         for count in counts:
@@ -145,9 +145,9 @@ class ShardedRows:
     def send(self, block: Block) -> None:
         grad, works = self._leaving[block]
         for segment in self._segments(block):
-            owner = dist.get_global_rank(self._group, segment.owner)
+            owner = dist.get_global_rank(self._process_group, segment.owner)
             part = grad[segment.start : segment.stop]
-            works.append(dist.reduce(part, owner, group=self._group, async_op=True))
+            works.append(dist.reduce(part, owner, group=self._process_group, async_op=True))
         for earlier in [b for b in self._leaving if b != block]:
             self._receive_grad(earlier)
 
@@ -180,8 +180,8 @@ class ShardedRows:
                     part.copy_(self._hidden[own])
                 else:
                     torch.index_select(self._hidden, 0, self._own[own], out=part)
-            owner = dist.get_global_rank(self._group, segment.owner)
-            works.append(dist.broadcast(part, owner, group=self._group, async_op=True))
+            owner = dist.get_global_rank(self._process_group, segment.owner)
+            works.append(dist.broadcast(part, owner, group=self._process_group, async_op=True))
         self._arriving[block] = (tensor, works)
 
     def _receive_grad(self, block: Block) -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels of `vocab_rows`, one program a row, or a row and shard for the statistics.
+"""The row passes in Triton, one program a row, or a row and shard for the statistics.
 
 Row offsets are 64-bit, sums are taken in a fixed order within one program: no atomics, the same
 bits on every run. fp32 throughout; only the stored gradient has the hidden states' dtype.
@@ -13,8 +13,14 @@ from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.launch import CompileCase, block_size, warps_for
-from megadapo.kernels.policy_terms import DROPPED, KL_KINDS, kl_kind, token_terms
-from megadapo.kernels.row_types import NEVER, NUM_STATS, PolicyInputs, RowOutputs, VocabShards
+from megadapo.kernels.policy_head_terms import DROPPED, KL_KINDS, kl_kind, token_terms
+from megadapo.kernels.policy_head_types import (
+    NEVER,
+    NUM_STATS,
+    PolicyInputs,
+    RowOutputs,
+    VocabShards,
+)
 from megadapo.kernels.traffic import moved
 
 # Triton reads globals only as constexpr

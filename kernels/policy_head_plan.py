@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megadapo.kernels.row_exchange import Block, group_rank, group_size
-from megadapo.kernels.row_types import VocabShards
+from megadapo.kernels.policy_head_exchange import Block, process_group_rank, process_group_size
+from megadapo.kernels.policy_head_types import VocabShards
 
 NUM_VIRTUAL_SHARDS = 8
 """Vocabulary shards of the tp_invariant mode: divisible by TP 1, 2, 4 and 8."""
@@ -100,12 +100,12 @@ def _fitting_rows(budget: int, row_bytes: int) -> int:
 
 def plan_shards(
     weight: Tensor,
-    group: dist.ProcessGroup | None,
+    process_group: dist.ProcessGroup | None,
     vocab_size: int | None,
     tp_invariant: bool | None,
 ) -> VocabShards:
     """Cut the vocabulary; see `policy_head_loss` for tp_invariant."""
-    tp, rank = group_size(group), group_rank(group)
+    tp, rank = process_group_size(process_group), process_group_rank(process_group)
     columns = weight.shape[0]
     padded = columns * tp
     vocab_size = padded if vocab_size is None else vocab_size

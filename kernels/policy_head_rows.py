@@ -13,14 +13,14 @@ from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.launch import uses_triton
-from megadapo.kernels.policy_terms import DROPPED, policy_terms
-from megadapo.kernels.row_types import PolicyInputs, RowOutputs, VocabShards
-from megadapo.kernels.vocab_rows_cpu import RowGradients, row_grads_cpu, row_stats_cpu
-from megadapo.kernels.vocab_rows_triton import (
+from megadapo.kernels.policy_head_rows_cpu import RowGradients, row_grads_cpu, row_stats_cpu
+from megadapo.kernels.policy_head_rows_triton import (
     logprob_rows_triton,
     policy_rows_triton,
     row_stats_triton,
 )
+from megadapo.kernels.policy_head_terms import DROPPED, policy_terms
+from megadapo.kernels.policy_head_types import PolicyInputs, RowOutputs, VocabShards
 
 
 def merge_stats(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-/* The row passes of the policy head on a CPU; see vocab_rows.py for what they compute.
+/* The row passes of the policy head on a CPU; see policy_head_rows.py for what they compute.
  *
  * Compiled at first use by native.py, for the processor it then runs on. GCC's vector extensions
  * fix the order of every sum by the source alone: a row has the same bits in every tile, on every
@@ -13,7 +13,7 @@
 #define UNROLL 4
 #define STEP (LANES * UNROLL)
 #define BLOCK (STEP * 32) /* columns that one set of partial sums adds up: keeps fp32 sums exact */
-#define NEVER (-1e30f)    /* row_types.NEVER */
+#define NEVER (-1e30f)    /* policy_head_types.NEVER */
 #define SMALLEST (-87.0f) /* e^x is 0 from here down, and stands for x where 0 * x is meant */
 
 typedef float vf __attribute__((vector_size(4 * LANES)));

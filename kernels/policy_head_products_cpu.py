@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megadapo.kernels.native import load_native
 
-SOURCE = Path(__file__).with_name("products.c")
+SOURCE = Path(__file__).with_name("policy_head_products.c")
 
 _BRGEMM = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"
 _RELEASE = "_ZN2at6native7cpublas14brgemm_releaseEb"

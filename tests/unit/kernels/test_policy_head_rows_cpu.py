@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megadapo.kernels import native
-from megadapo.kernels.row_types import NEVER, VocabShards
-from megadapo.kernels.vocab_rows import merge_stats
-from megadapo.kernels.vocab_rows_cpu import SOURCE, RowGradients, row_grads_cpu, row_stats_cpu
+from megadapo.kernels.policy_head_rows import merge_stats
+from megadapo.kernels.policy_head_rows_cpu import SOURCE, RowGradients, row_grads_cpu, row_stats_cpu
+from megadapo.kernels.policy_head_types import NEVER, VocabShards
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -239,14 +239,14 @@ def test_a_broken_compiler_is_said_and_torch_takes_over(fresh_cache, monkeypatch
     monkeypatch.setenv("CC", "false")
     with caplog.at_level(logging.WARNING):
         assert native.load_native(SOURCE) is None
-    assert "vocab_rows.c was not compiled" in caplog.text
+    assert "policy_head_rows.c was not compiled" in caplog.text
     assert list(fresh_cache.rglob("*.so")) == []
 
 
 def compile_in_a_process() -> subprocess.Popen:
     program = (
         "from megadapo.kernels.native import load_native\n"
-        "from megadapo.kernels.vocab_rows_cpu import SOURCE\n"
+        "from megadapo.kernels.policy_head_rows_cpu import SOURCE\n"
         "assert load_native(SOURCE).megadapo_row_stats\n"
     )
     return subprocess.Popen([sys.executable, "-c", program])

@@ -10,19 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.kernels.head_plan import RowSelection, Tiling
-from megadapo.kernels.main_grad import main_grad_of
-from megadapo.kernels.row_exchange import (
+from megadapo.kernels.policy_head_exchange import (
     Block,
     ReplicatedRows,
     RowExchange,
     ShardedRows,
     gather_stats,
-    group_size,
+    process_group_size,
 )
-from megadapo.kernels.row_types import PolicyInputs, RowOutputs, VocabShards
-from megadapo.kernels.vendor_gemm import Fp32Sum, mm_fp32, mm_rows, widened_like
-from megadapo.kernels.vocab_rows import logprob_grad_rows, policy_rows, row_stats
+from megadapo.kernels.policy_head_main_grad import main_grad_of
+from megadapo.kernels.policy_head_plan import RowSelection, Tiling
+from megadapo.kernels.policy_head_products import Fp32Sum, mm_fp32, mm_rows, widened_like
+from megadapo.kernels.policy_head_rows import logprob_grad_rows, policy_rows, row_stats
+from megadapo.kernels.policy_head_types import PolicyInputs, RowOutputs, VocabShards
 
 _ROW_ALIGNMENT = 16
 """Elements that a row of the buffers is rounded up to."""
@@ -38,7 +38,7 @@ class HeadCall:
     tiling: Tiling
     shards: VocabShards
     temperature: float
-    group: dist.ProcessGroup | None
+    process_group: dist.ProcessGroup | None
     sequence_parallel: bool
 
     @property
@@ -52,10 +52,12 @@ class HeadCall:
     def exchange(self, hidden: Tensor) -> RowExchange:
         """How this call's rows reach the rank; one pass over the blocks each."""
         rows = self.selection.rows
-        if self.sequence_parallel and group_size(self.group) > 1:
-            assert self.group is not None
-            return ShardedRows(hidden, rows, self.selection.counts, self.blocks(), self.group)
-        return ReplicatedRows(hidden, rows, self.group)
+        if self.sequence_parallel and process_group_size(self.process_group) > 1:
+            assert self.process_group is not None
+            return ShardedRows(
+                hidden, rows, self.selection.counts, self.blocks(), self.process_group
+            )
+        return ReplicatedRows(hidden, rows, self.process_group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +183,7 @@ def _policy_tile(
     policy_rows(
         logits,
         targets,
-        gather_stats(stats, head.group),
+        gather_stats(stats, head.process_group),
         inputs=call.inputs.rows(first, last),
         outputs=outputs.rows(first, last),
         objective=call.objective,

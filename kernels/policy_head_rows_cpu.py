@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megadapo.kernels.native import load_native
-from megadapo.kernels.row_types import NEVER, NUM_STATS, VocabShards
+from megadapo.kernels.policy_head_types import NEVER, NUM_STATS, VocabShards
 from megadapo.kernels.traffic import moved, named
 
-SOURCE = Path(__file__).with_name("vocab_rows.c")
+SOURCE = Path(__file__).with_name("policy_head_rows.c")
 
 ROW_STATS, ROW_GRADS = "megadapo::row_stats", "megadapo::row_grads"
 """Names of the C passes in a profile."""
@@ -45,7 +45,7 @@ class RowGradients:
 def row_stats_cpu(
     logits: Tensor, targets: Tensor, shards: VocabShards, temperature: float
 ) -> Tensor:
-    """Return stats [S/p, 4, R] of logits [R, V/p] fp32; see row_types.NUM_STATS."""
+    """Return stats [S/p, 4, R] of logits [R, V/p] fp32; see policy_head_types.NUM_STATS."""
     _check(logits, targets)
     native = load_native(SOURCE)
     if native is None:
