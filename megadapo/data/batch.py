@@ -47,6 +47,10 @@ class Group:
     """The verifier's reward of each response, before any shaping."""
     correct: tuple[bool, ...]
     """Whether each response is right: what selection and accuracy look at."""
+    answers: tuple[str, ...]
+    """What the verifier read as the answer of each response."""
+    symbolic_correct: tuple[bool | None, ...]
+    """Verdict of the symbolic comparison on each response; None where it gave none."""
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -6,9 +6,9 @@ import hashlib
 import json
 import logging
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jinja2
 
@@ -34,6 +34,16 @@ class Prompt:
     """(role, content) of each chat message."""
     ground_truth: str
     data_source: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the prompt as JSON values."""
+        return {**asdict(self), "messages": [list(message) for message in self.messages]}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Self:
+        """Return the prompt that `to_json` was called on."""
+        messages = tuple((role, content) for role, content in entry["messages"])
+        return cls(**{**entry, "messages": messages})
 
 
 @dataclass(frozen=True)

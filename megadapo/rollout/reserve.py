@@ -55,34 +55,31 @@ def encode_group(group: Group) -> dict[str, Any]:
     """Return a group as JSON values; its numbers stay exact."""
     return {
         "order": group.order,
-        "prompt": {
-            "id": group.prompt.id,
-            "messages": [list(message) for message in group.prompt.messages],
-            "ground_truth": group.prompt.ground_truth,
-            "data_source": group.prompt.data_source,
-        },
+        "prompt": group.prompt.to_json(),
         "prompt_ids": _pack(group.samples[0].prompt_ids, "<i4"),
         "samples": [_encode_sample(sample) for sample in group.samples],
         "rewards": list(group.rewards),
         "correct": list(group.correct),
+        "answers": list(group.answers),
+        "symbolic_correct": list(group.symbolic_correct),
     }
 
 
 def decode_group(entry: Mapping[str, Any]) -> Group:
-    """Return the group that `encode_group` was given."""
-    prompt = entry["prompt"]
+    """Return the group that `encode_group` was given.
+
+    The verifier's answers may be missing, as a run can go on from a state without them.
+    """
+    size = len(entry["samples"])
     prompt_ids = tuple(_unpack(entry["prompt_ids"], "<i4").tolist())
     return Group(
         order=entry["order"],
-        prompt=Prompt(
-            id=prompt["id"],
-            messages=tuple((role, content) for role, content in prompt["messages"]),
-            ground_truth=prompt["ground_truth"],
-            data_source=prompt["data_source"],
-        ),
+        prompt=Prompt.from_json(entry["prompt"]),
         samples=tuple(_decode_sample(sample, prompt_ids) for sample in entry["samples"]),
         rewards=tuple(entry["rewards"]),
         correct=tuple(entry["correct"]),
+        answers=tuple(entry.get("answers", [""] * size)),
+        symbolic_correct=tuple(entry.get("symbolic_correct", [None] * size)),
     )
 
 

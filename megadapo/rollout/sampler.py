@@ -217,6 +217,8 @@ def _group(question: Question, response: GroupResponse, scores: list[Score]) -> 
         ),
         rewards=tuple(score.reward for score in scores),
         correct=tuple(score.correct for score in scores),
+        answers=tuple(score.answer for score in scores),
+        symbolic_correct=tuple(score.symbolic_correct for score in scores),
     )
 
 

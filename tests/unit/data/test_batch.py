@@ -29,7 +29,13 @@ def group(order: int, lengths: list[int], correct: list[bool], finish: str = "st
     )
     rewards = tuple(1.0 if c else -1.0 for c in correct)
     return Group(
-        order=order, prompt=PROMPT, samples=samples, rewards=rewards, correct=tuple(correct)
+        order=order,
+        prompt=PROMPT,
+        samples=samples,
+        rewards=rewards,
+        correct=tuple(correct),
+        answers=("",) * len(lengths),
+        symbolic_correct=(None,) * len(lengths),
     )
 
 

@@ -30,6 +30,8 @@ def make_group(order: int) -> Group:
         samples=samples,
         rewards=(1.0, -1.0),
         correct=(True, False),
+        answers=("5", "[INVALID]"),
+        symbolic_correct=(None, False),
     )
 
 
@@ -62,6 +64,16 @@ def test_groups_survive_json_exactly():
             assert sample.prompt_ids == same.prompt_ids
             np.testing.assert_array_equal(sample.response_ids, same.response_ids)
             np.testing.assert_array_equal(sample.logprobs_rollout, same.logprobs_rollout)
+
+
+def test_a_state_without_the_verifiers_answers_still_loads():
+    """A run of before they were saved could not be resumed."""
+    entry = encode_group(make_group(1))
+    assert decode_group(entry).answers == make_group(1).answers
+    assert decode_group(entry).symbolic_correct == (None, False)
+    del entry["answers"], entry["symbolic_correct"]
+    group = decode_group(entry)
+    assert (group.answers, group.symbolic_correct) == (("", ""), (None, None))
 
 
 def test_a_smaller_limit_after_a_resume_keeps_the_oldest():

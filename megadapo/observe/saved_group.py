@@ -1,0 +1,212 @@
+"""One saved group: what it holds, and the JSON line it is in `RUN/rollouts/step-N.jsonl.zst`:
+
+    {"step": int, "order": int, "from_reserve": bool,
+     "fate": "trained" | "to_reserve" | "dropped" | "all_correct" | "all_wrong",
+     "prompt": {"id": str, "messages": [[role, content], ...], "ground_truth": str,
+                "data_source": str},
+     "prompt_ids": [int, ...],
+     "responses": [{"text": str, "token_ids": [int, ...], "tokens": [str, ...],
+                    "logprobs_rollout": [float | null, ...],
+                    "logprobs_old": [float | null, ...] | null,
+                    "logprobs_update": [float | null, ...] | null,
+                    "finish_reason": "stop" | "length", "policy_version": int,
+                    "reward": float, "penalty": float, "shaped_reward": float,
+                    "advantage": float | null, "correct": bool, "answer": str,
+                    "symbolic_correct": bool | null}, ...]}
+
+Log-probs are float32 in the fewest digits that give the same float32 back, and null where there is
+no finite one: neither the engine's nor the trainer's reason for that matters, such a token is not
+trained on. What only training gives (advantage, logprobs_old, logprobs_update) is null in groups
+that were not trained on. The meaning of each field is said at `SavedGroup` and `SavedResponse`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from megadapo.data.batch import Group, Sample
+from megadapo.data.prompts import Prompt
+
+Fate = Literal["trained", "to_reserve", "dropped", "all_correct", "all_wrong"]
+"""What became of a group: trained on in this step, kept for the next one, thrown away for want of
+room in the reserve, or without a signal because all its responses are right, or wrong."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SavedResponse:
+    """One response with n tokens and all that was said about it."""
+
+    text: str
+    token_ids: np.ndarray  # [n] int32
+    tokens: tuple[str, ...]
+    """[n] what each token added to the text; a special token or a part of a character adds ""."""
+    logprobs_rollout: np.ndarray  # [n] float32, NaN where the engine gave no finite one
+    logprobs_old: np.ndarray | None
+    """[n] float32: the trainer's before the step's first update; NaN where a token has no loss."""
+    logprobs_update: np.ndarray | None
+    """[n] float32: the trainer's in the update that the response was trained in."""
+    finish_reason: Literal["stop", "length"]
+    policy_version: int
+    reward: float
+    """The verifier's, before any shaping."""
+    penalty: float
+    """Overlong punishment, not positive."""
+    shaped_reward: float
+    """reward + penalty: what the advantage is made of."""
+    advantage: float | None
+    correct: bool
+    answer: str
+    """As the verifier read it."""
+    symbolic_correct: bool | None
+    """Verdict of the symbolic comparison; None where it gave none."""
+
+    @property
+    def disagreed(self) -> bool:
+        """Whether the string rule and the symbolic comparison differ.
+
+        Where the symbolic one decides, `correct` is its verdict, and nothing can be seen here.
+        """
+        return self.symbolic_correct is not None and self.symbolic_correct != self.correct
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SavedGroup:
+    """One prompt with its responses, and what became of them."""
+
+    step: int
+    """The step that generated it, or that trained on it where `from_reserve`."""
+    order: int
+    """Position in which the group was asked for, increasing over the run."""
+    fate: Fate
+    from_reserve: bool
+    """Whether an earlier step had generated it."""
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    responses: tuple[SavedResponse, ...]
+
+    @property
+    def group(self) -> Group:
+        """The group as sampling made it."""
+        return Group(
+            order=self.order,
+            prompt=self.prompt,
+            samples=tuple(_sample(response, self.prompt_ids) for response in self.responses),
+            rewards=tuple(response.reward for response in self.responses),
+            correct=tuple(response.correct for response in self.responses),
+            answers=tuple(response.answer for response in self.responses),
+            symbolic_correct=tuple(response.symbolic_correct for response in self.responses),
+        )
+
+
+def encode_saved(saved: SavedGroup) -> dict[str, Any]:
+    """Return a group as the JSON values of its line."""
+    return {
+        "step": saved.step,
+        "order": saved.order,
+        "fate": saved.fate,
+        "from_reserve": saved.from_reserve,
+        "prompt": saved.prompt.to_json(),
+        "prompt_ids": list(saved.prompt_ids),
+        "responses": [_encode_response(response) for response in saved.responses],
+    }
+
+
+def decode_saved(entry: Mapping[str, Any]) -> SavedGroup:
+    """Return the group that `encode_saved` was given.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not one.
+    """
+    if entry["fate"] not in get_args(Fate):
+        raise ValueError(f"unknown fate {entry['fate']!r}")
+    return SavedGroup(
+        step=entry["step"],
+        order=entry["order"],
+        fate=entry["fate"],
+        from_reserve=entry["from_reserve"],
+        prompt=Prompt.from_json(entry["prompt"]),
+        prompt_ids=tuple(entry["prompt_ids"]),
+        responses=tuple(_decode_response(response) for response in entry["responses"]),
+    )
+
+
+_ARRAYS = ("token_ids", "tokens", "logprobs_rollout", "logprobs_old", "logprobs_update")
+_TYPES = {
+    "text": str,
+    "finish_reason": str,
+    "policy_version": int,
+    "reward": int | float,
+    "penalty": int | float,
+    "shaped_reward": int | float,
+    "advantage": int | float | None,
+    "correct": bool,
+    "answer": str,
+    "symbolic_correct": bool | None,
+}
+
+
+def _encode_response(response: SavedResponse) -> dict[str, Any]:
+    return vars(response) | {
+        "token_ids": response.token_ids.tolist(),
+        "tokens": list(response.tokens),
+        "logprobs_rollout": _encode_floats(response.logprobs_rollout),
+        "logprobs_old": _encode_floats(response.logprobs_old),
+        "logprobs_update": _encode_floats(response.logprobs_update),
+    }
+
+
+def _decode_response(entry: Mapping[str, Any]) -> SavedResponse:
+    for name, kind in _TYPES.items():
+        if not isinstance(entry[name], kind):
+            raise TypeError(f"{name} is a {type(entry[name]).__name__}")
+    lengths = {len(entry[name]) for name in _ARRAYS if entry[name] is not None}
+    if len(lengths) != 1:
+        raise ValueError(f"lists of a response have different lengths: {sorted(lengths)}")
+    arrays = {
+        "token_ids": np.array(entry["token_ids"], dtype=np.int32),
+        "tokens": tuple(map(_text, entry["tokens"])),
+        "logprobs_rollout": _decode_floats(entry["logprobs_rollout"]),
+        "logprobs_old": _decode_floats(entry["logprobs_old"]),
+        "logprobs_update": _decode_floats(entry["logprobs_update"]),
+    }
+    return SavedResponse(**{**entry, **arrays})
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a token is a {type(value).__name__}")
+    return value
+
+
+def _encode_floats(values: np.ndarray | None) -> list[float | None] | None:
+    if values is None:
+        return None
+    # numpy's text of a float32 is the shortest that gives it back, a Python float's is not
+    texts = np.asarray(values, dtype=np.float32).astype(str).tolist()
+    finite = np.isfinite(values).tolist()
+    return [float(text) if ok else None for text, ok in zip(texts, finite, strict=True)]
+
+
+def _decode_floats(values: Sequence[float | None] | None) -> np.ndarray | None:
+    if values is None:
+        return None
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float32)
+
+
+def _sample(response: SavedResponse, prompt_ids: tuple[int, ...]) -> Sample:
+    return Sample(
+        prompt_ids=prompt_ids,
+        response_ids=response.token_ids,
+        logprobs_rollout=response.logprobs_rollout,
+        finish_reason=response.finish_reason,
+        policy_version=response.policy_version,
+        text=response.text,
+    )
