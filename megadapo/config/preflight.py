@@ -5,21 +5,20 @@ Nothing is downloaded: what lies on the Hub is checked where it is cached, and r
 
 from __future__ import annotations
 
-import json
 import os
-import re
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megadapo.config import RunConfig
 from megadapo.data.arithmetic import SCHEME
 from megadapo.data.sources import SUFFIXES, read_rows
 from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoError
+from megadapo.models.description import ModelDescription, describe_model
+from megadapo.models.folder import cached_hub_folder, is_hub_name, read_hf_config
 from megadapo.rollout.model_layout import validate_engine_layout
 from megadapo.trainer.config import ModelConfig
 from megadapo.trainer.model_layout import validate_model_layout
 
-_HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
@@ -51,50 +50,47 @@ def _check_folder(config: RunConfig) -> list[str]:
 
 
 def _check_model(config: RunConfig) -> list[str]:
-    hf_config = _read_hf_config(config.model)
-    if hf_config is None:
+    folder = _model_folder(config.model)
+    if folder is None:
         return [f"model.path = {config.model.path} is on the Hub and not checked"]
-    _check_layouts(hf_config, config)
+    model = describe_model(read_hf_config(folder))
+    _check_layouts(model, config)
     if config.rollout.expert_parallel and not config.cluster.uses_cuda:
         # on the CPU vLLM's experts take every rank's numbers of experts for their own
         raise ConfigError("rollout.expert_parallel needs GPUs: turn it off on the CPU")
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    positions = hf_config.get("max_position_embeddings")
-    if isinstance(positions, int) and longest > positions:
+    if longest > model.max_positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} is above the "
-            f"model's max_position_embeddings = {positions}"
+            f"model's max_position_embeddings = {model.max_positions}"
         )
     return []
 
 
-def _check_layouts(hf_config: dict[str, Any], config: RunConfig) -> None:
+def _check_layouts(model: ModelDescription, config: RunConfig) -> None:
     """Trainer and engines must both be able to split the model; report the problems of both."""
     problems = []
-    for validate, section in (
-        (validate_model_layout, config.trainer),
-        (validate_engine_layout, config.rollout),
+    for check in (
+        partial(validate_model_layout, model, config.trainer),
+        partial(validate_engine_layout, model.shape, config.rollout),
     ):
         try:
-            validate(hf_config, section)
+            check()
         except ConfigError as error:
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _read_hf_config(model: ModelConfig) -> dict[str, Any] | None:
-    """Return the model's config.json, or None where it is on the Hub only."""
+def _model_folder(model: ModelConfig) -> Path | None:
+    """The folder with the model's config.json, or None where it is on the Hub only."""
     folder = Path(model.path)
     if folder.is_dir():
         _check_model_folder(model, folder)
-        return _read_json(folder / "config.json")
-    if not _is_hub_name(model.path):
+        return folder
+    if not is_hub_name(model.path):
         raise DataError(f"model.path = {model.path}: there is no such folder")
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(model.path, "config.json")
-    return _read_json(Path(cached)) if isinstance(cached, str) else None
+    return cached_hub_folder(model.path)
 
 
 def _check_model_folder(model: ModelConfig, folder: Path) -> None:
@@ -107,16 +103,6 @@ def _check_model_folder(model: ModelConfig, folder: Path) -> None:
             f'model.path = {folder} has no *.safetensors; with model.init = "random" none are '
             "needed"
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"model.path: {path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"model.path: {path} is not a model's configuration")
-    return content
 
 
 def _check_data(config: RunConfig) -> list[str]:
@@ -145,14 +131,9 @@ def _check_resume(config: RunConfig) -> list[str]:
     return []
 
 
-def _is_hub_name(text: str) -> bool:
-    """Whether a path that does not exist here can be meant as ORG/NAME on the Hub."""
-    return _HUB_MODEL.fullmatch(text) is not None and not Path(text).parent.is_dir()
-
-
 def _is_hub_dataset(source: str) -> bool:
     path = Path(source).expanduser()
     if path.exists() or path.is_absolute() or source.startswith((".", "~")):
         return False
     name = "/".join(source.split("@")[0].split("/")[:2])
-    return _is_hub_name(name) and not name.endswith(SUFFIXES)
+    return is_hub_name(name) and not name.endswith(SUFFIXES)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from megadapo.models.registry import family_of
+from collections.abc import Mapping
+from typing import Any
 
-_ROPE_DEFAULTS = {"rope_type": "default", "rope_theta": 10000.0}
+from megadapo.models.registry import family_of
+from megadapo.models.rope import rope_settings
+
 _COMPARED = {
     "architectures": None,
     "hidden_size": None,
@@ -24,7 +27,7 @@ _COMPARED = {
 """Keys that decide what a model computes, with the value that a missing key stands for."""
 
 
-def comparable(hf_config: dict) -> dict[str, object]:
+def comparable(hf_config: Mapping[str, Any]) -> dict[str, object]:
     """The keys that decide what a model computes, old and new spellings made one."""
     values = {key: hf_config.get(key, default) for key, default in _COMPARED.items()}
     family = family_of(hf_config)
@@ -41,17 +44,7 @@ def comparable(hf_config: dict) -> dict[str, object]:
     return values | {f"rope.{key}": value for key, value in rope_settings(hf_config).items()}
 
 
-def rope_settings(hf_config: dict) -> dict[str, object]:
-    """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta`/`rope_scaling`."""
-    scaling = dict(hf_config.get("rope_scaling") or {})
-    if "type" in scaling:
-        scaling["rope_type"] = scaling.pop("type")
-    older = {"rope_theta": hf_config["rope_theta"]} if "rope_theta" in hf_config else {}
-    newer = hf_config.get("rope_parameters") or {}
-    return _ROPE_DEFAULTS | older | scaling | newer
-
-
-def config_differences(a: dict, b: dict) -> list[str]:
+def config_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """One sentence part per key on which two configurations differ."""
     left, right = comparable(a), comparable(b)
     return [

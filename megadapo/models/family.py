@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megadapo.models.rows import EMBEDDING, FINAL_NORM, HEAD, Weight
+from megadapo.models.rows import EMBEDDING, FINAL_NORM, HEAD, Q_NORM, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,3 +22,12 @@ class Family:
     embedding: Weight = EMBEDDING
     final_norm: Weight = FINAL_NORM
     head: Weight = HEAD
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether each head's q and k are normalised."""
+        return Q_NORM in self.layer
+
+    def has_optional(self, flag: str) -> bool:
+        """Whether some weight is there only if the configuration sets `flag`."""
+        return any(row.only_if == flag for row in self.layer)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megadapo.errors import WeightError
 from megadapo.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from megadapo.models.family import Family
@@ -12,14 +15,15 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(hf_config: dict) -> Family:
+def family_of(hf_config: Mapping[str, Any]) -> Family:
     """The family that a Hugging Face configuration names."""
     architectures = hf_config.get("architectures") or []
     for architecture in architectures:
         if architecture in FAMILIES:
             return FAMILIES[architecture]
     raise WeightError(
-        f"No layout for architectures={architectures}; megadapo knows {', '.join(FAMILIES)}."
+        f"config.json: no layout for architectures={architectures}; megadapo knows "
+        f"{', '.join(FAMILIES)}."
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megadapo.errors import WeightError
 from megadapo.models.registry import Family, family_of
@@ -51,52 +53,53 @@ class ModelShape:
         }[symbol]
 
 
-def model_shape(hf_config: dict) -> ModelShape:
+def model_shape(hf_config: Mapping[str, Any]) -> ModelShape:
     """Read the shape of a model out of its Hugging Face configuration.
 
     Raises WeightError that names the key where one is missing or not supported.
     """
     family = family_of(hf_config)
-    num_heads = _required(hf_config, "num_attention_heads")
-    hidden_size = _required(hf_config, "hidden_size")
+    num_heads = required_size(hf_config, "num_attention_heads")
+    hidden_size = required_size(hf_config, "hidden_size")
     is_moe = any(row.expert for row in family.layer)
     if is_moe:
         _refuse_dense_layers(hf_config)
     return ModelShape(
-        num_layers=_required(hf_config, "num_hidden_layers"),
+        num_layers=required_size(hf_config, "num_hidden_layers"),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=hf_config.get("num_key_value_heads") or num_heads,
         head_dim=hf_config.get("head_dim") or hidden_size // num_heads,
-        ffn_size=_required(hf_config, "intermediate_size"),
-        vocab_size=_required(hf_config, "vocab_size"),
+        ffn_size=required_size(hf_config, "intermediate_size"),
+        vocab_size=required_size(hf_config, "vocab_size"),
         tied=bool(hf_config.get("tie_word_embeddings", family.tied_by_default)),
         attention_bias=_attention_bias(hf_config, family),
         mlp_bias=bool(hf_config.get("mlp_bias", False)),
         num_experts=_num_experts(hf_config) if is_moe else 0,
-        expert_ffn_size=_required(hf_config, "moe_intermediate_size") if is_moe else 0,
+        expert_ffn_size=required_size(hf_config, "moe_intermediate_size") if is_moe else 0,
     )
 
 
-def _required(hf_config: dict, key: str) -> int:
+def required_size(hf_config: Mapping[str, Any], key: str) -> int:
+    """A positive integer of the configuration, or a WeightError that names the key."""
     value = hf_config.get(key)
     if not isinstance(value, int) or value < 1:
         raise WeightError(f"config.json: {key} must be a positive integer, but it is {value!r}.")
     return value
 
 
-def _attention_bias(hf_config: dict, family: Family) -> bool:
+def _attention_bias(hf_config: Mapping[str, Any], family: Family) -> bool:
     if family.attention_bias is None:
         return bool(hf_config.get("attention_bias", False))
     return family.attention_bias
 
 
-def _num_experts(hf_config: dict) -> int:
+def _num_experts(hf_config: Mapping[str, Any]) -> int:
     key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
-    return _required(hf_config, key)
+    return required_size(hf_config, key)
 
 
-def _refuse_dense_layers(hf_config: dict) -> None:
+def _refuse_dense_layers(hf_config: Mapping[str, Any]) -> None:
     if hf_config.get("mlp_only_layers") or hf_config.get("decoder_sparse_step", 1) != 1:
         raise WeightError(
             "config.json: mlp_only_layers and decoder_sparse_step ask for dense layers between "

@@ -1,10 +1,8 @@
-"""From a Hugging Face config.json to megatron-core's GPTModel chunks of this rank."""
+"""From a model's description to megatron-core's GPTModel chunks of this rank."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,68 +12,25 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from megadapo.errors import DataError
-from megadapo.trainer.config import ModelConfig, TrainerConfig
+from megadapo.models.description import ModelDescription
+from megadapo.models.rope import Rope
+from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.layers import local_block_spec
 from megadapo.trainer.megatron_versions import HookedGPTModel
-from megadapo.trainer.model_layout import rope_parameters, validate_architecture
-from megadapo.weights.layout.layout import layout_for
-
-VOCABULARY_MULTIPLE = 64
-"""The vocabulary is padded to a multiple of this, so checkpoints fit every common split."""
-
-_QK_NORM = ("qwen3",)
-
-
-def read_hf_config(model: ModelConfig) -> dict[str, Any]:
-    """The model's config.json.
-
-    Raises:
-        DataError: the folder or its config.json cannot be read.
-    """
-    path = resolve_model_folder(model) / "config.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"model.path: {path} cannot be read as a model config: {error}") from error
-
-
-def resolve_model_folder(model: ModelConfig) -> Path:
-    """The model's folder on this machine; a Hub name is downloaded into the Hub's cache."""
-    if Path(model.path).is_dir():
-        return Path(model.path)
-    if model.path.count("/") != 1 or model.path.startswith((".", "/")):
-        raise DataError(f"model.path = {model.path!r}: there is no such folder")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = ["*.json", "*.txt"] + (["*.safetensors"] if model.init == "pretrained" else [])
-    try:
-        return Path(snapshot_download(model.path, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise DataError(
-            f"model.path = {model.path!r} is neither a folder nor could it be read from the Hub: "
-            f"{error}"
-        ) from error
-
-
-def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
-    """Vocabulary rows with padding: a multiple of 64 and of the tensor-parallel size."""
-    multiple = math.lcm(VOCABULARY_MULTIPLE, tensor_parallel)
-    return -(-vocab_size // multiple) * multiple
+from megadapo.trainer.model_layout import validate_architecture
+from megadapo.weights.layout.layout import padded_vocab_size
 
 
 def transformer_config(
-    hf_config: dict[str, Any], model: ModelConfig, trainer: TrainerConfig
+    model: ModelDescription, trainer: TrainerConfig, *, dtype: torch.dtype
 ) -> TransformerConfig:
     """megatron-core's description of the model.
 
     Raises:
         ConfigError: the architecture, or an option of it, is not one the trainer knows.
     """
-    validate_architecture(hf_config)
-    shape = layout_for(hf_config).shape
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
+    validate_architecture(model)
+    shape = model.shape
     cuda = torch.cuda.is_available()
     uses_te = uses_transformer_engine()
     interleaved = trainer.virtual_pipeline > 1
@@ -87,12 +42,12 @@ def transformer_config(
         num_query_groups=shape.num_kv_heads,
         kv_channels=shape.head_dim,
         normalization="RMSNorm",
-        layernorm_epsilon=hf_config["rms_norm_eps"],
+        layernorm_epsilon=model.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=functional.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.attention_bias,
-        qk_layernorm=hf_config["model_type"] in _QK_NORM,
+        qk_layernorm=model.family.has_qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -133,34 +88,33 @@ def transformer_config(
 
 
 def build_chunks(
-    config: TransformerConfig, hf_config: dict[str, Any], trainer: TrainerConfig
+    config: TransformerConfig, model: ModelDescription, trainer: TrainerConfig
 ) -> list[GPTModel]:
     """This rank's part of the model, with weights not yet set: its chunks in model order."""
     chunks = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
-    return [_build_chunk(config, hf_config, trainer, chunk) for chunk in chunks]
+    return [_build_chunk(config, model, trainer, chunk) for chunk in chunks]
 
 
 def _build_chunk(
-    config: TransformerConfig, hf_config: dict[str, Any], trainer: TrainerConfig, chunk: int | None
+    config: TransformerConfig, model: ModelDescription, trainer: TrainerConfig, chunk: int | None
 ) -> GPTModel:
     uses_te = uses_transformer_engine()
-    shape = layout_for(hf_config).shape
     spec = _te_layer_spec(config) if uses_te else local_block_spec(config, chunk)
-    model = HookedGPTModel(
+    gpt = HookedGPTModel(
         config=config,
         transformer_layer_spec=spec,
-        vocab_size=padded_vocabulary(shape.vocab_size, trainer.tensor_parallel),
-        max_sequence_length=hf_config["max_position_embeddings"],
+        vocab_size=padded_vocab_size(model.shape.vocab_size, trainer.tensor_parallel),
+        max_sequence_length=model.max_positions,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
         post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
-        share_embeddings_and_output_weights=shape.tied,
+        share_embeddings_and_output_weights=model.shape.tied,
         # our own attention applies the rotary embedding itself, per packed sequence
         position_embedding_type="rope" if uses_te else "none",
         vp_stage=chunk,
     )
     if uses_te:
-        model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config).cuda()
-    return model
+        gpt.rotary_pos_emb.inv_freq = inverse_frequencies(model).cuda()
+    return gpt
 
 
 def uses_transformer_engine() -> bool:
@@ -172,25 +126,24 @@ def uses_transformer_engine() -> bool:
     return gpt_layer_specs.HAVE_TE
 
 
-def inverse_frequencies(hf_config: dict[str, Any]) -> Tensor:
+def inverse_frequencies(model: ModelDescription) -> Tensor:
     """[D / 2] fp32 angle per position of each rotary pair, scaled as the model's config says."""
-    rope = rope_parameters(hf_config)
-    size = layout_for(hf_config).shape.head_dim
+    rope, size = model.rope, model.shape.head_dim
     exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
-    frequencies = 1.0 / (rope["rope_theta"] ** exponents)
-    if rope["rope_type"] == "linear":
-        return frequencies / rope["factor"]
-    if rope["rope_type"] == "llama3":
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
         return _llama3_frequencies(frequencies, rope)
     return frequencies
 
 
-def _llama3_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
+def _llama3_frequencies(frequencies: Tensor, rope: Rope) -> Tensor:
     """Llama 3.1: slow pairs are slowed by `factor`, fast ones kept, those between are blended."""
-    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope.original_max_positions * frequencies / (2 * math.pi)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return kept * frequencies + (1.0 - kept) * frequencies / rope["factor"]
+    return kept * frequencies + (1.0 - kept) * frequencies / rope.factor
 
 
 def _te_layer_spec(config: TransformerConfig) -> Any:

@@ -9,14 +9,14 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megadapo.trainer.config import TrainerConfig
-from megadapo.trainer.stages import stage_layers
+from megadapo.trainer.stages import layers_of_stages
 from megadapo.weights.layout.layout import ShardPosition
 
 
 def shard_position(chunks: Sequence[GPTModel], trainer: TrainerConfig) -> ShardPosition:
     """What this rank holds of every weight."""
     stage = mpu.get_pipeline_model_parallel_rank()
-    layers = stage_layers(chunks[0].config.num_layers, trainer)[stage]
+    layers = layers_of_stages(chunks[0].config.num_layers, trainer)[stage]
     assert layers == tuple(n for chunk in chunks for n in _layers(chunk)), "megatron-core's split"
     return ShardPosition(
         tp_rank=mpu.get_tensor_model_parallel_rank(),

@@ -12,6 +12,8 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megadapo.data.batch import PackedBatch
+from megadapo.models.description import describe_model
+from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.trainer.checkpointing import load_checkpoint, save_checkpoint
 from megadapo.trainer.cpu_platform import CPU
 from megadapo.trainer.gradient_buffers import (
@@ -31,8 +33,6 @@ from megadapo.trainer.micro_batch import (
 from megadapo.trainer.model import (
     build_chunks,
     inverse_frequencies,
-    read_hf_config,
-    resolve_model_folder,
     transformer_config,
 )
 from megadapo.trainer.model_layout import validate_model_layout
@@ -46,7 +46,7 @@ from megadapo.trainer.step import compute_gradients, compute_logprobs, finalize_
 from megadapo.weights.disk.export import export_weights
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
 from megadapo.weights.disk.load import import_weights
-from megadapo.weights.layout.layout import layout_for
+from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.sync.sender import WeightSender
 
 
@@ -61,14 +61,18 @@ class TrainerRank:
     ) -> None:
         """`listener`: rank 0's open socket at the rendezvous; None makes it open one."""
         self.settings = settings
-        self.hf_config = read_hf_config(settings.model)
-        validate_model_layout(self.hf_config, settings.trainer)
-        self.config = transformer_config(self.hf_config, settings.model, settings.trainer)
+        self.model_folder = resolve_model_folder(
+            settings.model.path, with_weights=settings.model.init == "pretrained"
+        )
+        self.model = describe_model(read_hf_config(self.model_folder))
+        validate_model_layout(self.model, settings.trainer)
+        dtype = getattr(torch, settings.model.dtype)
+        self.config = transformer_config(self.model, settings.trainer, dtype=dtype)
         join_groups(rendezvous, settings.trainer, listener, seed=settings.seed)
         self.device = _device()
         self.config.finalize_model_grads_func = finalize_sums
-        chunks = build_chunks(self.config, self.hf_config, settings.trainer)
-        self.layout = layout_for(self.hf_config)
+        chunks = build_chunks(self.config, self.model, settings.trainer)
+        self.layout = ModelLayout(self.model.family, self.model.shape)
         self.position = shard_position(chunks, settings.trainer)
         self.groups = ProcessGroups(
             tp=mpu.get_tensor_model_parallel_group(), pp=mpu.get_pipeline_model_parallel_group()
@@ -88,7 +92,7 @@ class TrainerRank:
             self.parameters, self.layout, self.position, torch.distributed.get_rank()
         )
         self._builder = MicroBatchBuilder(
-            inverse_frequencies=inverse_frequencies(self.hf_config),
+            inverse_frequencies=inverse_frequencies(self.model),
             token_multiple=settings.trainer.tensor_parallel,
             device=self.device,
         )
@@ -166,7 +170,7 @@ class TrainerRank:
                 folder,
                 layout=self.layout,
                 dtype=self.config.params_dtype,
-                base_folder=resolve_model_folder(self.settings.model),
+                base_folder=self.model_folder,
             )
         else:
             for _ in tensors:  # the gathering is collective
@@ -212,14 +216,13 @@ class TrainerRank:
 
     def _set_weights(self) -> None:
         if self.settings.model.init == "pretrained":
-            folder = resolve_model_folder(self.settings.model)
-            import_weights(folder, self.parameters, self.layout, self.position)
+            import_weights(self.model_folder, self.parameters, self.layout, self.position)
             return
         initialize_randomly(
             self.parameters,
             self.layout,
             self.position,
-            std=self.hf_config.get("initializer_range", 0.02),
+            std=self.model.initializer_range,
             seed=self.settings.seed,
         )
 

@@ -1,35 +1,21 @@
-"""Which layers each pipeline stage holds, in how many chunks; pure and the same on every rank.
-
-Chunk c of all stages comes before chunk c + 1 of any: with two stages of two chunks, stage 0 has
-the first and the third quarter of the layers.
-"""
+"""The layers of each pipeline stage, and the splits that megatron-core cannot make."""
 
 from __future__ import annotations
 
 from megadapo.trainer.config import TrainerConfig
+from megadapo.weights.layout.stages import stage_layers
 
 
-def stage_chunks(num_layers: int, trainer: TrainerConfig) -> list[list[range]]:
-    """[stage][chunk] -> the layers of the whole model that it holds.
-
-    The split must have no `stage_problems`.
-    """
+def layers_of_stages(num_layers: int, trainer: TrainerConfig) -> list[tuple[int, ...]]:
+    """[stage] -> the layers it holds, ascending; the split must have no `stage_problems`."""
     assert not stage_problems(num_layers, trainer), "the split is validated before it is used"
-    chunks: list[list[range]] = [[] for _ in range(trainer.pipeline_parallel)]
-    start = 0
-    for _ in range(trainer.virtual_pipeline):
-        for stage, size in zip(chunks, _stage_sizes(num_layers, trainer), strict=True):
-            stop = start + size // trainer.virtual_pipeline
-            stage.append(range(start, stop))
-            start = stop
-    assert start == num_layers
-    return chunks
-
-
-def stage_layers(num_layers: int, trainer: TrainerConfig) -> list[tuple[int, ...]]:
-    """[stage] -> the layers it holds, ascending."""
-    chunks = stage_chunks(num_layers, trainer)
-    return [tuple(layer for chunk in stage for layer in chunk) for stage in chunks]
+    return stage_layers(
+        num_layers,
+        pp_size=trainer.pipeline_parallel,
+        vpp_size=trainer.virtual_pipeline,
+        first=trainer.first_stage_layers,
+        last=trainer.last_stage_layers,
+    )
 
 
 def stage_problems(num_layers: int, trainer: TrainerConfig) -> list[str]:

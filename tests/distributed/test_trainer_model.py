@@ -32,9 +32,10 @@ def test_ranks_run_on_the_megatron_that_is_tested(ranks: Ranks) -> None:
 
 
 def _frequencies(rendezvous, hf_config: dict) -> np.ndarray:
+    from megadapo.models.description import describe_model
     from megadapo.trainer.model import inverse_frequencies
 
-    return inverse_frequencies(hf_config).numpy()
+    return inverse_frequencies(describe_model(hf_config)).numpy()
 
 
 @pytest.mark.parametrize("kind", ROPES)

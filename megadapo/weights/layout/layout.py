@@ -6,9 +6,11 @@ in, export copies them out, the plan of a weight update intersects the runs of b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from megadapo.errors import WeightError
 from megadapo.models.registry import Family, family_of
@@ -18,10 +20,9 @@ from megadapo.weights.layout import cuts
 from megadapo.weights.layout.cuts import Run
 from megadapo.weights.layout.shards import EnginePosition, Shard, ShardPosition
 
-MEGATRON_VOCAB_MULTIPLE = 128
-"""Megatron pads the vocabulary to a multiple of this times its tensor-parallel size."""
-ENGINE_VOCAB_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this."""
+VOCAB_MULTIPLE = 64
+"""The trainer and vLLM both pad the vocabulary to a multiple of this, so that checkpoints fit
+every common split."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,7 @@ class ModelLayout:
         """One trainer parameter; `expert` is its local and its global number."""
         local, number = expert if expert is not None else (None, None)
         rank, size = position.expert_tp if row.expert else (position.tp_rank, position.tp_size)
-        padded = position.padded_vocab_size or cuts.round_up(
-            self.shape.vocab_size, MEGATRON_VOCAB_MULTIPLE * size
-        )
+        padded = position.padded_vocab_size or padded_vocab_size(self.shape.vocab_size, size)
         tensors = hf_names(row, layer, number)
         sizes = self._cut_sizes(row)
         if row.cut is Cut.QKV:
@@ -172,7 +171,7 @@ class ModelLayout:
         local, number = expert if expert is not None else (None, None)
         whole_experts = row.expert and position.expert_parallel
         rank, size = (0, 1) if whole_experts else (position.tp_rank, position.tp_size)
-        padded = cuts.round_up(self.shape.vocab_size, ENGINE_VOCAB_MULTIPLE)
+        padded = cuts.round_up(self.shape.vocab_size, VOCAB_MULTIPLE)
         tensors = hf_names(row, layer, number)
         sizes = self._cut_sizes(row)
         if row.cut is Cut.QKV:
@@ -227,7 +226,12 @@ class ModelLayout:
         return self.shape.num_experts // ranks
 
 
-def layout_for(hf_config: dict) -> ModelLayout:
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """Rows of the trainer's vocabulary with padding, over all of its tensor-parallel ranks."""
+    return cuts.round_up(vocab_size, math.lcm(VOCAB_MULTIPLE, tp_size))
+
+
+def layout_for(hf_config: Mapping[str, Any]) -> ModelLayout:
     """The layout of the model that a Hugging Face configuration describes."""
     return ModelLayout(family_of(hf_config), model_shape(hf_config))
 

@@ -3,25 +3,8 @@
 from __future__ import annotations
 
 from megadapo.errors import WeightError
-from megadapo.weights.layout.layout import ModelLayout, ShardPosition
-
-
-def stage_layers(num_layers: int, pp_size: int, vpp_size: int = 1) -> list[tuple[int, ...]]:
-    """Layers of each pipeline stage; virtual stages go round the stages, as in Megatron.
-
-    What is left over after an even split goes to the first virtual stages.
-    """
-    num_chunks = pp_size * vpp_size
-    if num_chunks > num_layers:
-        raise WeightError(f"{num_layers} layers cannot be spread over {num_chunks} stages.")
-    base, left = divmod(num_layers, num_chunks)
-    stages: list[list[int]] = [[] for _ in range(pp_size)]
-    start = 0
-    for chunk in range(num_chunks):
-        count = base + (chunk < left)
-        stages[chunk % pp_size].extend(range(start, start + count))
-        start += count
-    return [tuple(layers) for layers in stages]
+from megadapo.weights.layout.layout import ModelLayout, ShardPosition, padded_vocab_size
+from megadapo.weights.layout.stages import stage_layers
 
 
 def replica_positions(
@@ -47,7 +30,7 @@ def replica_positions(
     for name, size in sizes.items():
         if size < 1:
             raise WeightError(f"{name} must be at least 1, but it is {size}.")
-    stages = stages or stage_layers(layout.shape.num_layers, pp_size, vpp_size)
+    stages = stages or stage_layers(layout.shape.num_layers, pp_size=pp_size, vpp_size=vpp_size)
     etp = tp_size if etp_size is None else etp_size
     per_stage = tp_size * num_dp
     if per_stage % (etp * ep_size):
@@ -68,6 +51,7 @@ def replica_positions(
             ep_size=ep_size,
             etp_rank=rank % etp,
             etp_size=etp,
+            padded_vocab_size=padded_vocab_size(layout.shape.vocab_size, tp_size),
         )
         for stage in range(pp_size)
         for rank in range(per_stage)

@@ -27,7 +27,7 @@ class ShardPosition:
     etp_size: int | None = None
     """Tensor parallelism inside experts; None: as outside of them."""
     padded_vocab_size: int | None = None
-    """Rows of the vocabulary with padding; None: Megatron's multiple of 128 x TP."""
+    """Rows of the vocabulary with padding; None: as `padded_vocab_size` says."""
 
     @property
     def expert_tp(self) -> tuple[int, int]:

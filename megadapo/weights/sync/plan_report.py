@@ -19,8 +19,8 @@ MIB = 1 << 20
 
 def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> Plan:
     """The plan of a run's updates, with ranks on nodes as the cluster places them."""
-    from megadapo.trainer.stages import stage_layers
     from megadapo.weights.layout.placement import replica_positions
+    from megadapo.weights.layout.stages import stage_layers
     from megadapo.weights.sync.buckets import piece_bytes
     from megadapo.weights.sync.plan import EngineShape
     from megadapo.weights.sync.planning import make_plan
@@ -30,7 +30,13 @@ def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> P
         layout,
         tp_size=trainer.tensor_parallel,
         pp_size=trainer.pipeline_parallel,
-        stages=stage_layers(layout.shape.num_layers, trainer),
+        stages=stage_layers(
+            layout.shape.num_layers,
+            pp_size=trainer.pipeline_parallel,
+            vpp_size=trainer.virtual_pipeline,
+            first=trainer.first_stage_layers,
+            last=trainer.last_stage_layers,
+        ),
         num_dp=trainer.data_parallel,
     )
     nodes, engine_nodes = None, ("",) * rollout.num_engines

@@ -38,6 +38,7 @@ overlong_buffer = 16
 """
 
 SIZES = {
+    "architectures": ["Qwen2ForCausalLM"],
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 96,

@@ -8,6 +8,7 @@ import pytest
 
 from megadapo.cli import main
 from megadapo.config import load_config
+from megadapo.models.description import describe_model
 from megadapo.trainer.model_layout import validate_model_layout
 
 REPOSITORY = Path(__file__).parents[3]
@@ -15,18 +16,24 @@ CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
 
 # Sizes from the models' published config.json files.
 QWEN_32B = {
+    "hidden_size": 5120,
     "num_hidden_layers": 64,
     "num_attention_heads": 40,
     "num_key_value_heads": 8,
     "intermediate_size": 27648,
     "vocab_size": 152064,
+    "architectures": ["Qwen2ForCausalLM"],
+    "max_position_embeddings": 32768,
 }
 QWEN_7B = {
+    "hidden_size": 3584,
     "num_hidden_layers": 28,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "intermediate_size": 18944,
     "vocab_size": 152064,
+    "architectures": ["Qwen2ForCausalLM"],
+    "max_position_embeddings": 32768,
 }
 
 
@@ -79,7 +86,7 @@ def test_32b_recipe_has_each_of_the_papers_numbers() -> None:
     num_gpus = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
     assert num_gpus == 128
     assert config.rollout.num_engines * config.rollout.tensor_parallel == 128
-    validate_model_layout(QWEN_32B, trainer)
+    validate_model_layout(describe_model(QWEN_32B), trainer)
 
 
 def test_verl_recipe_differs_from_the_paper_only_where_the_script_does() -> None:
@@ -103,4 +110,4 @@ def test_7b_recipe_fits_one_node_of_eight_gpus() -> None:
     num_gpus = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
     assert num_gpus == 8 == config.rollout.num_engines * config.rollout.tensor_parallel
     assert config.cluster.address is None
-    validate_model_layout(QWEN_7B, trainer)
+    validate_model_layout(describe_model(QWEN_7B), trainer)

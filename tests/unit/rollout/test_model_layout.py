@@ -3,16 +3,24 @@
 import pytest
 
 from megadapo.errors import ConfigError
+from megadapo.models.shape import model_shape
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.model_layout import validate_engine_layout
 
 DENSE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 96,
+    "vocab_size": 64,
     "num_attention_heads": 12,
     "num_key_value_heads": 2,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
 }
-EXPERTS = DENSE | {"num_experts": 6, "moe_intermediate_size": 10}
+EXPERTS = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "moe_intermediate_size": 10,
+}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +34,7 @@ EXPERTS = DENSE | {"num_experts": 6, "moe_intermediate_size": 10}
 )
 def test_splits_that_fit_are_accepted(model, split):
     """Heads are repeated where there are fewer of them than ranks; whole experts are not cut."""
-    validate_engine_layout(model, RolloutConfig(**split))
+    validate_engine_layout(model_shape(model), RolloutConfig(**split))
 
 
 @pytest.mark.parametrize(
@@ -46,10 +54,12 @@ def test_splits_that_fit_are_accepted(model, split):
 )
 def test_a_split_the_model_does_not_allow_is_named(model, split, problem):
     with pytest.raises(ConfigError, match=problem):
-        validate_engine_layout(model, RolloutConfig(**split))
+        validate_engine_layout(model_shape(model), RolloutConfig(**split))
 
 
 def test_all_problems_are_reported_together():
     with pytest.raises(ConfigError) as caught:
-        validate_engine_layout(DENSE, RolloutConfig(tensor_parallel=8, pipeline_parallel=4))
+        validate_engine_layout(
+            model_shape(DENSE), RolloutConfig(tensor_parallel=8, pipeline_parallel=4)
+        )
     assert len(str(caught.value).splitlines()) == 2

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megadapo.errors import ConfigError
-from megadapo.trainer.config import ModelConfig, TrainerConfig
+from megadapo.models.description import ModelDescription, describe_model
+from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model import transformer_config
 from megadapo.trainer.model_layout import validate_model_layout
-from megadapo.trainer.stages import stage_chunks, stage_layers
+from megadapo.trainer.stages import layers_of_stages
+from megadapo.weights.layout.stages import stage_chunks
 
 QWEN = {
-    "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -26,29 +28,42 @@ QWEN = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-QWEN_7B = {"num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944}
+
+
+def model_of(num_layers: int) -> ModelDescription:
+    return describe_model(QWEN | {"num_hidden_layers": num_layers})
+
+
+def chunks_of(num_layers: int, trainer: TrainerConfig) -> list[list[range]]:
+    return stage_chunks(
+        num_layers,
+        pp_size=trainer.pipeline_parallel,
+        vpp_size=trainer.virtual_pipeline,
+        first=trainer.first_stage_layers,
+        last=trainer.last_stage_layers,
+    )
 
 
 def refusal(num_layers: int, **split: int) -> str:
     with pytest.raises(ConfigError) as caught:
-        validate_model_layout(QWEN_7B | {"num_hidden_layers": num_layers}, TrainerConfig(**split))
+        validate_model_layout(model_of(num_layers), TrainerConfig(**split))
     return str(caught.value)
 
 
 def test_chunks_go_round_the_stages() -> None:
     """Stage 0 of an interleaved pipeline does not hold the first half of the layers."""
     trainer = TrainerConfig(pipeline_parallel=2, virtual_pipeline=2)
-    assert stage_layers(8, trainer) == [(0, 1, 4, 5), (2, 3, 6, 7)]
-    assert stage_chunks(8, trainer)[1] == [range(2, 4), range(6, 8)]
+    assert layers_of_stages(8, trainer) == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert chunks_of(8, trainer)[1] == [range(2, 4), range(6, 8)]
 
 
 def test_the_ends_may_have_fewer_or_more_layers() -> None:
     trainer = TrainerConfig(pipeline_parallel=4, first_stage_layers=2, last_stage_layers=1)
-    assert [len(stage) for stage in stage_layers(9, trainer)] == [2, 3, 3, 1]
+    assert [len(stage) for stage in layers_of_stages(9, trainer)] == [2, 3, 3, 1]
     trainer = TrainerConfig(pipeline_parallel=2, last_stage_layers=12)
-    assert [len(stage) for stage in stage_layers(28, trainer)] == [16, 12]
+    assert [len(stage) for stage in layers_of_stages(28, trainer)] == [16, 12]
     trainer = TrainerConfig(pipeline_parallel=2, virtual_pipeline=2, last_stage_layers=2)
-    assert stage_layers(6, trainer) == [(0, 1, 3, 4), (2, 5)]
+    assert layers_of_stages(6, trainer) == [(0, 1, 3, 4), (2, 5)]
 
 
 def accepted_splits(num_layers: int) -> Iterator[TrainerConfig]:
@@ -63,7 +78,7 @@ def accepted_splits(num_layers: int) -> Iterator[TrainerConfig]:
                         last_stage_layers=last,
                     )
                     try:
-                        validate_model_layout(QWEN_7B | {"num_hidden_layers": num_layers}, trainer)
+                        validate_model_layout(model_of(num_layers), trainer)
                     except ConfigError:
                         continue
                     yield trainer
@@ -74,7 +89,7 @@ def test_every_accepted_split_holds_every_layer_once(num_layers: int) -> None:
     splits = list(accepted_splits(num_layers))
     assert splits
     for trainer in splits:
-        chunks = stage_chunks(num_layers, trainer)
+        chunks = chunks_of(num_layers, trainer)
         in_order = [stage[chunk] for chunk in range(trainer.virtual_pipeline) for stage in chunks]
         assert all(in_order), "a chunk without layers"
         assert [n for chunk in in_order for n in chunk] == list(range(num_layers))
@@ -84,10 +99,8 @@ def test_every_accepted_split_holds_every_layer_once(num_layers: int) -> None:
 def test_megatron_builds_every_accepted_split_in_the_same_way(num_layers: int) -> None:
     """A split that megatron-core cuts otherwise, or cannot cut, would end every rank."""
     for trainer in accepted_splits(num_layers):
-        config = transformer_config(
-            QWEN | {"num_hidden_layers": num_layers}, ModelConfig(path="unused"), trainer
-        )
-        for stage, chunks in enumerate(stage_chunks(num_layers, trainer)):
+        config = transformer_config(model_of(num_layers), trainer, dtype=torch.bfloat16)
+        for stage, chunks in enumerate(chunks_of(num_layers, trainer)):
             for number, layers in enumerate(chunks):
                 chunk = number if trainer.virtual_pipeline > 1 else None
                 assert get_num_layers_to_build(config, chunk, stage) == len(layers)

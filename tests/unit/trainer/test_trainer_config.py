@@ -7,17 +7,23 @@ import sys
 
 import pytest
 
-from megadapo.errors import ConfigError
+from megadapo.errors import ConfigError, WeightError
+from megadapo.models.description import describe_model
+from megadapo.models.rope import Rope, read_rope
 from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
-from megadapo.trainer.model_layout import rope_parameters, validate_model_layout
+from megadapo.trainer.model_layout import validate_model_layout
 
 QWEN_7B = {
-    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 3584,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "intermediate_size": 18944,
     "num_hidden_layers": 28,
 }
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 64}
 
 
 def test_warm_up_is_linear_over_rollout_steps_and_never_zero() -> None:
@@ -88,13 +94,13 @@ def test_empty_model_path_is_refused() -> None:
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (4, 2), (4, 7), (1, 28)])
 def test_layouts_that_divide_the_model_pass(tensor: int, pipeline: int) -> None:
     trainer = TrainerConfig(tensor_parallel=tensor, pipeline_parallel=pipeline)
-    validate_model_layout(QWEN_7B, trainer)
+    validate_model_layout(describe_model(QWEN_7B), trainer)
 
 
 def test_a_layout_that_does_not_divide_names_every_key_and_what_fits() -> None:
     trainer = TrainerConfig(tensor_parallel=8, pipeline_parallel=3)
     with pytest.raises(ConfigError) as caught:
-        validate_model_layout(QWEN_7B, trainer)
+        validate_model_layout(describe_model(QWEN_7B), trainer)
     message = str(caught.value)
     assert (
         "trainer.tensor_parallel = 8 does not divide the model's num_attention_heads = 28"
@@ -108,14 +114,14 @@ def test_a_layout_that_does_not_divide_names_every_key_and_what_fits() -> None:
 
 def test_a_model_without_key_value_heads_has_as_many_as_query_heads() -> None:
     config = {key: value for key, value in QWEN_7B.items() if key != "num_key_value_heads"}
-    validate_model_layout(config, TrainerConfig(tensor_parallel=4))
+    validate_model_layout(describe_model(config), TrainerConfig(tensor_parallel=4))
     with pytest.raises(ConfigError, match="num_key_value_heads = 28"):
-        validate_model_layout(config, TrainerConfig(tensor_parallel=8))
+        validate_model_layout(describe_model(config), TrainerConfig(tensor_parallel=8))
 
 
 def test_a_broken_model_config_is_named() -> None:
-    with pytest.raises(ConfigError, match="num_hidden_layers"):
-        validate_model_layout(QWEN_7B | {"num_hidden_layers": "many"}, TrainerConfig())
+    with pytest.raises(WeightError, match="num_hidden_layers"):
+        describe_model(QWEN_7B | {"num_hidden_layers": "many"})
 
 
 def test_driver_side_modules_load_neither_torch_nor_megatron() -> None:
@@ -134,11 +140,11 @@ def test_driver_side_modules_load_neither_torch_nor_megatron() -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}, "Qwen3MoeForCausalLM has experts"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
-        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window"),
+        ({"architectures": ["LlamaForCausalLM"], "attention_bias": True}, "attention_bias"),
+        ({"architectures": ["LlamaForCausalLM"], "mlp_bias": True}, "mlp_bias"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window"),
         ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'"),
@@ -146,18 +152,18 @@ def test_driver_side_modules_load_neither_torch_nor_megatron() -> None:
 )
 def test_what_the_trainer_would_compute_wrongly_is_refused(changes: dict, key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        validate_model_layout(QWEN_7B | changes, TrainerConfig())
+        validate_model_layout(describe_model(QWEN_7B | changes), TrainerConfig())
 
 
 def test_a_window_that_is_turned_off_is_no_window() -> None:
     """Published Qwen2.5 files say sliding_window = 131072, use_sliding_window = false."""
     config = QWEN_7B | {"sliding_window": 131072, "use_sliding_window": False}
-    validate_model_layout(config, TrainerConfig())
+    validate_model_layout(describe_model(config), TrainerConfig())
 
 
 def test_rotary_parameters_are_found_in_both_forms_of_config() -> None:
-    old = rope_parameters({"rope_theta": 1e6})
-    new = rope_parameters({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}})
-    assert old == new == {"rope_theta": 1e6, "rope_type": "default"}
-    scaled = rope_parameters({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
-    assert (scaled["rope_type"], scaled["factor"], scaled["rope_theta"]) == ("linear", 2.0, 5e5)
+    old = read_rope({"rope_theta": 1e6})
+    new = read_rope({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}})
+    assert old == new == Rope(kind="default", theta=1e6)
+    scaled = read_rope({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert scaled == Rope(kind="linear", theta=5e5, factor=2.0)

@@ -11,11 +11,10 @@ from safetensors.torch import load_file
 from weight_models import FAMILY_NAMES, make_model
 
 from megadapo.errors import InfraError, WeightError
-from megadapo.trainer.config import TrainerConfig
-from megadapo.trainer.stages import stage_layers
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.layout.stages import stage_layers
 from megadapo.weights.sync.buckets import checksum, num_rounds, pack
 from megadapo.weights.sync.parcels import Parcel
 from megadapo.weights.sync.plan import EngineShape
@@ -152,7 +151,7 @@ def test_engine_ranks_get_exactly_their_shards(model_folders, family, trainer, e
 def test_interleaved_stages_send_each_layer_from_where_it_is(tmp_path, family, engine):
     """Catches a stage taken for a range of layers: of two stages with two chunks each, the first
     has layers 0 and 2."""
-    stages = stage_layers(4, TrainerConfig(pipeline_parallel=2, virtual_pipeline=2))
+    stages = stage_layers(4, pp_size=2, vpp_size=2)
     assert stages == [(0, 2), (1, 3)]
     folder = make_model(tmp_path / "model", family, num_hidden_layers=4)
     connection = Connection(folder, {"pp_size": 2, "stages": stages}, engine)

@@ -1,0 +1,57 @@
+"""Everything megadapo knows of a model, read once from its Hugging Face configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megadapo.models.family import Family
+from megadapo.models.registry import family_of
+from megadapo.models.rope import Rope, read_rope
+from megadapo.models.shape import ModelShape, model_shape, required_size
+
+RMS_NORM_EPS = 1e-6
+INITIALIZER_RANGE = 0.02
+"""What transformers takes where a configuration is silent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """A model as its config.json describes it, without any weight."""
+
+    family: Family
+    shape: ModelShape
+    rope: Rope
+    max_positions: int
+    """Longest sequence in tokens."""
+    rms_norm_eps: float
+    hidden_act: str
+    sliding_window: int | None
+    """Tokens an attention looks back; None: all of them."""
+    initializer_range: float
+    """Standard deviation of random matrices."""
+
+
+def describe_model(hf_config: Mapping[str, Any]) -> ModelDescription:
+    """Read a Hugging Face configuration.
+
+    Raises:
+        WeightError: the family is not known, or a size is missing; it names the key.
+    """
+    return ModelDescription(
+        family=family_of(hf_config),
+        shape=model_shape(hf_config),
+        rope=read_rope(hf_config),
+        max_positions=required_size(hf_config, "max_position_embeddings"),
+        rms_norm_eps=hf_config.get("rms_norm_eps", RMS_NORM_EPS),
+        hidden_act=hf_config.get("hidden_act", "silu"),
+        sliding_window=_sliding_window(hf_config),
+        initializer_range=hf_config.get("initializer_range", INITIALIZER_RANGE),
+    )
+
+
+def _sliding_window(hf_config: Mapping[str, Any]) -> int | None:
+    """Qwen2 files carry a window that use_sliding_window = false turns off."""
+    is_used = hf_config.get("use_sliding_window", True)
+    return hf_config.get("sliding_window") or None if is_used else None
