@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-from fixtures.tiny_model import build_tiny_model
+
+pytest.register_assert_rewrite("tests.support")
+
+from tests.support import REPOSITORY  # noqa: E402 - its assertions are rewritten
+from tests.support.tiny_models import make_text_model  # noqa: E402
+
+# what tests start imports tests.support as well: fork servers, Ray's workers, whole programs
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [os.environ.get("PYTHONPATH"), str(REPOSITORY)])
+)
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder of a random two-layer Qwen2 with a character tokenizer."""
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    return make_text_model(tmp_path_factory.mktemp("models") / "tiny")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from batches import RAGGED, random_batch
-from probes import build, train
-from ranks import Ranks, settings_for
 
 from megadapo.errors import CheckpointError
+from tests.support.batches import RAGGED, random_batch
+from tests.support.probes import build, train
+from tests.support.ranks import Ranks, settings_for
 
 TP2 = {"tensor": 2}
 PP2 = {"pipeline": 2}

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from batches import RAGGED, random_batch
-from probes import train, update_with_fault
-from ranks import Ranks, settings_for
+
+from tests.support.batches import RAGGED, random_batch
+from tests.support.probes import train, update_with_fault
+from tests.support.ranks import Ranks, settings_for
 
 LAYOUTS = {
     "dp2": {"data": 2},

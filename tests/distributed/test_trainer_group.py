@@ -11,26 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from batches import RAGGED, random_batch
-from ranks import expected_megatron, megatron_version, settings_for
 
 from megadapo.errors import ConfigError, DataError, InfraError
 from megadapo.trainer.trainer import Trainer, rank_environment
+from tests.support.batches import RAGGED, random_batch
+from tests.support.ranks import expected_megatron, megatron_version, settings_for
 
 
 @pytest.fixture(scope="module")
 def ray_started() -> Iterator[None]:
     import ray
 
-    # a worker's PYTHONPATH is this alone, so what is on ours goes along
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}},
-    )
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     yield
     ray.shutdown()
 

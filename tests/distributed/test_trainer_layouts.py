@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from batches import RAGGED, random_batch
-from probes import Gradients, gradients, initial_weights, logprobs, train
-from ranks import Ranks, settings_for
+
+from tests.support.batches import RAGGED, random_batch
+from tests.support.probes import Gradients, gradients, initial_weights, logprobs, train
+from tests.support.ranks import Ranks, settings_for
 
 OVERLAP = {"overlap": True, "bucket": 3000}
 """Buckets of about a matrix, so that a tiny model has several."""
@@ -109,7 +110,7 @@ def test_gradients_are_those_of_the_definition(
     ranks: Ranks, models: Path, reference: dict[str, Gradients]
 ) -> None:
     """All layouts could agree on a wrong number: a dense transformers model and DAPO's formula."""
-    from definition import loss_and_gradients
+    from tests.support.definition import loss_and_gradients
 
     loss, by_name = loss_and_gradients(models / "qwen2-tied", random_batch(RAGGED))
     found = reference["qwen2-tied"]

@@ -6,7 +6,8 @@ import random
 
 import numpy as np
 import pytest
-from ranks import Ranks, expected_megatron, megatron_version
+
+from tests.support.ranks import Ranks, expected_megatron, megatron_version
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 1e6},

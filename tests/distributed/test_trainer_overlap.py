@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from batches import RAGGED, random_batch
-from probes import traffic, train, train_and_export
-from ranks import Ranks, settings_for
+
+from tests.support.batches import RAGGED, random_batch
+from tests.support.probes import traffic, train, train_and_export
+from tests.support.ranks import Ranks, settings_for
 
 OVERLAP = {"overlap": True, "bucket": 3000}
 """Buckets of about a matrix: several on the first stage, as a model of real size has."""

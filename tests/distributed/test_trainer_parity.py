@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from batches import RAGGED, random_batch
-from definition import batch_logprobs
-from probes import logprobs, train_and_export
-from ranks import Ranks, settings_for
+
+from tests.support.batches import RAGGED, random_batch
+from tests.support.definition import batch_logprobs
+from tests.support.probes import logprobs, train_and_export
+from tests.support.ranks import Ranks, settings_for
 
 FAMILIES = ["qwen2-tied", "qwen2-untied", "qwen3", "llama3", "mistral"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,9 +28,7 @@ from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
 from megadapo.weights.sync.shared_memory import SharedMemoryInbox
 from megadapo.weights.sync.transports import open_inbox
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "weights"))
-from weight_models import make_model  # noqa: E402
+from tests.support.tiny_models import make_model
 
 BUCKET = 4096
 LARGE_BUCKET = 8 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,7 @@ import torch.multiprocessing as mp
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.layout.placement import replica_positions
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "weights"))
-from weight_models import make_model  # noqa: E402
+from tests.support.tiny_models import make_model
 
 TOKENS = [[5, 17, 300, 2, 2, 96, 41, 7, 250, 33, 1, 0, 12]]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from whole_runs import run
+
+from tests.support.whole_runs import run
 
 
 @pytest.fixture(scope="session")

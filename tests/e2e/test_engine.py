@@ -5,17 +5,6 @@ import shutil
 
 import numpy as np
 import pytest
-from engine_checks import (
-    EOS,
-    MAX_PROMPT_TOKENS,
-    MAX_RESPONSE_TOKENS,
-    Reference,
-    ask,
-    bits,
-    make_requests,
-    running_engines,
-    worst_error,
-)
 from transformers import AutoTokenizer
 
 from megadapo.data.prompts import Prompt, PromptStream
@@ -26,6 +15,17 @@ from megadapo.rollout.evaluation import evaluate
 from megadapo.rollout.requests import GroupRequest, SamplingSettings, response_seeds
 from megadapo.rollout.reserve import encode_group
 from megadapo.rollout.sampler import Sampler
+from tests.support.engine_checks import (
+    EOS,
+    MAX_PROMPT_TOKENS,
+    MAX_RESPONSE_TOKENS,
+    Reference,
+    ask,
+    bits,
+    make_requests,
+    running_engines,
+    worst_error,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,6 @@ compared with what vLLM itself puts there from the checkpoint.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -16,16 +15,14 @@ import pytest
 import ray
 import torch
 
-TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS / name) for name in ("distributed", "fixtures", "unit/weights")]
-from weight_actors import build_model, ray_on_this_machine, start_senders  # noqa: E402
-
-from megadapo.rollout.config import RolloutConfig  # noqa: E402
-from megadapo.rollout.engine import EngineSpec, RolloutEngine  # noqa: E402
-from megadapo.rollout.engines import Engines  # noqa: E402
-from megadapo.rollout.platform import EnginePlatform  # noqa: E402
-from megadapo.weights.config import WeightsConfig  # noqa: E402
-from megadapo.weights.sync.publish import Publisher  # noqa: E402
+from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.engine import EngineSpec, RolloutEngine
+from megadapo.rollout.engines import Engines
+from megadapo.rollout.platform import EnginePlatform
+from megadapo.weights.config import WeightsConfig
+from megadapo.weights.sync.publish import Publisher
+from tests.support.tiny_models import make_engine_model
+from tests.support.weight_actors import ray_on_this_machine, start_senders
 
 CONFIG = RolloutConfig(
     tensor_parallel=2, expert_parallel=True, max_response_tokens=16, max_num_seqs=8
@@ -74,8 +71,6 @@ def start_silent_engine(folder: Path, log_folder: Path, weights_from: str) -> En
         platform=EnginePlatform(gpus=(), shares_gpus=True),
         log_file=log_folder / f"engine-{weights_from}.log",
     )
-    # Ray's workers cannot import test modules
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     engines = Engines([ray.remote(num_cpus=0)(SilentEngine).remote(spec)], [spec])
     engines.wait_until_ready()
     return engines
@@ -84,7 +79,8 @@ def start_silent_engine(folder: Path, log_folder: Path, weights_from: str) -> En
 def test_an_update_leaves_in_every_rank_what_vllm_loads_from_the_checkpoint(tmp_path):
     """Catches an expert on the wrong rank or in the wrong place, and one that is cut."""
     first, second = [
-        build_model(tmp_path / f"model-{seed}", seed=seed, family="Qwen3Moe") for seed in (1, 2)
+        make_engine_model(tmp_path / f"model-{seed}", seed=seed, family="Qwen3Moe")
+        for seed in (1, 2)
     ]
     loaded = start_silent_engine(second, tmp_path, "folder")
     (expected,) = loaded.call_all("fingerprints", timeout_s=60)

@@ -9,10 +9,10 @@ import time
 import psutil
 import pytest
 import ray
-from engine_checks import ask, make_requests, running_engines
 
 from megadapo.cluster.reaper import marked_processes
 from megadapo.errors import InfraError
+from tests.support.engine_checks import ask, make_requests, running_engines
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.full]
 
@@ -70,13 +70,13 @@ def test_a_killed_and_a_stopped_engine_are_named_and_cleaned_up(tiny_model, tmp_
 
 
 DRIVER = """
-import sys, time
+import sys
+import time
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from engine_checks import running_engines
+from tests.support.engine_checks import running_engines
 import ray
 if __name__ == "__main__":
-    with running_engines(Path(sys.argv[2]), Path(sys.argv[3])) as engines:
+    with running_engines(Path(sys.argv[1]), Path(sys.argv[2])) as engines:
         mark = ray.get(engines.actors[0].__ray_call__.remote(lambda actor: actor._mark))
         print(mark, flush=True)
         time.sleep(600)
@@ -86,7 +86,7 @@ if __name__ == "__main__":
 def test_a_killed_driver_leaves_no_engine_behind(tiny_model, tmp_path):
     """vLLM's engine core survives its parent: it would hold the GPU's memory for ever."""
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, os.path.dirname(__file__), str(tiny_model), str(tmp_path)],
+        [sys.executable, "-c", DRIVER, str(tiny_model), str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

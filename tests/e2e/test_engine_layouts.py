@@ -1,9 +1,16 @@
 """Several engines, and one engine over several ranks, on one machine."""
 
 import pytest
-from engine_checks import Reference, ask, bits, make_requests, running_engines, worst_error
 
 from megadapo.rollout.requests import GroupRequest, response_seeds
+from tests.support.engine_checks import (
+    Reference,
+    ask,
+    bits,
+    make_requests,
+    running_engines,
+    worst_error,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.support import REPOSITORY
+
 SHIPPED = REPOSITORY / "configs" / "quickstart-base"
 
 

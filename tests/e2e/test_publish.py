@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,20 +10,17 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
-TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS / name) for name in ("distributed", "fixtures", "unit/weights")]
-from weight_actors import (  # noqa: E402
-    build_model,
+from megadapo.errors import InfraError
+from megadapo.weights.config import WeightsConfig
+from megadapo.weights.sync.publish import Publisher, plan_bytes
+from tests.support.tiny_models import make_engine_model
+from tests.support.weight_actors import (
     greedy,
     ray_on_this_machine,
     start_actors,
     start_engines,
     start_senders,
 )
-
-from megadapo.errors import InfraError  # noqa: E402
-from megadapo.weights.config import WeightsConfig  # noqa: E402
-from megadapo.weights.sync.publish import Publisher, plan_bytes  # noqa: E402
 
 LAYOUTS = [{}, {"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}]
 SMALL_BUCKETS = WeightsConfig(bucket_mib=0.05, verify="every")
@@ -53,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
         "experts": {"family": "Qwen3Moe"},
     }
     return {
-        kind: [build_model(root / f"{kind}-{seed}", seed=seed, **sizes) for seed in (1, 2)]
+        kind: [make_engine_model(root / f"{kind}-{seed}", seed=seed, **sizes) for seed in (1, 2)]
         for kind, sizes in kinds.items()
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,19 +13,16 @@ import pytest
 import ray
 import torch
 
-TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS / name) for name in ("distributed", "fixtures", "unit/weights")]
-from weight_actors import (  # noqa: E402
-    build_model,
+from megadapo.errors import InfraError
+from megadapo.weights.config import WeightsConfig
+from megadapo.weights.sync.publish import Publisher
+from tests.support.tiny_models import make_engine_model
+from tests.support.weight_actors import (
     greedy,
     ray_on_this_machine,
     start_engines,
     start_senders,
 )
-
-from megadapo.errors import InfraError  # noqa: E402
-from megadapo.weights.config import WeightsConfig  # noqa: E402
-from megadapo.weights.sync.publish import Publisher  # noqa: E402
 
 DEADLINE_S = 20.0
 CONFIG = WeightsConfig(bucket_mib=0.05, verify="off", deadline_s=DEADLINE_S)
@@ -41,7 +37,7 @@ def local_ray() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("model"), seed=1)
+    return make_engine_model(tmp_path_factory.mktemp("model"), seed=1)
 
 
 @pytest.fixture

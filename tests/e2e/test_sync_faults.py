@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from whole_runs import descendants, metrics, run, start, untimed, wait_for_step
 
 from megadapo.errors import InfraError
+from tests.support.whole_runs import descendants, metrics, run, start, untimed, wait_for_step
 
 DEADLINE_S = 15
 MANY_BUCKETS = (

@@ -7,7 +7,10 @@ import signal
 import time
 
 import pytest
-from whole_runs import (
+
+from megadapo.errors import InfraError, OracleError, RunInterrupted
+from megadapo.observe.metrics import METRIC_NAMES
+from tests.support.whole_runs import (
     NUM_STEPS,
     descendants,
     metrics,
@@ -16,9 +19,6 @@ from whole_runs import (
     untimed,
     wait_for_step,
 )
-
-from megadapo.errors import InfraError, OracleError, RunInterrupted
-from megadapo.observe.metrics import METRIC_NAMES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

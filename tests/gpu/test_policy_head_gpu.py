@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from head_cases import HeadCase, clip_counts, loss_error, make_case, relative_error
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.bench.head import HeadShape, step_of_ours
@@ -14,6 +13,7 @@ from megadapo.bench.measure import peak_extra_mib
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
 from megadapo.kernels.policy_head_rows import merge_stats, row_stats
 from megadapo.kernels.policy_head_types import VocabShards
+from tests.support.head_cases import HeadCase, clip_counts, loss_error, make_case, relative_error
 
 pytestmark = [
     pytest.mark.gpu,

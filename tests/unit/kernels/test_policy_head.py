@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from head_cases import HeadCase, clip_counts, loss_error, make_case, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs, token_logprobs_ref
+from tests.support.head_cases import HeadCase, clip_counts, loss_error, make_case, relative_error
 
 LOSS_TOLERANCE = 1e-6
 GRAD_TOLERANCE = 2e-6

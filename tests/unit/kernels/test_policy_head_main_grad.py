@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from head_cases import HeadCase, make_case, relative_error
 from torch import Tensor
 
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
+from tests.support.head_cases import HeadCase, make_case, relative_error
 
 
 def megatron_parameter(weight: Tensor) -> torch.nn.Parameter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,7 @@ from megadapo.cli import main
 from megadapo.errors import DataError
 from megadapo.observe.metrics import MetricsLog
 from megadapo.observe.plot import _COLOURS, plot_run, plot_runs
-
-RecordRun = Callable[..., Path]
+from tests.support.recorded_runs import record_run
 
 
 def panels_with_colour(png: Path, colour: str) -> int:
@@ -33,23 +31,21 @@ def panels_with_colour(png: Path, colour: str) -> int:
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 60])
-def test_every_panel_shows_a_run_of_any_length(
-    tmp_path: Path, record_run: RecordRun, num_steps: int
-) -> None:
+def test_every_panel_shows_a_run_of_any_length(tmp_path: Path, num_steps: int) -> None:
     """One step has no line to draw: it must still be seen."""
     png = plot_run(record_run(tmp_path / "run", num_steps=num_steps))
     assert png == tmp_path / "run" / "plot.png"
     assert panels_with_colour(png, _COLOURS[0]) == 6
 
 
-def test_runs_drawn_over_each_other_are_all_seen(tmp_path: Path, record_run: RecordRun) -> None:
+def test_runs_drawn_over_each_other_are_all_seen(tmp_path: Path) -> None:
     runs = [record_run(tmp_path / name, num_steps=n) for name, n in (("a", 8), ("b", 30))]
     png = plot_runs(runs, tmp_path / "deep" / "both.png")
     assert panels_with_colour(png, _COLOURS[1]) == 6
     assert panels_with_colour(png, _COLOURS[0]) >= 1
 
 
-def test_more_runs_than_colours(tmp_path: Path, record_run: RecordRun) -> None:
+def test_more_runs_than_colours(tmp_path: Path) -> None:
     runs = [record_run(tmp_path / f"{i}", num_steps=2) for i in range(len(_COLOURS) + 1)]
     assert plot_runs(runs, tmp_path / "many.png").exists()
 
@@ -77,7 +73,7 @@ def test_run_without_steps_is_a_clear_error(
 
 
 def test_plot_command_says_where_the_plot_is(
-    tmp_path: Path, record_run: RecordRun, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = record_run(tmp_path / "run", num_steps=3)
     assert main(["plot", str(run)]) == 0
@@ -86,7 +82,7 @@ def test_plot_command_says_where_the_plot_is(
     assert (tmp_path / "x.png").exists()
 
 
-def test_unwritable_output_is_a_clear_error(tmp_path: Path, record_run: RecordRun) -> None:
+def test_unwritable_output_is_a_clear_error(tmp_path: Path) -> None:
     run = record_run(tmp_path / "run", num_steps=2)
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"):

@@ -6,7 +6,6 @@ import io
 import logging
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from rich.console import Console
 
 from megadapo.observe.metrics import METRIC_NAMES, MetricRecord, read_evaluations, read_metrics
 from megadapo.observe.progress import LINE_FIELDS, RunDisplay, sparkline, step_line
-
-RecordRun = Callable[..., Path]
+from tests.support.recorded_runs import record_run
 
 
 def record(**values: int | float | None) -> MetricRecord:
@@ -42,9 +40,7 @@ def test_step_line_has_the_same_fields_in_the_same_order_whatever_was_measured()
     assert "loss=nan" in lines[2]
 
 
-def test_without_a_terminal_there_is_one_line_a_step_however_narrow(
-    tmp_path: Path, record_run: RecordRun
-) -> None:
+def test_without_a_terminal_there_is_one_line_a_step_however_narrow(tmp_path: Path) -> None:
     """Lines wrapped at 80 columns cannot be read by a program."""
     run = record_run(tmp_path / "run", num_steps=3)
     plain, out = console(terminal=False)
@@ -71,7 +67,7 @@ def test_without_a_terminal_there_is_one_line_a_step_however_narrow(
     assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d ", line) for line in log)
 
 
-def test_terminal_shows_phase_step_curves_and_eta(tmp_path: Path, record_run: RecordRun) -> None:
+def test_terminal_shows_phase_step_curves_and_eta(tmp_path: Path) -> None:
     run = record_run(tmp_path / "run", num_steps=20)
     wide, out = console(terminal=True, width=110)
     with RunDisplay(tmp_path, num_steps=40, console=wide) as display:

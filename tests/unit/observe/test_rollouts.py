@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
-from saved_groups import awkward_group, saved_group, saved_response
 
 from megadapo.errors import DataError, InfraError
 from megadapo.observe.rollouts import (
@@ -22,6 +21,7 @@ from megadapo.observe.rollouts import (
     write_rollouts,
 )
 from megadapo.observe.saved_group import SavedGroup, encode_saved
+from tests.support.saved_groups import awkward_group, saved_group, saved_response
 
 
 def write(folder: Path, step: int, *groups: SavedGroup) -> Path:

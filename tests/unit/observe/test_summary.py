@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from rich.console import Console
 from megadapo.errors import DataError
 from megadapo.observe.metrics import MetricsLog
 from megadapo.observe.summary import print_report, summarise
-
-RecordRun = Callable[..., Path]
+from tests.support.recorded_runs import record_run
 
 
 def report_of(folder: Path) -> str:
@@ -23,7 +21,7 @@ def report_of(folder: Path) -> str:
     return out.getvalue()
 
 
-def test_summary_is_of_the_whole_run(tmp_path: Path, record_run: RecordRun) -> None:
+def test_summary_is_of_the_whole_run(tmp_path: Path) -> None:
     summary = summarise(record_run(tmp_path, num_steps=4))
     assert (summary.first["step"], summary.last["step"]) == (1, 4)
     assert summary.held_out_first is not None and summary.held_out_first.step == 0
@@ -35,9 +33,7 @@ def test_summary_is_of_the_whole_run(tmp_path: Path, record_run: RecordRun) -> N
     assert summary.logprob_abs_max == 4e-6
 
 
-def test_report_shows_before_after_artefacts_and_how_to_go_on(
-    tmp_path: Path, record_run: RecordRun
-) -> None:
+def test_report_shows_before_after_artefacts_and_how_to_go_on(tmp_path: Path) -> None:
     text = report_of(record_run(tmp_path, num_steps=4))
     for shown in (
         "avg@8, 64 problems",
@@ -55,7 +51,7 @@ def test_report_shows_before_after_artefacts_and_how_to_go_on(
     assert "checkpoints" not in text  # there are none
 
 
-def test_report_without_evaluation(tmp_path: Path, record_run: RecordRun) -> None:
+def test_report_without_evaluation(tmp_path: Path) -> None:
     text = report_of(record_run(tmp_path, num_steps=1, evaluations=False))
     assert "held-out" not in text and "training accuracy" in text
 

@@ -2,12 +2,18 @@ import math
 
 import numpy as np
 import pytest
-from scripted_engines import PlainTokenizer, RightAtLeast, ScriptedEngines, make_prompts, respond
 
 from megadapo.errors import DataError
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.evaluation import evaluate
 from megadapo.rollout.requests import SamplingSettings, response_seeds
+from tests.support.scripted_engines import (
+    PlainTokenizer,
+    RightAtLeast,
+    ScriptedEngines,
+    make_prompts,
+    respond,
+)
 
 BOUND = 40
 MAX_TOKENS = 20

@@ -1,7 +1,7 @@
 import pytest
-from scripted_engines import example_log
 
 from megadapo.rollout.failure import START_LINE, describe_failure, root_cause
+from tests.support.scripted_engines import example_log
 
 WORKER = "(Worker pid=7) ERROR 11-20 07:09:16 [multiproc_executor.py:1063] "
 CORE = "(EngineCore pid=6) ERROR 11-20 07:09:16 [core.py:1512] "

@@ -3,11 +3,11 @@ import math
 
 import numpy as np
 import pytest
-from scripted_engines import make_prompts
 
 from megadapo.data.batch import Group, Sample
 from megadapo.errors import CheckpointError
 from megadapo.rollout.reserve import Reserve, decode_group, encode_group
+from tests.support.scripted_engines import make_prompts
 
 
 def make_group(order: int) -> Group:

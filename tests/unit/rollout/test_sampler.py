@@ -4,19 +4,19 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from scripted_engines import (
-    POLICY_VERSION,
-    PlainTokenizer,
-    RightAtLeast,
-    ScriptedEngines,
-    make_prompts,
-)
 
 from megadapo.data.prompts import PromptStream
 from megadapo.errors import CheckpointError, DataError, SamplingError
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampler import SampledBatch, Sampler
+from tests.support.scripted_engines import (
+    POLICY_VERSION,
+    PlainTokenizer,
+    RightAtLeast,
+    ScriptedEngines,
+    make_prompts,
+)
 
 MAX_TOKENS = 12
 HALF = 28
@@ -112,9 +112,8 @@ def test_the_metrics_are_about_all_responses_of_the_step():
 
 def all_responses(batch, sampler, engines) -> list[str]:
     """Ask once more for what the sampler asked for, from the names of its groups."""
-    from scripted_engines import respond
-
     from megadapo.rollout.requests import response_seeds
+    from tests.support.scripted_engines import respond
 
     settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS)
     prompts = PromptStream(make_prompts(500), 0).next(batch.num_sampled)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from weight_models import FAMILY_NAMES, make_model
+
+from tests.support.tiny_models import FAMILY_NAMES, make_model
 
 
 @pytest.fixture(scope="session")

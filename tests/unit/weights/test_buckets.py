@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 import pytest
-from test_plan import BUCKET, QWEN_32B, QWEN_235B
 
 from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.layout.placement import replica_positions
@@ -18,6 +17,7 @@ from megadapo.weights.sync.buckets import (
 )
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
+from tests.support.large_models import BUCKET, QWEN_32B, QWEN_235B
 
 DENSE = (QWEN_32B, {"tp_size": 8, "pp_size": 4, "num_dp": 16}, {})
 MOE = (

@@ -10,17 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weight_models import FAMILY_NAMES, make_model
 
-from megadapo.cli import run_command
 from megadapo.errors import WeightError
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.layout.placement import replica_positions
-
-
-def command(*words: object) -> int:
-    return run_command(["convert", *map(str, words)])
+from tests.support.commands import convert
+from tests.support.tiny_models import FAMILY_NAMES, make_model
 
 
 def all_tensors(folder):
@@ -36,28 +32,28 @@ def test_there_and_back_is_bitwise(model_folders, tmp_path, family, sizes):
     """Catches any loss on the way: names, order, padding, files, configuration, type."""
     source = model_folders[family]
     flags = [word for name, size in sizes.items() for word in (f"--{name}", size)]
-    command("hf-to-megatron", source, tmp_path / "megatron", *flags)
-    command("megatron-to-hf", tmp_path / "megatron", tmp_path / "hf")
+    convert("hf-to-megatron", source, tmp_path / "megatron", *flags)
+    convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "hf")
     before, after = all_tensors(source), all_tensors(tmp_path / "hf")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config == json.loads((source / "config.json").read_text())
-    command("verify", source, tmp_path / "megatron")
+    convert("verify", source, tmp_path / "megatron")
 
 
 def test_experts_are_cut_and_put_together(model_folders, tmp_path):
     source = model_folders["Qwen3Moe"]
-    command("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2, "--ep", 2)
+    convert("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2, "--ep", 2)
     assert len(list((tmp_path / "megatron").glob("*.safetensors"))) == 4
-    command("verify", source, tmp_path / "megatron")
+    convert("verify", source, tmp_path / "megatron")
 
 
 def test_a_converted_folder_is_imported_at_any_other_split(model_folders, tmp_path):
     """Catches a folder that only loads at the sizes it was written with."""
     source = model_folders["Qwen3"]
-    command("hf-to-megatron", source, tmp_path / "megatron", "--tp", 4, "--pp", 2)
+    convert("hf-to-megatron", source, tmp_path / "megatron", "--tp", 4, "--pp", 2)
     layout = open_layout(source)
     for position in replica_positions(layout, tp_size=2, pp_size=4):
         ours, theirs = (
@@ -76,8 +72,8 @@ def test_bfloat16_stays_bfloat16_and_files_are_bounded(tmp_path):
         name: one.bfloat16() for name, one in load_file(source / "model.safetensors").items()
     }
     save_file(tensors, source / "model.safetensors")
-    command("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2)
-    command("megatron-to-hf", tmp_path / "megatron", tmp_path / "hf")
+    convert("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2)
+    convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "hf")
     after = all_tensors(tmp_path / "hf")
     assert all(torch.equal(tensors[name], after[name]) for name in tensors)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -99,7 +95,7 @@ def test_folders_of_different_models_are_told_apart_by_key(model_folders, tmp_pa
     config = json.loads((source / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(WeightError, match=key):
-        command("verify", source, tmp_path)
+        convert("verify", source, tmp_path)
 
 
 def test_old_and_new_spelling_of_rope_are_the_same_model(model_folders, tmp_path):
@@ -109,7 +105,7 @@ def test_old_and_new_spelling_of_rope_are_the_same_model(model_folders, tmp_path
     config |= {"rope_theta": rope["rope_theta"], "rope_scaling": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
-    assert command("verify", source, tmp_path) == 0
+    assert convert("verify", source, tmp_path) == 0
 
 
 def test_verify_names_the_tensor_that_differs(model_folders, tmp_path):
@@ -120,26 +116,26 @@ def test_verify_names_the_tensor_that_differs(model_folders, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     with pytest.raises(WeightError, match="1 tensors differ: model.layers.2.mlp.up_proj.weight"):
-        command("verify", source, tmp_path)
+        convert("verify", source, tmp_path)
 
 
 def test_damage_and_bad_requests_are_named(model_folders, tmp_path):
     source = model_folders["Qwen2"]
     with pytest.raises(WeightError, match="cannot be cut into 3 equal parts"):
-        command("hf-to-megatron", source, tmp_path / "three", "--tp", 3)
+        convert("hf-to-megatron", source, tmp_path / "three", "--tp", 3)
     with pytest.raises(WeightError, match="TP must be at least 1"):
-        command("hf-to-megatron", source, tmp_path / "three", "--tp", 0)
+        convert("hf-to-megatron", source, tmp_path / "three", "--tp", 0)
     assert not (tmp_path / "three").exists()
-    command("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2)
+    convert("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2)
     with pytest.raises(WeightError, match="exists already"):
-        command("hf-to-megatron", source, tmp_path / "megatron")
+        convert("hf-to-megatron", source, tmp_path / "megatron")
     path = tmp_path / "megatron" / "tp001-pp000-ep000.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(WeightError, match="tp001-pp000-ep000.safetensors is not a readable"):
-        command("inspect", tmp_path / "megatron")
+        convert("inspect", tmp_path / "megatron")
     path.unlink()
     with pytest.raises(WeightError, match="tp001-pp000-ep000.safetensors"):
-        command("megatron-to-hf", tmp_path / "megatron", tmp_path / "hf")
+        convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "hf")
 
 
 @pytest.mark.parametrize("changes,message", [
@@ -158,7 +154,7 @@ def test_a_configuration_that_does_not_fit_its_weights_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
     with pytest.raises(WeightError, match=message):
-        command("hf-to-megatron", tmp_path, tmp_path / "megatron")
+        convert("hf-to-megatron", tmp_path, tmp_path / "megatron")
 
 
 def test_an_index_cannot_lead_out_of_its_folder(model_folders, tmp_path):
@@ -168,11 +164,11 @@ def test_an_index_cannot_lead_out_of_its_folder(model_folders, tmp_path):
     index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(WeightError, match="not a file beside it"):
-        command("inspect", tmp_path)
+        convert("inspect", tmp_path)
 
 
 def test_inspect_says_what_is_there(model_folders, capsys):
-    command("inspect", model_folders["Qwen3Moe"])
+    convert("inspect", model_folders["Qwen3Moe"])
     text = capsys.readouterr().out
     assert "Qwen3MoeForCausalLM" in text and "4 of 16" in text and "301" in text
 

@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weight_models import FAMILY_NAMES, make_model
 
 from megadapo.errors import WeightError
 from megadapo.weights.disk.load import collect_runs, import_weights, match_params
@@ -15,6 +14,7 @@ from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.layout.layout import EnginePosition, layout_for
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.stages import stage_layers
+from tests.support.tiny_models import FAMILY_NAMES, make_model
 
 
 def rank_params(layout, position):

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from weight_models import FAMILY_NAMES
 
 from megadapo.errors import WeightError
 from megadapo.weights.disk.megatron_folder import open_layout
@@ -18,31 +17,8 @@ from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync.buckets import largest_buckets, num_rounds, pack, piece_bytes
 from megadapo.weights.sync.plan import EngineShape, plan_from_json
 from megadapo.weights.sync.planning import make_plan
-
-QWEN_32B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 5120,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 64,
-    "intermediate_size": 27648,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-}
-QWEN_235B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 4096,
-    "head_dim": 128,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 94,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-    "num_experts": 128,
-    "moe_intermediate_size": 1536,
-}
-BUCKET = 64 << 20
+from tests.support.large_models import BUCKET, QWEN_32B, QWEN_235B
+from tests.support.tiny_models import FAMILY_NAMES
 
 
 def engine_names(shard):

@@ -6,10 +6,10 @@ import json
 import re
 
 import pytest
-from test_plan import QWEN_32B
 
 from megadapo.cli import run_command
 from megadapo.errors import DataError
+from tests.support.large_models import QWEN_32B
 
 RECIPE = """
 [run]

@@ -7,17 +7,17 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_convert import command
-from weight_models import make_model
 
 from megadapo.errors import WeightError
+from tests.support.commands import convert
+from tests.support.tiny_models import make_model
 
 
 def test_experts_are_refused_by_name(model_folders, tmp_path):
     """Catches an export that vLLM cannot read."""
-    command("hf-to-megatron", model_folders["Qwen3Moe"], tmp_path / "megatron")
+    convert("hf-to-megatron", model_folders["Qwen3Moe"], tmp_path / "megatron")
     with pytest.raises(WeightError, match="dense layers only"):
-        command("megatron-to-hf", tmp_path / "megatron", tmp_path / "fp8", "--quantize", "fp8")
+        convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "fp8", "--quantize", "fp8")
     assert not (tmp_path / "fp8").exists()
 
 
@@ -26,9 +26,9 @@ def test_fp8_weights_are_the_weights_to_e4m3s_precision(tmp_path):
     """Catches a wrong scale or axis, a quantised embedding, and a forgotten temporary folder."""
     source = make_model(tmp_path / "source", "Qwen2", num_hidden_layers=2)
     (source / "tokenizer.json").write_text("{}")
-    command("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2)
+    convert("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2)
     before = set(tmp_path.iterdir())
-    command("megatron-to-hf", tmp_path / "megatron", tmp_path / "fp8", "--quantize", "fp8")
+    convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "fp8", "--quantize", "fp8")
     assert set(tmp_path.iterdir()) == before | {tmp_path / "fp8"}
     exact, exported = load_file(source / "model.safetensors"), {}
     for path in (tmp_path / "fp8").glob("*.safetensors"):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from weight_models import FAMILY_NAMES, make_model
 
 from megadapo.errors import InfraError, WeightError
 from megadapo.weights.disk.load import import_weights
@@ -22,6 +21,7 @@ from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
 from megadapo.weights.sync.shared_memory import MEMORY_FOLDER, SharedMemoryInbox, SharedMemoryOutbox
+from tests.support.tiny_models import FAMILY_NAMES, make_model
 
 BUCKET = 4096
 

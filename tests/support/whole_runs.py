@@ -9,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.support import REPOSITORY
+
 NUM_STEPS = 4
 SMALL = [
     "--sampling.prompts_per_step=8",

@@ -43,7 +43,7 @@ class Ranks:
     def _start(self) -> None:
         # forked off one process that has torch and Megatron loaded already
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["preload"])
+        context.set_forkserver_preload(["tests.support.preload"])
         for _ in range(NUM_PROCESSES):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=False)
@@ -97,8 +97,9 @@ class Ranks:
 
 
 def _serve(end: Connection) -> None:
-    import preload  # does nothing where the fork server has done it
     import torch
+
+    from tests.support import preload  # does nothing where the fork server has done it
 
     torch.set_num_threads(preload.NUM_THREADS)
     from megadapo.trainer.parallel import leave_groups

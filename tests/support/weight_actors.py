@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,39 +14,16 @@ from megadapo.cluster.cluster import Cluster, ClusterConfig
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine import WeightsFrom
 from megadapo.rollout.engines import Engines
-from megadapo.rollout.requests import Draw, GroupRequest
+from megadapo.rollout.requests import GroupRequest, SamplingSettings
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.layout.layout import ShardPosition
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync.sender import WeightSender
 
-GREEDY = Draw(temperature=0.0, top_p=1.0, max_tokens=12)
+GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=12)
 PROMPTS = [(2, 3, 4, 5), (7, 7, 9), tuple(number * 7 % 40 + 2 for number in range(200))]
 """The last one fills blocks of the prefix cache."""
-
-
-def build_model(folder: Path, *, seed: int, family: str = "Qwen2", **changes: Any) -> Path:
-    """A random model with a tokenizer; models of one kind and different seeds differ in weights."""
-    from tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tokenizer
-    from weight_models import make_model
-
-    sizes = {
-        "vocab_size": len(CHARACTERS) + len(SPECIAL_TOKENS),
-        "hidden_size": 128,
-        "head_dim": 32,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    make_model(folder, family, std=0.15, seed=seed, **sizes | changes)
-    write_tokenizer(folder, sizes["max_position_embeddings"])
-    return folder
 
 
 class SenderRank:
@@ -99,8 +75,6 @@ def start_actors(count: int) -> list[Any]:
     """Processes for so many trainer ranks."""
     import ray
 
-    # Ray's workers cannot import test modules.
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     actor = ray.remote(num_cpus=0)(SenderRank)
     return [actor.remote() for _ in range(count)]
 

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from megadapo.observe.metrics import METRIC_NAMES, EvaluationRecord, MetricsLog
 
-RecordRun = Callable[..., Path]
 
-
-@pytest.fixture
-def record_run() -> RecordRun:
-    """Give the function that writes a run into a folder."""
-    return _record_run
-
-
-def _record_run(folder: Path, *, num_steps: int, evaluations: bool = True) -> Path:
+def record_run(folder: Path, *, num_steps: int, evaluations: bool = True) -> Path:
     """Write a run whose accuracy, length and costs follow simple rules of the step number."""
     with MetricsLog(folder, tensorboard=False) as log:
         for step in range(num_steps + 1):

@@ -1,0 +1,26 @@
+"""Configurations of published models, and the bucket size that their plans are made for."""
+
+QWEN_32B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 5120,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 64,
+    "intermediate_size": 27648,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+QWEN_235B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 4096,
+    "head_dim": 128,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 94,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "num_experts": 128,
+    "moe_intermediate_size": 1536,
+}
+BUCKET = 64 << 20
