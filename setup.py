@@ -24,6 +24,7 @@ setup(
         "math-verify>=0.9",
         "matplotlib",
         "pyarrow",
+        "pydantic>=2.12",
         "ray>=2.58",
         "rich",
         "safetensors",

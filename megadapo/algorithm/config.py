@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Literal
 
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.errors import ConfigError
+from megadapo.section import Section
 
 Aggregation = Literal[
     "token-mean",
@@ -18,34 +20,27 @@ Aggregation = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section, title="algorithm"):
     """Advantages, reward shaping, loss reduction and mini-batches; defaults are the paper's."""
 
-    responses_per_mini_batch: int = 512
+    responses_per_mini_batch: PositiveInt = 512
     """Responses behind one optimizer update; a multiple of sampling.responses_per_prompt."""
     loss_aggregation: Aggregation = "token-mean"
     """How token losses are reduced over a mini-batch (see algorithm/loss_weights.py)."""
     normalize_by_std: bool = True
     """Divide group advantages by the group's standard deviation (False: Dr. GRPO)."""
-    overlong_buffer: int = 4096
+    overlong_buffer: NonNegativeInt = 4096
     """Tokens before rollout.max_response_tokens over which the length punishment grows; 0: none."""
-    overlong_factor: float = 1.0
+    overlong_factor: NonNegativeFloat = 1.0
     """Scale of the soft overlong punishment."""
     overlong_filtering: bool = False
     """Leave truncated responses out of the loss instead of punishing them."""
-    objective: PolicyObjective = field(default_factory=PolicyObjective)
+    objective: PolicyObjective = PolicyObjective()
     """The per-token objective."""
 
-    def __post_init__(self) -> None:
-        if self.responses_per_mini_batch < 1:
-            raise ConfigError("algorithm.responses_per_mini_batch must be at least 1")
-        if self.overlong_buffer < 0 or self.overlong_factor < 0:
-            raise ConfigError(
-                "algorithm.overlong_buffer and algorithm.overlong_factor must not be negative"
-            )
+    def conflicts(self) -> Iterator[str]:
         if self.overlong_filtering and self.overlong_buffer > 0:
-            raise ConfigError(
+            yield (
                 "algorithm.overlong_filtering = true leaves truncated responses out of the loss, "
                 "so the soft punishment cannot reach them: set algorithm.overlong_buffer = 0, or "
                 "turn algorithm.overlong_filtering off"

@@ -6,43 +6,17 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.orphans import descendants, kill_after_this_process
-from megadapo.errors import ConfigError, InfraError
+from megadapo.errors import InfraError
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 GPU_SHARE = 0.4
 """Ray's bookkeeping share of a GPU per process, so that trainer and engine both fit on one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
-    """Where the processes of a run live: the `[cluster]` section."""
-
-    placement: Literal["colocated", "separate"] = "colocated"
-    """Whether engines share the trainer's GPUs (and sleep while it works) or have their own."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What to run on; auto takes CUDA where this machine has it."""
-    address: str | None = None
-    """Address of a running Ray cluster; none starts Ray on this machine, on loopback."""
-    start_timeout_s: float = 600.0
-    """Seconds to wait until the cluster has the GPUs the layout asks for."""
-
-    def __post_init__(self) -> None:
-        if self.start_timeout_s <= 0:
-            raise ConfigError("cluster.start_timeout_s must be positive")
-
-    @property
-    def uses_cuda(self) -> bool:
-        """Whether processes get GPUs; asks torch only where `device` is auto."""
-        if self.device != "auto":
-            return self.device == "cuda"
-        import torch
-
-        return torch.cuda.is_available()
 
 
 @dataclass(frozen=True)

@@ -6,31 +6,42 @@ variant states only its differences. A run's resolved `config.json` is read in t
 
 from __future__ import annotations
 
+import copy
 import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megadapo.config.schema import OverrideValue
 from megadapo.errors import ConfigError
 
 RESOLVED_FILE = "config.json"
 """The resolved configuration in a run's folder."""
 
 
-def read_table(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Read a recipe, a resolved configuration or the one in a run's folder, with overrides."""
+KeyPath = tuple[str, ...]
+"""The names of a key's tables, and its own."""
+
+
+def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """Read a recipe, a resolved configuration or the one in a run's folder, with overrides.
+
+    Returns the table, and the texts of those overrides that mean something else as TOML.
+    """
     path = path / RESOLVED_FILE if path.is_dir() else path
     table = _read_json(path) if path.suffix == ".json" else _read_recipe(path, ())
+    texts: dict[KeyPath, str] = {}
     for override in overrides:
-        keys, value = parse_override(override)
-        _set_key(table, keys, value)
-    return table
+        keys, value, text = parse_override(override)
+        table = with_key(table, keys, value)
+        texts.pop(keys, None)
+        if not isinstance(value, str):
+            texts[keys] = text
+    return table, texts
 
 
-def parse_override(text: str) -> tuple[tuple[str, ...], OverrideValue]:
-    """Split `section.key=value` (leading dashes allowed) into its key path and value."""
+def parse_override(text: str) -> tuple[KeyPath, object, str]:
+    """Split `section.key=value` (leading dashes allowed) into key path, TOML value and text."""
     name, equals, value = text.removeprefix("--").partition("=")
     keys = tuple(name.split("."))
     if not equals or len(keys) < 2 or not all(keys):
@@ -41,7 +52,20 @@ def parse_override(text: str) -> tuple[tuple[str, ...], OverrideValue]:
         parsed = {}
     # A value with a line break could define further keys: then it is plain text.
     single = parsed.keys() == {"value"}
-    return keys, OverrideValue(text=value, parsed=parsed["value"] if single else value)
+    return keys, parsed["value"] if single else value, value
+
+
+def with_key(table: dict[str, Any], keys: KeyPath, value: object) -> dict[str, Any]:
+    """Return a copy of the nested table with one key set to `value`."""
+    table = copy.deepcopy(table)
+    inner = table
+    for depth, key in enumerate(keys[:-1], start=1):
+        inner = inner.setdefault(key, {})
+        if not isinstance(inner, dict):
+            dotted = ".".join(keys[:depth])
+            raise ConfigError(f"--{'.'.join(keys)}: {dotted} is a value, not a section")
+    inner[keys[-1]] = value
+    return table
 
 
 def _read_text(path: Path) -> str:
@@ -87,12 +111,3 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both_tables else value
     return merged
-
-
-def _set_key(table: dict[str, Any], keys: tuple[str, ...], value: OverrideValue) -> None:
-    for depth, key in enumerate(keys[:-1], start=1):
-        table = table.setdefault(key, {})
-        if not isinstance(table, dict):
-            dotted = ".".join(keys[:depth])
-            raise ConfigError(f"--{'.'.join(keys)}: {dotted} is a value, not a section")
-    table[keys[-1]] = value

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from megadapo.errors import ConfigError, OracleError
+from pydantic import NonNegativeFloat, PositiveInt
+
+from megadapo.errors import OracleError
 from megadapo.observe.metrics import MetricRecord
+from megadapo.section import Section
 
 
-@dataclass(frozen=True, kw_only=True)
-class OracleConfig:
+class OracleConfig(Section, title="oracles"):
     """Bounds on what must hold while training: the `[oracles]` section."""
 
-    ratio_first_max_error: float = 0.0
+    ratio_first_max_error: NonNegativeFloat = 0.0
     """Largest |ratio - 1| on the first mini-batch of a step, while the policy is the old one."""
-    logprob_abs_mean: float | None = None
+    logprob_abs_mean: NonNegativeFloat | None = None
     """Mean |log-prob(trainer) - log-prob(engine)| in nats over the freshly sampled tokens."""
-    logprob_abs_max: float | None = None
+    logprob_abs_max: NonNegativeFloat | None = None
     """Largest |log-prob(trainer) - log-prob(engine)| in nats over the freshly sampled tokens."""
-    max_skipped_steps: int = 3
+    max_skipped_steps: PositiveInt = 3
     """Steps in a row with a skipped (non-finite) update after which the run stops."""
-
-    def __post_init__(self) -> None:
-        for name in ("ratio_first_max_error", "logprob_abs_mean", "logprob_abs_max"):
-            bound = getattr(self, name)
-            if bound is not None and not bound >= 0.0:
-                raise ConfigError(f"oracles.{name} = {bound} must not be negative")
-        if self.max_skipped_steps < 1:
-            raise ConfigError("oracles.max_skipped_steps must be at least 1")
 
 
 _BOUNDED = (

@@ -9,10 +9,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
 
-from megadapo.errors import ConfigError
-from megadapo.rewards.dapo_math import INVALID, Rule, Score, extract_answer, score
+from megadapo.rewards.config import RewardConfig
+from megadapo.rewards.dapo_math import INVALID, Score, extract_answer, score
 from megadapo.rewards.symbolic import SymbolicCounts, SymbolicPool
 
 logger = logging.getLogger(__name__)
@@ -21,41 +20,6 @@ MAX_LOST_SHARE = 0.02
 """Comparisons that may be lost to time limits and crashes without a warning."""
 LOSS_WINDOW = 1024
 """Answers over which that share is looked at, so that one slow answer is not an alarm."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """How a response is scored: the `[reward]` section."""
-
-    rule: Rule = "answer"
-    """Where the answer is looked for: the last `Answer:` line, the last boxed expression, or the
-    second where the first is missing."""
-    decide: Literal["rule", "symbolic"] = "rule"
-    """Which comparison makes the reward; with "symbolic" the rule still decides where the symbolic
-    one gives no answer."""
-    symbolic: bool = True
-    """Compare every answer symbolically too, and count where that differs from the rule."""
-    symbolic_workers: int = 2
-    """Number of processes for the symbolic comparison, one thread each."""
-    symbolic_timeout_s: float = 2.0
-    """Wall-clock limit of one symbolic comparison, in seconds; its process is killed after it."""
-    symbolic_seconds_per_minute: float = 15.0
-    """Seconds in any minute that responses may wait for symbolic comparisons; when a policy writes
-    answers that take longer, the rest is skipped and counted."""
-    symbolic_memory_mib: int = 1024
-    """Address space of one symbolic process, in MiB."""
-
-    def __post_init__(self) -> None:
-        if self.decide == "symbolic" and not self.symbolic:
-            raise ConfigError('reward.decide = "symbolic" needs reward.symbolic = true')
-        for name in ("symbolic_workers", "symbolic_timeout_s", "symbolic_seconds_per_minute"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"reward.{name} = {getattr(self, name)} is not positive")
-        if self.symbolic_memory_mib < 256:
-            raise ConfigError(
-                f"reward.symbolic_memory_mib = {self.symbolic_memory_mib} is below 256, which "
-                "is what a symbolic process needs to start"
-            )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megadapo.errors import CheckpointError, ConfigError
+from megadapo.errors import CheckpointError
 
 FORMAT = "megadapo-checkpoint-1"
 MANIFEST = "manifest.json"
@@ -29,22 +29,6 @@ STATE = "state.json"
 TRAINER = "trainer"
 _STEP_NAME = re.compile(r"step-\d+")
 _TEMPORARY = "tmp-"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """When checkpoints are written and how many are kept: the `[checkpoint]` section."""
-
-    every: int = 10
-    """Steps between checkpoints; the last step and an interrupted one are always saved."""
-    keep: int = 2
-    """Complete checkpoints to keep; older ones go only after a newer one is committed."""
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ConfigError("checkpoint.every must be at least 1 step")
-        if self.keep < 1:
-            raise ConfigError("checkpoint.keep must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from megadapo.errors import ConfigError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megadapo.section import Section, Timeout
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section, title="model"):
     """The model to train: the `[model]` section."""
 
     path: str
@@ -20,58 +21,43 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; logits, statistics, gradients and Adam are always fp32."""
 
-    def __post_init__(self) -> None:
+    def conflicts(self) -> Iterator[str]:
         if not self.path:
-            raise ConfigError("model.path must name a Hugging Face model folder or Hub model")
+            yield "model.path must name a Hugging Face model folder or Hub model"
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Section, title="trainer.optimizer"):
     """AdamW in fp32, sharded over data-parallel ranks: the `[trainer.optimizer]` section."""
 
-    lr: float = 1e-6
+    lr: NonNegativeFloat = 1e-6
     """Learning rate after warm-up."""
-    warmup_steps: int = 20
+    warmup_steps: NonNegativeInt = 20
     """Rollout steps over which the learning rate rises linearly to `lr`."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Course of the learning rate after warm-up."""
-    decay_steps: int = 0
+    decay_steps: NonNegativeInt = 0
     """Rollout step at which the cosine reaches `min_lr`; only for schedule = "cosine"."""
-    min_lr: float = 0.0
+    min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the cosine."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices; biases and norms get none."""
-    beta1: float = 0.9
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """Decay of Adam's first moment."""
-    beta2: float = 0.999
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999
     """Decay of Adam's second moment."""
-    eps: float = 1e-8
+    eps: PositiveFloat = 1e-8
     """Adam's term against division by zero."""
-    grad_clip: float = 1.0
+    grad_clip: NonNegativeFloat = 1.0
     """Bound on the global gradient norm of an update; 0 turns clipping off."""
 
-    def __post_init__(self) -> None:
-        for name in ("lr", "min_lr", "weight_decay", "grad_clip"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise ConfigError(
-                    f"trainer.optimizer.{name} = {getattr(self, name)} must not be negative"
-                )
-        for name in ("beta1", "beta2"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ConfigError(
-                    f"trainer.optimizer.{name} = {getattr(self, name)} is not in [0, 1)"
-                )
-        if self.eps <= 0.0:
-            raise ConfigError(f"trainer.optimizer.eps = {self.eps} must be positive")
-        if self.warmup_steps < 0:
-            raise ConfigError("trainer.optimizer.warmup_steps must not be negative")
+    def conflicts(self) -> Iterator[str]:
         if self.schedule == "cosine" and self.decay_steps <= self.warmup_steps:
-            raise ConfigError(
+            yield (
                 f"trainer.optimizer.decay_steps = {self.decay_steps} must be above warmup_steps = "
                 f'{self.warmup_steps} where schedule = "cosine"'
             )
         if self.schedule == "constant" and self.decay_steps != 0:
-            raise ConfigError(
+            yield (
                 'trainer.optimizer.decay_steps has no effect with schedule = "constant"; set '
                 'schedule = "cosine" or leave it out'
             )
@@ -88,26 +74,25 @@ class OptimizerConfig:
         return self.min_lr + (self.lr - self.min_lr) * cosine
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Section, title="trainer"):
     """How the trainer's ranks share the model and the batch: the `[trainer]` section."""
 
-    tensor_parallel: int = 1
+    tensor_parallel: PositiveInt = 1
     """Ranks that share each weight matrix."""
-    pipeline_parallel: int = 1
+    pipeline_parallel: PositiveInt = 1
     """Stages that share the layers."""
-    virtual_pipeline: int = 1
+    virtual_pipeline: PositiveInt = 1
     """Chunks of layers per stage, which take turns: shorter waits, more messages (interleaved
     1F1B)."""
-    first_stage_layers: int = 0
+    first_stage_layers: NonNegativeInt = 0
     """Layers of the first stage, which also has the embedding; 0: as many as the other stages."""
-    last_stage_layers: int = 0
+    last_stage_layers: NonNegativeInt = 0
     """Layers of the last stage, which also has the policy head; 0: as many as the other stages."""
-    data_parallel: int = 1
+    data_parallel: PositiveInt = 1
     """Copies of the model that share the batch."""
     sequence_parallel: bool = False
     """Split norms and residuals over the tensor-parallel ranks too, to save activation memory."""
-    tokens_per_micro_batch: int = 16384
+    tokens_per_micro_batch: PositiveInt = 16384
     """Token budget of one forward pass per data-parallel rank; a longer sequence goes alone."""
     recompute: bool = False
     """Keep only each layer's input and compute the rest again: less memory, a third more work."""
@@ -116,69 +101,56 @@ class TrainerConfig:
     overlap_param_gather: bool = False
     """Gather updated weights over data parallel while the next forward pass runs, not before it;
     pays from two updates a step on, as after the last one all weights are gathered at once."""
-    bucket_parameters: int = 0
+    bucket_parameters: NonNegativeInt = 0
     """Parameters per message of both overlaps, on the first stage's first chunk (the others send
     one message each, behind its compute); 0: megatron-core's choice, 40 million or more."""
-    num_threads: int = 0
+    num_threads: NonNegativeInt = 0
     """CPU threads of each rank; 0 shares the machine's cores out over its ranks."""
-    start_timeout_s: float = 1800.0
+    start_timeout_s: Timeout = 1800.0
     """Seconds the ranks may take to start, form their groups and read the weights."""
-    timeout_s: float = 1800.0
+    timeout_s: Timeout = 1800.0
     """Seconds that a step's updates, a save or a load may take, or one collective in them."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
 
-    def __post_init__(self) -> None:
-        sizes = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "data_parallel")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"trainer.{name} = {getattr(self, name)} must be at least 1")
-        for name in ("first_stage_layers", "last_stage_layers", "bucket_parameters"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"trainer.{name} = {getattr(self, name)} must not be negative")
-        self._check_stages()
-        self._check_overlap()
+    def conflicts(self) -> Iterator[str]:
+        yield from self._stage_conflicts()
+        yield from self._overlap_conflicts()
         if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ConfigError(
+            yield (
                 "trainer.sequence_parallel splits over the tensor-parallel ranks: set "
                 "trainer.tensor_parallel above 1, or turn it off"
             )
-        if self.tokens_per_micro_batch < 1:
-            raise ConfigError("trainer.tokens_per_micro_batch must be at least 1")
-        if self.num_threads < 0:
-            raise ConfigError("trainer.num_threads must not be negative")
-        if self.start_timeout_s <= 0 or self.timeout_s <= 0:
-            raise ConfigError("trainer.start_timeout_s and trainer.timeout_s must be positive")
 
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
-    def _check_stages(self) -> None:
+    def _stage_conflicts(self) -> Iterator[str]:
         if self.pipeline_parallel > 1:
             return
         for name in ("first_stage_layers", "last_stage_layers"):
             if getattr(self, name):
-                raise ConfigError(
+                yield (
                     f"trainer.{name} = {getattr(self, name)} has no effect with one stage: set "
                     "trainer.pipeline_parallel above 1, or leave it out"
                 )
         if self.virtual_pipeline > 1:
-            raise ConfigError(
+            yield (
                 f"trainer.virtual_pipeline = {self.virtual_pipeline} interleaves the chunks of "
                 "several stages: set trainer.pipeline_parallel above 1, or leave it out"
             )
 
-    def _check_overlap(self) -> None:
+    def _overlap_conflicts(self) -> Iterator[str]:
         if self.overlap_grad_reduce:
             return
         if self.overlap_param_gather:
-            raise ConfigError(
+            yield (
                 "trainer.overlap_param_gather works in the buckets of the gradients: set "
                 "trainer.overlap_grad_reduce = true as well"
             )
         if self.bucket_parameters:
-            raise ConfigError(
+            yield (
                 f"trainer.bucket_parameters = {self.bucket_parameters} has no effect without "
                 "trainer.overlap_grad_reduce = true"
             )

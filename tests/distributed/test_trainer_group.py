@@ -86,7 +86,7 @@ def test_errors_of_a_rank_keep_their_type_and_message(ray_started: None, models:
 def test_a_stopped_rank_is_reported_within_the_deadline(ray_started: None, models: Path) -> None:
     """SIGKILL closes sockets; a process that merely stands still is found by the clock alone."""
     settings = settings_for(str(models / "qwen2-tied"))
-    settings = replace(settings, trainer=replace(settings.trainer, timeout_s=4.0))
+    settings = replace(settings, trainer=settings.trainer.model_copy(update={"timeout_s": 4.0}))
     group = start(settings)
     (pid,) = group.call_all("apply", pid_of)
     os.kill(pid, signal.SIGSTOP)
@@ -102,5 +102,5 @@ def test_threads_are_shared_out_unless_given() -> None:
     shared = rank_environment(trainer, uses_cuda=False)
     assert shared["OMP_NUM_THREADS"] == str(max(1, cores // 2))
     assert shared["OMP_WAIT_POLICY"] == "PASSIVE"
-    given = rank_environment(replace(trainer, num_threads=3), uses_cuda=False)
+    given = rank_environment(trainer.model_copy(update={"num_threads": 3}), uses_cuda=False)
     assert given["OMP_NUM_THREADS"] == "3"

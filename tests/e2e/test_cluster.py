@@ -9,12 +9,13 @@ import sys
 import psutil
 import pytest
 
-from megadapo.cluster.cluster import ClusterConfig
+from megadapo.cluster.config import ClusterConfig
 from megadapo.errors import ConfigError
 
 PROBE = """
 import json, os, psutil, ray
-from megadapo.cluster.cluster import Cluster, ClusterConfig
+from megadapo.cluster.cluster import Cluster
+from megadapo.cluster.config import ClusterConfig
 
 cluster = Cluster.start(
     ClusterConfig(device="cpu"), num_trainer_ranks=3, num_engines=2, engine_ranks=1
@@ -51,7 +52,8 @@ def test_everything_listens_on_loopback_and_more_processes_than_cores_start():
 
 DRIVER = """
 import time, psutil, ray
-from megadapo.cluster.cluster import Cluster, ClusterConfig
+from megadapo.cluster.cluster import Cluster
+from megadapo.cluster.config import ClusterConfig
 
 cluster = Cluster.start(
     ClusterConfig(device="cpu"), num_trainer_ranks=1, num_engines=1, engine_ranks=1

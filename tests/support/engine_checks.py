@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from megadapo.cluster.cluster import Cluster, ClusterConfig
+from megadapo.cluster.cluster import Cluster
+from megadapo.cluster.config import ClusterConfig
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engines import Engines
 from megadapo.rollout.requests import GroupRequest, Response, SamplingSettings, response_seeds

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from megadapo.cluster.cluster import Cluster, ClusterConfig
+from megadapo.cluster.cluster import Cluster
+from megadapo.cluster.config import ClusterConfig
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine import WeightsFrom
 from megadapo.rollout.engines import Engines

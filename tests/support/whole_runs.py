@@ -23,9 +23,11 @@ TIMED = ("time/", "tokens_per_s")
 
 
 def command(folder: Path, *overrides: str, num_steps: int = NUM_STEPS) -> list[str]:
+    # a run may not be shorter than its warm-up
+    warmup = f"--trainer.optimizer.warmup_steps={min(NUM_STEPS, num_steps)}"
     return [
         *(sys.executable, "-m", "megadapo.cli", "train", "configs/quickstart.toml"),
-        *(f"--run.folder={folder}", f"--run.num_steps={num_steps}", *SMALL, *overrides),
+        *(f"--run.folder={folder}", f"--run.num_steps={num_steps}", warmup, *SMALL, *overrides),
     ]
 
 

@@ -35,6 +35,8 @@ max_prompt_tokens = 16
 max_response_tokens = 48
 [algorithm]
 overlong_buffer = 16
+[trainer.optimizer]
+warmup_steps = 2
 """
 
 SIZES = {

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic.fields import FieldInfo
 
 from megadapo.config import RunConfig, from_dict, load_config, to_dict, to_toml
+from megadapo.config.problems import section_of
 from megadapo.errors import ConfigError
+from megadapo.section import Section
 
 RECIPE = """
 [run]
@@ -20,6 +24,8 @@ num_steps = 3
 path = "models/base"
 [data]
 train = "arithmetic:train:64"
+[trainer.optimizer]
+warmup_steps = 2
 """
 
 
@@ -135,9 +141,9 @@ def test_extends_lays_one_recipe_over_another(recipe: Path) -> None:
     over = recipe.parent / "deeper" / "over.toml"
     over.parent.mkdir()
     over.write_text('extends = "../recipe.toml"\n[run]\nseed = 5\n[trainer.optimizer]\nlr = 3e-6\n')
-    config = load_config(over, ["--trainer.optimizer.warmup_steps=2"])
+    config = load_config(over, ["--trainer.optimizer.warmup_steps=3"])
     assert (config.run.folder, config.run.seed) == (Path("runs/x"), 5)
-    assert (config.trainer.optimizer.lr, config.trainer.optimizer.warmup_steps) == (3e-6, 2)
+    assert (config.trainer.optimizer.lr, config.trainer.optimizer.warmup_steps) == (3e-6, 3)
 
 
 def test_extends_in_a_ring_is_refused(recipe: Path) -> None:
@@ -218,6 +224,11 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
         (["run.num_steps=0"], ["run.num_steps"]),
         (["run.resume="], ["run.resume"]),
         (["run.folder="], ["run.folder"]),
+        (["trainer.optimizer.warmup_steps=4"], ["trainer.optimizer.warmup_steps", "run.num_steps"]),
+        (["weights.deadline_s=1801"], ["weights.deadline_s", "trainer.timeout_s"]),
+        (["trainer.timeout_s=60"], ["weights.deadline_s", "trainer.timeout_s"]),
+        (["rollout.top_p=0.9"], ["rollout.top_p", "evaluation.top_p"]),
+        (["rollout.top_k=50"], ["rollout.top_k", "whole softmax"]),
     ],
 )
 def test_impossible_combination_names_its_keys(
@@ -227,18 +238,69 @@ def test_impossible_combination_names_its_keys(
     assert all(key in message for key in keys), message
 
 
-def test_every_key_has_a_sentence_and_a_section(recipe: Path) -> None:
+def test_every_key_of_every_section_is_described() -> None:
     """A key that is never explained is a key nobody dares to touch."""
-    import dataclasses
-    import inspect
-    import typing
+    for dotted, field in fields_below(RunConfig):
+        if section_of(field) is None:
+            assert field.description and field.description.endswith((".", ")")), dotted
 
-    def sections(cls: type) -> list[type]:
-        inner = [t for t in typing.get_type_hints(cls).values() if dataclasses.is_dataclass(t)]
-        return [cls, *(deeper for t in inner for deeper in sections(t))]
 
-    for section in sections(RunConfig)[1:]:
-        lines = inspect.getsource(section).splitlines()
-        for name in (f.name for f in dataclasses.fields(section)):
-            at = next(i for i, line in enumerate(lines) if line.startswith(f"    {name}:"))
-            assert lines[at + 1].startswith('    """'), f"{section.__name__}.{name}"
+def test_every_section_knows_where_it_lies() -> None:
+    """A section made in code names its keys by its title."""
+    for dotted, field in fields_below(RunConfig):
+        if (section := section_of(field)) is not None:
+            assert section.model_config.get("title") == dotted
+
+
+def fields_below(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        if (inner := section_of(field)) is not None:
+            yield from fields_below(inner, f"{prefix}{name}.")
+
+
+def test_five_wrong_keys_and_values_give_five_messages(recipe: Path) -> None:
+    """A file is corrected in one go, also where only a combination of sections is wrong."""
+    message = refused(
+        recipe,
+        "--run.sed=1",
+        "--trainer.data_parallel=2.0",
+        "--dapo.objective.clip_low=0.1",
+        "--weights.deadline_s=0.5",
+        "--algorithm.responses_per_mini_batch=24",
+    )
+    assert message.splitlines() == [
+        f"{recipe} with its overrides: 5 problems",
+        "  run.sed: unknown key; did you mean run.seed?",
+        "  trainer.data_parallel: expected int, found float 2.0",
+        "  weights.deadline_s = 0.5 must be at least 1",
+        "  dapo: unknown section; did you mean algorithm?",
+        "  algorithm.responses_per_mini_batch = 24 cuts a group in two: it must be a multiple of "
+        "sampling.responses_per_prompt = 16",
+    ]
+
+
+@pytest.mark.parametrize("text", ["7", "1e3", "a b", "2020-01-01", "{a = 1}"])
+def test_override_for_a_text_field_keeps_its_text(recipe: Path, text: str) -> None:
+    """A folder called 7 must not be refused because 7 is also a number."""
+    config = load_config(recipe, [f"--run.folder={text}", f"--run.resume={text}"])
+    assert (config.run.folder, config.run.resume) == (Path(text), text)
+
+
+def test_override_with_wrong_type_is_reported_as_its_value_not_its_text(recipe: Path) -> None:
+    assert "run.seed: expected int, found float 1.5" in refused(recipe, "--run.seed=1.5")
+
+
+def test_override_of_a_table_takes_its_place(recipe: Path) -> None:
+    config = load_config(recipe, ["--trainer.optimizer={lr = 1e-3, warmup_steps = 1}"])
+    assert (config.trainer.optimizer.lr, config.trainer.optimizer.warmup_steps) == (1e-3, 1)
+
+
+def test_missing_keys_are_named_even_where_their_section_is_missing() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_dict({"data": {"train": "x"}, "trainer": {"optimizer": {"warmup_steps": 0}}})
+    assert str(caught.value).splitlines() == [
+        "run.folder: required, but missing",
+        "run.num_steps: required, but missing",
+        "model.path: required, but missing",
+    ]

@@ -9,8 +9,9 @@ import pytest
 import ray
 
 from megadapo.errors import ConfigError
+from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.dapo_math import Score
-from megadapo.rewards.verifier import Disagreement, RewardConfig, Verifier
+from megadapo.rewards.verifier import Disagreement, Verifier
 
 RESPONSES = ["Answer: 42", "Answer: 42.", "so \\boxed{42}", "Answer: 7", "no idea"]
 GOLDS = ["42"] * 5

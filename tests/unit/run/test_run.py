@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ def config_of(folder: Path, **run: object) -> RunConfig:
             "data": {"train": "arithmetic:train:64", "held_out": "arithmetic:held_out:8"},
             "evaluation": {"every": 2},
             "checkpoint": {"every": 2},
+            "trainer": {"optimizer": {"warmup_steps": 2}},
         }
     )
 
@@ -130,7 +130,8 @@ def test_evaluation_before_during_and_after_but_never_twice(tmp_path, start, eva
 
 def test_no_evaluation_where_none_is_wanted(tmp_path):
     config = config_of(tmp_path)
-    off = replace(config, evaluation=replace(config.evaluation, every=0))
+    evaluation = config.evaluation.model_copy(update={"every": 0})
+    off = config.model_copy(update={"evaluation": evaluation})
     run = Run.open(off)
     assert not any(run.evaluates(step) for step in range(6))
 

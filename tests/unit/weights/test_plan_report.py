@@ -29,6 +29,8 @@ tensor_parallel = 8
 pipeline_parallel = 4
 data_parallel = 16
 {split}
+[trainer.optimizer]
+warmup_steps = 1
 [cluster]
 placement = "{placement}"
 """

@@ -1,0 +1,29 @@
+"""The `[cluster]` section: where the processes of a run live."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megadapo.section import Section, Timeout
+
+
+class ClusterConfig(Section, title="cluster"):
+    """Where the processes of a run live."""
+
+    placement: Literal["colocated", "separate"] = "colocated"
+    """Whether engines share the trainer's GPUs (and sleep while it works) or have their own."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What to run on; auto takes CUDA where this machine has it."""
+    address: str | None = None
+    """Address of a running Ray cluster; none starts Ray on this machine, on loopback."""
+    start_timeout_s: Timeout = 600.0
+    """Seconds to wait until the cluster has the GPUs the layout asks for."""
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether processes get GPUs; asks torch only where `device` is auto."""
+        if self.device != "auto":
+            return self.device == "cuda"
+        import torch
+
+        return torch.cuda.is_available()

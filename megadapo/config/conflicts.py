@@ -1,0 +1,123 @@
+"""Combinations of sections that cannot work.
+
+A check's parameters are the sections it looks at, by name: where one of them has problems of its
+own, the check is left out and the others still run, so that a file is corrected in one go.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+
+from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.cluster.config import ClusterConfig
+from megadapo.config.sections import RunSection
+from megadapo.data.config import DataConfig
+from megadapo.rollout.config import EvaluationConfig, RolloutConfig, SamplingConfig
+from megadapo.section import Section
+from megadapo.trainer.config import TrainerConfig
+from megadapo.weights.config import WeightsConfig
+
+
+def conflicts_between(sections: Mapping[str, Section]) -> Iterator[str]:
+    """Yield the problems of every check whose sections are all there, each with its keys."""
+    for check in CHECKS:
+        names = inspect.signature(check).parameters.keys()
+        if names <= sections.keys():
+            yield from check(**{name: sections[name] for name in names})
+
+
+def _check_mini_batches(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:
+    size, group = algorithm.responses_per_mini_batch, sampling.responses_per_prompt
+    batch = sampling.prompts_per_step * group
+    if size % group:
+        yield (
+            f"algorithm.responses_per_mini_batch = {size} cuts a group in two: it must be a "
+            f"multiple of sampling.responses_per_prompt = {group}"
+        )
+    elif batch % size:
+        yield (
+            f"algorithm.responses_per_mini_batch = {size} does not divide "
+            "sampling.prompts_per_step x sampling.responses_per_prompt = "
+            f"{sampling.prompts_per_step} x {group} = {batch}"
+        )
+
+
+def _check_ranks(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> Iterator[str]:
+    size = algorithm.responses_per_mini_batch
+    if size < trainer.data_parallel:
+        yield (
+            f"algorithm.responses_per_mini_batch = {size} leaves some of the "
+            f"trainer.data_parallel = {trainer.data_parallel} ranks without a response"
+        )
+
+
+def _check_lengths(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[str]:
+    buffer, longest = algorithm.overlong_buffer, rollout.max_response_tokens
+    if buffer >= longest:
+        yield (
+            f"algorithm.overlong_buffer = {buffer} must be below rollout.max_response_tokens = "
+            f"{longest}, or every response is punished; 0 turns the punishment off"
+        )
+
+
+def _check_evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[str]:
+    if evaluation.every > 0 and data.held_out is None:
+        yield (
+            f"evaluation.every = {evaluation.every} needs problems: set data.held_out, or "
+            "evaluation.every = 0"
+        )
+
+
+def _check_reference(algorithm: AlgorithmConfig) -> Iterator[str]:
+    if algorithm.objective.kl_coef > 0:
+        yield (
+            f"algorithm.objective.kl_coef = {algorithm.objective.kl_coef} needs log-probs "
+            "of a reference model, and training keeps none: set it to 0, as DAPO does"
+        )
+
+
+def _check_warmup(run: RunSection, trainer: TrainerConfig) -> Iterator[str]:
+    warmup_steps = trainer.optimizer.warmup_steps
+    if warmup_steps > run.num_steps:
+        yield (
+            f"trainer.optimizer.warmup_steps = {warmup_steps} is longer than the run "
+            f"(run.num_steps = {run.num_steps}), which would never reach trainer.optimizer.lr"
+        )
+
+
+def _check_deadline(weights: WeightsConfig, trainer: TrainerConfig) -> Iterator[str]:
+    if weights.deadline_s > trainer.timeout_s:
+        yield (
+            f"weights.deadline_s = {weights.deadline_s:g} is above trainer.timeout_s = "
+            f"{trainer.timeout_s:g}, after which the trainer's own process groups give up: a stuck "
+            "update would end without the name of the rank that is stuck"
+        )
+
+
+def _check_transport(weights: WeightsConfig, cluster: ClusterConfig) -> Iterator[str]:
+    transport = weights.transport
+    if transport in ("cuda_ipc", "nccl") and cluster.device == "cpu":
+        yield f'weights.transport = "{transport}" needs GPUs, but cluster.device = "cpu"'
+    if transport == "cuda_ipc" and cluster.placement == "separate":
+        yield (
+            'weights.transport = "cuda_ipc" is for engines on the trainer\'s GPUs, but '
+            'cluster.placement = "separate"; use "nccl" or "auto"'
+        )
+    if transport == "nccl" and cluster.placement == "colocated":
+        yield (
+            'weights.transport = "nccl" cannot join two ranks on one GPU, but '
+            'cluster.placement = "colocated"; use "cuda_ipc" or "auto"'
+        )
+
+
+CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
+    _check_mini_batches,
+    _check_ranks,
+    _check_lengths,
+    _check_evaluation,
+    _check_reference,
+    _check_warmup,
+    _check_deadline,
+    _check_transport,
+)

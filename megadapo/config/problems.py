@@ -1,0 +1,168 @@
+"""From pydantic's errors to one line a problem: the dotted key, what was expected and found.
+
+An unknown key comes with the known one that was probably meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from megadapo.config.toml import toml_value
+from megadapo.section import COLLECT, NONE_TEXT, Section
+
+HINTS = {
+    "dapo": "did you mean algorithm?",
+    "rollout.top_k": (
+        "the trainer scores tokens with the whole softmax, so training rollouts are sampled from "
+        "all of it"
+    ),
+}
+"""What to say of keys that are often written and never meant by their nearest name."""
+
+_BOUNDS = {
+    "greater_than_equal": "at least",
+    "greater_than": "above",
+    "less_than_equal": "at most",
+    "less_than": "below",
+}
+
+_TYPES = {
+    "bool_type": "bool",
+    "float_type": "float",
+    "int_type": "int",
+    "string_type": "str",
+    "path_type": "a path",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "finite_number": "a finite number",
+}
+
+
+def describe(error: ValidationError, root: type[Section]) -> list[str]:
+    """One line for each problem of a table that `root` refused, conflicts of `root` left out."""
+    problems = error.errors(include_url=False)
+    grouped = groupby(problems, key=lambda problem: _key_of(root, problem["loc"]))
+    return [line for keys, alike in grouped for line in _lines(root, keys, list(alike)) if keys]
+
+
+def refused_keys(root: type[Section], table: Mapping[str, Any]) -> set[tuple[str, ...]]:
+    """The paths of all keys whose values `root` refuses."""
+    try:
+        root.model_validate(table, context=COLLECT)
+    except ValidationError as error:
+        return {_key_of(root, problem["loc"]) for problem in error.errors()}
+    return set()
+
+
+def known_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """The dotted name of every key below a section, in order of definition."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if (inner := section_of(field)) is not None:
+            yield from known_keys(inner, f"{prefix}{name}.")
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The section that a field holds, if it holds one."""
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            assert issubclass(kind, Section)
+            return kind
+    return None
+
+
+def _key_of(root: type[Section], loc: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The path of keys in `loc`, without what pydantic adds inside a value."""
+    section: type[Section] | None = root
+    keys: list[str] = []
+    for part in loc:
+        if section is None:
+            break
+        keys.append(str(part))
+        field = section.model_fields.get(str(part))
+        section = section_of(field) if field is not None else None
+    return tuple(keys)
+
+
+def _field_at(root: type[Section], keys: tuple[str, ...]) -> FieldInfo | None:
+    section: type[Section] | None = root
+    field = None
+    for key in keys:
+        field = section.model_fields.get(key) if section is not None else None
+        section = section_of(field) if field is not None else None
+    return field
+
+
+def _lines(root: type[Section], keys: tuple[str, ...], alike: list[ErrorDetails]) -> Iterator[str]:
+    """The lines for the errors of one key; the members of a union have one each."""
+    dotted, first = ".".join(keys), alike[0]
+    if first["type"] == "value_error":
+        yield from str(first["ctx"]["error"]).splitlines()
+    elif first["type"] == "extra_forbidden":
+        yield f"{dotted}: {_unknown(root, keys)}"
+    elif first["type"] == "missing" and len(first["loc"]) == len(keys):
+        yield f"{dotted}: required, but missing"
+    elif len(alike) == 1 and first["type"] in _BOUNDS:
+        yield f"{dotted} = {toml_value(first['input'])} must be {_expected(first)}"
+    else:
+        expected = list(dict.fromkeys(_expected(problem) for problem in alike))
+        field = _field_at(root, keys)
+        if field is not None and type(None) in get_args(field.annotation):
+            expected.append(f'"{NONE_TEXT}"')
+        entry = next((f"entry {part}: " for part in first["loc"] if isinstance(part, int)), "")
+        yield f"{dotted}: {entry}expected {' or '.join(expected)}, found {_found(first['input'])}"
+
+
+def _expected(problem: ErrorDetails) -> str:
+    kind = problem["type"]
+    if kind == "literal_error":
+        return str(problem["ctx"]["expected"]).replace("'", '"')
+    if kind in _BOUNDS:
+        (bound,) = problem["ctx"].values()
+        return f"{_BOUNDS[kind]} {int(bound) if bound == int(bound) else bound}"
+    return _TYPES.get(kind, problem["msg"])
+
+
+def _found(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, str | bool | int | float):
+        text = toml_value(value)
+        return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    return type(value).__name__
+
+
+def _unknown(root: type[Section], keys: tuple[str, ...]) -> str:
+    kind = "section" if len(keys) == 1 else "key"
+    parent = _field_at(root, keys[:-1])
+    section = root if parent is None else section_of(parent)
+    assert section is not None
+    siblings = list(section.model_fields)
+    hint = HINTS.get(".".join(keys))
+    if hint is None:
+        meant = _meant(keys, siblings, list(known_keys(root)))
+        hint = f"did you mean {meant}?" if meant else f"known here: {', '.join(siblings)}"
+    return f"unknown {kind}; {hint}"
+
+
+def _meant(keys: tuple[str, ...], siblings: list[str], known: list[str]) -> str | None:
+    """The key that was probably meant: one much like it, or its namesake, or one a bit like it."""
+    prefix, name = "".join(f"{key}." for key in keys[:-1]), keys[-1]
+    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.75):
+        return prefix + near[0]
+    if namesakes := [key for key in known if key.rpartition(".")[2] == name]:
+        return " or ".join(namesakes)
+    if near := difflib.get_close_matches(name, siblings, n=1):
+        return prefix + near[0]
+    near = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in known], n=1)
+    return next((key for key in known if near and key.endswith(f".{near[0]}")), None)

@@ -1,0 +1,42 @@
+"""The sections of what `megadapo/run` does: `[run]` and `[checkpoint]`.
+
+They lie here because a run imports its configuration, so the configuration cannot import the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, PositiveInt
+
+from megadapo.section import Section
+
+
+class RunSection(Section, title="run"):
+    """Which run this is: where it is kept, how long it is, and where it starts."""
+
+    folder: Annotated[Path, Field(strict=False)]
+    """Run folder for metrics, logs and checkpoints, relative to the current directory."""
+    num_steps: PositiveInt
+    """Number of rollout steps of the whole run, those before a resume included."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of everything random: prompt order, sampling and a random initialisation."""
+    resume: str = "auto"
+    """Checkpoint to start from: the newest complete one ("auto"), none ("never"), or a path."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.folder == Path():
+            yield "run.folder: expected a folder of the run's own, found the current directory"
+        if not self.resume:
+            yield 'run.resume must be "auto", "never" or the path of a checkpoint'
+
+
+class CheckpointConfig(Section, title="checkpoint"):
+    """When checkpoints are written and how many are kept."""
+
+    every: PositiveInt = 10
+    """Steps between checkpoints; the last step and an interrupted one are always saved."""
+    keep: PositiveInt = 2
+    """Complete checkpoints to keep; older ones go only after a newer one is committed."""

@@ -1,0 +1,94 @@
+"""The base of every section of the configuration: frozen, strict, and described field by field.
+
+A section lies beside what it configures, and `megadapo.config` collects them. The text under a
+field is its description, which `megadapo config` shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Self, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from megadapo.errors import ConfigError
+
+NONE_TEXT = "none"
+"""TOML has no null: this word stands for it where a field may be None."""
+
+COLLECT = "collect"
+"""Validation context of whoever wants pydantic's errors themselves, to report all of a file."""
+
+Timeout = Annotated[float, Field(ge=1.0)]
+"""A limit in seconds; below one, a process that is only busy would count as stuck."""
+
+
+class Section(BaseModel):
+    """One table of the configuration. Its `title` is the dotted name of that table.
+
+    Raises:
+        ConfigError: a value is refused; the message has every problem with its dotted key.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    def conflicts(self) -> Iterator[str]:
+        """Yield what is wrong with this combination of values, each with its dotted keys."""
+        return iter(())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_plain(cls, value: object, info: ValidationInfo) -> object:
+        """TOML and JSON know neither None nor tuples: "none" and lists stand for them."""
+        if isinstance(value, list):
+            return tuple(value)
+        if isinstance(value, str) and value == NONE_TEXT and _allows_none(cls, info.field_name):
+            return None
+        return value
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> Self:
+        if problems := list(self.conflicts()):
+            raise ValueError("\n".join(problems))
+        return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _one_kind_of_error(
+        cls, value: object, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
+    ) -> Self:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            if info.context == COLLECT:
+                raise
+            raise ConfigError("\n".join(_lines(cls, error))) from None
+
+
+def _allows_none(section: type[Section], field_name: str | None) -> bool:
+    assert field_name is not None
+    return type(None) in get_args(section.model_fields[field_name].annotation)
+
+
+def _lines(section: type[Section], error: ValidationError) -> Iterator[str]:
+    name = section.model_config.get("title") or section.__name__
+    for problem in error.errors(include_url=False):
+        if problem["type"] == "value_error":
+            yield str(problem["ctx"]["error"])
+        else:
+            yield ".".join([name, *map(str, problem["loc"])]) + f": {problem['msg']}"
