@@ -25,7 +25,7 @@ class OracleConfig(Section, title="oracles"):
     """Steps in a row with a skipped (non-finite) update after which the run stops."""
 
 
-_BOUNDED = (
+BOUNDED = (
     (
         "ratio_first_max_error",
         "policy/ratio_first_max_error",
@@ -45,6 +45,7 @@ _BOUNDED = (
         "dtypes and the sampling temperature",
     ),
 )
+"""(key of `[oracles]`, the metric that it bounds, what a broken bound means)."""
 
 
 def check_oracles(records: Sequence[MetricRecord], config: OracleConfig) -> None:
@@ -55,23 +56,28 @@ def check_oracles(records: Sequence[MetricRecord], config: OracleConfig) -> None
             bound and what to look at.
     """
     newest = records[-1]
-    for key, metric, meaning in _BOUNDED:
+    for key, metric, meaning in BOUNDED:
         bound = getattr(config, key)
-        value = newest[metric]
-        if bound is None or (metric.startswith("parity/") and _is_all_reserve(newest)):
-            continue
-        # the comparison is written so that NaN breaks the bound too
-        if value is None or not value <= bound:
+        if bound is not None and not is_within(newest, metric, bound):
             raise OracleError(
-                f"step {newest['step']}: {metric} = {value} is not within "
+                f"step {newest['step']}: {metric} = {newest[metric]} is not within "
                 f"oracles.{key} = {bound}: {meaning}"
             )
     _check_skipped(records, config.max_skipped_steps)
 
 
+def is_within(record: MetricRecord, metric: str, bound: float) -> bool:
+    """Whether a step keeps a bound; one that was not measured or is not a number breaks it."""
+    if metric.startswith("parity/") and _is_all_reserve(record):
+        return True
+    value = record.get(metric)
+    return value is not None and value <= bound
+
+
 def _is_all_reserve(record: MetricRecord) -> bool:
     """Whether no response of the step's batch came from the present weights."""
-    return record["groups/from_reserve"] == record["groups/kept"]
+    kept = record.get("groups/kept")
+    return kept is not None and record.get("groups/from_reserve") == kept
 
 
 def _check_skipped(records: Sequence[MetricRecord], limit: int) -> None:

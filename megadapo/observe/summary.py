@@ -71,7 +71,7 @@ def summarise(folder: Path) -> RunSummary:
     records = read_metrics(folder)
     if not records:
         raise DataError(f"{folder}: no steps are recorded in {METRICS_FILE}; is this a run folder?")
-    steps = [r for r in records if r["time/step_s"] is not None] or records
+    steps = [r for r in records if r.get("time/step_s") is not None] or records
     evaluations = read_evaluations(folder)
     return RunSummary(
         folder=folder,
@@ -92,7 +92,9 @@ def summarise(folder: Path) -> RunSummary:
 def print_report(folder: Path, *, console: Console | None = None) -> RunSummary:
     """Print the before/after table of a run, its artefacts and how to go on; return its numbers."""
     summary = summarise(folder)
-    parts = Group(_before_after(summary), _costs(summary), Text(), _artefacts(folder), Text())
+    parts = Group(
+        _before_after_table(summary), _costs_table(summary), Text(), _artefacts(folder), Text()
+    )
     console = console or Console()
     console.print(parts)
     console.print(
@@ -114,19 +116,53 @@ def _worst(values: list[int | float]) -> int | float | None:
     return max(values, key=lambda value: (math.isnan(value), value), default=None)
 
 
-def _before_after(summary: RunSummary) -> Table:
+def before_after(summary: RunSummary) -> list[tuple[str, str, str]]:
+    """Return (what, at the first step, at the last) as text; "-" where it was not measured."""
+    return [*_held_out_rows(summary), *_step_rows(summary)]
+
+
+def costs(summary: RunSummary) -> list[tuple[str, str]]:
+    """Return what the run took and how exact it stayed, as (what, text)."""
+    return [
+        ("time in steps", str(timedelta(seconds=round(summary.wall_s)))),
+        (
+            "tokens",
+            f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained on",
+        ),
+        ("groups", f"{summary.groups_sampled:,} sampled, {summary.groups_kept:,} kept"),
+        ("first ratio off by", _cell(summary.ratio_first_max_error, "{:.1e} at most")),
+        ("trainer/engine gap", _cell(summary.logprob_abs_max, "{:.1e} nats at most")),
+    ]
+
+
+def _held_out_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
+    before, after = summary.held_out_first, summary.held_out_last
+    if before is None or after is None:
+        return []
+    name = f"held-out accuracy (avg@{after.samples_per_problem}, {after.num_problems} problems)"
+    lengths = f"{before.response_length:.1f}", f"{after.response_length:.1f}"
+    return [
+        (name, _held_out(before), _held_out(after)),
+        ("held-out length (tokens)", *lengths),
+    ]
+
+
+def _step_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
+    first, last = summary.first, summary.last
+    return [
+        (label, _cell(first.get(name), form), _cell(last.get(name), form))
+        for label, name, form in _ROWS
+    ]
+
+
+def _before_after_table(summary: RunSummary) -> Table:
     table = Table(title=f"{summary.folder}: before and after")
     table.add_column("")
     table.add_column(f"step {summary.first['step']}", justify="right")
     table.add_column(f"step {summary.last['step']}", justify="right", style="bold")
-    before, after = summary.held_out_first, summary.held_out_last
-    if before is not None and after is not None:
-        name = f"held-out accuracy (avg@{after.samples_per_problem}, {after.num_problems} problems)"
-        table.add_row(name, _held_out(before), _held_out(after))
-        lengths = (f"{e.response_length:.1f}" for e in (before, after))
-        table.add_row("held-out length (tokens)", *lengths, end_section=True)
-    for label, name, form in _ROWS:
-        table.add_row(label, _cell(summary.first[name], form), _cell(summary.last[name], form))
+    held_out = _held_out_rows(summary)
+    for number, row in enumerate(before_after(summary), start=1):
+        table.add_row(*row, end_section=number == len(held_out))
     return table
 
 
@@ -138,15 +174,10 @@ def _cell(value: int | float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _costs(summary: RunSummary) -> Table:
+def _costs_table(summary: RunSummary) -> Table:
     table = Table.grid(padding=(0, 2))
-    table.add_row("time in steps", str(timedelta(seconds=round(summary.wall_s))))
-    table.add_row(
-        "tokens", f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained on"
-    )
-    table.add_row("groups", f"{summary.groups_sampled:,} sampled, {summary.groups_kept:,} kept")
-    table.add_row("first ratio off by", _cell(summary.ratio_first_max_error, "{:.1e} at most"))
-    table.add_row("trainer/engine gap", _cell(summary.logprob_abs_max, "{:.1e} nats at most"))
+    for row in costs(summary):
+        table.add_row(*row)
     return table
 
 
