@@ -17,7 +17,10 @@ setup(
     python_requires=">=3.11",
     # kernels/ has no __init__.py: Hugging Face's `kernels` package owns that top-level name.
     packages=[*find_packages(include=["megadapo", "megadapo.*"]), "megadapo.kernels"],
-    package_data={"megadapo.kernels": ["*.c"]},
+    package_data={
+        "megadapo.kernels": ["*.c"],
+        "megadapo.observe.report": ["assets/*", "assets/uplot/*"],
+    },
     install_requires=[
         "megatron-core>=0.16.1",
         "nvidia-modelopt>=0.47",

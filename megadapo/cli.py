@@ -10,12 +10,22 @@ import sys
 from collections.abc import Sequence
 
 from megadapo import __version__
-from megadapo.commands import bench, convert, doctor, eval, plot, profile, train, weights
+from megadapo.commands import (
+    bench,
+    convert,
+    doctor,
+    eval,
+    plot,
+    profile,
+    report,
+    train,
+    weights,
+)
 from megadapo.errors import ConfigError, MegadapoError
 
 EXIT_KEYBOARD_INTERRUPT = 130
 
-COMMANDS = (train, eval, convert, weights, bench, profile, plot, doctor)
+COMMANDS = (train, eval, convert, weights, bench, profile, plot, report, doctor)
 """One module a command, in the order --help lists them."""
 
 

@@ -1,0 +1,173 @@
+// Overview: what each run is, before and after, the oracles, the configuration.
+
+function drawOverview() {
+  const node = document.getElementById("overview");
+  node.replaceChildren(...(severalRuns ? [manyHeads()] : [oneHead(data.runs[0])]));
+  const columns = el("div", { class: "columns" });
+  columns.append(beforeAfter(), el("div", { class: "stack" }, oracles(), costs()));
+  node.append(columns, configuration());
+}
+
+function oneHead(run) {
+  return el(
+    "div",
+    { class: "head" },
+    el("h1", {}, run.name),
+    el("p", { class: "subtitle" }, run.title),
+    facts(run),
+  );
+}
+
+function facts(run) {
+  const list = el("dl", { class: "facts" });
+  for (const [label, value] of run.facts)
+    list.append(el("div", {}, el("dt", {}, label), el("dd", {}, value)));
+  return list;
+}
+
+function manyHeads() {
+  const list = el("div", { class: "run-list" });
+  data.runs.forEach((run, index) => {
+    list.append(
+      el("div", { class: "run-line" }, swatch(index), el("b", {}, run.name), el("span", {}, run.title)),
+    );
+  });
+  return el("div", { class: "head" }, el("h1", {}, `${data.runs.length} runs`), list);
+}
+
+function swatch(index) {
+  const node = el("i", { class: "swatch" });
+  node.style.background = `var(--series-${(index % NUM_COLOURS) + 1})`;
+  return node;
+}
+
+function runCell(index) {
+  return el("th", { class: "run", scope: "row" }, swatch(index), data.runs[index].name);
+}
+
+function card(title, ...children) {
+  return el("div", { class: "card" }, el("h3", {}, title), ...children);
+}
+
+function beforeAfter() {
+  const boxes = data.runs.map((run, index) => {
+    const table = el("table", { class: "numbers" });
+    table.append(
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          el("th", {}, severalRuns ? [swatch(index), run.name] : ""),
+          el("th", { class: "right" }, `step ${run.first_step}`),
+          el("th", { class: "right" }, `step ${run.last_step}`),
+        ),
+      ),
+      el("tbody", {}, run.rows.map(beforeAfterRow)),
+    );
+    return table;
+  });
+  return card("Before and after", ...boxes);
+}
+
+function costs() {
+  const lists = data.runs.flatMap((run, index) => {
+    const rows = run.costs.flatMap(([label, text]) => [el("dt", {}, label), el("dd", {}, text)]);
+    const name = severalRuns ? [el("dt", { class: "strong" }, swatch(index), run.name), el("dd")] : [];
+    return [...name, ...rows];
+  });
+  return card("What it took, and how exact it stayed", el("dl", { class: "costs" }, lists));
+}
+
+function beforeAfterRow([label, before, after]) {
+  return el(
+    "tr",
+    {},
+    el("th", { scope: "row" }, label),
+    el("td", { class: "right muted" }, ...valueAndStep(before)),
+    el("td", { class: "right strong" }, ...valueAndStep(after)),
+  );
+}
+
+/** "0.309 +- 0.019 (step 0)" with the step in small print. */
+function valueAndStep(text) {
+  const match = text.match(/^(.*) (\(step \d+\))$/);
+  return match ? [match[1], " ", el("small", {}, match[2])] : [text];
+}
+
+const VERDICTS = {
+  held: ["\u2713 held", "good"],
+  broken: ["\u2715 broken", "bad"],
+  "no bound": ["no bound", "idle"],
+  "not measured": ["not measured", "idle"],
+};
+
+function oracles() {
+  const head = ["oracle", "bound", "worst", "at step", "over the steps", "verdict"];
+  const table = el("table", { class: "oracles" });
+  table.append(
+    el("thead", {}, el("tr", {}, head.map((text, i) => el("th", { class: i > 0 && i < 4 ? "right" : "" }, text)))),
+  );
+  data.runs.forEach((run, index) => {
+    const body = el("tbody");
+    if (severalRuns) {
+      const name = runCell(index);
+      name.colSpan = head.length;
+      body.append(el("tr", {}, name));
+    }
+    body.append(...run.verdicts.map(oracleRow));
+    table.append(body);
+  });
+  const note = "Invariants that are measured on every step; a broken bound stops the run.";
+  return card("Oracles", el("p", { class: "note" }, note), table);
+}
+
+function oracleRow(verdict) {
+  const [text, kind] = VERDICTS[verdict.status];
+  const bound = verdict.bound === null ? "-" : formatNumber(verdict.bound);
+  const cells = verdict.cells.map((cell) => el("i", { class: ["idle", "bad", "good"][cell + 1] }));
+  return el(
+    "tr",
+    { title: verdict.meaning },
+    el("th", { scope: "row" }, el("code", {}, verdict.key), el("small", {}, verdict.metric)),
+    el("td", { class: "right" }, bound),
+    el("td", { class: "right" }, verdict.worst),
+    el("td", { class: "right" }, verdict.worst_step === null ? "-" : formatNumber(verdict.worst_step)),
+    el("td", {}, el("div", { class: "strip" }, cells)),
+    el("td", {}, el("span", { class: `chip ${kind}` }, text)),
+  );
+}
+
+function configuration() {
+  const keys = [...new Set(data.runs.flatMap((run) => Object.keys(run.config)))];
+  const differs = (key) => new Set(data.runs.map((run) => JSON.stringify(run.config[key]))).size > 1;
+  const different = keys.filter(differs);
+  const parts = [];
+  if (severalRuns && different.length)
+    parts.push(card("Where the configurations differ", configTable(different)));
+  if (keys.length)
+    parts.push(
+      el(
+        "details",
+        { class: "card" },
+        el("summary", {}, `Resolved configuration, ${plural(keys.length, "key")}`),
+        configTable(keys),
+      ),
+    );
+  return el("div", { class: "configuration" }, ...parts);
+}
+
+function configTable(keys) {
+  const table = el("table", { class: "config" });
+  if (severalRuns)
+    table.append(
+      el("thead", {}, el("tr", {}, el("th"), data.runs.map((run, i) => el("th", {}, swatch(i), run.name)))),
+    );
+  const cell = (run, key) => el("td", {}, key in run.config ? String(run.config[key] ?? "none") : "-");
+  const rows = keys.map((key) =>
+    el("tr", {}, el("th", { scope: "row" }, el("code", {}, key)), data.runs.map((run) => cell(run, key))),
+  );
+  table.append(el("tbody", {}, rows));
+  return el("div", { class: "scroll" }, table);
+}

@@ -1,0 +1,147 @@
+// One response as text whose tokens carry colours, and the card that explains a token.
+
+const MAX_TOKENS = 1200;
+
+const MODES = {
+  text: { label: "Text", legend: () => [] },
+  ratio: {
+    label: "Ratio",
+    legend: () => [key("below 1", "--ratio-low"), key("1", null), key("above 1", "--ratio-high")],
+    title: (clip) => `updated over old policy; full colour at 1 - ${formatNumber(clip.low)} and 1 + ${formatNumber(clip.high)}`,
+  },
+  clip: {
+    label: "Clip",
+    legend: () => [key("clipped low", "--clip-low"), key("clipped high", "--clip-high"), key("inside", null)],
+    title: () => "clipped tokens give no gradient",
+  },
+  probability: {
+    label: "Probability",
+    legend: () => [key("likely", null), key("unlikely", "--unlikely")],
+    title: () => "of the token when it was sampled",
+  },
+  version: { label: "Policy version", legend: (group) => versionKeys(group), title: () => "weights that sampled the response" },
+};
+
+function key(label, variable) {
+  const mark = el("i", { class: variable ? "swatch" : "swatch empty-swatch" });
+  if (variable) mark.style.background = `var(${variable})`;
+  return el("span", {}, mark, label);
+}
+
+const versionsOf = (group) => [...new Set(group.responses.map((r) => r.policy_version))].sort((a, b) => b - a);
+const versionVariable = (group, version) => `--series-${(versionsOf(group).indexOf(version) % NUM_COLOURS) + 1}`;
+const versionKeys = (group) => versionsOf(group).map((version) => key(`version ${version}`, versionVariable(group, version)));
+
+/** The bounds of the ratio in a run's configuration, or DAPO's. */
+function clipBounds(run) {
+  const find = (name, fallback) => {
+    const found = Object.keys(run.config).find((path) => path.endsWith(`objective.${name}`));
+    return found && run.config[found] !== null ? run.config[found] : fallback;
+  };
+  return { low: find("clip_low", 0.2), high: find("clip_high", 0.28) };
+}
+
+/** What is known of token `index`: log-probs, ratio, and whether the objective clipped it. */
+function tokenFacts(response, index, clip) {
+  const at = (values) => values?.[index] ?? null;
+  const [sampled, old, updated] = [response.logprobs_rollout, response.logprobs_old, response.logprobs_update].map(at);
+  const ratio = old === null || updated === null ? null : Math.exp(updated - old);
+  let clipped = null;
+  if (ratio !== null && response.advantage !== null) {
+    clipped = "inside";
+    if (response.advantage < 0 && ratio < 1 - clip.low) clipped = "low";
+    if (response.advantage > 0 && ratio > 1 + clip.high) clipped = "high";
+  }
+  return { sampled, old, updated, ratio, clipped };
+}
+
+/** [colour variable, percent] behind a token, or null. */
+function tokenShade(mode, facts, clip) {
+  if (mode === "ratio" && facts.ratio !== null) {
+    const low = facts.ratio < 1;
+    const share = low ? (1 - facts.ratio) / (clip.low || 1) : (facts.ratio - 1) / (clip.high || 1);
+    return [low ? "--ratio-low" : "--ratio-high", 85 * Math.min(share, 1)];
+  }
+  if (mode === "clip" && (facts.clipped === "low" || facts.clipped === "high")) return [`--clip-${facts.clipped}`, 85];
+  const logprob = facts.sampled ?? facts.old;
+  if (mode === "probability" && logprob !== null) return ["--unlikely", 85 * (1 - Math.exp(logprob))];
+  return null;
+}
+
+/** The body of a response: plain text with the search marked, or a span for each token. */
+function responseBody(response, group, mode, clip, query) {
+  const body = el("div", { class: "response-text", tabindex: 0 });
+  if (mode === "text" || !response.tokens?.length) {
+    body.append(...marked(response.text, query));
+    return body;
+  }
+  fillTokens(body, response, group, mode, clip, MAX_TOKENS);
+  return body;
+}
+
+function fillTokens(body, response, group, mode, clip, limit) {
+  const version = mode === "version" ? [versionVariable(group, response.policy_version), 40] : null;
+  const spans = response.tokens.slice(0, limit).map((token, index) => {
+    const span = el("span", { class: token.includes("\n") ? "token line-end" : "token", "data-index": index }, token);
+    const shade = version ?? tokenShade(mode, tokenFacts(response, index, clip), clip);
+    if (shade && shade[1] >= 1)
+      span.style.backgroundColor = `color-mix(in srgb, var(${shade[0]}) ${shade[1].toFixed(0)}%, transparent)`;
+    return span;
+  });
+  body.replaceChildren(...spans);
+  const rest = response.tokens.length - limit;
+  if (rest > 0) {
+    const more = () => fillTokens(body, response, group, mode, clip, response.tokens.length);
+    body.append(el("button", { type: "button", class: "more", onclick: more }, `Show ${plural(rest, "more token")}`));
+  }
+}
+
+function marked(text, query) {
+  if (!query) return [text];
+  const parts = [];
+  const lower = text.toLowerCase();
+  let from = 0;
+  // Lower case may change a text's length; then positions do not fit, and nothing is marked.
+  let at = lower.length === text.length ? lower.indexOf(query) : -1;
+  while (at >= 0) {
+    parts.push(text.slice(from, at), el("mark", {}, text.slice(at, at + query.length)));
+    from = at + query.length;
+    at = lower.indexOf(query, from);
+  }
+  return [...parts, text.slice(from)];
+}
+
+const tokenCard = document.getElementById("token-card");
+
+/** Explain the token under the pointer. */
+function explainTokens(body, response, clip) {
+  body.addEventListener("mouseover", (event) => {
+    const span = event.target.closest(".token");
+    if (!span) return;
+    const index = Number(span.dataset.index);
+    tokenCard.replaceChildren(...tokenLines(response, index, tokenFacts(response, index, clip)));
+    tokenCard.hidden = false;
+    const place = span.getBoundingClientRect();
+    const below = place.bottom + tokenCard.offsetHeight + 8 < window.innerHeight;
+    tokenCard.style.left = `${Math.max(8, Math.min(place.left, window.innerWidth - tokenCard.offsetWidth - 12))}px`;
+    tokenCard.style.top = `${below ? place.bottom + 6 : place.top - tokenCard.offsetHeight - 6}px`;
+  });
+  body.addEventListener("mouseleave", () => (tokenCard.hidden = true));
+}
+
+function tokenLines(response, index, facts) {
+  const probability = facts.sampled === null ? null : Math.exp(facts.sampled);
+  const lines = [
+    ["log-prob, engine", formatNumber(facts.sampled)],
+    ["log-prob, old policy", formatNumber(facts.old)],
+    ["log-prob, updated", formatNumber(facts.updated)],
+    ["probability", formatNumber(probability)],
+    ["ratio", formatNumber(facts.ratio)],
+    ["clip", facts.clipped ?? "not trained"],
+  ];
+  return [
+    el("b", {}, el("code", {}, JSON.stringify(response.tokens[index]))),
+    el("small", {}, `token ${index + 1} of ${response.tokens.length}, id ${response.token_ids[index]}`),
+    el("div", { class: "tip-rows" }, lines.map(([label, text]) => el("div", {}, el("span", {}, label), el("em", {}, text)))),
+  ];
+}

@@ -1,0 +1,116 @@
+"""Puts data and assets together into one HTML file.
+
+Model output is hostile input: data is JSON in which nothing can end its script element, the page
+inserts it as text only, and the content security policy lets no script run but the page's own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from importlib.resources import files
+from pathlib import Path
+
+from megadapo import __version__
+from megadapo.errors import DataError
+from megadapo.observe.report.responses import read_responses
+from megadapo.observe.report.runs import read_runs
+
+REPORT_FILE = "report.html"
+
+_LIBRARY_SCRIPT = "uplot/uPlot.iife.min.js"
+# In this order: each uses only what the ones before it declare.
+_SCRIPTS = (
+    "core.js",
+    "overview.js",
+    "plot.js",
+    "curves.js",
+    "distributions.js",
+    "tokens.js",
+    "responses.js",
+    "page.js",
+)
+_STYLES = ("uplot/uPlot.min.css", "report.css")
+_SLOT = re.compile(r"\{\{(\w+)\}\}")
+# What HTML or a script could read as more than text; all of it is inside JSON strings.
+_ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
+
+
+def write_report(folders: Sequence[Path], output: Path) -> Path:
+    """Write the report of run folders into one HTML file and return its path.
+
+    Raises DataError for a folder without recorded steps, or a damaged or unwritable file.
+    """
+    page = render(folders)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{output}: cannot be written: {error.strerror}") from error
+    return output
+
+
+def render(folders: Sequence[Path]) -> str:
+    """Return the report of run folders as HTML."""
+    runs = read_runs(folders)
+    saved = read_responses(folders)
+    data = {
+        "version": __version__,
+        "written": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "runs": [asdict(run) for run in runs],
+        "saved": [asdict(run) for run in saved.runs],
+        "groups": [asdict(entry) for entry in saved.entries],
+    }
+    library = _asset(_LIBRARY_SCRIPT)
+    script = "\n".join(_asset(name) for name in _SCRIPTS)
+    style = "\n".join(_asset(name) for name in _STYLES)
+    slots = {
+        "policy": _policy([library, script], style),
+        "style": style,
+        "data": script_json(data),
+        "chunks": script_json(saved.chunks),
+        "library": library,
+        "script": script,
+    }
+    return _SLOT.sub(lambda match: slots[match[1]], _asset("page.html"))
+
+
+def script_json(value: object) -> str:
+    """Return JSON that is safe inside a script element: ASCII without <, > and &.
+
+    A number that is not finite becomes null.
+    """
+    plain = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+    return plain.translate(_ESCAPES)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _asset(name: str) -> str:
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def _policy(scripts: Sequence[str], style: str) -> str:
+    """Return a content security policy for these inline texts and nothing else."""
+    allowed = " ".join(_source(script) for script in scripts)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src {_source(style)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _source(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -1,0 +1,168 @@
+"""The saved responses of runs: an index of every group that is shown, and the groups compressed.
+
+The groups may be far more than a page can hold. They are read once, one at a time; when the page's
+share is full, the step with the most groups gives up its last one, so that every step stays.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megadapo.observe.report.distributions import Distributions, HeatMap
+from megadapo.observe.rollouts import read_rollouts, rollouts_path, saved_steps
+from megadapo.observe.saved_group import SavedGroup, SavedResponse
+
+MAX_BYTES = 40 * 2**20
+"""Compressed responses of one page, in base64."""
+
+_EXCERPT = 160
+# More than is shown of a log-prob; the rest of its digits would not compress.
+_DIGITS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupEntry:
+    """What is listed of a group before it is opened."""
+
+    run: int
+    step: int
+    order: int
+    fate: str
+    from_reserve: bool
+    prompt_id: str
+    excerpt: str
+    """Begin of the prompt's last message."""
+    correct: list[bool]
+    truncated: list[bool]
+    disagreed: list[bool]
+    """Where the two scorers differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """What the saved groups of one run are like, shown or not."""
+
+    num_groups: int
+    num_responses: int
+    num_shown: int
+    length: HeatMap | None
+    accuracy: HeatMap | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedResponses:
+    """The groups that a page shows, by run, step and order; chunks[i] is group entries[i]."""
+
+    runs: list[SavedRun]
+    entries: list[GroupEntry]
+    chunks: list[str]
+    """base64 of gzip of JSON."""
+
+
+def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> SavedResponses:
+    """Read the saved responses of run folders, of which at most `max_bytes` are kept.
+
+    Raises DataError for a damaged file.
+    """
+    shelf = _Shelf(max_bytes)
+    totals = []
+    for run, folder in enumerate(folders):
+        counts, num_groups, num_responses = Distributions(), 0, 0
+        for group in _read_groups(folder):
+            entry = _entry(run, group)
+            lengths = [len(response.token_ids) for response in group.responses]
+            counts.add(entry.step, lengths, entry.correct)
+            shelf.add(entry, _compress(_shown(group)))
+            num_groups += 1
+            num_responses += len(lengths)
+        totals.append((counts, num_groups, num_responses))
+    entries, chunks = shelf.contents()
+    runs = [
+        SavedRun(
+            num_groups=num_groups,
+            num_responses=num_responses,
+            num_shown=sum(entry.run == run for entry in entries),
+            length=counts.length() if num_responses else None,
+            accuracy=counts.accuracy() if num_responses else None,
+        )
+        for run, (counts, num_groups, num_responses) in enumerate(totals)
+    ]
+    return SavedResponses(runs=runs, entries=entries, chunks=chunks)
+
+
+class _Shelf:
+    """Keeps groups up to a number of bytes, evenly over the steps."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._steps: defaultdict[tuple[int, int], list[tuple[GroupEntry, str]]] = defaultdict(list)
+
+    def add(self, entry: GroupEntry, chunk: str) -> None:
+        self._steps[entry.run, entry.step].append((entry, chunk))
+        self._num_bytes += len(chunk)
+        while self._num_bytes > self._max_bytes:
+            fullest = max(self._steps, key=lambda step: len(self._steps[step]))
+            self._num_bytes -= len(self._steps[fullest].pop()[1])
+
+    def contents(self) -> tuple[list[GroupEntry], list[str]]:
+        kept = [pair for step in sorted(self._steps) for pair in self._steps[step]]
+        return [entry for entry, _ in kept], [chunk for _, chunk in kept]
+
+
+def _read_groups(folder: Path) -> Iterator[SavedGroup]:
+    for step in saved_steps(folder):
+        yield from read_rollouts(rollouts_path(folder, step))
+
+
+def _entry(run: int, group: SavedGroup) -> GroupEntry:
+    messages = group.prompt.messages
+    return GroupEntry(
+        run=run,
+        step=group.step,
+        order=group.order,
+        fate=group.fate,
+        from_reserve=group.from_reserve,
+        prompt_id=group.prompt.id,
+        excerpt=messages[-1][1][:_EXCERPT] if messages else "",
+        correct=[response.correct for response in group.responses],
+        truncated=[response.truncated for response in group.responses],
+        disagreed=[response.disagreed for response in group.responses],
+    )
+
+
+def _shown(group: SavedGroup) -> dict[str, object]:
+    """Return what the page shows of a group, as JSON values."""
+    return {
+        "prompt": group.prompt.to_json(),
+        "responses": [_shown_response(response) for response in group.responses],
+    }
+
+
+def _shown_response(response: SavedResponse) -> dict[str, object]:
+    return vars(response) | {
+        "token_ids": response.token_ids.tolist(),
+        "logprobs_rollout": _rounded(response.logprobs_rollout),
+        "logprobs_old": _rounded(response.logprobs_old),
+        "logprobs_update": _rounded(response.logprobs_update),
+    }
+
+
+def _rounded(values: np.ndarray | None) -> list[float | None] | None:
+    if values is None:
+        return None
+    return [round(value, _DIGITS) if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _compress(group: dict[str, object]) -> str:
+    plain = json.dumps(group, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return base64.b64encode(gzip.compress(plain, compresslevel=6, mtime=0)).decode("ascii")

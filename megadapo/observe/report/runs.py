@@ -1,0 +1,159 @@
+"""One run as the report shows it: facts, before and after, curves, oracles, configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TypeAlias
+
+from megadapo.errors import DataError
+from megadapo.observe.metrics import EvaluationRecord, read_evaluations, read_metrics
+from megadapo.observe.progress import LOG_FILE
+from megadapo.observe.report.series import Series, read_series
+from megadapo.observe.report.verdicts import Verdict, judge
+from megadapo.observe.summary import before_after, costs, summarise
+
+CONFIG_FILE = "config.json"
+
+Flat: TypeAlias = dict[str, str | int | float | bool | None]
+
+_FACTS = (
+    ("model", "model.path"),
+    ("start", "model.init"),
+    ("prompts", "data.train"),
+    ("held out", "data.held_out"),
+    ("prompts a step", "sampling.prompts_per_step"),
+    ("responses a prompt", "sampling.responses_per_prompt"),
+    ("response tokens, at most", "rollout.max_response_tokens"),
+    ("learning rate", "trainer.optimizer.lr"),
+    ("dtype", "model.dtype"),
+    ("placement", "cluster.placement"),
+    ("seed", "run.seed"),
+)
+_SPLITS = (("TP", "tensor_parallel"), ("PP", "pipeline_parallel"), ("DP", "data_parallel"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """What the page shows of one run, apart from its responses."""
+
+    name: str
+    folder: str
+    title: str
+    """Progress and dates in one line."""
+    facts: list[tuple[str, str]]
+    first_step: int
+    last_step: int
+    rows: list[tuple[str, str, str]]
+    """Before and after, as text."""
+    costs: list[tuple[str, str]]
+    series: dict[str, Series]
+    evaluations: list[EvaluationRecord]
+    verdicts: list[Verdict]
+    config: Flat
+    """The resolved configuration by dotted key; a list is text."""
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunView]:
+    """Read run folders; each gets the shortest name that tells it from the others.
+
+    Raises DataError for a folder without recorded steps, or with a damaged file.
+    """
+    return [_read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+
+
+def _read_run(folder: Path, name: str) -> RunView:
+    summary = summarise(folder)
+    records = read_metrics(folder)
+    config = _read_config(folder)
+    bounds = {
+        key.removeprefix("oracles."): value
+        for key, value in config.items()
+        if key.startswith("oracles.")
+    }
+    last_step = int(records[-1]["step"] or 0)
+    return RunView(
+        name=name,
+        folder=str(folder),
+        title=" \u00b7 ".join([_progress(last_step, config), *_dates(folder)]),
+        facts=_facts(config),
+        first_step=int(summary.first["step"] or 0),
+        last_step=last_step,
+        rows=before_after(summary),
+        costs=costs(summary),
+        series=read_series(records),
+        evaluations=read_evaluations(folder),
+        verdicts=judge(records, bounds),
+        config=config,
+    )
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    paths = [folder.resolve().parts for folder in folders]
+    for depth in range(1, max(len(parts) for parts in paths)):
+        names = ["/".join(parts[-depth:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{folder} ({number})" for number, folder in enumerate(folders, start=1)]
+
+
+def _read_config(folder: Path) -> Flat:
+    path = folder / CONFIG_FILE
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{path}: not an object")
+    return _flatten(config, "")
+
+
+def _flatten(section: dict[str, object], prefix: str) -> Flat:
+    flat: Flat = {}
+    for key, value in section.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        elif value is None or isinstance(value, str | int | float):
+            flat[prefix + key] = value
+        else:
+            flat[prefix + key] = json.dumps(value)
+    return flat
+
+
+def _progress(last_step: int, config: Flat) -> str:
+    wanted = config.get("run.num_steps")
+    return f"{last_step} steps" if wanted is None else f"{last_step} of {wanted} steps"
+
+
+def _dates(folder: Path) -> list[str]:
+    """Return when the log begins and ends; [] without a log."""
+    try:
+        lines = (folder / LOG_FILE).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    stamps = [stamp for line in lines if (stamp := _stamp(line)) is not None]
+    if not stamps:
+        return []
+    first, last = stamps[0], stamps[-1]
+    same_day = first.date() == last.date()
+    return [f"{first:%Y-%m-%d %H:%M} to {last:{'%H:%M' if same_day else '%Y-%m-%d %H:%M'}}"]
+
+
+def _stamp(line: bytes) -> datetime | None:
+    try:
+        return datetime.fromisoformat(line.split(b" ", 1)[0].decode("ascii"))
+    except ValueError:
+        return None
+
+
+def _facts(config: Flat) -> list[tuple[str, str]]:
+    facts = [(label, str(value)) for label, key in _FACTS if (value := config.get(key)) is not None]
+    splits = [
+        f"{short} {config[key]}" for short, name in _SPLITS if (key := f"trainer.{name}") in config
+    ]
+    return [*facts, ("trainer", " x ".join(splits))] if splits else facts
