@@ -1,5 +1,6 @@
 # make quickstart   a small model learns to reason on two CPU cores
-# make test         the test suite; make test-all adds the minutes-long ones
+# make test         the test suite; make test-all adds the minutes-long ones; both test the
+#                   report's page too where chromium is installed
 # make test-megatron  the trainer's tests on the newest megatron-core it is known to run on
 # All make .venv from requirements/cpu.lock first, once.
 
@@ -11,6 +12,8 @@ TORCH_INDEX ?=
 NEWER_MEGATRON ?= 0.19.2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The report's page is tested in Chromium where there is one.
+BROWSER := $(if $(shell command -v chromium),,and not browser)
 MEGATRON := build/megatron-core-$(NEWER_MEGATRON)
 
 .PHONY: quickstart test test-all test-megatron lint format install clean
@@ -19,10 +22,10 @@ quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
 
 test: install
-	$(BIN)/pytest -m "not gpu and not full" --durations=12 tests
+	$(BIN)/pytest -m "not gpu and not full $(BROWSER)" --durations=12 tests
 
 test-all: install
-	$(BIN)/pytest -m "not gpu" --durations=30 tests
+	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=30 tests
 
 test-megatron: install $(MEGATRON)
 	MEGADAPO_TEST_MEGATRON=$(NEWER_MEGATRON) PYTHONPATH="$(CURDIR)/$(MEGATRON)" \

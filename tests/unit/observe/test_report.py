@@ -11,11 +11,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saved_groups import awkward_group, saved_group, saved_response, untrained
 
 from megadapo.cli import main
 from megadapo.errors import DataError
@@ -28,8 +26,8 @@ from megadapo.observe.report.series import read_series
 from megadapo.observe.report.verdicts import MAX_CELLS, Verdict, judge
 from megadapo.observe.rollouts import rollouts_path, write_rollouts
 from megadapo.observe.saved_group import SavedGroup
-
-RecordRun = Callable[..., Path]
+from tests.support.recorded_runs import record_run
+from tests.support.saved_groups import awkward_group, saved_group, saved_response, untrained
 
 
 def save(folder: Path, *groups: SavedGroup) -> None:
@@ -52,9 +50,7 @@ def embedded(page: str, name: str) -> object:
     return json.loads(text)
 
 
-def test_policy_allows_exactly_the_scripts_and_the_style_of_the_page(
-    tmp_path: Path, record_run: RecordRun
-) -> None:
+def test_policy_allows_exactly_the_scripts_and_the_style_of_the_page(tmp_path: Path) -> None:
     page = render([record_run(tmp_path, num_steps=2)])
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None
@@ -72,9 +68,7 @@ def test_policy_allows_exactly_the_scripts_and_the_style_of_the_page(
     assert directives == {"default-src": "'none'", "base-uri": "'none'", "form-action": "'none'"}
 
 
-def test_page_names_nothing_to_load_and_no_markup_from_strings(
-    tmp_path: Path, record_run: RecordRun
-) -> None:
+def test_page_names_nothing_to_load_and_no_markup_from_strings(tmp_path: Path) -> None:
     page = render([record_run(tmp_path, num_steps=1)])
     assert not re.search(r"<(?:link|img|iframe|script[^>]* src|base)\b", page)
     assert not re.search(r"url\(|@import", page)
@@ -92,7 +86,7 @@ def test_script_json_has_nothing_that_html_or_a_script_would_read(text: str) -> 
     assert json.loads(safe) == {"text": [text]}
 
 
-def test_hostile_text_stays_in_its_json(tmp_path: Path, record_run: RecordRun) -> None:
+def test_hostile_text_stays_in_its_json(tmp_path: Path) -> None:
     hostile = "</script><script>alert(1)</script>\u2028{{script}}{{data}}"
     folder = record_run(tmp_path / "run", num_steps=1)
     (folder / "config.json").write_text(json.dumps({"model": {"path": hostile}}))
@@ -222,7 +216,7 @@ def test_too_many_groups_leave_some_of_every_step(tmp_path: Path) -> None:
     assert part.runs[0].length == whole.runs[0].length
 
 
-def test_damaged_file_is_named(tmp_path: Path, record_run: RecordRun) -> None:
+def test_damaged_file_is_named(tmp_path: Path) -> None:
     folder = record_run(tmp_path / "run", num_steps=1)
     (folder / "config.json").write_text("{")
     with pytest.raises(DataError, match=r"config\.json: not valid JSON"):
@@ -231,7 +225,7 @@ def test_damaged_file_is_named(tmp_path: Path, record_run: RecordRun) -> None:
         render([tmp_path / "nowhere"])
 
 
-def test_runs_of_the_same_name_get_different_ones(tmp_path: Path, record_run: RecordRun) -> None:
+def test_runs_of_the_same_name_get_different_ones(tmp_path: Path) -> None:
     folders = [record_run(tmp_path / name / "run", num_steps=1) for name in ("a", "b")]
     assert [run.name for run in read_runs(folders)] == ["a/run", "b/run"]
     same = read_runs([folders[0], folders[0]])
@@ -239,7 +233,7 @@ def test_runs_of_the_same_name_get_different_ones(tmp_path: Path, record_run: Re
 
 
 def test_command_writes_into_the_run_or_where_it_is_told(
-    tmp_path: Path, record_run: RecordRun, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = record_run(tmp_path / "run", num_steps=2)
     assert main(["report", str(folder)]) == 0

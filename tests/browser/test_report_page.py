@@ -1,0 +1,242 @@
+"""Would catch: a filter that shows the wrong responses, a colour that means something else than it
+says, a page that runs what a model wrote, asks the network for anything, or has script errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megadapo.observe.report import write_report
+from tests.support.chromium import Page, chromium
+from tests.support.demo_run import HOSTILE, demo_run
+
+pytestmark = pytest.mark.browser
+
+ITEMS = "#responses .group-item"
+BODIES = "#responses .response-text"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as page:
+        page.resize(1280, 900)
+        yield page
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = demo_run(tmp_path_factory.mktemp("runs") / "demo")
+    return write_report([folder], folder / "report.html")
+
+
+@pytest.fixture
+def page(browser: Page, report: Path) -> Iterator[Page]:
+    """The report of the demo run; afterwards nothing may have gone wrong in it."""
+    browser.open(report)
+    browser.wait(f"document.querySelectorAll('{BODIES}').length > 0")
+    yield browser
+    assert_quiet(browser)
+
+
+def assert_quiet(page: Page) -> None:
+    errors, requests = page.errors[:], page.requests[:]
+    page.errors.clear()
+    page.requests.clear()
+    assert not errors
+    assert {url.split("#")[0].rsplit(".", 1)[-1] for url in requests} == {"html"}, requests
+    assert all(url.startswith("file://") for url in requests), requests
+
+
+def listed(page: Page) -> list[str]:
+    """Return the order numbers of the groups in the list."""
+    return [text.removeprefix("#") for text in page.texts(f"{ITEMS} .item-head .muted")]
+
+
+def wait_for_list(page: Page, *orders: int) -> None:
+    wanted = ",".join(f"#{order}" for order in orders)
+    found = f"[...document.querySelectorAll('{ITEMS} .item-head .muted')]"
+    page.wait(f"{found}.map((node) => node.innerText).join() === '{wanted}'")
+
+
+def wait_for_bodies(page: Page, *texts: str) -> None:
+    page.wait(
+        f"[...document.querySelectorAll('{BODIES}')].map((n) => n.textContent).join('|') === "
+        f"{'|'.join(texts)!r}"
+    )
+
+
+def colours(page: Page, response: int) -> list[str]:
+    tokens = f"document.querySelectorAll('{BODIES}')[{response}].querySelectorAll('.token')"
+    return page.js(f"[...{tokens}].map((token) => token.style.backgroundColor)")
+
+
+def test_every_curve_is_drawn_and_shows_its_values(page: Page) -> None:
+    assert page.js("document.querySelectorAll('#curves .panel canvas').length") >= 19
+    assert page.js("document.querySelectorAll('#distributions canvas').length") == 2
+    page.move("#curves .u-over")
+    page.wait("document.querySelector('#curves .chart-tip').innerText.includes('training')")
+    assert "step 3" in page.text("#curves .chart-tip")
+    page.move("#time .u-over", x=0.99)
+    page.wait("document.querySelector('#time .chart-tip').innerText.includes('rollout')")
+    assert "0.5 s" in page.text("#time .chart-tip")
+
+
+def test_drag_zooms_every_chart(page: Page) -> None:
+    page.drag("#curves .u-over", 0.4, 0.9)
+    for index in (0, 5):
+        plot = f"document.querySelectorAll('#curves .plot')[{index}].plot"
+        page.wait(f"{plot}.scales.x.min > 1 && {plot}.scales.x.max < 6")
+
+
+def test_filters_by_what_responses_are(page: Page) -> None:
+    wait_for_list(page, 1, 2, 3, 4, 5, 6)
+    page.choose("[name=correct]", "no")
+    wait_for_list(page, 1, 3, 4, 5, 6)
+    page.click("[name=truncated]")
+    wait_for_list(page, 4)
+    wait_for_bodies(page, "never ends")
+    page.click("[name=others]")
+    wait_for_bodies(page, "7", "never ends")
+    page.click("[name=others]")
+    page.click("[name=truncated]")
+    page.click("[name=disagreed]")
+    wait_for_list(page, 5)
+    wait_for_bodies(page, "no")
+    page.click("#responses .filters > button")
+    wait_for_list(page, 1, 2, 3, 4, 5, 6)
+
+
+def test_filters_by_step_fate_prompt_and_text(page: Page) -> None:
+    page.choose("[name=step]", "2")
+    wait_for_list(page, 3, 4, 5)
+    page.click("[title='next step']")
+    wait_for_list(page, 6)
+    page.choose("[name=step]", "")
+    page.choose("[name=fate]", "all_correct")
+    wait_for_list(page, 2)
+    page.choose("[name=fate]", "")
+    page.type("[name=prompt]", "id-4")
+    wait_for_list(page, 4)
+    page.click("#responses .filters > button")
+    page.type("[name=text]", "NEEDLE")
+    wait_for_list(page, 3)
+    page.click("[data-mode=text]")
+    page.wait("document.querySelector('#responses mark')?.innerText === 'needle'")
+    page.type("[name=text]", " is not there")
+    page.wait("document.querySelector('#responses .group').innerText.includes('No response')")
+
+
+def test_groups_are_opened_by_click_and_by_the_arrows(page: Page) -> None:
+    page.click(f"{ITEMS}:nth-child(3)")
+    wait_for_bodies(page, "needle in hay", "hay")
+    page.click("[title='next group']")
+    wait_for_bodies(page, "7", "never ends")
+    assert page.js(f"document.querySelector('{ITEMS}[aria-selected=true]').dataset.group") == "3"
+
+
+def test_colours_say_ratio_clip_and_version(page: Page) -> None:
+    page.click("[data-mode=ratio]")
+    page.wait(f"document.querySelectorAll('{BODIES} .token').length === 14")
+    ratio = colours(page, 0)
+    assert "--ratio-high" in ratio[0] and "--ratio-low" in ratio[1] and ratio[3:] == [""] * 4
+    assert "--ratio-high" in ratio[2] and ratio[2] != ratio[0]
+    page.click("[data-mode=clip]")
+    page.wait("document.querySelector('[data-mode=clip]').ariaPressed === 'true'")
+    right, wrong = colours(page, 0), colours(page, 1)
+    # the objective clips high only where the advantage is positive, low only where negative
+    assert ["clip-high" in right[0], right[1:]] == [True, [""] * 6]
+    assert [wrong[0], "clip-low" in wrong[1], wrong[2:]] == ["", True, [""] * 5]
+    page.click(f"{ITEMS}:nth-child(6)")
+    wait_for_bodies(page, "late", "fresh")
+    page.click("[data-mode=version]")
+    page.wait("document.querySelector('.mode-bar').innerText.includes('version 2')")
+    assert set(colours(page, 0)) != set(colours(page, 1))
+
+
+def test_a_token_explains_itself(page: Page) -> None:
+    page.click("[data-mode=ratio]")
+    page.wait(f"document.querySelectorAll('{BODIES} .token').length === 14")
+    page.move(f"{BODIES} .token")
+    page.wait("!document.getElementById('token-card').hidden")
+    lines = page.text("#token-card").split("\n")
+    assert lines[:2] == ['"u"', "token 1 of 7, id 117"]
+    assert lines[lines.index("ratio") + 1] == "1.5"
+    assert lines[lines.index("log-prob, engine") + 1] == "-0.5"
+    assert lines[lines.index("clip") + 1] == "high"
+
+
+def test_what_a_model_wrote_runs_nothing(page: Page) -> None:
+    page.choose("[name=step]", "2")
+    wait_for_list(page, 3, 4, 5)
+    page.click(f"{ITEMS}:nth-child(3)")
+    for mode in ("text", "ratio", "probability"):
+        page.click(f"[data-mode={mode}]")
+        page.wait(f"document.querySelector('[data-mode={mode}]').ariaPressed === 'true'")
+        assert page.js(f"document.querySelector('{BODIES}').textContent") == HOSTILE
+    assert page.text(".message-text").replace("\n", "\u2028") == HOSTILE
+    assert page.js("document.images.length + document.querySelectorAll('script').length") == 4
+
+
+def test_policy_stops_an_injected_script(browser: Page, report: Path) -> None:
+    """The text escapes and the policy are two walls: here the first one is taken down."""
+    browser.open(report)
+    browser.js("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=broken()>')")
+    browser.js(
+        "document.body.append(Object.assign(document.createElement('script'), {text: 'x=1'}))"
+    )
+    browser.wait("typeof x === 'undefined'")
+    blocked = [error for error in browser.errors if "Content Security Policy" in error]
+    assert blocked and len(blocked) == len(browser.errors)
+    browser.errors.clear()
+    browser.requests.clear()
+
+
+def test_theme_follows_the_system_until_it_is_chosen(page: Page) -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    page.prefer("dark")
+    dark = page.js(background)
+    page.prefer("light")
+    light = page.js(background)
+    assert light != dark
+    page.click("#theme")
+    page.prefer("dark")
+    assert (page.text("#theme"), page.js(background)) == ("Theme: light", light)
+    page.click("#theme")
+    page.prefer("light")
+    assert (page.text("#theme"), page.js(background)) == ("Theme: dark", dark)
+
+
+def test_several_runs_share_axes_and_can_be_hidden(browser: Page, tmp_path: Path) -> None:
+    runs = [demo_run(tmp_path / "one"), demo_run(tmp_path / "two", num_steps=9)]
+    (tmp_path / "two" / "rollouts" / "step-1.jsonl.zst").unlink()
+    browser.open(write_report(runs, tmp_path / "both.html"))
+    first = "document.querySelector('#curves .plot').plot"
+    assert browser.js(f"{first}.series.length") == 9
+    assert browser.js(f"{first}.scales.x.max") == 9
+    wait_for_list(browser, 1, 2, 3, 4, 5, 6, 3, 4, 5, 6)
+    browser.click(".run-toggle:nth-child(1)")
+    browser.wait(f"{first}.series.length === 5")
+    wait_for_list(browser, 3, 4, 5, 6)
+    assert_quiet(browser)
+
+
+def test_run_without_responses_says_so(browser: Page, tmp_path: Path) -> None:
+    folder = demo_run(tmp_path / "bare")
+    for path in (folder / "rollouts").iterdir():
+        path.unlink()
+    browser.open(write_report([folder], tmp_path / "bare.html"))
+    assert "saved no responses" in browser.text("#responses")
+    assert "saved no responses" in browser.text("#distributions")
+    assert_quiet(browser)
+
+
+@pytest.mark.parametrize("width", [1280, 2000, 420])
+def test_nothing_is_wider_than_the_window(browser: Page, report: Path, width: int) -> None:
+    browser.resize(width, 900)
+    browser.open(report)
+    browser.wait(f"document.querySelectorAll('{BODIES}').length > 0")
+    assert browser.js("document.documentElement.scrollWidth") <= width
+    browser.resize(1280, 900)
+    assert_quiet(browser)
