@@ -15,6 +15,7 @@ from megadapo.commands import (
     convert,
     doctor,
     eval,
+    export,
     plot,
     profile,
     report,
@@ -25,7 +26,7 @@ from megadapo.errors import ConfigError, MegadapoError
 
 EXIT_KEYBOARD_INTERRUPT = 130
 
-COMMANDS = (train, eval, convert, weights, bench, profile, plot, report, doctor)
+COMMANDS = (train, eval, export, convert, weights, bench, profile, plot, report, doctor)
 """One module a command, in the order --help lists them."""
 
 

@@ -22,10 +22,11 @@ GRACE_S = 3.0
 """What ends in an orderly way gets that long for it."""
 
 
-def kill_after_this_process(pids: Iterable[int]) -> None:
+def kill_after_this_process(pids: Iterable[int]) -> subprocess.Popen[bytes]:
     """Once this process has been killed, kill the others that are still there.
 
-    A process that ends in an orderly way has ended them itself.
+    A process that ends in an orderly way has ended them itself. Returns the process that watches,
+    to be ended when none of the others is left.
     """
     known = [f"{pid}:{start_time(pid)}" for pid in (os.getpid(), *pids)]
     watcher = subprocess.Popen(
@@ -36,6 +37,7 @@ def kill_after_this_process(pids: Iterable[int]) -> None:
         start_new_session=True,
     )
     atexit.register(_end, watcher)
+    return watcher
 
 
 def _end(watcher: subprocess.Popen[bytes]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megadapo.section import Section
 
@@ -40,3 +40,13 @@ class CheckpointConfig(Section, title="checkpoint"):
     """Steps between checkpoints; the last step and an interrupted one are always saved."""
     keep: PositiveInt = 2
     """Complete checkpoints to keep; older ones go only after a newer one is committed."""
+    export_every: NonNegativeInt = 0
+    """Steps between checkpoints that are also written as Hugging Face folders, to exports/step-N of
+    the run's folder, while training goes on; the last step is one of them. 0: none are."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.export_every % self.every:
+            yield (
+                f"checkpoint.export_every = {self.export_every} must be 0 or a multiple of "
+                f"checkpoint.every = {self.every}"
+            )

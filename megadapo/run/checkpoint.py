@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,8 @@ from megadapo.errors import CheckpointError
 
 FORMAT = "megadapo-checkpoint-1"
 MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
+"""Folder of a run's checkpoints, in the run's folder."""
 STATE = "state.json"
 TRAINER = "trainer"
 _STEP_NAME = re.compile(r"step-\d+")
@@ -52,7 +54,12 @@ class CheckpointStore:
         self._keep = keep
 
     def save(
-        self, step: int, *, write_trainer: Callable[[Path], None], state: dict[str, Any]
+        self,
+        step: int,
+        *,
+        write_trainer: Callable[[Path], None],
+        state: dict[str, Any],
+        in_use: Collection[int] = (),
     ) -> Path:
         """Write and commit the checkpoint of `step`, then delete what `keep` no longer covers.
 
@@ -60,6 +67,7 @@ class CheckpointStore:
             step: the last completed step.
             write_trainer: fills an existing empty folder with the trainer's shards.
             state: everything else of the run, as JSON values.
+            in_use: steps whose checkpoints are being read, and stay for that.
         """
         final = self.folder / f"step-{step}"
         if final.exists():
@@ -79,8 +87,20 @@ class CheckpointStore:
             ) from error
         os.rename(temporary, final)
         _sync_folder(self.folder)
-        self._prune()
+        self.prune(in_use)
         return final
+
+    def prune(self, in_use: Collection[int] = ()) -> None:
+        """Delete what `keep` does not cover, but for the steps `in_use`, and what was never
+        completed."""
+        for path in self._committed()[self._keep :]:
+            if step_of(path) in in_use:
+                continue
+            # the manifest goes first: a kill in mid-deletion leaves a folder that cannot verify
+            (path / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        for path in self._unfinished():
+            shutil.rmtree(path)
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint that verifies, and one line for each newer one passed over.
@@ -103,15 +123,15 @@ class CheckpointStore:
             )
         return None, [f"{path.name} was never completed" for path in self._unfinished()]
 
-    def has_any(self) -> bool:
-        """Whether any checkpoint, sound or not, is here."""
-        return bool(self._committed())
+    def steps(self) -> list[int]:
+        """The steps of all committed checkpoints, sound or not, oldest first."""
+        return sorted(step_of(path) for path in self._committed())
 
     def set_aside_after(self, step: int) -> list[Path]:
         """Rename checkpoints newer than `step`, which a run going on from `step` will make anew."""
         moved = []
         for path in self._committed():
-            if _step_of(path) > step:
+            if step_of(path) > step:
                 aside = path.with_name(f"aside-{path.name}-{uuid.uuid4().hex[:8]}")
                 moved.append(path.rename(aside))
         return moved
@@ -121,18 +141,15 @@ class CheckpointStore:
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if _STEP_NAME.fullmatch(path.name)]
-        return sorted(found, key=_step_of, reverse=True)
+        return sorted(found, key=step_of, reverse=True)
 
     def _unfinished(self) -> list[Path]:
         return sorted(self.folder.glob(f"{_TEMPORARY}*")) if self.folder.is_dir() else []
 
-    def _prune(self) -> None:
-        for path in self._committed()[self._keep :]:
-            # the manifest goes first: a kill in mid-deletion leaves a folder that cannot verify
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path)
-        for path in self._unfinished():
-            shutil.rmtree(path)
+
+def step_of(path: Path) -> int:
+    """The step that a folder named step-N is of."""
+    return int(path.name.removeprefix("step-"))
 
 
 def load(path: Path) -> Checkpoint:
@@ -163,10 +180,6 @@ def verify(path: Path) -> dict[str, Any]:
                 f"checkpoint {path} is damaged: {name} does not match its SHA-256"
             )
     return manifest
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -24,10 +24,9 @@ from megadapo.observe.metrics import (
 from megadapo.observe.plot import plot_run
 from megadapo.observe.progress import RunDisplay
 from megadapo.observe.summary import RunSummary, print_report
-from megadapo.run.checkpoint import Checkpoint, CheckpointStore, load
+from megadapo.run.background_export import BackgroundExports
+from megadapo.run.checkpoint import CHECKPOINTS, Checkpoint, CheckpointStore, load
 from megadapo.run.stop import StopSignal
-
-CHECKPOINTS = "checkpoints"
 
 
 class Run:
@@ -45,6 +44,7 @@ class Run:
         self._display = RunDisplay(self.folder, num_steps=config.run.num_steps)
         self._seconds: dict[str, float] = defaultdict(float)
         self._stop = StopSignal()
+        self._exports = BackgroundExports(self.folder, self.note)
         self._open = ExitStack()
 
     @classmethod
@@ -59,6 +59,7 @@ class Run:
         run = cls(config, checkpoint)
         (run.folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
         run._store.set_aside_after(run.step)
+        run._exports.tidy(run.step)
         # nothing recorded counts where no checkpoint stands, the first evaluation included
         run._metrics.rewind(run.step if checkpoint is not None else -1)
         run.records = read_metrics(run.folder)
@@ -70,6 +71,9 @@ class Run:
     def __enter__(self) -> Self:
         self._open.enter_context(self._metrics)
         self._open.enter_context(self._display)
+        self._open.enter_context(self._exports)
+        # a run that was stopped has ended the export of the checkpoint it resumes from
+        self._start_export()
         return self
 
     def __exit__(
@@ -79,7 +83,9 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         self._stop.uninstall()
-        self._open.close()
+        with self._open:
+            if error is None:
+                self._finish_exports()
 
     @property
     def finished(self) -> bool:
@@ -153,9 +159,30 @@ class Run:
         resumed_from = 0 if self.checkpoint is None else self.checkpoint.step
         if self.step == resumed_from:
             return
+        self._exports.collect()
         with self.phase("checkpoint"):
-            path = self._store.save(self.step, write_trainer=write_trainer, state=self._state)
+            path = self._store.save(
+                self.step,
+                write_trainer=write_trainer,
+                state=self._state,
+                in_use=self._exports.steps,
+            )
             self.checkpoint = Checkpoint(path, self.step, self._state)
+        self._start_export()
+
+    def _start_export(self) -> None:
+        """Export the newest checkpoint where `checkpoint.export_every` asks for its step."""
+        every, checkpoint = self._config.checkpoint.export_every, self.checkpoint
+        if every == 0 or checkpoint is None:
+            return
+        if checkpoint.step % every == 0 or self.finished:
+            self._exports.start(checkpoint.path, checkpoint.step)
+
+    def _finish_exports(self) -> None:
+        if self._exports.steps:
+            with self.phase("export"):
+                self._exports.wait()
+            self._store.prune()
 
     def note(self, *texts: str) -> None:
         """Show messages that must not be missed."""
@@ -180,7 +207,7 @@ def find_checkpoint(config: RunConfig) -> tuple[Checkpoint | None, list[str]]:
         checkpoint, skipped = store.newest()
         notes = [f"skipped: {line}" for line in skipped]
     elif config.run.resume == "never":
-        if store.has_any():
+        if store.steps():
             raise CheckpointError(
                 f'{store.folder} already holds checkpoints and run.resume is "never": choose '
                 "another run.folder, or delete this one"

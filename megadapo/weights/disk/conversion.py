@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 
 from megadapo.errors import WeightError
@@ -26,6 +22,7 @@ from megadapo.weights.disk.megatron_folder import (
     rank_file_name,
     read_positions,
 )
+from megadapo.weights.disk.progress import progress_bar
 from megadapo.weights.disk.sources import TensorSource, check_tensors, read_json
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.placement import replica_positions
@@ -61,7 +58,7 @@ def hf_to_megatron(
     carry_along(source, partial, dtype)
     (partial / MANIFEST_NAME).write_text(json.dumps(manifest_of(positions), indent=2) + "\n")
     shards = [list(layout.megatron_shards(position)) for position in positions]
-    with _progress("hf-to-megatron", sum(map(len, shards))) as advance:
+    with progress_bar("hf-to-megatron", sum(map(len, shards))) as advance:
         for position, rank_shards in zip(positions, shards, strict=True):
             params = {}
             for shard in rank_shards:
@@ -86,7 +83,7 @@ def megatron_to_hf(source: Path, destination: Path, *, quantize: str | None = No
             megatron_to_hf(source, Path(beside) / "plain")
             quantize_folder(Path(beside) / "plain", destination, quantize)
         return
-    with _progress("megatron-to-hf", len(layout.hf_shapes)) as advance:
+    with progress_bar("megatron-to-hf", len(layout.hf_shapes)) as advance:
         export_weights(
             full_tensors(tensors, layout),
             destination,
@@ -131,7 +128,7 @@ def verify(a: Path, b: Path) -> str:
     layout, first, _ = _open_checked(a)
     _, second, _ = _open_checked(b)
     wrong = []
-    with _progress("verify", len(layout.hf_shapes)) as advance:
+    with progress_bar("verify", len(layout.hf_shapes)) as advance:
         for name, shape in layout.hf_shapes.items():
             if not _same_bits(first, second, name, shape[0]):
                 wrong.append(name)
@@ -156,12 +153,3 @@ def _open_checked(folder: Path) -> tuple[ModelLayout, TensorSource, torch.dtype]
     if len(dtypes) != 1:
         raise WeightError(f"{folder}: tensors have different types: {sorted(map(str, dtypes))}.")
     return layout, source, dtypes.pop()
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr where that is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda: progress.advance(task)

@@ -26,6 +26,8 @@ CARRIED = (
     "LICENSE*",
 )
 """What goes along with the weights from one model folder to another."""
+PARTIAL = ".partial"
+"""Ends the name of a folder that is being written."""
 
 
 def export_weights(
@@ -67,12 +69,17 @@ def export_weights(
     partial.rename(folder)
 
 
+def check_new(folder: Path) -> None:
+    """Refuse a folder to write that is there already, unless it is empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WeightError(f"{folder} exists already; name a new folder.")
+
+
 def new_folder(folder: Path | str) -> Path:
     """An empty folder beside `folder`, to be renamed to it when it is complete."""
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise WeightError(f"{folder} exists already; name a new folder.")
-    partial = folder.with_name(folder.name + ".partial")
+    check_new(folder)
+    partial = folder.with_name(folder.name + PARTIAL)
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
@@ -122,6 +129,8 @@ class _FileWriter:
         self._files.append(sorted(self._pending))
         path = self._folder / f"part-{len(self._files):05d}"
         save_file(self._pending, path, metadata={"format": "pt"})
+        # safetensors writes for the user alone, and whoever serves the model may be another
+        path.chmod((self._folder / "config.json").stat().st_mode)
         self._pending = {}
 
     def close(self) -> None:

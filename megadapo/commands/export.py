@@ -1,0 +1,56 @@
+"""`megadapo export`: a checkpoint of a run as a folder that vLLM and transformers load."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megadapo.commands.common import Commands, add_command
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands, "export", "write a checkpoint as a Hugging Face folder; needs no GPU"
+    )
+    parser.add_argument(
+        "source", type=Path, metavar="RUN|CHECKPOINT", help="a run's folder, or one checkpoint"
+    )
+    parser.add_argument("destination", type=Path, metavar="DST", help="folder to write; new")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="checkpoint of the run (default: newest complete one)"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="model that was trained, for its configuration and tokenizer (default: model.path of "
+        "the run)",
+    )
+    parser.add_argument(
+        "--quantize", choices=["fp8"], help="quantise with nvidia-modelopt, for vLLM"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rich.filesize import decimal
+
+    from megadapo.run.export import export_checkpoint, find_source
+    from megadapo.weights.disk.export import check_new
+
+    # before a large checkpoint is read for its hashes
+    check_new(arguments.destination)
+    source = find_source(arguments.source, arguments.step)
+    for line in source.passed_over:
+        print(f"megadapo: passed over: {line}", file=sys.stderr)
+    export = export_checkpoint(
+        source, arguments.destination, model=arguments.model, quantize=arguments.quantize
+    )
+    files = "file" if export.num_files == 1 else "files"
+    print(
+        f"step {export.step}: {decimal(export.num_bytes)} in {export.num_files} weight {files}, "
+        f"{export.folder}\n"
+        f"  vllm serve {export.folder}\n"
+        f'  transformers.AutoModelForCausalLM.from_pretrained("{export.folder}", dtype="auto")'
+    )
+    return 0

@@ -1,0 +1,149 @@
+"""Full tensors out of a trainer's checkpoint, one weight at a time: no ranks, no model, no GPU.
+
+Whatever split wrote it, a checkpoint names every parameter once for the whole model: those of all
+layers stacked, cut into chunks, the vocabulary padded. So it reads like the only rank of a model
+that is not split.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megadapo.errors import CheckpointError, WeightError
+from megadapo.weights.disk.checkpoint_metadata import read_metadata
+from megadapo.weights.disk.load import collect_runs
+from megadapo.weights.layout.layout import ModelLayout, Shard, ShardPosition
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_NOT_WEIGHTS = ("optimizer.", "chained_")
+"""How the names of masters and moments begin."""
+
+Place = tuple[str, int | None]
+"""A stored tensor, and where it stacks layers, the layer."""
+
+
+class TrainerCheckpoint:
+    """The weights of a checkpoint under their Hugging Face names.
+
+    Raises:
+        CheckpointError: the metadata is damaged or not a checkpoint's.
+        WeightError: the checkpoint is not of the model that `layout` describes; names what differs.
+    """
+
+    def __init__(self, folder: Path, layout: ModelLayout) -> None:
+        """`folder`: of the trainer's shards, checked against their SHA-256."""
+        self.folder = folder
+        self._layout = layout
+        metadata = read_metadata(folder)
+        self._stored = {
+            name: stored
+            for name, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata) and not name.startswith(_NOT_WEIGHTS)
+        }
+        self._reader = FileSystemReader(folder)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._places = self._match()
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The type that all weights share."""
+        dtypes = {stored.properties.dtype for stored in self._stored.values()}
+        if len(dtypes) != 1:
+            found = ", ".join(sorted(map(str, dtypes)))
+            raise WeightError(f"{self.folder}: weights have different types: {found}.")
+        return dtypes.pop()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every full tensor in the order of the model; holds those of one weight at a time."""
+        for shard, place in self._places:
+            local = self._read(*place)
+            full = {
+                run.tensor: torch.empty(self._layout.hf_shapes[run.tensor], dtype=self.dtype)
+                for run in shard.runs
+            }
+            collect_runs(full, shard, local)
+            yield from full.items()
+
+    def _match(self) -> list[tuple[Shard, Place]]:
+        """Find every parameter of the model, and nothing else."""
+        shards = list(self._layout.megatron_shards(self._position()))
+        pairs, problems, unknown = [], [], set(self._stored)
+        for shard in shards:
+            place = self._place(shard)
+            if place is None:
+                problems.append(f"{shard.name} is missing")
+                continue
+            unknown.discard(place[0])
+            expected, found = self._expected_shape(shard, place), self._stored[place[0]].size
+            if expected != tuple(found):
+                problems.append(f"{place[0]} is {list(found)}, config.json says {list(expected)}")
+            pairs.append((shard, place))
+        problems += [f"{name} is not in the layout" for name in sorted(unknown)]
+        if problems:
+            listed = "; ".join(dict.fromkeys(problems[:10]))
+            raise WeightError(f"{self.folder} is not of the model in model.path: {listed}.")
+        return pairs
+
+    def _position(self) -> ShardPosition:
+        """The only rank of a model that is not split, its vocabulary padded as it was stored."""
+        embedding = self._stored.get(self._layout.family.embedding.megatron)
+        rows = 0 if embedding is None else embedding.size[0]
+        return ShardPosition(
+            layer_indices=tuple(range(self._layout.shape.num_layers)),
+            padded_vocab_size=max(rows, self._layout.shape.vocab_size),
+        )
+
+    def _place(self, shard: Shard) -> Place | None:
+        for name in filter(None, (shard.name, shard.alias)):
+            layer = _LAYER.fullmatch(name)
+            stacked = name if layer is None else f"decoder.layers.{layer[2]}"
+            if stacked in self._stored:
+                return stacked, None if layer is None else int(layer[1])
+        return None
+
+    def _expected_shape(self, shard: Shard, place: Place) -> tuple[int, ...]:
+        _, layer = place
+        return shard.shape if layer is None else (self._layout.shape.num_layers, *shard.shape)
+
+    def _read(self, name: str, layer: int | None) -> Tensor:
+        """One parameter, put together from its chunks."""
+        stored = self._stored[name]
+        start, sizes = [0] * len(stored.size), list(stored.size)
+        if layer is not None:
+            start[0], sizes[0] = layer, 1
+        window = ChunkStorageMetadata(torch.Size(start), torch.Size(sizes))
+        items = create_read_items_for_chunk_list(name, stored, [window])
+        if sum(prod(item.lengths) for item in items) != prod(sizes):
+            raise CheckpointError(f"{self.folder}: the chunks of {name} do not add up to it")
+        target = torch.empty(sizes, dtype=stored.properties.dtype)
+        try:
+            self._reader.read_data(LoadPlan(items), _ReadInto(target))
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: {name} cannot be read: {error}") from error
+        return target if layer is None else target[0]
+
+
+class _ReadInto(DefaultLoadPlanner):
+    """Tells torch's reader to put what it reads into one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        offsets = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._target[tuple(slice(at, at + length) for at, length in offsets)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing is left to do: the reader has copied into the target itself."""

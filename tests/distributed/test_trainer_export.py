@@ -1,0 +1,61 @@
+"""A checkpoint on disk and the trainer's own gathering give the same Hugging Face folder.
+
+Catches layers under another number (stages, chunks), heads of q, k and v in another order, gate and
+up exchanged, padded vocabulary rows, a head that is tied over stages, masters in place of weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
+from megadapo.weights.disk.megatron_folder import open_layout
+from tests.support.batches import RAGGED, random_batch
+from tests.support.probes import build
+from tests.support.ranks import Ranks, settings_for
+
+TP2_PP2 = {"tensor": 2, "pipeline": 2, "sequence": True}
+VPP2_DP2 = {"pipeline": 2, "virtual": 2, "data": 2, "overlap": True, "bucket": 3000}
+UNEVEN = {"pipeline": 2, "last": 1}
+
+
+def _train_save_and_export(rendezvous, settings, batch, folder):
+    rank = build(rendezvous, settings)
+    rank.update(batch, policy_version=0, step=1)
+    rank.save(folder / "trainer")
+    rank.export(folder / "gathered")
+
+
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [
+        pytest.param("qwen2-tied", {}, id="tied-one"),
+        pytest.param("qwen2-tied", TP2_PP2, id="tied-tp2-pp2"),
+        pytest.param("qwen3", TP2_PP2, id="qwen3-tp2-pp2"),
+        pytest.param("llama3", {"tensor": 2, "data": 2}, id="llama3-tp2-dp2"),
+        pytest.param("deep-untied", VPP2_DP2, id="untied-vpp2-dp2"),
+        pytest.param("deep-tied", VPP2_DP2, id="tied-vpp2-dp2"),
+        pytest.param("deep-untied", UNEVEN, id="untied-uneven"),
+        pytest.param("qwen2-untied", TP2_PP2 | {"dtype": "bfloat16"}, id="bf16-tp2-pp2"),
+    ],
+)
+def test_a_checkpoint_of_any_split_reads_as_the_weights_that_the_ranks_hold(
+    ranks: Ranks, models: Path, tmp_path: Path, model: str, split: dict
+) -> None:
+    settings = settings_for(str(models / model), **split)
+    batch = random_batch(RAGGED)
+    ranks.run(settings.trainer.num_ranks, _train_save_and_export, settings, batch, tmp_path)
+    gathered = load_file(tmp_path / "gathered" / "model.safetensors")
+    before = load_file(models / model / "model.safetensors")
+    checkpoint = TrainerCheckpoint(tmp_path / "trainer", open_layout(models / model))
+    read = dict(checkpoint.tensors())
+    assert checkpoint.dtype == getattr(torch, settings.model.dtype)
+    assert read.keys() == gathered.keys()
+    for name, tensor in read.items():
+        bits = [one.contiguous().view(torch.uint8) for one in (tensor, gathered[name])]
+        assert torch.equal(*bits), name
+        assert not torch.equal(tensor.float(), before[name]), f"{name} was not trained"
