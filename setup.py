@@ -14,7 +14,10 @@ setup(
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.14",
+    classifiers=[
+        f"Programming Language :: Python :: {python}" for python in ("3.11", "3.12", "3.13")
+    ],
     # kernels/ has no __init__.py: Hugging Face's `kernels` package owns that top-level name.
     packages=[*find_packages(include=["megadapo", "megadapo.*"]), "megadapo.kernels"],
     package_data={

@@ -1,0 +1,173 @@
+"""Would catch: a Python that README promises and lock, package or Makefile leave out."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import zipfile
+from email import message_from_string
+from email.message import Message
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from setuptools import build_meta
+
+ROOT = Path(__file__).parents[2]
+LOCK_TOOL = runpy.run_path(str(ROOT / "tools" / "lock.py"))
+PYTHONS = LOCK_TOOL["PYTHONS"]
+MAKE_VENV = ROOT / "tools" / "make_venv.sh"
+
+
+def requirements(name: str) -> list[Requirement]:
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def applying(found: list[Requirement], python: str) -> list[Requirement]:
+    place = {"python_version": python, "python_full_version": f"{python}.0"}
+    return [one for one in found if one.marker is None or one.marker.evaluate(place)]
+
+
+def pins(python: str) -> dict[str, str]:
+    found = {}
+    for pin in applying(requirements("cpu.lock"), python):
+        (specifier,) = pin.specifier
+        assert specifier.operator == "==", pin
+        assert pin.name not in found, f"Python {python} has two pins of {pin.name}"
+        found[pin.name] = specifier.version
+    return found
+
+
+@pytest.fixture(scope="module")
+def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
+    """What setup.py says of the package."""
+    folder = tmp_path_factory.mktemp("metadata")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        name = build_meta.prepare_metadata_for_build_wheel(str(folder))
+    return message_from_string((folder / name / "METADATA").read_text())
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_lock_has_what_was_asked_for_once_for_every_python(python: str, metadata: Message):
+    pinned = pins(python)
+    wanted = applying(requirements("cpu.in"), python)
+    wanted += applying([Requirement(line) for line in metadata.get_all("Requires-Dist")], python)
+    assert len(wanted) > 20
+    for one in wanted:
+        assert one.specifier.contains(pinned[one.name], prereleases=True), one
+
+
+def test_package_and_pages_name_the_same_pythons(metadata: Message):
+    known = [f"3.{minor}" for minor in range(30)]
+    assert [one for one in known if one in SpecifierSet(metadata["Requires-Python"])] == [*PYTHONS]
+    classifiers = [line.rsplit(" :: ", 1) for line in metadata.get_all("Classifier")]
+    assert [name for kind, name in classifiers if kind.endswith(":: Python")] == [*PYTHONS]
+    sentence = f"Python {', '.join(PYTHONS[:-1])} or {PYTHONS[-1]}"
+    assert sentence in (ROOT / "README.md").read_text()
+    assert sentence in MAKE_VENV.read_text()
+    assert all(f"python{python} " in MAKE_VENV.read_text() for python in PYTHONS)
+
+
+def test_a_lock_marks_only_what_differs_between_pythons():
+    resolved = {python: ["shared==1", "a-z==2"] for python in PYTHONS}
+    resolved[PYTHONS[0]] += ["core==1"]
+    for python in PYTHONS[1:]:
+        resolved[python] += ["core==2"]
+    assert LOCK_TOOL["merge"](resolved) == [
+        "a-z==2",
+        'core==1 ; python_version == "3.11"',
+        'core==2 ; python_version >= "3.12"',
+        "shared==1",
+    ]
+
+
+def test_the_name_kernels_is_left_to_the_package_that_owns_it(tmp_path: Path):
+    """A `kernels/__init__.py` here would hide Hugging Face's package from transformers."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("OWNER = 'the other package'")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import kernels; print(kernels.OWNER)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "the other package", done.stderr
+
+
+def make_venv(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run tools/make_venv.sh where `folder/bin` and the system's tools are the PATH."""
+    tools = folder / "bin"
+    for name in ("dirname", "grep"):
+        (tools / name).unlink(missing_ok=True)
+        (tools / name).symlink_to(str(shutil.which(name)))
+    environment = {"PATH": str(tools), "HOME": str(folder), **environment}
+    command = ["/bin/sh", str(MAKE_VENV), str(folder / "venv"), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def install_python(folder: Path, name: str, script: str = 'exec {python} "$@"') -> Path:
+    """Put a program named like a Python on the PATH of `make_venv`."""
+    (folder / "bin").mkdir(exist_ok=True)
+    program = folder / "bin" / name
+    program.write_text("#!/bin/sh\n" + script.replace("{python}", sys.executable))
+    program.chmod(0o755)
+    return program
+
+
+def test_without_a_python_one_line_says_what_to_install(tmp_path: Path):
+    install_python(tmp_path, "python3.13", "exit 127")
+    install_python(tmp_path, "python3", "echo 3.9")
+    done = make_venv(tmp_path)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "apt install python3-venv" in done.stderr and "PYTHON=" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_named_python_is_taken_or_refused(tmp_path: Path):
+    install_python(tmp_path, "python3")
+    old = install_python(tmp_path, "python3.10", "echo 3.10")
+    done = make_venv(tmp_path, str(old))
+    assert done.returncode == 1
+    assert f"PYTHON={old}" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_python_without_venv_names_its_package(tmp_path: Path):
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    without = 'case "$*" in *ensurepip*) exit 1 ;; esac\nexec {python} "$@"'
+    install_python(tmp_path, f"python{python}", without)
+    done = make_venv(tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == f"Python {python} has no venv: apt install python{python}-venv\n"
+
+
+def test_without_torch_the_index_is_asked_for_and_with_it_the_environment_stays(tmp_path: Path):
+    """The second half would catch an environment that is emptied each time the lock changes."""
+    install_python(tmp_path, "python3")
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}
+    done = make_venv(tmp_path, **offline)
+    assert done.returncode == 1
+    assert "make TORCH_INDEX=" in done.stderr.splitlines()[-1]
+
+    write_wheel(tmp_path, "torch", pins(PYTHONS[0])["torch"])
+    (tmp_path / "venv" / "kept").touch()
+    done = make_venv(tmp_path, **offline)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "venv" / "kept").exists()
+    assert [*(tmp_path / "venv").glob("lib/python3.*/site-packages/torch-*.dist-info")]
+
+
+def write_wheel(folder: Path, name: str, version: str) -> None:
+    """A wheel with nothing in it but its own description."""
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
