@@ -6,58 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.kernels.policy_head_exchange import (
-    Block,
-    ReplicatedRows,
-    RowExchange,
-    ShardedRows,
-    gather_stats,
-    process_group_size,
-)
+from megadapo.kernels.policy_head_exchange import Block, RowExchange, gather_stats
 from megadapo.kernels.policy_head_main_grad import main_grad_of
-from megadapo.kernels.policy_head_plan import RowSelection, Tiling
+from megadapo.kernels.policy_head_plan import HeadCall
 from megadapo.kernels.policy_head_products import Fp32Sum, mm_fp32, mm_rows, widened_like
 from megadapo.kernels.policy_head_rows import logprob_grad_rows, policy_rows, row_stats
-from megadapo.kernels.policy_head_types import PolicyInputs, RowOutputs, VocabShards
+from megadapo.kernels.policy_head_types import PolicyInputs, RowOutputs, Tile, VocabShards
 
 _ROW_ALIGNMENT = 16
 """Elements that a row of the buffers is rounded up to."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadCall:
-    """What both passes over the blocks need, fixed before the first product."""
-
-    targets: Tensor  # [R] int64
-    selection: RowSelection
-    num_tokens: int
-    tiling: Tiling
-    shards: VocabShards
-    temperature: float
-    process_group: dist.ProcessGroup | None
-    sequence_parallel: bool
-
-    @property
-    def num_rows(self) -> int:
-        return self.selection.num_rows
-
-    def blocks(self) -> list[Block]:
-        """The rows of each block, in order."""
-        return self.tiling.blocks(self.num_rows)
-
-    def exchange(self, hidden: Tensor) -> RowExchange:
-        """How this call's rows reach the rank; one pass over the blocks each."""
-        rows = self.selection.rows
-        if self.sequence_parallel and process_group_size(self.process_group) > 1:
-            assert self.process_group is not None
-            return ShardedRows(
-                hidden, rows, self.selection.counts, self.blocks(), self.process_group
-            )
-        return ReplicatedRows(hidden, rows, self.process_group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +27,6 @@ class PolicyCall:
     head: HeadCall
     inputs: PolicyInputs  # [R]
     objective: PolicyObjective
-    accumulate_in_forward: bool
 
 
 def _aligned_rows(like: Tensor, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
@@ -140,8 +99,7 @@ def policy_blocks(
     buffers = _Buffers(head, hidden, for_grad=wants_grad)
     project = _Projection(weight, head.shards)
     exchange = head.exchange(hidden)
-    into = main_grad_of(weight) if call.accumulate_in_forward else None
-    d_weight = Fp32Sum(weight.shape, weight, into) if wants_weight else None
+    d_weight = Fp32Sum(weight.shape, weight) if wants_weight else None
     for block in head.blocks():
         rows = exchange.fetch(block)
         for tile in head.tiling.tiles(block[1] - block[0]):
@@ -163,33 +121,24 @@ def policy_blocks(
 
 def _policy_tile(
     offset: int,
-    tile: Block,
+    rows: Block,
     buffers: _Buffers,
     call: PolicyCall,
     outputs: RowOutputs,
     *,
     wants_grad: bool,
 ) -> None:
-    """The two row passes over one tile, whose first row is row `offset` + tile[0] of all."""
+    """The two row passes over one tile, whose first row is row `offset` + rows[0] of all."""
     head = call.head
-    first, last = offset + tile[0], offset + tile[1]
-    logits, targets = buffers.logits(tile), head.targets[first:last]
-    stats = row_stats(
-        logits,
-        targets,
-        shards=head.shards,
-        temperature=head.temperature,
-    )
+    first, last = offset + rows[0], offset + rows[1]
+    tile = head.tile(buffers.logits(rows), first, last)
     policy_rows(
-        logits,
-        targets,
-        gather_stats(stats, head.process_group),
-        inputs=call.inputs.rows(first, last),
-        outputs=outputs.rows(first, last),
-        objective=call.objective,
-        shards=head.shards,
-        temperature=head.temperature,
-        d_logits=buffers.grads(tile) if wants_grad else None,
+        tile,
+        gather_stats(row_stats(tile), head.process_group),
+        call.inputs.rows(first, last),
+        call.objective,
+        outputs.rows(first, last),
+        buffers.grads(rows) if wants_grad else None,
     )
 
 
@@ -210,10 +159,8 @@ def _block_products(
         d_weight.add(d_logits, rows)
 
 
-def logits_by_tile(
-    hidden: Tensor, weight: Tensor, call: HeadCall
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield every tile's rows start to stop and its logits, in one reused buffer."""
+def logits_by_tile(hidden: Tensor, weight: Tensor, call: HeadCall) -> Iterator[tuple[slice, Tile]]:
+    """Yield every tile and its rows among all; the logits lie in one reused buffer."""
     buffers = _Buffers(call, hidden, for_grad=False)
     project = _Projection(weight, call.shards)
     exchange = call.exchange(hidden)
@@ -222,7 +169,8 @@ def logits_by_tile(
         for tile in call.tiling.tiles(block[1] - block[0]):
             logits = buffers.logits(tile)
             project(rows[tile[0] : tile[1]], logits)
-            yield block[0] + tile[0], block[0] + tile[1], logits
+            first, last = block[0] + tile[0], block[0] + tile[1]
+            yield slice(first, last), call.tile(logits, first, last)
 
 
 def logprob_grad_blocks(
@@ -244,17 +192,14 @@ def logprob_grad_blocks(
     for block in call.blocks():
         rows = exchange.fetch(block)
         for tile in call.tiling.tiles(block[1] - block[0]):
-            chosen = slice(block[0] + tile[0], block[0] + tile[1])
+            first, last = block[0] + tile[0], block[0] + tile[1]
             logits = buffers.logits(tile)
             project(rows[tile[0] : tile[1]], logits)
             logprob_grad_rows(
-                logits,
-                call.targets[chosen],
-                stats[:, :, chosen].contiguous(),
-                d_logprobs=d_logprobs[chosen],
-                d_entropy=None if d_entropy is None else d_entropy[chosen],
-                shards=call.shards,
-                temperature=call.temperature,
+                call.tile(logits, first, last),
+                stats[:, :, first:last].contiguous(),
+                d_logprobs=d_logprobs[first:last],
+                d_entropy=None if d_entropy is None else d_entropy[first:last],
                 d_logits=buffers.grads(tile),
             )
         d_logits = buffers.grads((0, block[1] - block[0]))

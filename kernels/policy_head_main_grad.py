@@ -20,38 +20,27 @@ def is_known_one(scale: Tensor) -> bool:
     return scale.device.type == "cpu" and scale.item() == 1.0
 
 
-def hand_over(
-    weight: Tensor, d_weight: Tensor, scale: Tensor, is_accumulated: bool
-) -> Tensor | None:
-    """Give scale * d_weight to main_grad, or return it where the parameter has none.
-
-    With main_grad autograd still needs some gradient, so that Megatron's hook runs on the
-    backward thread: its content is not read, unless the parameter says `zero_out_wgrad`, as a
-    tied embedding does, whose own gradient is added to it.
-    """
+def hand_over(weight: Tensor, d_weight: Tensor, scale: Tensor) -> Tensor | None:
+    """Add scale * d_weight to main_grad, or return it where the parameter has none."""
+    if not is_known_one(scale):
+        d_weight = d_weight.mul_(scale)
     main_grad = main_grad_of(weight)
     if main_grad is None:
-        return (d_weight if is_known_one(scale) else d_weight.mul_(scale)).to(weight.dtype)
-    if is_accumulated:
-        _require_one(scale)
-    elif is_known_one(scale):
-        main_grad.add_(d_weight)
-    else:
-        main_grad.add_(d_weight.mul_(scale))
+        return d_weight.to(weight.dtype)
+    main_grad.add_(d_weight)
+    return stand_in(weight)
+
+
+def stand_in(weight: Tensor) -> Tensor | None:
+    """What autograd gets once main_grad holds a parameter's gradient.
+
+    It still needs some gradient, so that Megatron's hook runs on the backward thread: its content
+    is not read, unless the parameter says `zero_out_wgrad`, as a tied embedding does, whose own
+    gradient is added to it.
+    """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
     if getattr(weight, "zero_out_wgrad", False):
         return torch.zeros_like(weight)
     return torch.empty_like(weight)
-
-
-def _require_one(scale: Tensor) -> None:
-    """Refuse a scale other than 1 for a gradient that main_grad already holds."""
-    if scale.device.type == "cuda":
-        torch._assert_async(scale == 1.0)
-    elif scale.item() != 1.0:
-        raise RuntimeError(
-            f"the loss was scaled by {scale.item()} after accumulate_in_forward had written its "
-            "gradient into main_grad; scale loss_weights instead, or leave that option off"
-        )

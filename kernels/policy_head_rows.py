@@ -9,18 +9,20 @@ entropy and overwrite the tile with its gradient. CUDA runs Triton, the CPU comp
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.launch import uses_triton
 from megadapo.kernels.policy_head_rows_cpu import RowGradients, row_grads_cpu, row_stats_cpu
 from megadapo.kernels.policy_head_rows_triton import (
+    logprob_grad_rows_triton,
     logprob_rows_triton,
     policy_rows_triton,
     row_stats_triton,
 )
 from megadapo.kernels.policy_head_terms import DROPPED, policy_terms
-from megadapo.kernels.policy_head_types import PolicyInputs, RowOutputs, VocabShards
+from megadapo.kernels.policy_head_types import PolicyInputs, RowOutputs, Tile
 
 
 def merge_stats(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -32,54 +34,43 @@ def merge_stats(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     maximum = shard_max.amax(0)
     gap = shard_max - maximum
     scale = gap.exp()
-    # sum(0) would add in another order for another number of rows
-    total = sum((scale * shard_sum).unbind(0))
-    weighted = sum((scale * (shard_weighted + gap * shard_sum)).unbind(0))
+    total = _sum_in_order(scale * shard_sum)
+    weighted = _sum_in_order(scale * (shard_weighted + gap * shard_sum))
     log_total = total.log()
     logprobs = (shard_target.amax(0) - maximum) - log_total
     return maximum, log_total, logprobs, log_total - weighted / total
 
 
-def row_stats(
-    logits: Tensor, targets: Tensor, *, shards: VocabShards, temperature: float
-) -> Tensor:
-    """Return stats [shards.num_local, 4, R] of logits [R, V/p] fp32 for targets [R] int64."""
-    if uses_triton(logits):
-        return row_stats_triton(logits, targets, shards, temperature)
-    return row_stats_cpu(logits, targets, shards, temperature)
+def _sum_in_order(values: Tensor) -> Tensor:
+    """Sum [S, R] over S: sum(0) would add in another order for another number of rows."""
+    total = torch.zeros_like(values[0])
+    for value in values.unbind(0):
+        total = total + value
+    return total
+
+
+def row_stats(tile: Tile) -> Tensor:
+    """Return the tile's stats [shards.num_local, 4, R]; see NUM_STATS."""
+    return row_stats_triton(tile) if uses_triton(tile.logits) else row_stats_cpu(tile)
 
 
 def policy_rows(
-    logits: Tensor,
-    targets: Tensor,
+    tile: Tile,
     stats: Tensor,
-    *,
     inputs: PolicyInputs,
-    outputs: RowOutputs,
     objective: PolicyObjective,
-    shards: VocabShards,
-    temperature: float,
+    outputs: RowOutputs,
     d_logits: Tensor | None,
 ) -> None:
     """Fill `outputs` from merged stats [S, 4, R] and write dloss/dlogits into `d_logits`.
 
-    `d_logits` [R, V/p] may be `logits` itself; None leaves the gradient out.
+    `d_logits` [R, V/p] may be the tile's logits themselves; None leaves the gradient out.
     """
-    if uses_triton(logits):
-        policy_rows_triton(
-            logits, targets, stats, inputs, outputs, objective, shards, temperature, d_logits
-        )
+    if uses_triton(tile.logits):
+        policy_rows_triton(tile, stats, inputs, objective, outputs, d_logits)
         return
     maximum, log_total, logprobs, entropy = merge_stats(stats)
-    terms = policy_terms(
-        logprobs,
-        entropy,
-        logprobs_old=inputs.logprobs_old,
-        advantages=inputs.advantages,
-        objective=objective,
-        logprobs_ref=inputs.logprobs_ref,
-        importance_weights=inputs.importance_weights,
-    )
+    terms = policy_terms(logprobs, entropy, inputs, objective)
     outputs.logprobs.copy_(logprobs)
     outputs.entropy.copy_(entropy)
     outputs.loss.copy_(terms.loss)
@@ -98,24 +89,13 @@ def policy_rows(
             d_logprobs=inputs.loss_weights * terms.d_logprobs,
             d_entropy=d_entropy,
         )
-        row_grads_cpu(logits, targets, gradients, shards, temperature, d_logits)
+        row_grads_cpu(tile, gradients, d_logits)
 
 
-def logprob_rows(
-    logits: Tensor,
-    targets: Tensor,
-    stats: Tensor,
-    *,
-    logprobs: Tensor,
-    entropy: Tensor,
-    shards: VocabShards,
-    temperature: float,
-) -> None:
+def logprob_rows(tile: Tile, stats: Tensor, *, logprobs: Tensor, entropy: Tensor) -> None:
     """Fill log-probs and entropy, each fp32 [R], from merged stats [S, 4, R]."""
-    if uses_triton(logits):
-        logprob_rows_triton(
-            logits, targets, stats, (logprobs, entropy), None, shards, temperature, None
-        )
+    if uses_triton(tile.logits):
+        logprob_rows_triton(tile, stats, logprobs, entropy)
         return
     _, _, row_logprobs, row_entropy = merge_stats(stats)
     logprobs.copy_(row_logprobs)
@@ -123,24 +103,19 @@ def logprob_rows(
 
 
 def logprob_grad_rows(
-    logits: Tensor,
-    targets: Tensor,
+    tile: Tile,
     stats: Tensor,
     *,
     d_logprobs: Tensor,
     d_entropy: Tensor | None,
-    shards: VocabShards,
-    temperature: float,
     d_logits: Tensor,
 ) -> None:
     """Write d_logits [R, V/p] for gradients of log-probs and entropy, each fp32 [R].
 
-    `logits` are fresh from the product and `stats` the merged ones of the forward pass.
+    The tile's logits are fresh from the product and `stats` the merged ones of the forward pass.
     """
-    if uses_triton(logits):
-        logprob_rows_triton(
-            logits, targets, stats, None, (d_logprobs, d_entropy), shards, temperature, d_logits
-        )
+    if uses_triton(tile.logits):
+        logprob_grad_rows_triton(tile, stats, d_logprobs, d_entropy, d_logits)
         return
     maximum, log_total, _, entropy = merge_stats(stats)
     gradients = RowGradients(
@@ -150,4 +125,4 @@ def logprob_grad_rows(
         d_logprobs=d_logprobs,
         d_entropy=d_entropy,
     )
-    row_grads_cpu(logits, targets, gradients, shards, temperature, d_logits)
+    row_grads_cpu(tile, gradients, d_logits)

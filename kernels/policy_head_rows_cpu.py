@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from megadapo.kernels.native import load_native
-from megadapo.kernels.policy_head_types import NEVER, NUM_STATS, VocabShards
-from megadapo.kernels.traffic import moved, named
+from megadapo.kernels.policy_head_types import NEVER, NUM_STATS, Tile
+from megadapo.kernels.torch_internals import profiled_range
+from megadapo.kernels.traffic import moved
 
 SOURCE = Path(__file__).with_name("policy_head_rows.c")
 
@@ -42,24 +43,22 @@ class RowGradients:
     d_entropy: Tensor | None
 
 
-def row_stats_cpu(
-    logits: Tensor, targets: Tensor, shards: VocabShards, temperature: float
-) -> Tensor:
-    """Return stats [S/p, 4, R] of logits [R, V/p] fp32; see policy_head_types.NUM_STATS."""
-    _check(logits, targets)
+def row_stats_cpu(tile: Tile) -> Tensor:
+    """Return the tile's stats [S/p, 4, R]; see policy_head_types.NUM_STATS."""
+    _check(tile)
     native = load_native(SOURCE)
     if native is None:
-        return _row_stats_torch(logits, targets, shards, temperature)
-    num_rows = logits.shape[0]
-    stats = torch.empty(shards.num_local, NUM_STATS, num_rows, dtype=torch.float32)
+        return _row_stats_torch(tile)
+    logits, shards = tile.logits, tile.shards
+    stats = torch.empty(shards.num_local, NUM_STATS, tile.num_rows, dtype=torch.float32)
     moved(ROW_STATS, logits)
-    with named(ROW_STATS):
+    with profiled_range(ROW_STATS):
         native.megadapo_row_stats(
             _address(logits),
-            *_integers(logits.stride(0), num_rows, shards.num_local, shards.size),
+            *_integers(logits.stride(0), tile.num_rows, shards.num_local, shards.size),
             *_integers(shards.num_valid_columns),
-            ctypes.c_float(1.0 / temperature),
-            _address(targets),
+            ctypes.c_float(tile.inverse_temperature),
+            _address(tile.targets),
             *_integers(shards.start),
             _address(stats),
             torch.get_num_threads(),
@@ -67,36 +66,30 @@ def row_stats_cpu(
     return stats
 
 
-def row_grads_cpu(
-    logits: Tensor,
-    targets: Tensor,
-    terms: RowGradients,
-    shards: VocabShards,
-    temperature: float,
-    d_logits: Tensor,
-) -> None:
-    """Write `d_logits` [R, V/p], which may be `logits` itself; else `logits` are used up.
+def row_grads_cpu(tile: Tile, terms: RowGradients, d_logits: Tensor) -> None:
+    """Write `d_logits` [R, V/p], which may be the tile's logits; else those are used up.
 
     A row without a gradient gets zeros, whatever its logits are.
     """
-    _check(logits, targets)
+    _check(tile)
+    logits, shards = tile.logits, tile.shards
     assert d_logits.stride(1) == 1 and d_logits.shape == logits.shape
     native = load_native(SOURCE)
     if native is None:
-        _row_grads_torch(logits, targets, terms, shards, temperature, d_logits)
+        _row_grads_torch(tile, terms, d_logits)
         return
     is_bf16 = d_logits.dtype == torch.bfloat16
     out = d_logits if is_bf16 or d_logits.dtype == torch.float32 else logits
     kept = [terms.maximum, terms.log_total, terms.entropy, terms.d_logprobs, terms.d_entropy]
     kept = [None if value is None else value.contiguous() for value in kept]
     moved(ROW_GRADS, logits, out)
-    with named(ROW_GRADS):
+    with profiled_range(ROW_GRADS):
         native.megadapo_row_grads(
             _address(logits),
             *_integers(logits.stride(0), *logits.shape, shards.num_valid_columns),
-            ctypes.c_float(1.0 / temperature),
+            ctypes.c_float(tile.inverse_temperature),
             *map(_address, kept),
-            _address(targets),
+            _address(tile.targets),
             *_integers(shards.start),
             _address(out),
             *_integers(out.stride(0)),
@@ -107,8 +100,9 @@ def row_grads_cpu(
         d_logits.copy_(out)
 
 
-def _check(logits: Tensor, targets: Tensor) -> None:
+def _check(tile: Tile) -> None:
     """What the C passes take for granted of the memory they are handed."""
+    logits, targets = tile.logits, tile.targets
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, logits.dtype
     assert targets.dtype == torch.int64 and targets.is_contiguous(), targets.dtype
 
@@ -133,18 +127,16 @@ def _row_groups(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], num_rows], strict=True))
 
 
-def _row_stats_torch(
-    logits: Tensor, targets: Tensor, shards: VocabShards, temperature: float
-) -> Tensor:
-    num_rows = logits.shape[0]
-    columns, is_here = _local_targets(targets, shards)
-    target_logits = logits.gather(1, columns[:, None])[:, 0] * (1.0 / temperature)
+def _row_stats_torch(tile: Tile) -> Tensor:
+    logits, shards, num_rows = tile.logits, tile.shards, tile.num_rows
+    columns, is_here = _local_targets(tile)
+    target_logits = logits.gather(1, columns[:, None])[:, 0] * tile.inverse_temperature
     holder = torch.where(is_here, columns // shards.size, -1)
     stats = torch.empty(shards.num_local, NUM_STATS, num_rows, dtype=torch.float32)
     for shard in range(shards.num_local):
         stats[shard, 2] = torch.where(holder == shard, target_logits, NEVER)
     for start, stop in _row_groups(num_rows, logits.shape[1]):
-        z = logits[start:stop] * (1.0 / temperature)
+        z = logits[start:stop] * tile.inverse_temperature
         z[:, shards.num_valid_columns :] = NEVER
         z = z.view(-1, shards.num_local, shards.size)
         maximum = z.amax(-1, keepdim=True)
@@ -165,15 +157,9 @@ def _sum_last(x: Tensor) -> Tensor:
     return x.sum(-1)
 
 
-def _row_grads_torch(
-    logits: Tensor,
-    targets: Tensor,
-    terms: RowGradients,
-    shards: VocabShards,
-    temperature: float,
-    d_logits: Tensor,
-) -> None:
-    columns, is_here = _local_targets(targets, shards)
+def _row_grads_torch(tile: Tile, terms: RowGradients, d_logits: Tensor) -> None:
+    logits, temperature = tile.logits, tile.temperature
+    columns, is_here = _local_targets(tile)
     d_entropy = torch.zeros_like(terms.d_logprobs) if terms.d_entropy is None else terms.d_entropy
     has_gradient = (terms.d_logprobs != 0) | (d_entropy != 0)
     onehot = torch.where(is_here, terms.d_logprobs / temperature, 0.0)
@@ -181,7 +167,7 @@ def _row_grads_torch(
     constant = slope * terms.entropy - terms.d_logprobs / temperature
     for start, stop in _row_groups(*logits.shape):
         rows = slice(start, stop)
-        log_p = logits[rows] * (1.0 / temperature)
+        log_p = logits[rows] * tile.inverse_temperature
         log_p -= terms.maximum[rows, None]
         log_p -= terms.log_total[rows, None]
         grads = log_p.exp()
@@ -190,13 +176,13 @@ def _row_grads_torch(
         else:
             log_p.clamp_(min=SMALLEST)
             grads *= log_p.mul_(slope[rows, None]).add_(constant[rows, None])
-        grads[:, shards.num_valid_columns :] = 0.0
+        grads[:, tile.shards.num_valid_columns :] = 0.0
         grads.scatter_add_(1, columns[rows, None], onehot[rows, None])
         d_logits[rows] = grads.masked_fill_(~has_gradient[rows, None], 0.0)
 
 
-def _local_targets(targets: Tensor, shards: VocabShards) -> tuple[Tensor, Tensor]:
+def _local_targets(tile: Tile) -> tuple[Tensor, Tensor]:
     """Return (local column clamped into range, whether this rank holds the target), each [R]."""
-    local = targets - shards.start
-    is_here = (local >= 0) & (local < shards.num_columns)
-    return local.clamp(0, shards.num_columns - 1), is_here
+    local = tile.targets - tile.shards.start
+    is_here = (local >= 0) & (local < tile.shards.num_columns)
+    return local.clamp(0, tile.shards.num_columns - 1), is_here

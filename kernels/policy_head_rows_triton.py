@@ -12,14 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.kernels.launch import CompileCase, block_size, warps_for
+from megadapo.kernels.launch import block_size, warps_for
 from megadapo.kernels.policy_head_terms import DROPPED, KL_KINDS, kl_kind, token_terms
 from megadapo.kernels.policy_head_types import (
     NEVER,
     NUM_STATS,
     PolicyInputs,
     RowOutputs,
-    VocabShards,
+    Tile,
 )
 from megadapo.kernels.traffic import moved
 
@@ -29,7 +29,7 @@ _DROPPED = tl.constexpr(DROPPED)
 
 
 @triton.jit
-def _row_stats_kernel(
+def row_stats_kernel(
     LOGITS,  # [R, V/p] fp32
     TARGETS,  # [R] int64, global ids
     STATS,  # [S/p, 4, R] fp32
@@ -138,15 +138,15 @@ def _write_row_grad(
 
 
 @triton.jit
-def _policy_rows_kernel(
+def policy_rows_kernel(
     LOGITS,  # [R, V/p] fp32
     D_LOGITS,  # [R, V/p], may be LOGITS
     TARGETS,  # [R] int64
     STATS,  # [S, 4, R] fp32
-    OLD_LOGPROBS,
+    LOGPROBS_OLD,
     ADVANTAGES,
     LOSS_WEIGHTS,
-    REF_LOGPROBS,
+    LOGPROBS_REF,
     IMPORTANCE_WEIGHTS,
     LOGPROBS,
     ENTROPY,
@@ -181,21 +181,21 @@ def _policy_rows_kernel(
         importance_weight = tl.load(IMPORTANCE_WEIGHTS + row)
     logprob_ref = 0.0
     if KL_KIND != 0:
-        logprob_ref = tl.load(REF_LOGPROBS + row)
+        logprob_ref = tl.load(LOGPROBS_REF + row)
     loss, d_logprob, ratio, kl, flags = token_terms(
-        logprob,
-        entropy,
-        tl.load(OLD_LOGPROBS + row),
-        tl.load(ADVANTAGES + row),
-        importance_weight,
-        logprob_ref,
-        ratio_low,
-        ratio_high,
-        dual_clip,
-        entropy_coef,
-        kl_coef,
-        HAS_DUAL_CLIP,
-        KL_KIND,
+        logprob=logprob,
+        entropy=entropy,
+        logprob_old=tl.load(LOGPROBS_OLD + row),
+        advantage=tl.load(ADVANTAGES + row),
+        importance_weight=importance_weight,
+        logprob_ref=logprob_ref,
+        ratio_low=ratio_low,
+        ratio_high=ratio_high,
+        dual_clip=dual_clip,
+        entropy_coef=entropy_coef,
+        kl_coef=kl_coef,
+        HAS_DUAL_CLIP=HAS_DUAL_CLIP,
+        KL_KIND=KL_KIND,
     )
     tl.store(LOGPROBS + row, logprob)
     tl.store(ENTROPY + row, entropy)
@@ -207,27 +207,27 @@ def _policy_rows_kernel(
         weight = tl.load(LOSS_WEIGHTS + row)
         d_entropy = tl.where(flags < _DROPPED, -entropy_coef * weight, 0.0)
         _write_row_grad(
-            LOGITS,
-            D_LOGITS,
-            logits_stride,
-            d_logits_stride,
-            row,
-            tl.load(TARGETS + row) - vocab_start,
-            num_columns,
-            num_valid,
-            maximum,
-            log_total,
-            entropy,
-            weight * d_logprob,
-            d_entropy,
-            inv_temperature,
-            HAS_ENTROPY_GRAD,
-            BLOCK,
+            LOGITS=LOGITS,
+            D_LOGITS=D_LOGITS,
+            logits_stride=logits_stride,
+            d_logits_stride=d_logits_stride,
+            row=row,
+            target=tl.load(TARGETS + row) - vocab_start,
+            num_columns=num_columns,
+            num_valid=num_valid,
+            maximum=maximum,
+            log_total=log_total,
+            entropy=entropy,
+            d_logprob=weight * d_logprob,
+            d_entropy=d_entropy,
+            inv_temperature=inv_temperature,
+            HAS_ENTROPY_GRAD=HAS_ENTROPY_GRAD,
+            BLOCK=BLOCK,
         )
 
 
 @triton.jit
-def _logprob_rows_kernel(
+def logprob_rows_kernel(
     LOGITS,  # [R, V/p] fp32
     D_LOGITS,  # [R, V/p], may be LOGITS
     TARGETS,  # [R] int64
@@ -259,242 +259,140 @@ def _logprob_rows_kernel(
         if HAS_ENTROPY_GRAD:
             d_entropy = tl.load(D_ENTROPY + row)
         _write_row_grad(
-            LOGITS,
-            D_LOGITS,
-            logits_stride,
-            d_logits_stride,
-            row,
-            tl.load(TARGETS + row) - vocab_start,
-            num_columns,
-            num_valid,
-            maximum,
-            log_total,
-            entropy,
-            tl.load(D_LOGPROBS + row),
-            d_entropy,
-            inv_temperature,
-            HAS_ENTROPY_GRAD,
-            BLOCK,
+            LOGITS=LOGITS,
+            D_LOGITS=D_LOGITS,
+            logits_stride=logits_stride,
+            d_logits_stride=d_logits_stride,
+            row=row,
+            target=tl.load(TARGETS + row) - vocab_start,
+            num_columns=num_columns,
+            num_valid=num_valid,
+            maximum=maximum,
+            log_total=log_total,
+            entropy=entropy,
+            d_logprob=tl.load(D_LOGPROBS + row),
+            d_entropy=d_entropy,
+            inv_temperature=inv_temperature,
+            HAS_ENTROPY_GRAD=HAS_ENTROPY_GRAD,
+            BLOCK=BLOCK,
         )
 
 
-def row_stats_triton(
-    logits: Tensor, targets: Tensor, shards: VocabShards, temperature: float
-) -> Tensor:
-    num_rows = logits.shape[0]
+def row_stats_triton(tile: Tile) -> Tensor:
+    """Return the tile's stats [S/p, 4, R]; see policy_head_types.NUM_STATS."""
+    logits, shards = tile.logits, tile.shards
     stats = torch.empty(
-        shards.num_local, NUM_STATS, num_rows, dtype=torch.float32, device=logits.device
+        shards.num_local, NUM_STATS, tile.num_rows, dtype=torch.float32, device=logits.device
     )
     block = block_size(shards.size)
-    _row_stats_kernel[(num_rows, shards.num_local)](
-        logits,
-        targets,
-        stats,
-        logits.stride(0),
-        num_rows,
-        shards.size,
-        shards.start,
-        shards.vocab_size,
-        1.0 / temperature,
+    row_stats_kernel[(tile.num_rows, shards.num_local)](
+        LOGITS=logits,
+        TARGETS=tile.targets,
+        STATS=stats,
+        logits_stride=logits.stride(0),
+        num_rows=tile.num_rows,
+        shard_size=shards.size,
+        vocab_start=shards.start,
+        vocab_size=shards.vocab_size,
+        inv_temperature=tile.inverse_temperature,
         BLOCK=block,
         num_warps=warps_for(block),
     )
-    moved(_row_stats_kernel.__name__, logits)
+    moved(row_stats_kernel.__name__, logits)
     return stats
 
 
 def policy_rows_triton(
-    logits: Tensor,
-    targets: Tensor,
+    tile: Tile,
     stats: Tensor,
     inputs: PolicyInputs,
-    outputs: RowOutputs,
     objective: PolicyObjective,
-    shards: VocabShards,
-    temperature: float,
+    outputs: RowOutputs,
     d_logits: Tensor | None,
 ) -> None:
-    block = block_size(shards.num_columns)
-    grads = logits if d_logits is None else d_logits
+    """`policy_rows` of policy_head_rows.py."""
     # an absent input is never loaded; any pointer fills its place
     absent = inputs.logprobs_old
-    _policy_rows_kernel[(logits.shape[0],)](
-        logits,
-        grads,
-        targets,
-        stats,
-        inputs.logprobs_old,
-        inputs.advantages,
-        inputs.loss_weights,
-        absent if inputs.logprobs_ref is None else inputs.logprobs_ref,
-        absent if inputs.importance_weights is None else inputs.importance_weights,
-        outputs.logprobs,
-        outputs.entropy,
-        outputs.loss,
-        outputs.ratio,
-        outputs.kl,
-        outputs.flags,
-        logits.stride(0),
-        grads.stride(0),
-        logits.shape[0],
-        stats.shape[0],
-        shards.num_columns,
-        shards.num_valid_columns,
-        shards.start,
-        1.0 / temperature,
-        1.0 - objective.clip_low,
-        1.0 + objective.clip_high,
-        float(objective.dual_clip or 0.0),
-        float(objective.entropy_coef),
-        float(objective.kl_coef),
+    policy_rows_kernel[(tile.num_rows,)](
+        **_row_arguments(tile, stats, d_logits),
+        LOGPROBS_OLD=inputs.logprobs_old,
+        ADVANTAGES=inputs.advantages,
+        LOSS_WEIGHTS=inputs.loss_weights,
+        LOGPROBS_REF=absent if inputs.logprobs_ref is None else inputs.logprobs_ref,
+        IMPORTANCE_WEIGHTS=(
+            absent if inputs.importance_weights is None else inputs.importance_weights
+        ),
+        LOGPROBS=outputs.logprobs,
+        ENTROPY=outputs.entropy,
+        LOSS=outputs.loss,
+        RATIO=outputs.ratio,
+        KL=outputs.kl,
+        FLAGS=outputs.flags,
+        ratio_low=1.0 - objective.clip_low,
+        ratio_high=1.0 + objective.clip_high,
+        dual_clip=float(objective.dual_clip or 0.0),
+        entropy_coef=float(objective.entropy_coef),
+        kl_coef=float(objective.kl_coef),
         HAS_DUAL_CLIP=objective.dual_clip is not None,
         KL_KIND=KL_KINDS[kl_kind(objective, inputs.logprobs_ref)],
         HAS_IMPORTANCE_WEIGHTS=inputs.importance_weights is not None,
         HAS_ENTROPY_GRAD=objective.entropy_coef != 0.0,
         WRITES_GRAD=d_logits is not None,
-        BLOCK=block,
-        num_warps=warps_for(block),
     )
     if d_logits is not None:
-        moved(_policy_rows_kernel.__name__, logits, d_logits)
+        moved(policy_rows_kernel.__name__, tile.logits, d_logits)
 
 
-def logprob_rows_triton(
-    logits: Tensor,
-    targets: Tensor,
-    stats: Tensor,
-    outputs: tuple[Tensor, Tensor] | None,
-    d_outputs: tuple[Tensor, Tensor | None] | None,
-    shards: VocabShards,
-    temperature: float,
-    d_logits: Tensor | None,
-) -> None:
-    block = block_size(shards.num_columns)
-    grads = logits if d_logits is None else d_logits
-    logprobs, entropy = outputs if outputs is not None else (stats, stats)
-    d_logprobs, d_entropy = d_outputs if d_outputs is not None else (stats, None)
-    _logprob_rows_kernel[(logits.shape[0],)](
-        logits,
-        grads,
-        targets,
-        stats,
-        logprobs,
-        entropy,
-        d_logprobs,
-        stats if d_entropy is None else d_entropy,
-        logits.stride(0),
-        grads.stride(0),
-        logits.shape[0],
-        stats.shape[0],
-        shards.num_columns,
-        shards.num_valid_columns,
-        shards.start,
-        1.0 / temperature,
-        WRITES_OUTPUTS=outputs is not None,
-        WRITES_GRAD=d_outputs is not None,
-        HAS_ENTROPY_GRAD=d_entropy is not None,
-        BLOCK=block,
-        num_warps=warps_for(block),
+def logprob_rows_triton(tile: Tile, stats: Tensor, logprobs: Tensor, entropy: Tensor) -> None:
+    """`logprob_rows` of policy_head_rows.py."""
+    logprob_rows_kernel[(tile.num_rows,)](
+        **_row_arguments(tile, stats, None),
+        LOGPROBS=logprobs,
+        ENTROPY=entropy,
+        D_LOGPROBS=stats,  # not loaded
+        D_ENTROPY=stats,  # not loaded
+        WRITES_OUTPUTS=True,
+        WRITES_GRAD=False,
+        HAS_ENTROPY_GRAD=False,
     )
-    if d_outputs is not None:
-        moved(_logprob_rows_kernel.__name__, logits, d_logits)
 
 
-_ROW_STRIDE = 152064
-_TILE_ROWS = 2560
+def logprob_grad_rows_triton(
+    tile: Tile, stats: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None, d_logits: Tensor
+) -> None:
+    """`logprob_grad_rows` of policy_head_rows.py."""
+    logprob_rows_kernel[(tile.num_rows,)](
+        **_row_arguments(tile, stats, d_logits),
+        LOGPROBS=stats,  # not written
+        ENTROPY=stats,  # not written
+        D_LOGPROBS=d_logprobs,
+        D_ENTROPY=stats if d_entropy is None else d_entropy,
+        WRITES_OUTPUTS=False,
+        WRITES_GRAD=True,
+        HAS_ENTROPY_GRAD=d_entropy is not None,
+    )
+    moved(logprob_rows_kernel.__name__, tile.logits, d_logits)
 
-COMPILE_CASES = (
-    CompileCase(
-        kernel=_row_stats_kernel,
-        label="[2560, 152064] in 8 shards",
-        values={
-            "LOGITS": "*fp32",
-            "TARGETS": "*i64",
-            "STATS": "*fp32",
-            "logits_stride": _ROW_STRIDE,
-            "num_rows": _TILE_ROWS,
-            "shard_size": _ROW_STRIDE // 8,
-            "vocab_start": 0,
-            "vocab_size": _ROW_STRIDE,
-            "inv_temperature": "fp32",
-        },
-        constants={"BLOCK": 4096},
-        num_warps=warps_for(4096),
-    ),
-    *(
-        CompileCase(
-            kernel=_policy_rows_kernel,
-            label=f"{dtype} gradient [2560, 152064], {words}",
-            values={
-                "LOGITS": "*fp32",
-                "D_LOGITS": f"*{dtype}",
-                "TARGETS": "*i64",
-                "STATS": "*fp32",
-                "OLD_LOGPROBS": "*fp32",
-                "ADVANTAGES": "*fp32",
-                "LOSS_WEIGHTS": "*fp32",
-                "REF_LOGPROBS": "*fp32",
-                "IMPORTANCE_WEIGHTS": "*fp32",
-                "LOGPROBS": "*fp32",
-                "ENTROPY": "*fp32",
-                "LOSS": "*fp32",
-                "RATIO": "*fp32",
-                "KL": "*fp32",
-                "FLAGS": "*u8",
-                "logits_stride": _ROW_STRIDE,
-                "d_logits_stride": _ROW_STRIDE,
-                "num_rows": _TILE_ROWS,
-                "num_shards": 8,
-                "num_columns": _ROW_STRIDE,
-                "num_valid": _ROW_STRIDE,
-                "vocab_start": 0,
-                "inv_temperature": "fp32",
-                "ratio_low": "fp32",
-                "ratio_high": "fp32",
-                "dual_clip": "fp32",
-                "entropy_coef": "fp32",
-                "kl_coef": "fp32",
-            },
-            constants={
-                "HAS_DUAL_CLIP": options,
-                "KL_KIND": KL_KINDS["k3"] if options else 0,
-                "HAS_IMPORTANCE_WEIGHTS": options,
-                "HAS_ENTROPY_GRAD": options,
-                "WRITES_GRAD": True,
-                "BLOCK": 4096,
-            },
-            num_warps=warps_for(4096),
-        )
-        for dtype in ("bf16", "fp32")
-        for options, words in ((False, "DAPO"), (True, "every option"))
-    ),
-    CompileCase(
-        kernel=_logprob_rows_kernel,
-        label="bf16 gradient [2560, 152064]",
-        values={
-            "LOGITS": "*fp32",
-            "D_LOGITS": "*bf16",
-            "TARGETS": "*i64",
-            "STATS": "*fp32",
-            "LOGPROBS": "*fp32",
-            "ENTROPY": "*fp32",
-            "D_LOGPROBS": "*fp32",
-            "D_ENTROPY": "*fp32",
-            "logits_stride": _ROW_STRIDE,
-            "d_logits_stride": _ROW_STRIDE,
-            "num_rows": _TILE_ROWS,
-            "num_shards": 8,
-            "num_columns": _ROW_STRIDE,
-            "num_valid": _ROW_STRIDE,
-            "vocab_start": 0,
-            "inv_temperature": "fp32",
-        },
-        constants={
-            "WRITES_OUTPUTS": False,
-            "WRITES_GRAD": True,
-            "HAS_ENTROPY_GRAD": True,
-            "BLOCK": 4096,
-        },
-        num_warps=warps_for(4096),
-    ),
-)
+
+def _row_arguments(
+    tile: Tile, stats: Tensor, d_logits: Tensor | None
+) -> dict[str, Tensor | int | float]:
+    """What both kernels that take a row with its merged stats [S, 4, R] are launched with."""
+    grads = tile.logits if d_logits is None else d_logits
+    block = block_size(tile.shards.num_columns)
+    return {
+        "LOGITS": tile.logits,
+        "D_LOGITS": grads,
+        "TARGETS": tile.targets,
+        "STATS": stats,
+        "logits_stride": tile.logits.stride(0),
+        "d_logits_stride": grads.stride(0),
+        "num_rows": tile.num_rows,
+        "num_shards": stats.shape[0],
+        "num_columns": tile.shards.num_columns,
+        "num_valid": tile.shards.num_valid_columns,
+        "vocab_start": tile.shards.start,
+        "inv_temperature": tile.inverse_temperature,
+        "BLOCK": block,
+        "num_warps": warps_for(block),
+    }

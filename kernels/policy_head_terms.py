@@ -1,8 +1,7 @@
 """DAPO's objective for one token: its value and its derivative, in torch and in Triton.
 
-Both say the same formulas side by side, so that a new objective is added in one place. Source:
-DAPO (arXiv 2503.14476) equation 8; dual clip: arXiv 1912.09729 equation 5; k1, k2, k3:
-Schulman, "Approximating KL Divergence" (2020).
+Both say the formulas of `algorithm/reference.py` side by side, so that a new objective is added in
+one place.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
+from megadapo.kernels.policy_head_types import PolicyInputs
 
 CLIPPED_LOW = 1
 CLIPPED_HIGH = 2
@@ -52,43 +52,12 @@ def kl_kind(objective: PolicyObjective, logprobs_ref: Tensor | None) -> str:
     return "none" if logprobs_ref is None else objective.kl_kind
 
 
-def policy_loss_ref(
-    logprobs: Tensor,
-    entropy: Tensor,
-    *,
-    logprobs_old: Tensor,
-    advantages: Tensor,
-    objective: PolicyObjective,
-    logprobs_ref: Tensor | None = None,
-    importance_weights: Tensor | None = None,
-) -> Tensor:
-    """l_t [R] by the book and by autograd, in any precision: what the rest must agree with."""
-    ratio = (logprobs - logprobs_old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    clipped = ratio.clamp(1.0 - objective.clip_low, 1.0 + objective.clip_high)
-    loss = -torch.minimum(ratio * advantages, clipped * advantages)
-    if objective.dual_clip is not None:
-        bound = -objective.dual_clip * advantages
-        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
-    if importance_weights is not None:
-        loss = loss * importance_weights
-    if logprobs_ref is not None:
-        gap = (logprobs_ref - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        kinds = {"k1": -gap, "k2": 0.5 * gap.square(), "k3": gap.exp() - gap - 1.0}
-        loss = loss + objective.kl_coef * kinds[objective.kl_kind]
-    return loss - objective.entropy_coef * entropy
-
-
 def policy_terms(
-    logprobs: Tensor,
-    entropy: Tensor,
-    *,
-    logprobs_old: Tensor,
-    advantages: Tensor,
-    objective: PolicyObjective,
-    logprobs_ref: Tensor | None = None,
-    importance_weights: Tensor | None = None,
+    logprobs: Tensor, entropy: Tensor, inputs: PolicyInputs, objective: PolicyObjective
 ) -> TokenTerms:
-    """Return value and derivative of every token's loss; see `TokenTerms`."""
+    """Return value and derivative of every token's loss for logprobs and entropy, fp32 [R]."""
+    logprobs_old, advantages = inputs.logprobs_old, inputs.advantages
+    logprobs_ref, importance_weights = inputs.logprobs_ref, inputs.importance_weights
     log_ratio = logprobs - logprobs_old
     inside = log_ratio.abs() <= MAX_LOG_RATIO
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -1,7 +1,8 @@
-"""What the row passes read and fill: the cut of the vocabulary, inputs and outputs of a token."""
+"""What the row passes read and fill: a tile of logits, inputs and outputs of its tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,24 @@ class VocabShards:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tile:
+    """The logits of some tokens over this rank's part of the vocabulary."""
+
+    logits: Tensor  # [R, V/p] fp32
+    targets: Tensor  # [R] int64, ids of the whole vocabulary
+    shards: VocabShards
+    temperature: float
+
+    @property
+    def num_rows(self) -> int:
+        return self.logits.shape[0]
+
+    @property
+    def inverse_temperature(self) -> float:
+        return 1.0 / self.temperature
+
+
+@dataclass(frozen=True, kw_only=True)
 class RowOutputs:
     """Per-token results, each [R]; filled tile by tile."""
 
@@ -66,7 +85,7 @@ class RowOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyInputs:
-    """What the objective needs of each token, each fp32 [R]."""
+    """What the objective needs of each token: [T] from the caller, fp32 [R] in the head."""
 
     logprobs_old: Tensor
     advantages: Tensor
@@ -74,11 +93,12 @@ class PolicyInputs:
     logprobs_ref: Tensor | None
     importance_weights: Tensor | None
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> PolicyInputs:
+        """The same with every tensor changed."""
+        return PolicyInputs(
+            **{name: None if value is None else change(value) for name, value in vars(self).items()}
+        )
+
     def rows(self, start: int, stop: int) -> PolicyInputs:
         """A view of rows start to stop."""
-        return PolicyInputs(
-            **{
-                name: None if value is None else value[start:stop]
-                for name, value in vars(self).items()
-            }
-        )
+        return self.map(lambda value: value[start:stop])

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megadapo.kernels.launch import CompileCase, block_size, uses_triton, warps_for
+from megadapo.kernels.launch import block_size, uses_triton, warps_for
 from megadapo.kernels.traffic import moved
 
 _NUM_PARTIAL_SUMS = 256
@@ -30,7 +30,7 @@ def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 @triton.jit
-def _rmsnorm_fwd_kernel(X, WEIGHT, Y, INVERSE_RMS, num_columns, eps, BLOCK: tl.constexpr):
+def rmsnorm_fwd_kernel(X, WEIGHT, Y, INVERSE_RMS, num_columns, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -43,7 +43,7 @@ def _rmsnorm_fwd_kernel(X, WEIGHT, Y, INVERSE_RMS, num_columns, eps, BLOCK: tl.c
 
 
 @triton.jit
-def _rmsnorm_bwd_kernel(
+def rmsnorm_bwd_kernel(
     X, WEIGHT, D_Y, INVERSE_RMS, D_X, PARTIAL, num_rows, num_columns, BLOCK: tl.constexpr
 ):
     program = tl.program_id(0).to(tl.int64)
@@ -71,17 +71,17 @@ def _forward_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
     inverse_rms = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     block = block_size(num_columns, largest=_LARGEST_ROW)
     if num_rows:
-        _rmsnorm_fwd_kernel[(num_rows,)](
-            x,
-            weight,
-            y,
-            inverse_rms,
-            num_columns,
-            eps,
+        rmsnorm_fwd_kernel[(num_rows,)](
+            X=x,
+            WEIGHT=weight,
+            Y=y,
+            INVERSE_RMS=inverse_rms,
+            num_columns=num_columns,
+            eps=eps,
             BLOCK=block,
             num_warps=warps_for(block, largest=_MOST_WARPS),
         )
-        moved(_rmsnorm_fwd_kernel.__name__, x, y)
+        moved(rmsnorm_fwd_kernel.__name__, x, y)
     return y, inverse_rms
 
 
@@ -94,19 +94,19 @@ def _backward_triton(
     partial = torch.empty(programs, num_columns, dtype=torch.float32, device=x.device)
     block = block_size(num_columns, largest=_LARGEST_ROW)
     if num_rows:
-        _rmsnorm_bwd_kernel[(programs,)](
-            x,
-            weight,
-            d_y,
-            inverse_rms,
-            d_x,
-            partial,
-            num_rows,
-            num_columns,
+        rmsnorm_bwd_kernel[(programs,)](
+            X=x,
+            WEIGHT=weight,
+            D_Y=d_y,
+            INVERSE_RMS=inverse_rms,
+            D_X=d_x,
+            PARTIAL=partial,
+            num_rows=num_rows,
+            num_columns=num_columns,
             BLOCK=block,
             num_warps=warps_for(block, largest=_MOST_WARPS),
         )
-        moved(_rmsnorm_bwd_kernel.__name__, x, d_y, d_x, partial)
+        moved(rmsnorm_bwd_kernel.__name__, x, d_y, d_x, partial)
     return d_x, partial.sum(0)
 
 
@@ -157,37 +157,3 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     if uses_triton(x) and x.shape[-1] > _LARGEST_ROW:
         raise ValueError(f"the kernel takes rows of up to {_LARGEST_ROW}, got {x.shape[-1]}")
     return _RMSNorm.apply(x, weight, eps)
-
-
-COMPILE_CASES = (
-    CompileCase(
-        kernel=_rmsnorm_fwd_kernel,
-        label="bf16 [T, 5120]",
-        values={
-            "X": "*bf16",
-            "WEIGHT": "*bf16",
-            "Y": "*bf16",
-            "INVERSE_RMS": "*fp32",
-            "num_columns": 5120,
-            "eps": "fp32",
-        },
-        constants={"BLOCK": 8192},
-        num_warps=warps_for(8192, largest=_MOST_WARPS),
-    ),
-    CompileCase(
-        kernel=_rmsnorm_bwd_kernel,
-        label="bf16 [T, 5120]",
-        values={
-            "X": "*bf16",
-            "WEIGHT": "*bf16",
-            "D_Y": "*bf16",
-            "INVERSE_RMS": "*fp32",
-            "D_X": "*bf16",
-            "PARTIAL": "*fp32",
-            "num_rows": 20480,
-            "num_columns": 5120,
-        },
-        constants={"BLOCK": 8192},
-        num_warps=warps_for(8192, largest=_MOST_WARPS),
-    ),
-)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megadapo.kernels.launch import CompileCase, uses_triton
+from megadapo.kernels.launch import uses_triton
 from megadapo.kernels.traffic import moved
 
 
@@ -27,7 +27,7 @@ def rotary_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rotary_kernel(
+def rotary_kernel(
     X,  # [T, heads, D], last dimension contiguous
     COS,  # [T, D_rotary / 2]
     SIN,
@@ -69,23 +69,23 @@ def _rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     rest = head_size - 2 * half
     block_heads = min(8, triton.next_power_of_2(num_heads))
     if y.numel():
-        _rotary_kernel[(num_tokens, triton.cdiv(num_heads, block_heads))](
-            x,
-            cos,
-            sin,
-            y,
-            x.stride(0),
-            x.stride(1),
-            num_heads,
-            head_size,
-            half,
-            sign,
+        rotary_kernel[(num_tokens, triton.cdiv(num_heads, block_heads))](
+            X=x,
+            COS=cos,
+            SIN=sin,
+            Y=y,
+            token_stride=x.stride(0),
+            head_stride=x.stride(1),
+            num_heads=num_heads,
+            head_size=head_size,
+            half=half,
+            sign=sign,
             BLOCK_HEADS=block_heads,
             BLOCK_HALF=triton.next_power_of_2(half),
             BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
             num_warps=4,
         )
-        moved(_rotary_kernel.__name__, x, y)
+        moved(rotary_kernel.__name__, x, y)
     return y
 
 
@@ -132,24 +132,3 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if 2 * cos.shape[1] > x.shape[2]:
         raise ValueError(f"{2 * cos.shape[1]} rotated columns do not fit heads of {x.shape[2]}")
     return _Rotary.apply(x, cos.contiguous(), sin.contiguous())
-
-
-COMPILE_CASES = (
-    CompileCase(
-        kernel=_rotary_kernel,
-        label="bf16 [T, 40, 128]",
-        values={
-            "X": "*bf16",
-            "COS": "*fp32",
-            "SIN": "*fp32",
-            "Y": "*bf16",
-            "token_stride": 5120,
-            "head_stride": 128,
-            "num_heads": 40,
-            "head_size": 128,
-            "half": 64,
-            "sign": "fp32",
-        },
-        constants={"BLOCK_HEADS": 8, "BLOCK_HALF": 64, "BLOCK_REST": 0},
-    ),
-)

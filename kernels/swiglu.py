@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megadapo.kernels.launch import CompileCase, block_size, uses_triton, warps_for
+from megadapo.kernels.launch import block_size, uses_triton, warps_for
 from megadapo.kernels.traffic import moved
 
 
@@ -24,7 +24,7 @@ def swiglu_ref(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _swiglu_fwd_kernel(GATE_UP, Y, size, BLOCK: tl.constexpr):
+def swiglu_fwd_kernel(GATE_UP, Y, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -36,7 +36,7 @@ def _swiglu_fwd_kernel(GATE_UP, Y, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_bwd_kernel(GATE_UP, D_Y, D_GATE_UP, size, BLOCK: tl.constexpr):
+def swiglu_bwd_kernel(GATE_UP, D_Y, D_GATE_UP, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -58,8 +58,10 @@ def _forward_triton(gate_up: Tensor) -> Tensor:
     block = block_size(size, largest=2048)
     if num_rows:
         grid = (num_rows, triton.cdiv(size, block))
-        _swiglu_fwd_kernel[grid](gate_up, y, size, BLOCK=block, num_warps=warps_for(block))
-        moved(_swiglu_fwd_kernel.__name__, gate_up, y)
+        swiglu_fwd_kernel[grid](
+            GATE_UP=gate_up, Y=y, size=size, BLOCK=block, num_warps=warps_for(block)
+        )
+        moved(swiglu_fwd_kernel.__name__, gate_up, y)
     return y
 
 
@@ -69,10 +71,15 @@ def _backward_triton(gate_up: Tensor, d_y: Tensor) -> Tensor:
     block = block_size(size, largest=2048)
     if num_rows:
         grid = (num_rows, triton.cdiv(size, block))
-        _swiglu_bwd_kernel[grid](
-            gate_up, d_y, d_gate_up, size, BLOCK=block, num_warps=warps_for(block)
+        swiglu_bwd_kernel[grid](
+            GATE_UP=gate_up,
+            D_Y=d_y,
+            D_GATE_UP=d_gate_up,
+            size=size,
+            BLOCK=block,
+            num_warps=warps_for(block),
         )
-        moved(_swiglu_bwd_kernel.__name__, gate_up, d_y, d_gate_up)
+        moved(swiglu_bwd_kernel.__name__, gate_up, d_y, d_gate_up)
     return d_gate_up
 
 
@@ -124,21 +131,3 @@ def swiglu(gate_up: Tensor) -> Tensor:
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up must end in an even dimension, got {list(gate_up.shape)}")
     return _SwiGLU.apply(gate_up)
-
-
-COMPILE_CASES = (
-    CompileCase(
-        kernel=_swiglu_fwd_kernel,
-        label="bf16 [T, 2 x 27648]",
-        values={"GATE_UP": "*bf16", "Y": "*bf16", "size": 27648},
-        constants={"BLOCK": 2048},
-        num_warps=warps_for(2048),
-    ),
-    CompileCase(
-        kernel=_swiglu_bwd_kernel,
-        label="bf16 [T, 2 x 27648]",
-        values={"GATE_UP": "*bf16", "D_Y": "*bf16", "D_GATE_UP": "*bf16", "size": 27648},
-        constants={"BLOCK": 2048},
-        num_warps=warps_for(2048),
-    ),
-)

@@ -1,14 +1,12 @@
-"""What our own kernels tell a profile: their names, and the bytes they read and write."""
+"""What our own kernels tell a profile: the bytes they read and write."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
-import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 _meters: list[Counter[str]] = []
 
@@ -21,12 +19,6 @@ def metered(meter: Counter[str]) -> Iterator[None]:
         yield
     finally:
         _meters.remove(meter)
-
-
-def named(kernel: str) -> AbstractContextManager[object]:
-    """Show what is called within as a row of its own in a profile; free where there is none."""
-    profiled = torch.autograd.profiler._is_profiler_enabled
-    return record_function(kernel) if profiled else nullcontext()
 
 
 def moved(kernel: str, *tensors: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The per-token policy objective: its numbers and its plain torch definition.
+"""The numbers of the per-token policy objective; `reference.py` says what they mean.
 
 Source: DAPO (arXiv 2503.14476) equation 8 for the decoupled clip; dual clip from
 "Mastering Complex Control in MOBA Games" (arXiv 1912.09729) equation 5; the k1, k2 and k3

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megadapo.algorithm.reference import token_losses
 from megadapo.bench.head_inputs import NUM_SEQUENCES, HeadInputs
 from megadapo.kernels.policy_head import policy_head_loss
-from megadapo.kernels.policy_head_terms import policy_loss_ref
 
 OURS = "megadapo"
 PRODUCTS = "three products alone"
@@ -41,12 +41,8 @@ class Baseline:
 
 def policy_loss(logprobs: Tensor, inputs: HeadInputs) -> Tensor:
     """DAPO's loss from log-probs in plain torch, for baselines that stop at log-probs."""
-    losses = policy_loss_ref(
-        logprobs.float(),
-        torch.zeros((), device=logprobs.device),
-        logprobs_old=inputs.logprobs_old,
-        advantages=inputs.advantages,
-        objective=inputs.objective,
+    losses = token_losses(
+        logprobs.float(), inputs.logprobs_old, inputs.advantages, objective=inputs.objective
     )
     return (inputs.loss_weights * losses).sum()
 

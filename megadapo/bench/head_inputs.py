@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.kernels.policy_head import policy_head_loss_ref
+from megadapo.kernels.policy_head_ref import policy_head_loss_ref
 
 NUM_SEQUENCES = 8
 """Responses in the batch; an advantage belongs to one, as some baselines require."""

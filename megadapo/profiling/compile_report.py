@@ -6,22 +6,20 @@ and shared memory from the binary.
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megadapo.kernels.launch import CompileCase
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megadapo.profiling.compile_cases import COMPILE_CASES, CompileCase
 
 ARCHITECTURES = (80, 90, 100)
 """A100, H100 and H200, B200."""
-
-KERNEL_FILES = ("policy_head_rows_triton", "rmsnorm", "swiglu", "rotary")
-"""Modules of megadapo.kernels with COMPILE_CASES."""
 
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
@@ -42,20 +40,8 @@ class KernelResources:
     num_warps: int
 
 
-def compile_cases() -> list[CompileCase]:
-    """Every kernel of ours at the shapes of Qwen2.5-32B."""
-    cases: list[CompileCase] = []
-    for name in KERNEL_FILES:
-        cases += importlib.import_module(f"megadapo.kernels.{name}").COMPILE_CASES
-    return cases
-
-
 def compile_kernel(case: CompileCase, architecture: int) -> KernelResources:
     """Compile one kernel to a binary for sm_<architecture>; no GPU is needed."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     source = ASTSource(
         fn=case.kernel,
         signature=case.signature(),
@@ -78,8 +64,6 @@ def compile_kernel(case: CompileCase, architecture: int) -> KernelResources:
 
 def _resource_usage(cubin: bytes) -> tuple[int, int, int, int]:
     """(registers, stack, shared, local) of a binary with one kernel, by Triton's own cuobjdump."""
-    import triton
-
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -94,14 +78,10 @@ def _resource_usage(cubin: bytes) -> tuple[int, int, int, int]:
 
 def compile_report(
     architectures: Sequence[int] = ARCHITECTURES,
-    cases: Iterable[CompileCase] | None = None,
+    cases: Iterable[CompileCase] = COMPILE_CASES,
 ) -> list[KernelResources]:
     """Compile every case for every architecture."""
-    return [
-        compile_kernel(case, architecture)
-        for case in (compile_cases() if cases is None else cases)
-        for architecture in architectures
-    ]
+    return [compile_kernel(case, architecture) for case in cases for architecture in architectures]
 
 
 def format_compile_report(results: Sequence[KernelResources]) -> str:

@@ -12,7 +12,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.kernels.policy_head import policy_head_loss, policy_head_loss_ref
+from megadapo.kernels.policy_head import policy_head_loss
+from megadapo.kernels.policy_head_ref import policy_head_loss_ref
 
 NUM_TOKENS, HIDDEN, VOCAB, NUM_MICRO_BATCHES, WORLD = 40, 16, 96, 3, 2
 

@@ -12,7 +12,7 @@ from megadapo.bench.head_inputs import make_inputs
 from megadapo.bench.measure import peak_extra_mib
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
 from megadapo.kernels.policy_head_rows import merge_stats, row_stats
-from megadapo.kernels.policy_head_types import VocabShards
+from megadapo.kernels.policy_head_types import Tile, VocabShards
 from tests.support.head_cases import HeadCase, clip_counts, loss_error, make_case, relative_error
 
 pytestmark = [
@@ -65,9 +65,8 @@ def test_ragged_vocabulary_and_all_masked() -> None:
 def test_first_ratio_is_exactly_one_and_bits_repeat() -> None:
     case = make_case(3000, 256, 20_000, padded=20_480, dtype=torch.bfloat16, device="cuda")
     options = {"temperature": 1.0, "vocab_size": 20_000, "chunk_tokens": 512}
-    old, _ = token_logprobs(
-        case.hidden, case.weight, case.targets, loss_mask=case.loss_weights, **options
-    )
+    rows = case.loss_weights.nonzero()[:, 0]
+    old, _ = token_logprobs(case.hidden, case.weight, case.targets, rows=rows, **options)
     case.kwargs["logprobs_old"] = old
     first, second = case.run(chunk_tokens=512), case.run(chunk_tokens=512)
     assert first.output.ratio_max_error == 0.0
@@ -86,8 +85,8 @@ def test_virtual_shards_give_the_bits_of_real_ones() -> None:
         shards = VocabShards(
             size=size, num_local=num_local, num_total=8, first=first, vocab_size=8 * size - 100
         )
-        tile = logits[:, columns].clone()
-        return row_stats(tile, targets, shards=shards, temperature=0.9)
+        part = logits[:, columns].clone()
+        return row_stats(Tile(logits=part, targets=targets, shards=shards, temperature=0.9))
 
     whole = stats(slice(None), 8, 0)
     parts = [stats(slice(i * size, (i + 1) * size), 1, i) for i in range(8)]
@@ -103,7 +102,7 @@ def test_more_elements_than_32_bits_count() -> None:
     logits[-1].copy_(torch.randn(columns, device="cuda"))
     targets = torch.zeros(rows, dtype=torch.int64, device="cuda")
     shards = VocabShards(size=columns // 8, num_local=8, num_total=8, first=0, vocab_size=columns)
-    stats = row_stats(logits, targets, shards=shards, temperature=1.0)
+    stats = row_stats(Tile(logits=logits, targets=targets, shards=shards, temperature=1.0))
     _, _, logprobs, _ = merge_stats(stats)
     expected = logits[-1].double().log_softmax(0)[0]
     assert abs(logprobs[-1].item() - expected.item()) <= 4e-6

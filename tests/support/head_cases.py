@@ -9,12 +9,8 @@ import torch
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.kernels.policy_head import (
-    PolicyHeadOutput,
-    policy_head_loss,
-    policy_head_loss_ref,
-    token_logprobs_ref,
-)
+from megadapo.kernels.policy_head import PolicyHeadOutput, policy_head_loss
+from megadapo.kernels.policy_head_ref import policy_head_loss_ref, token_logprobs_ref
 
 
 @dataclass

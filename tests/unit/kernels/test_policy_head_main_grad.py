@@ -86,18 +86,6 @@ def test_tied_embedding_keeps_its_own_gradient() -> None:
     assert relative_error(weight.main_grad, case.reference().d_weight) <= 2e-6
 
 
-def test_accumulating_in_the_forward_pass() -> None:
-    case = make_case(70, 24, 304)
-    deferred, direct = megatron_parameter(case.weight), megatron_parameter(case.weight)
-    for _ in range(2):
-        expected = run_into(case, deferred, chunk_tokens=64)
-        got = run_into(case, direct, chunk_tokens=64, accumulate_in_forward=True)
-    assert torch.equal(got, expected)
-    assert relative_error(direct.main_grad, deferred.main_grad.double()) <= 1e-6
-    with pytest.raises(RuntimeError, match="accumulate_in_forward"):
-        run_into(case, direct, scale=2.0, accumulate_in_forward=True)
-
-
 def test_second_backward_is_refused() -> None:
     """The gradient was handed over; a silent second one would be zeros or doubled."""
     case = make_case(20, 16, 200)

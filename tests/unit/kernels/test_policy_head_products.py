@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megadapo.kernels import native, policy_head_products_cpu
+from megadapo.kernels import native
 from megadapo.kernels.policy_head_products import mm_fp32, widened_like
+from megadapo.kernels.policy_head_products_cpu import has_fp32_product, load_product
+from megadapo.kernels.torch_internals import find_brgemm
 
 ROUTES = ["widened"]
-if torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported():
+if find_brgemm() is not None:
     ROUTES.append("inner kernels")
 
 
@@ -18,11 +20,11 @@ def route(request, monkeypatch):
     """Both ways; a processor without bf16 instructions has the first one only."""
     monkeypatch.setenv(native.SWITCH, "1" if request.param == "inner kernels" else "0")
     native.load_native.cache_clear()
-    policy_head_products_cpu._brgemm.cache_clear()
-    assert (policy_head_products_cpu._brgemm() is not None) == (request.param == "inner kernels")
+    load_product.cache_clear()
+    assert (load_product() is not None) == (request.param == "inner kernels")
     yield request.param
     native.load_native.cache_clear()
-    policy_head_products_cpu._brgemm.cache_clear()
+    load_product.cache_clear()
 
 
 def product(a, b, out=None):
@@ -84,5 +86,5 @@ def test_without_onednn_the_inner_kernels_are_left_alone():
     """They would throw where nothing can catch it."""
     a, b = operands(8, 8, 8)
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not policy_head_products_cpu.has_fp32_product(a, b)
+        assert not has_fp32_product(a, b)
         assert product(a, b).isfinite().all()

@@ -13,7 +13,7 @@ import torch
 from megadapo.kernels import native
 from megadapo.kernels.policy_head_rows import merge_stats
 from megadapo.kernels.policy_head_rows_cpu import SOURCE, RowGradients, row_grads_cpu, row_stats_cpu
-from megadapo.kernels.policy_head_types import NEVER, VocabShards
+from megadapo.kernels.policy_head_types import NEVER, Tile, VocabShards
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -50,7 +50,8 @@ def run(
     in_place=False,
 ):
     """Log-probs, entropy and d_logits of a tile that is the whole vocabulary."""
-    stats = row_stats_cpu(logits, targets, shards, temperature)
+    tile = Tile(logits=logits, targets=targets, shards=shards, temperature=temperature)
+    stats = row_stats_cpu(tile)
     maximum, log_total, logprobs, entropy = merge_stats(stats)
     terms = RowGradients(
         maximum=maximum,
@@ -60,7 +61,7 @@ def run(
         d_entropy=d_entropy,
     )
     d_logits = logits if in_place else torch.empty_like(logits, dtype=dtype)
-    row_grads_cpu(logits, targets, terms, shards, temperature, d_logits)
+    row_grads_cpu(tile, terms, d_logits)
     return logprobs, entropy, d_logits
 
 
@@ -136,7 +137,8 @@ def test_targets_of_other_ranks_are_left_to_them(passes):
     shards = shards_of(128, first=1)
     logits = torch.randn(2, 128)
     targets = torch.tensor([5, 130])
-    stats = row_stats_cpu(logits, targets, shards, 1.0)
+    tile = Tile(logits=logits, targets=targets, shards=shards, temperature=1.0)
+    stats = row_stats_cpu(tile)
     assert stats[0, 2, 0] == NEVER
     assert stats[0, 2, 1] == logits[1, 2]
     terms = RowGradients(
@@ -147,7 +149,7 @@ def test_targets_of_other_ranks_are_left_to_them(passes):
         d_entropy=None,
     )
     d_logits = torch.empty_like(logits)
-    row_grads_cpu(logits, targets, terms, shards, 1.0, d_logits)
+    row_grads_cpu(tile, terms, d_logits)
     expected = -logits.double().softmax(-1)
     expected[1, 2] += 1.0
     torch.testing.assert_close(d_logits.double(), expected, rtol=0, atol=1e-6)
@@ -204,7 +206,11 @@ def test_a_row_has_the_same_bits_in_every_tile_and_on_every_thread(passes):
     """Otherwise the first ratio would not be exactly 1."""
     logits, targets = torch.randn(33, 4096) * 3.0, torch.randint(0, 4096, (33,))
     shards = shards_of(4096, num_local=8)
-    stats = row_stats_cpu(logits, targets, shards, 1.0)
+
+    def stats_of(part, shards):
+        return row_stats_cpu(Tile(logits=part, targets=targets, shards=shards, temperature=1.0))
+
+    stats = stats_of(logits, shards)
     whole = run(logits, targets, shards)
     threads = torch.get_num_threads()
     try:
@@ -218,7 +224,7 @@ def test_a_row_has_the_same_bits_in_every_tile_and_on_every_thread(passes):
     finally:
         torch.set_num_threads(threads)
     halves = [
-        row_stats_cpu(logits[:, first * 512 :][:, :2048].contiguous(), targets, part, 1.0)
+        stats_of(logits[:, first * 512 :][:, :2048].contiguous(), part)
         for first, part in (
             (0, shards_of(2048, num_local=4)),
             (4, shards_of(2048, num_local=4, first=4)),

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+import importlib
+from pathlib import Path
 
+import pytest
+from triton.runtime.jit import JITFunction
+
+from megadapo.kernels import launch
+from megadapo.profiling.compile_cases import COMPILE_CASES
 from megadapo.profiling.compile_report import (
     ARCHITECTURES,
     KernelResources,
-    compile_cases,
     compile_kernel,
     format_compile_report,
 )
 
-CASES = compile_cases()
-
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.kernel.__name__}-{c.label}")
+@pytest.mark.parametrize("case", COMPILE_CASES, ids=lambda c: f"{c.kernel.__name__}-{c.label}")
 def test_compiles_without_spilling(case, architecture: int) -> None:  # noqa: ANN001
     """At Qwen2.5-32B's shapes; spilled registers would cost more than the kernel's own traffic."""
     resources = compile_kernel(case, architecture)
@@ -27,15 +30,10 @@ def test_compiles_without_spilling(case, architecture: int) -> None:  # noqa: AN
 
 def test_every_kernel_has_a_case() -> None:
     """A new kernel that nobody compiles would first fail on a user's GPU."""
-    import importlib
-
-    from triton.runtime.jit import JITFunction
-
-    from megadapo.profiling.compile_report import KERNEL_FILES
-
-    compiled = {case.kernel.__name__ for case in CASES}
-    for name in KERNEL_FILES:
-        module = importlib.import_module(f"megadapo.kernels.{name}")
+    compiled = {case.kernel.__name__ for case in COMPILE_CASES}
+    folder = Path(launch.__file__).parent
+    for file in folder.glob("*.py"):
+        module = importlib.import_module(f"megadapo.kernels.{file.stem}")
         for value in vars(module).values():
             if isinstance(value, JITFunction) and value.__name__.endswith("_kernel"):
                 assert value.__name__ in compiled

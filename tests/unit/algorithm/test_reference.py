@@ -1,0 +1,154 @@
+"""The definition of the policy loss against numbers made by hand, and what it refuses.
+
+Everything else is tested against this file's subject, so a wrong formula here would hide itself.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.reference import kl_estimates, policy_loss, token_losses
+
+
+def loss_and_grad(ratio: float, advantage: float, **objective: float) -> tuple[float, float]:
+    """l_t and dl_t / dlogprob_t of one token with this ratio."""
+    logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    zero = torch.zeros(1, dtype=torch.float64)
+    losses = token_losses(logprobs, zero, zero + advantage, objective=PolicyObjective(**objective))
+    losses.sum().backward()
+    return losses.item(), logprobs.grad.item()
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, loss, grad",
+    [
+        (1.0, 2.0, -2.0, -2.0),
+        (1.2, 2.0, -2.4, -2.4),
+        (1.3, 2.0, -2.56, 0.0),  # clipped at 1.28
+        (0.5, 2.0, -1.0, -1.0),  # below the window, and still too low for a good token
+        (0.7, -1.0, 0.8, 0.0),  # clipped at 0.8
+        (0.9, -1.0, 0.9, 0.9),
+        (5.0, -1.0, 5.0, 5.0),  # above the window, and still too high for a bad token
+        (1.1, 0.0, 0.0, 0.0),
+    ],
+)
+def test_decoupled_clip(ratio: float, advantage: float, loss: float, grad: float) -> None:
+    """Equation 8: the sign of the advantage decides which side is clipped."""
+    assert loss_and_grad(ratio, advantage) == pytest.approx((loss, grad), abs=1e-12)
+
+
+def test_dual_clip_bounds_a_bad_token_only() -> None:
+    assert loss_and_grad(5.0, -1.0, dual_clip=3.0) == pytest.approx((3.0, 0.0), abs=1e-12)
+    assert loss_and_grad(2.0, -1.0, dual_clip=3.0) == pytest.approx((2.0, 2.0), abs=1e-12)
+    assert loss_and_grad(0.5, 1.0, dual_clip=3.0) == pytest.approx((-0.5, -0.5), abs=1e-12)
+
+
+@pytest.mark.parametrize("kind, value", [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)])
+def test_kl_estimators(kind: str, value: float) -> None:
+    """For a token that the policy likes more than the reference does, by half a nat."""
+    objective = PolicyObjective(kl_coef=1.0, kl_kind=kind)
+    got = kl_estimates(torch.tensor([-1.0]), torch.tensor([-1.5]), objective)
+    assert got.item() == pytest.approx(value, abs=1e-6)
+
+
+def make_tokens(num_tokens: int = 7) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def normal() -> Tensor:
+        return torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+
+    return {
+        "logprobs": -2.0 + 0.1 * normal(),
+        "logprobs_old": -2.0 + 0.1 * normal(),
+        "advantages": normal(),
+        "loss_weights": torch.full((num_tokens,), 1.0 / num_tokens, dtype=torch.float64),
+        "cu_seqlens": torch.tensor([0, 3, 3, num_tokens]),
+    }
+
+
+def test_the_loss_is_the_weighted_sum_in_the_inputs_dtype() -> None:
+    tokens = make_tokens()
+    losses = token_losses(
+        tokens["logprobs"],
+        tokens["logprobs_old"],
+        tokens["advantages"],
+        objective=PolicyObjective(),
+    )
+    got = policy_loss(**tokens, objective=PolicyObjective())
+    assert got.dtype == torch.float64 and got.shape == ()
+    assert got.item() == pytest.approx((tokens["loss_weights"] * losses).sum().item(), rel=1e-14)
+
+
+def test_every_term_at_once() -> None:
+    """Importance weights scale the policy term alone; KL adds, entropy subtracts."""
+    tokens, objective = make_tokens(), PolicyObjective(kl_coef=0.3, entropy_coef=0.1)
+    plain = policy_loss(**tokens, objective=PolicyObjective())
+    ref = tokens["logprobs"] - 0.5
+    got = policy_loss(
+        **tokens,
+        objective=objective,
+        logprobs_ref=ref,
+        entropy=torch.full((7,), 2.0, dtype=torch.float64),
+        importance_weights=torch.full((7,), 0.5, dtype=torch.float64),
+    )
+    expected = 0.5 * plain.item() + 0.3 * (math.exp(-0.5) - 0.5) - 0.1 * 2.0
+    assert got.item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["logprobs_old", "logprobs_ref", "importance_weights"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_tokens_that_do_not_enter(name: str, value: float) -> None:
+    """Neither their value nor their gradient, even where it would be 0 x NaN."""
+    tokens = make_tokens()
+    tokens["logprobs_ref"] = tokens["logprobs"].clone()
+    tokens["importance_weights"] = torch.ones(7, dtype=torch.float64)
+    tokens["loss_weights"][5] = 0.0
+    without = tokens | {"loss_weights": tokens["loss_weights"].clone()}
+    without["loss_weights"][2] = 0.0
+    expected = policy_loss(**without, objective=PolicyObjective())
+    for bad in (2, 5):
+        tokens[name][bad] = value
+    tokens["logprobs"][5] = math.nan
+    tokens["logprobs"].requires_grad_()
+    got = policy_loss(**tokens, objective=PolicyObjective())
+    got.backward()
+    assert got.item() == expected.item()
+    assert tokens["logprobs"].grad.isfinite().all()
+    assert not tokens["logprobs"].grad[[2, 5]].any()
+
+
+def test_a_broken_log_prob_reaches_the_loss() -> None:
+    """The policy's own NaN is a failure to be seen, not a token to be dropped."""
+    tokens = make_tokens()
+    tokens["logprobs"][1] = math.nan
+    assert policy_loss(**tokens, objective=PolicyObjective()).isnan()
+
+
+def test_no_tokens_at_all() -> None:
+    tokens = {name: value[:0] for name, value in make_tokens().items()}
+    tokens["cu_seqlens"] = torch.tensor([0])
+    assert policy_loss(**tokens, objective=PolicyObjective()).item() == 0.0
+
+
+@pytest.mark.parametrize("edges", [[], [0], [1, 7], [0, 6], [0, 8], [0, 5, 4, 7]])
+def test_edges_that_do_not_cut_the_tokens(edges: list[int]) -> None:
+    tokens = make_tokens() | {"cu_seqlens": torch.tensor(edges, dtype=torch.int64)}
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 7"):
+        policy_loss(**tokens, objective=PolicyObjective())
+
+
+@pytest.mark.parametrize(
+    "objective, message",
+    [
+        (PolicyObjective(kl_coef=0.1), "logprobs_ref is missing"),
+        (PolicyObjective(entropy_coef=0.1), "entropy is missing"),
+    ],
+)
+def test_a_term_without_its_input(objective: PolicyObjective, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        policy_loss(**make_tokens(), objective=objective)

@@ -1,0 +1,168 @@
+"""Each token's loss and derivative against the definition's autograd in fp64, far outside too.
+
+The torch form here, the Triton form when test_triton_interpreter.py runs this file again.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
+from megadapo.algorithm.reference import token_losses
+from megadapo.kernels.launch import uses_triton
+from megadapo.kernels.policy_head_terms import (
+    DROPPED,
+    KL_KINDS,
+    kl_kind,
+    policy_terms,
+    token_terms,
+)
+from megadapo.kernels.policy_head_types import PolicyInputs
+
+UNCLIPPED = {"clip_low": 1.0 - 1e-10, "clip_high": 1e10}
+"""A window that e^-20 and e^20 lie in: no clip cuts a gradient that the clamp must cut."""
+LOG_RATIOS = (-30.0, -20.5, -19.5, -3.0, -0.5, -0.125, 0.0, 0.125, 0.5, 3.0, 19.5, 20.5, 30.0)
+
+
+@triton.jit
+def _terms_kernel(
+    LOGPROBS,
+    ENTROPY,
+    LOGPROBS_OLD,
+    ADVANTAGES,
+    IMPORTANCE_WEIGHTS,
+    LOGPROBS_REF,
+    LOSS,
+    D_LOGPROBS,
+    FLAGS,
+    ratio_low,
+    ratio_high,
+    dual_clip,
+    entropy_coef,
+    kl_coef,
+    HAS_DUAL_CLIP: tl.constexpr,
+    KL_KIND: tl.constexpr,
+):
+    row = tl.program_id(0)
+    loss, d_logprob, ratio, kl, flags = token_terms(
+        logprob=tl.load(LOGPROBS + row),
+        entropy=tl.load(ENTROPY + row),
+        logprob_old=tl.load(LOGPROBS_OLD + row),
+        advantage=tl.load(ADVANTAGES + row),
+        importance_weight=tl.load(IMPORTANCE_WEIGHTS + row),
+        logprob_ref=tl.load(LOGPROBS_REF + row),
+        ratio_low=ratio_low,
+        ratio_high=ratio_high,
+        dual_clip=dual_clip,
+        entropy_coef=entropy_coef,
+        kl_coef=kl_coef,
+        HAS_DUAL_CLIP=HAS_DUAL_CLIP,
+        KL_KIND=KL_KIND,
+    )
+    tl.store(LOSS + row, loss)
+    tl.store(D_LOGPROBS + row, d_logprob)
+    tl.store(FLAGS + row, flags.to(tl.uint8))
+
+
+def make_inputs(log_ratios: tuple[float, ...], ref_gaps: tuple[float, ...]) -> dict[str, Tensor]:
+    """Every combination of log-ratio, gap to the reference and sign of the advantage."""
+    columns = zip(*itertools.product(log_ratios, ref_gaps, (-1.5, 0.0, 0.75)), strict=True)
+    ratio, gap, advantages = (torch.tensor(column) for column in columns)
+    # multiples of 1/8, so that their differences are exact in fp32
+    logprobs = -torch.arange(len(ratio)).remainder(7) * 0.375 - 0.25
+    return {
+        "logprobs": logprobs,
+        "logprobs_old": logprobs - ratio,
+        "advantages": advantages,
+        "logprobs_ref": logprobs + gap,
+        "entropy": torch.linspace(0.0, 5.0, len(ratio)),
+        "importance_weights": torch.linspace(0.25, 2.0, len(ratio)),
+    }
+
+
+def terms(values: dict[str, Tensor], objective: PolicyObjective) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, d_logprobs, flags), each [R]."""
+    inputs = PolicyInputs(
+        loss_weights=torch.ones_like(values["logprobs"]),
+        **{k: v for k, v in values.items() if k not in ("logprobs", "entropy")},
+    )
+    if not uses_triton(values["logprobs"]):
+        got = policy_terms(values["logprobs"], values["entropy"], inputs, objective)
+        return got.loss, got.d_logprobs, got.flags
+    loss, d_logprobs = torch.empty_like(inputs.advantages), torch.empty_like(inputs.advantages)
+    flags = torch.empty(len(loss), dtype=torch.uint8)
+    _terms_kernel[(len(loss),)](
+        LOGPROBS=values["logprobs"],
+        ENTROPY=values["entropy"],
+        LOGPROBS_OLD=inputs.logprobs_old,
+        ADVANTAGES=inputs.advantages,
+        IMPORTANCE_WEIGHTS=inputs.importance_weights,
+        LOGPROBS_REF=inputs.logprobs_ref,
+        LOSS=loss,
+        D_LOGPROBS=d_logprobs,
+        FLAGS=flags,
+        ratio_low=1.0 - objective.clip_low,
+        ratio_high=1.0 + objective.clip_high,
+        dual_clip=float(objective.dual_clip or 0.0),
+        entropy_coef=objective.entropy_coef,
+        kl_coef=objective.kl_coef,
+        HAS_DUAL_CLIP=objective.dual_clip is not None,
+        KL_KIND=KL_KINDS[kl_kind(objective, inputs.logprobs_ref)],
+    )
+    return loss, d_logprobs, flags
+
+
+def definition(values: dict[str, Tensor], objective: PolicyObjective) -> tuple[Tensor, Tensor]:
+    """(loss, d_logprobs) of the reference in fp64."""
+    wide = {name: value.double() for name, value in values.items()}
+    logprobs = wide.pop("logprobs").requires_grad_()
+    losses = token_losses(
+        logprobs, wide.pop("logprobs_old"), wide.pop("advantages"), objective=objective, **wide
+    )
+    losses.sum().backward()
+    return losses.detach(), logprobs.grad
+
+
+def check(values: dict[str, Tensor], objective: PolicyObjective) -> None:
+    """Element by element, so that a gradient of 2e-9 that must be 0 cannot hide."""
+    loss, d_logprobs, flags = terms(values, objective)
+    expected_loss, expected_grad = definition(values, objective)
+    assert not (flags & DROPPED).any()
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=4e-6, atol=1e-6)
+    torch.testing.assert_close(d_logprobs.double(), expected_grad, rtol=4e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("dual_clip", [None, 3.0, 1e9])
+@pytest.mark.parametrize("window", [{}, UNCLIPPED], ids=["clipped", "unclipped"])
+def test_policy_term(window: dict[str, float], dual_clip: float | None) -> None:
+    """Beyond +-20 the ratio is a constant: a gradient kept there would be e^20 times too large."""
+    check(make_inputs(LOG_RATIOS, (0.0,)), PolicyObjective(dual_clip=dual_clip, **window))
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("log_ratio", [-30.0, -20.5, 20.5, 30.0])
+def test_no_gradient_beyond_the_clamp(log_ratio: float, sign: float) -> None:
+    """For both signs of the advantage, with no clip that would cut it anyway."""
+    values = make_inputs((log_ratio,), (0.0,))
+    values["advantages"] = torch.full_like(values["advantages"], sign)
+    assert abs(log_ratio) > MAX_LOG_RATIO
+    _, d_logprobs, flags = terms(values, PolicyObjective(**UNCLIPPED))
+    assert not flags.any() and not d_logprobs.any()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_and_entropy_terms(kind: str) -> None:
+    """The reference may be as far away; its estimate is clamped and has no gradient there.
+
+    Alone, as a policy term of the other sign would cancel its digits.
+    """
+    objective = PolicyObjective(kl_coef=0.1, kl_kind=kind, entropy_coef=0.02)
+    values = make_inputs((-0.5, 0.0, 0.125), LOG_RATIOS)
+    values["advantages"] = torch.zeros_like(values["advantages"])
+    check(values, objective)

@@ -1,0 +1,91 @@
+"""A torch that has lost what we use of its inside: the head goes on, with the same numbers."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import types
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from megadapo.kernels import policy_head_products_cpu, torch_internals
+from megadapo.kernels.policy_head_rows_cpu import ROW_GRADS, ROW_STATS
+from tests.support.head_cases import make_case, relative_error
+
+
+def lose_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_internals, "BRGEMM_SYMBOLS", ("_ZN2at4goneEv", "_ZN2at4goneEb"))
+
+
+def lose_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__file__", "/nowhere/torch/__init__.py")
+
+
+def lose_onednn_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "mkldnn", types.SimpleNamespace())
+
+
+def lose_processor_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
+
+
+def lose_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+
+
+@pytest.fixture
+def fresh_product() -> Iterator[None]:
+    policy_head_products_cpu.load_product.cache_clear()
+    yield
+    policy_head_products_cpu.load_product.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [lose_symbols, lose_library, lose_onednn_question, lose_processor_question, lose_onednn],
+)
+def test_head_without_the_inner_product(
+    lose: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    fresh_product: None,
+) -> None:
+    """A lookup that raises, or finds nothing, must end in the widened product."""
+    case = make_case(70, 64, 1000, padded=1024, dtype=torch.bfloat16)
+    usual = case.run(chunk_tokens=64)
+    policy_head_products_cpu.load_product.cache_clear()
+    lose(monkeypatch)
+    assert torch_internals.find_brgemm() is None
+    assert not policy_head_products_cpu.has_fp32_product(case.hidden, case.weight)
+    got, expected = case.run(chunk_tokens=64), case.reference()
+    assert (got.output.logprobs - expected.logprobs).abs().max() <= 1e-5
+    assert (got.output.logprobs - usual.output.logprobs).abs().max() <= 1e-5
+    assert relative_error(got.d_hidden, expected.d_hidden) <= 4e-3
+    assert relative_error(got.d_weight, expected.d_weight) <= 4e-3
+
+
+def test_a_product_that_answers_wrongly_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fresh_product: None
+) -> None:
+    """A torch with the same names and another meaning would train on wrong logits."""
+    address = torch_internals.Brgemm(ctypes.c_void_p(0), ctypes.c_void_p(0))
+    library = types.SimpleNamespace(megadapo_product=lambda *_: 0)
+    monkeypatch.setattr(policy_head_products_cpu, "find_brgemm", lambda: address)
+    monkeypatch.setattr(policy_head_products_cpu, "load_native", lambda _: library)
+    with caplog.at_level(logging.WARNING):
+        assert policy_head_products_cpu.load_product() is None
+    assert "multiplies bf16 in a way we do not know" in caplog.text
+
+
+@pytest.mark.parametrize("has_flag", [True, False])
+def test_row_passes_are_in_a_profile(has_flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_flag:
+        monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
+    case = make_case(5, 8, 100)
+    expected = case.run()
+    with torch.profiler.profile() as profile:
+        got = case.run()
+    names = {event.key for event in profile.key_averages()}
+    assert {ROW_STATS, ROW_GRADS} <= names
+    assert torch.equal(got.d_weight, expected.d_weight)
