@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.batches import RAGGED, random_batch
-from tests.support.probes import train, update_with_fault
+from tests.support.probes import steps_with_losses, train, update_with_fault
 from tests.support.ranks import Ranks, settings_for
 
 LAYOUTS = {
@@ -35,6 +35,18 @@ def test_non_finite_on_one_rank_skips_the_update_on_all(
         assert report["unchanged"], "weights, masters or moments moved in a skipped update"
         assert report["healthy"]["skipped_updates"] == 0
         assert report["changed_after"] and report["finite"]
+
+
+def test_a_non_finite_loss_skips_the_update_although_the_gradients_are_finite(
+    ranks: Ranks, models: Path
+) -> None:
+    """A guard that looked at the gradient norm alone would train on."""
+    settings = settings_for(str(models / "qwen2-tied"), data=2)
+    losses = [math.nan, math.inf, -math.inf, 0.5]
+    for answers in ranks.run(2, steps_with_losses, settings, random_batch(RAGGED), losses):
+        assert all(math.isfinite(step["grad_norm"]) for step, _ in answers)
+        assert [step["applied"] for step, _ in answers] == [False, False, False, True]
+        assert [changed for _, changed in answers] == [False, False, False, True]
 
 
 def test_tokens_without_an_engine_logprob_are_dropped_and_counted(

@@ -175,6 +175,25 @@ def state_bits(rank: TrainerRank) -> list[bytes]:
     return [tensor.detach().contiguous().numpy().tobytes() for tensor in tensors]
 
 
+def steps_with_losses(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, losses: list[float]
+) -> list[tuple[dict[str, Any], bool]]:
+    """The optimizer's answer to each loss beside good gradients, and whether it changed a bit."""
+    from megadapo.trainer.micro_batch import trained_tokens
+    from megadapo.trainer.optimizer import step_if_finite
+    from megadapo.trainer.step import compute_gradients
+
+    rank = build(rendezvous, settings)
+    cut = rank.micro_batches(batch, batch.mini_batches[0], trained_tokens(batch)[0], 0)
+    answers = []
+    for loss in losses:
+        compute_gradients(rank.chunks, rank.head, cut, rank.logprobs_of(cut))
+        before = state_bits(rank)
+        step = step_if_finite(rank.optimizer, loss=loss, lr=1e-3)
+        answers.append((asdict(step), state_bits(rank) != before))
+    return answers
+
+
 def update_with_fault(
     rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, where: str
 ) -> dict[str, Any]:

@@ -92,6 +92,19 @@ def test_micro_batches_are_evened_out_within_the_budget() -> None:
     assert tokens == [50, 55]
 
 
+def test_an_even_split_above_the_budget_is_not_taken() -> None:
+    """60 + 60 tokens fit; dearest first to the lightest bin would give 70 and 50."""
+    shares = partition([30, 30, 20, 20, 20], num_ranks=1, token_budget=60, hidden_size=4096)
+    assert shares == [[[0, 1], [2, 3, 4]]]
+
+
+def test_the_tight_packing_is_filled_up_with_empty_micro_batches() -> None:
+    """Attention makes the seven long ones so dear that all short ones would share one, 70 long."""
+    lengths = [50] * 7 + [10] * 7
+    (share,) = partition(lengths, num_ranks=1, token_budget=60, hidden_size=1, multiple_of=2)
+    assert share == [[index, index + 7] for index in range(7)] + [[]]
+
+
 def test_partition_does_not_depend_on_anything_but_its_arguments() -> None:
     lengths, _, _ = random_case(7)
     first = partition(lengths, num_ranks=3, token_budget=400, hidden_size=64)
