@@ -1,7 +1,9 @@
 # make quickstart   a small model learns to reason on two CPU cores
 # make test         the test suite; make test-all adds the minutes-long ones; both test the
 #                   report's page too where chromium is installed
+# make test-unit    what runs in one process, in two minutes
 # make test-megatron  the trainer's tests on the newest megatron-core it is known to run on
+# make mutants      small wrong changes to the pure packages: does a test notice each one?
 # All make .venv from requirements/cpu.lock first, once. make lock renews that file.
 
 # Python 3.11, 3.12 or 3.13; empty: the newest that is there.
@@ -15,9 +17,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The report's page is tested in Chromium where there is one.
 BROWSER := $(if $(shell command -v chromium),,and not browser)
+MUTMUT := build/mutmut-3.8.1
 MEGATRON := build/megatron-core-$(NEWER_MEGATRON)
 
-.PHONY: quickstart test test-all test-megatron lint format lock install clean
+.PHONY: quickstart test test-all test-unit test-megatron mutants lint format lock install clean
 
 quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
@@ -27,6 +30,9 @@ test: install
 
 test-all: install
 	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=30 tests
+
+test-unit: install
+	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=12 tests/unit
 
 test-megatron: install $(MEGATRON)
 	MEGADAPO_TEST_MEGATRON=$(NEWER_MEGATRON) PYTHONPATH="$(CURDIR)/$(MEGATRON)" \
@@ -41,6 +47,17 @@ $(MEGATRON): | $(STAMP)
 	$(BIN)/python -m zipfile -e $@.wheel/*.whl $@.part
 	rm -r $@.wheel
 	mv $@.part $@
+
+# half an hour on two cores; mutmut has an environment of its own, which sees that of the tests
+mutants: install $(MUTMUT)/.installed
+	$(MUTMUT)/bin/python tools/mutants.py
+
+$(MUTMUT)/.installed: | $(STAMP)
+	$(BIN)/python -m venv $(MUTMUT)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		$$($(MUTMUT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(MUTMUT)/bin/pip install --quiet mutmut==3.8.1
+	@touch $@
 
 lint: install
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megadapo.algorithm.advantages import group_advantages
+from megadapo.algorithm.advantages import advantages, group_advantages
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.selection import has_signal
 from megadapo.algorithm.shaping import overlong_penalty, shaped_rewards
@@ -20,9 +20,27 @@ def test_advantages_are_the_standardised_rewards():
 
 
 def test_without_the_std_advantages_are_the_centred_rewards():
+    """Of rewards whose std is not 1, or dividing by it would change nothing."""
     np.testing.assert_allclose(
-        group_advantages([1, -1, -1, -1], normalize_by_std=False), [1.5, -0.5, -0.5, -0.5]
+        group_advantages([3, -1, -1, -1], normalize_by_std=False), [3.0, -1.0, -1.0, -1.0]
     )
+
+
+@pytest.mark.parametrize("normalize_by_std", [True, False])
+def test_a_steps_advantages_follow_each_groups_shaped_rewards(normalize_by_std):
+    """Catches an option that never reaches the formula, and groups that are normalised as one."""
+    groups = [
+        SimpleNamespace(rewards=[1.0, -1.0, -1.0], lengths=[10, 20, 15]),
+        SimpleNamespace(rewards=[-1.0, 1.0], lengths=[1, 1]),
+        SimpleNamespace(rewards=[1.0, 1.0], lengths=[1, 1]),
+    ]
+    config = AlgorithmConfig(
+        overlong_buffer=10, overlong_factor=0.5, normalize_by_std=normalize_by_std
+    )
+    shaped = [np.array([1.0, -1.5, -1.25]), np.array([-1.0, 1.0]), np.array([1.0, 1.0])]
+    expected = [group_advantages(one, normalize_by_std=normalize_by_std) for one in shaped]
+    result = advantages(groups, config, max_response_tokens=20)
+    np.testing.assert_allclose(result, np.concatenate(expected), rtol=1e-15)
 
 
 @pytest.mark.parametrize("rewards", [[1.0], [-1.0] * 16, [0.1 + 0.2] * 3])
@@ -33,8 +51,8 @@ def test_a_group_of_equal_rewards_teaches_nothing(rewards):
 
 def test_a_nearly_constant_group_keeps_unit_scale():
     """An epsilon under the fraction would shrink the advantages of small differences."""
-    advantages = group_advantages([0.0, 1e-7, 0.0, 1e-7])
-    assert advantages.std(ddof=1) == pytest.approx(1.0, rel=1e-9)
+    values = group_advantages([0.0, 1e-7, 0.0, 1e-7])
+    assert values.std(ddof=1) == pytest.approx(1.0, rel=1e-9)
 
 
 @pytest.mark.parametrize("rewards", [[], [1.0, np.nan], [1.0, np.inf], [[1.0], [2.0]]])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import typing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from megadapo.algorithm.loss_weights import Aggregation, sequence_weights
+from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.loss_weights import Aggregation, loss_weights, sequence_weights
 
 LENGTHS = np.array([3, 1, 7, 2, 5])
 GROUPS = np.array([8, 8, 3, 3, 3])
@@ -53,10 +55,26 @@ def test_nothing_kept_gives_zero_weights_and_no_division_by_zero(aggregation):
     assert empty.shape == (0,)
 
 
-def test_an_empty_response_counts_for_nothing():
+@pytest.mark.parametrize("keep", [None, np.array([True, True])])
+def test_an_empty_response_counts_for_nothing(keep):
     """1 / len of an empty response would be infinite."""
-    weights = sequence_weights(np.array([0, 4]), np.array([0, 0]), "seq-mean-token-mean")
+    weights = sequence_weights(np.array([0, 4]), np.array([0, 0]), "seq-mean-token-mean", keep=keep)
     assert weights.tolist() == [0.0, 0.25]
+
+
+@pytest.mark.parametrize(
+    "filtering, expected", [(False, [1 / 6, 1 / 6, 1 / 5]), (True, [1 / 2, 0.0, 1 / 5])]
+)
+def test_a_truncated_response_is_left_out_only_where_it_is_filtered(filtering, expected):
+    """Two mini-batches: 2 + 4 tokens, of which the 4 are truncated, and 5 tokens."""
+    groups = [
+        SimpleNamespace(lengths=[2, 4], truncated=[False, True]),
+        SimpleNamespace(lengths=[5], truncated=[False]),
+    ]
+    config = AlgorithmConfig(
+        responses_per_mini_batch=2, overlong_buffer=0, overlong_filtering=filtering
+    )
+    np.testing.assert_allclose(loss_weights(groups, config), expected, rtol=1e-15)
 
 
 def test_an_unknown_aggregation_is_refused():

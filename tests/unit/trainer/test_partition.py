@@ -78,6 +78,24 @@ def test_attention_makes_a_long_sequence_dearer_than_its_tokens() -> None:
     assert sequence_cost(10, 8192) == pytest.approx(10, rel=1e-3)
 
 
+def test_attention_costs_as_much_as_the_matrices_at_twelve_hidden_sizes() -> None:
+    """The weight of the two parts decides what an even share is."""
+    assert sequence_cost(12 * 64, 64) == 2 * 12 * 64
+
+
+def test_the_dearest_go_first_wherever_they_stand() -> None:
+    """In their own order the last, long one would come on top of half of the others."""
+    assert balance(range(5), [1.0, 1.0, 1.0, 1.0, 4.0], 2) == [[4], [0, 1, 2, 3]]
+    assert first_fit(range(4), [30, 30, 50, 50], 80) == [[0, 2], [1, 3]]
+
+
+def test_a_micro_batch_may_be_full_and_a_lone_sequence_may_exceed_the_budget() -> None:
+    """In both the even split holds; the tight packing, which would come else, is another."""
+    sizes = {"num_ranks": 1, "token_budget": 60, "hidden_size": 4096, "multiple_of": 3}
+    assert partition([30, 30, 30, 30], **sizes) == [[[0, 3], [1], [2]]]
+    assert partition([90, 30, 20, 10, 5], **sizes) == [[[0], [1], [2, 3, 4]]]
+
+
 def test_packing_is_no_worse_than_the_bound_of_first_fit_decreasing() -> None:
     rng = random.Random(0)
     lengths = [rng.randrange(1, 101) for _ in range(200)]
