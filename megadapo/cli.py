@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from megadapo import __version__
 from megadapo.commands import (
     bench,
+    config,
     convert,
     doctor,
     eval,
@@ -26,7 +27,7 @@ from megadapo.errors import ConfigError, MegadapoError
 
 EXIT_KEYBOARD_INTERRUPT = 130
 
-COMMANDS = (train, eval, export, convert, weights, bench, profile, plot, report, doctor)
+COMMANDS = (train, eval, export, convert, weights, bench, profile, plot, report, config, doctor)
 """One module a command, in the order --help lists them."""
 
 

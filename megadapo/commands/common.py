@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
 
-OVERRIDES = "--section.key=value sets any key of the configuration (a TOML value, or bare text)."
+OVERRIDES = (
+    "--section.key=value sets any key of the configuration (a TOML value, or bare text); "
+    "megadapo config explains them all."
+)
 
 Commands = argparse._SubParsersAction
 """What `add_subparsers` returns: argparse has no public name for it."""

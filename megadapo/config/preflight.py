@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from megadapo.cluster.gpus import has_gpu
 from megadapo.config import RunConfig
 from megadapo.data.arithmetic import SCHEME
 from megadapo.data.sources import SUFFIXES, read_rows
@@ -29,7 +31,7 @@ def check_run(config: RunConfig) -> list[str]:
     """
     problems: list[MegadapoError] = []
     notes: list[str] = []
-    for check in (_check_folder, _check_model, _check_data, _check_resume):
+    for check in (_check_folder, _check_device, _check_model, _check_data, _check_resume):
         try:
             notes += check(config)
         except MegadapoError as error:
@@ -40,13 +42,48 @@ def check_run(config: RunConfig) -> list[str]:
 
 
 def _check_folder(config: RunConfig) -> list[str]:
-    folder = config.run.folder.absolute()
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    if not nearest.is_dir():
-        raise ConfigError(f"run.folder = {config.run.folder}: {nearest} is a file")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.folder = {config.run.folder}: {nearest} cannot be written to")
+    """Make the folder once, inside a temporary one: permissions alone do not tell."""
+    folder = Path(os.path.abspath(config.run.folder))
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    try:
+        with TemporaryDirectory(prefix=".megadapo-", dir=nearest) as probe:
+            (probe / folder.relative_to(nearest)).mkdir(parents=True, exist_ok=True)
+    except NotADirectoryError:
+        raise ConfigError(f"run.folder = {config.run.folder}: {nearest} is a file") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"run.folder = {config.run.folder} cannot be made: {reason}") from None
     return []
+
+
+def _check_device(config: RunConfig) -> list[str]:
+    """The devices that the layout asks for; those of a cluster elsewhere are only noted."""
+    cluster, problems, notes = config.cluster, [], []
+    found = has_gpu()
+    if cluster.device == "cuda" and not found:
+        if cluster.address is None:
+            problems.append(
+                'cluster.device = "cuda", but this machine has no NVIDIA GPU: set cluster.device = '
+                '"auto" or "cpu", or cluster.address to a Ray cluster that has GPUs'
+            )
+        else:
+            notes.append(f"the GPUs of cluster.address = {cluster.address} are not checked")
+    if cluster.device == "auto" and not found:
+        notes.append('cluster.device = "auto" means the CPU: this machine has no NVIDIA GPU')
+    rollout, num_trainer_ranks = config.rollout, config.trainer.num_ranks
+    num_engine_ranks = rollout.num_engines * rollout.ranks_per_engine
+    lonely = cluster.placement == "colocated" and num_engine_ranks > num_trainer_ranks
+    # processes without GPUs share cores, and read weights from any process of their machine
+    if lonely and (cluster.device == "cuda" or (found and cluster.uses_cuda)):
+        problems.append(
+            f"rollout.num_engines x rollout.tensor_parallel x rollout.pipeline_parallel = "
+            f"{num_engine_ranks} engine ranks are to share the GPUs of trainer.* = "
+            f"{num_trainer_ranks} ranks: some would have a GPU without a trainer rank on it; lower "
+            'them, raise trainer.data_parallel, or set cluster.placement = "separate"'
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return notes
 
 
 def _check_model(config: RunConfig) -> list[str]:

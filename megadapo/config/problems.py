@@ -127,7 +127,7 @@ def _expected(problem: ErrorDetails) -> str:
         return str(problem["ctx"]["expected"]).replace("'", '"')
     if kind in _BOUNDS:
         (bound,) = problem["ctx"].values()
-        return f"{_BOUNDS[kind]} {int(bound) if bound == int(bound) else bound}"
+        return f"{_BOUNDS[kind]} {bound:.15g}"
     return _TYPES.get(kind, problem["msg"])
 
 

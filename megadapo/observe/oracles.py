@@ -13,7 +13,7 @@ from megadapo.section import Section
 
 
 class OracleConfig(Section, title="oracles"):
-    """Bounds on what must hold while training: the `[oracles]` section."""
+    """Bounds on what must hold while training."""
 
     ratio_first_max_error: NonNegativeFloat = 0.0
     """Largest |ratio - 1| on the first mini-batch of a step, while the policy is the old one."""

@@ -12,7 +12,7 @@ from megadapo.section import Section, Timeout
 
 
 class RewardConfig(Section, title="reward"):
-    """How a response is scored: the `[reward]` section."""
+    """How a response is scored."""
 
     rule: Rule = "answer"
     """Where the answer is looked for: the last `Answer:` line, the last boxed expression, or the

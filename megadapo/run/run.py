@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
-from megadapo.errors import CheckpointError
+from megadapo.errors import CheckpointError, ConfigError
 from megadapo.observe.metrics import (
     EvaluationRecord,
     MetricRecord,
@@ -54,8 +54,15 @@ class Run:
         Raises:
             CheckpointError: `run.resume` names no usable checkpoint, or says "never" in a folder
                 that already holds one.
+            ConfigError: `run.folder` cannot be made.
         """
         checkpoint, notes = find_checkpoint(config)
+        try:
+            config.run.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run.folder = {config.run.folder} cannot be made: {error.strerror}"
+            ) from error
         run = cls(config, checkpoint)
         (run.folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
         run._store.set_aside_after(run.step)

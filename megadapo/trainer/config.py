@@ -12,7 +12,7 @@ from megadapo.section import Section, Timeout
 
 
 class ModelConfig(Section, title="model"):
-    """The model to train: the `[model]` section."""
+    """The model to train."""
 
     path: str
     """Hugging Face model: a folder, or a name on the Hub."""
@@ -27,7 +27,7 @@ class ModelConfig(Section, title="model"):
 
 
 class OptimizerConfig(Section, title="trainer.optimizer"):
-    """AdamW in fp32, sharded over data-parallel ranks: the `[trainer.optimizer]` section."""
+    """AdamW in fp32, sharded over data-parallel ranks."""
 
     lr: NonNegativeFloat = 1e-6
     """Learning rate after warm-up."""
@@ -75,7 +75,7 @@ class OptimizerConfig(Section, title="trainer.optimizer"):
 
 
 class TrainerConfig(Section, title="trainer"):
-    """How the trainer's ranks share the model and the batch: the `[trainer]` section."""
+    """How the trainer's ranks share the model and the batch."""
 
     tensor_parallel: PositiveInt = 1
     """Ranks that share each weight matrix."""

@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megadapo.section import Section, Timeout
+from megadapo.section import Section
+
+NCCL_TIMEOUT_S = 1800.0
+"""After this a process group of weight updates gives up by itself, and names no rank."""
 
 
 class WeightsConfig(Section, title="weights"):
@@ -17,7 +20,7 @@ class WeightsConfig(Section, title="weights"):
     other nodes included, and one on an engine rank that cannot read them in place."""
     verify: Literal["every", "first", "off"] = "first"
     """Which updates compare a checksum of every copied slice between trainer and engine."""
-    deadline_s: Timeout = 120.0
+    deadline_s: Annotated[float, Field(ge=1.0, le=NCCL_TIMEOUT_S)] = 120.0
     """Seconds one bucket, or one phase of an update, may take before the run stops."""
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl"] = "auto"
     """What carries the buckets; "auto" takes shared memory on the CPU, CUDA IPC where trainer and

@@ -18,10 +18,11 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 
+from megadapo.weights.config import NCCL_TIMEOUT_S
 from megadapo.weights.sync.parcels import NUM_BUCKETS, Parcel
 
-TIMEOUT = timedelta(minutes=30)
-"""Longer than any deadline of a weight update, which is what names a stuck rank."""
+TIMEOUT = timedelta(seconds=NCCL_TIMEOUT_S)
+"""As long as any deadline of a weight update, which is what names a stuck rank."""
 
 
 class PointToPointOutbox:

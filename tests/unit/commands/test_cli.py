@@ -144,12 +144,32 @@ def test_dry_run_checks_what_the_configuration_points_at(
     assert said in fails(capsys, code, "train", str(recipe), "--dry-run", f"--{override}")
 
 
-def test_run_folder_that_cannot_be_written_is_found_before_the_run(
+@pytest.mark.parametrize("folder", ["/proc/megadapo/run", "runs/" + "x" * 300, "/proc/self/x"])
+def test_run_folder_that_cannot_be_made_is_found_before_the_run(
+    recipe: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: str,
+) -> None:
+    """Also where permissions say nothing: root may write everywhere."""
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.rglob("*"))
+    message = fails(capsys, 2, "train", str(recipe), "--dry-run", f"--run.folder={folder}")
+    assert f"run.folder = {folder} cannot be made" in message
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_gpus_that_are_not_there_are_missed_before_ray_waits_for_them(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's answer is replaced, because root may write everywhere."""
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert "cannot be written to" in fails(capsys, 2, "train", str(recipe), "--dry-run")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    dry = ("train", str(recipe), "--dry-run", "--cluster.device=cuda")
+    assert 'cluster.device = "cuda", but this machine has no NVIDIA GPU' in fails(capsys, 2, *dry)
+    assert main([*dry, "--cluster.address=auto"]) == 0
+    assert "cluster.address = auto are not checked" in capsys.readouterr().err
+    assert main(dry[:3]) == 0
+    assert 'cluster.device = "auto" means the CPU' in capsys.readouterr().err
 
 
 def test_missing_hub_like_folder_beside_existing_ones_is_not_taken_for_a_hub_name(

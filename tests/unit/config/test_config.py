@@ -225,7 +225,7 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
         (["run.resume="], ["run.resume"]),
         (["run.folder="], ["run.folder"]),
         (["trainer.optimizer.warmup_steps=4"], ["trainer.optimizer.warmup_steps", "run.num_steps"]),
-        (["weights.deadline_s=1801"], ["weights.deadline_s", "trainer.timeout_s"]),
+        (["weights.deadline_s=1801"], ["weights.deadline_s = 1801", "at most 1800"]),
         (["trainer.timeout_s=60"], ["weights.deadline_s", "trainer.timeout_s"]),
         (["rollout.top_p=0.9"], ["rollout.top_p", "evaluation.top_p"]),
         (["rollout.top_k=50"], ["rollout.top_k", "whole softmax"]),
@@ -304,3 +304,30 @@ def test_missing_keys_are_named_even_where_their_section_is_missing() -> None:
         "run.num_steps: required, but missing",
         "model.path: required, but missing",
     ]
+
+
+def test_no_limit_may_be_below_a_second(recipe: Path) -> None:
+    """Half a second passes in any process that is only busy, and the run would end."""
+    limits = [
+        dotted
+        for dotted, field in fields_below(RunConfig)
+        if dotted.endswith(("timeout_s", "deadline_s"))
+    ]
+    assert len(limits) >= 7
+    message = refused(recipe, *(f"--{dotted}=0.5" for dotted in limits))
+    assert all(f"{dotted} = 0.5 must be at least 1" in message for dotted in limits)
+
+
+def test_a_configuration_written_before_there_were_newer_keys_is_read(tmp_path: Path) -> None:
+    """A run's folder outlives the version that wrote it: keys it lacks have their defaults."""
+    table = {
+        "run": {"folder": "runs/x", "num_steps": 30, "seed": 1, "resume": "auto"},
+        "model": {"path": "m", "init": "pretrained", "dtype": "float32"},
+        "data": {"train": "arithmetic:train:64", "held_out": None, "max_prompt_tokens": 16},
+        "sampling": {"oversampling": 1.2, "reserve_limit": None},
+        "cluster": {"placement": "colocated", "device": "auto", "address": None},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    config = load_config(tmp_path)
+    assert (config.run.folder, config.data.held_out) == (Path("runs/x"), None)
+    assert config.checkpoint.keep == 2

@@ -26,6 +26,10 @@ REPOSITORY = Path(__file__).parents[3]
             ["--rollout.tensor_parallel=3", "--trainer.tensor_parallel=3"],
             "trainer.tensor_parallel = 3 .*\n(.*\n)*rollout.tensor_parallel = 3",
         ),
+        (
+            ["--rollout.num_engines=2", "--cluster.device=cuda", "--cluster.address=auto"],
+            "rollout.num_engines x .* = 2 engine ranks .* trainer.* = 1 ranks",
+        ),
     ],
 )
 def test_a_split_that_the_model_does_not_allow(monkeypatch, overrides, problem):
@@ -34,3 +38,18 @@ def test_a_split_that_the_model_does_not_allow(monkeypatch, overrides, problem):
     config = load_config("configs/quickstart.toml", overrides)
     with pytest.raises(ConfigError, match=problem):
         check_run(config)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--rollout.num_engines=2", "--cluster.device=cpu"],
+        ["--rollout.num_engines=2", "--cluster.device=cuda", "--cluster.placement=separate"],
+        ["--trainer.data_parallel=2", "--rollout.num_engines=2", "--cluster.device=cuda"],
+    ],
+)
+def test_engines_with_a_place_of_their_own_pass(monkeypatch, overrides):
+    """On the CPU there may be more engines than trainer ranks; so may there be apart from it."""
+    monkeypatch.chdir(REPOSITORY)
+    config = load_config("configs/quickstart.toml", [*overrides, "--cluster.address=auto"])
+    check_run(config)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megadapo.config import RunConfig, from_dict
-from megadapo.errors import CheckpointError
+from megadapo.errors import CheckpointError, ConfigError
 from megadapo.observe.metrics import EvaluationRecord, read_evaluations, read_metrics
 from megadapo.run.checkpoint import CheckpointStore
 from megadapo.run.run import Run
@@ -146,3 +146,9 @@ def test_an_interrupted_run_saves_its_last_step_once(tmp_path):
         advance(run, 3)
         run.save(lambda folder: (folder / "shard").write_bytes(b"3"))
     assert saved_steps(tmp_path) == ["step-2", "step-3"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run\.folder = .*file/run cannot be made"):
+        Run.open(config_of(tmp_path / "file" / "run"))

@@ -1,0 +1,156 @@
+"""The configuration explained: every field of every section, as rows, as Markdown and as a schema.
+
+All of it comes from the sections themselves: the types, the defaults, and the text under a field.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
+
+from megadapo.config.problems import section_of
+from megadapo.config.run_config import RunConfig
+from megadapo.config.toml import toml_value
+from megadapo.errors import ConfigError
+from megadapo.section import NONE_TEXT, Section
+
+_TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+_INTRODUCTION = """\
+# Configuration
+
+A run is described by one TOML file of these sections, and any key of it can be set on the command
+line: `megadapo train configs/quickstart.toml --trainer.optimizer.lr=2e-5`. A value on the command
+line is read as TOML, and as plain text where it is not. `extends = "other.toml"` lays a file over
+another one, so that it states only its differences. TOML has no null: `"none"` stands for it.
+
+`megadapo train CONFIG --dry-run` checks everything and prints it resolved. `megadapo config
+SECTION` shows the tables below in the terminal. `megadapo config --schema` prints the JSON schema
+with which editors complete keys: `configs/schema.json`, which the recipes name in their first line.
+
+This page is written by `megadapo config --markdown`.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One field as a reader sees it."""
+
+    name: str
+    type: str
+    default: str
+    """As TOML; empty where the field must be given."""
+    description: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """One section as a reader sees it."""
+
+    name: str
+    description: str
+    rows: list[Row]
+
+
+def tables(name: str | None = None) -> list[Table]:
+    """The tables of a section and of the sections in it; of all sections without a name.
+
+    Raises:
+        ConfigError: there is no such section; it names the nearest one.
+    """
+    sections = dict(_sections(RunConfig, ""))
+    if name is None:
+        return [_table(dotted, section) for dotted, section in sections.items()]
+    if name not in sections:
+        near = difflib.get_close_matches(name, sections, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sections)}"
+        raise ConfigError(f"{name}: unknown section; {hint}")
+    return [
+        _table(dotted, section)
+        for dotted, section in sections.items()
+        if dotted == name or dotted.startswith(f"{name}.")
+    ]
+
+
+def markdown() -> str:
+    """The whole configuration as a page."""
+    blocks = [_INTRODUCTION]
+    for table in tables():
+        lines = ["| key | type | default | |", "| --- | --- | --- | --- |"]
+        for row in table.rows:
+            default = f"`{row.default}`" if row.default else "required"
+            cells = (f"`{row.name}`", f"`{row.type}`", default, row.description)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        blocks.append("\n".join([f"## [{table.name}]", "", table.description, "", *lines, ""]))
+    return "\n".join(blocks)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a recipe, for editors.
+
+    No key is required in it: a recipe may leave to another what it extends.
+    """
+    schema = RunConfig.model_json_schema(schema_generator=_RecipeSchema)
+    for section in (schema, *schema["$defs"].values()):
+        section.pop("required", None)
+    extends = {"type": "string", "description": "Another recipe, which this one is laid over."}
+    schema["properties"] = {"extends": extends} | schema["properties"]
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
+
+
+class _RecipeSchema(GenerateJsonSchema):
+    """What TOML can say: no null, and no titles that only repeat the key."""
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        return {"anyOf": [self.generate_inner(schema["schema"]), {"const": NONE_TEXT}]}
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        described = super().default_schema(schema)
+        if isinstance(described.get("default"), dict):
+            del described["default"]  # a section's fields have their own
+        elif described.get("default", NONE_TEXT) is None:
+            described["default"] = NONE_TEXT
+        return described
+
+    def field_title_should_be_set(self, schema: object) -> bool:
+        return False
+
+
+def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+    for name, field in section.model_fields.items():
+        if (inner := section_of(field)) is not None:
+            yield prefix + name, inner
+            yield from _sections(inner, f"{prefix}{name}.")
+
+
+def _table(dotted: str, section: type[Section]) -> Table:
+    properties = section.model_json_schema(schema_generator=_RecipeSchema)["properties"]
+    rows = []
+    for name, field in section.model_fields.items():
+        if section_of(field) is None:
+            default = "" if field.is_required() else toml_value(field.default)
+            kind = _type_text(properties[name])
+            rows.append(Row(name, kind, default, _one_line(field.description)))
+    return Table(dotted, _one_line(section.__doc__), rows)
+
+
+def _type_text(schema: JsonSchemaValue) -> str:
+    if "anyOf" in schema:
+        return " | ".join(_type_text(member) for member in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return " | ".join(toml_value(value) for value in schema.get("enum", [schema.get("const")]))
+    if schema["type"] == "array":
+        return f"list of {_type_text(schema['items'])}"
+    kind = schema.get("format", _TYPES[schema["type"]])
+    bounds = [f"{sign} {schema[key]:.15g}" for key, sign in _BOUNDS.items() if key in schema]
+    return f"{kind} {', '.join(bounds)}".rstrip()
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
