@@ -88,6 +88,7 @@ def test_a_smaller_limit_after_a_resume_keeps_the_oldest():
     [
         lambda entry: entry.pop("samples"),
         lambda entry: entry["samples"][0].update(response_ids="not base64!"),
+        lambda entry: entry["samples"][0].update(response_ids="AA!AAAA=="),
         lambda entry: entry["samples"][0].update(logprobs="AAAA"),
         lambda entry: entry.update(prompt=None),
     ],

@@ -1,5 +1,6 @@
 import json
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -216,6 +217,27 @@ def test_scoring_runs_while_generation_goes_on():
     sampler = make_sampler(WaitsForTheJudge(scored))
     sampler._verifier = Judge(HALF)
     assert sampler.next_batch().num_kept == 8
+
+
+def test_the_time_of_scoring_is_that_of_all_rounds():
+    """The last round's alone would hide a slow verifier: most groups come in the first ones."""
+
+    class Slow(RightAtLeast):
+        seconds = 0.0
+
+        def score_batch(self, responses, ground_truths):
+            start = time.perf_counter()
+            time.sleep(0.001)
+            scores = super().score_batch(responses, ground_truths)
+            self.seconds += time.perf_counter() - start
+            return scores
+
+    engines, judge = ScriptedEngines(), Slow(RARE)
+    sampler = make_sampler(engines, bound=RARE, num_prompts=500, max_asked_per_prompt=40.0)
+    sampler._verifier = judge
+    batch = sampler.next_batch()
+    assert len(engines.rounds) > 1
+    assert judge.seconds <= batch.reward_seconds < 2 * judge.seconds
 
 
 def test_a_failing_verifier_ends_the_step():

@@ -48,3 +48,18 @@ def test_a_shortfall_shows_the_histogram_and_points_at_the_cause():
     assert "  0 of 16 right: 70 groups" in text and " 16 of 16 right: 9 groups" in text
     assert "too hard" in text and "sampling.max_asked_per_prompt" in text
     assert "too easy" in describe_shortfall(0, 8, {16: 80}, 16)
+
+
+def test_a_shortfall_is_told_word_for_word():
+    """With as many all wrong as all right, of which here none were seen."""
+    assert describe_shortfall(0, 8, {2: 7, 1: 40}, 3) == (
+        "only 0 of 8 groups for the batch after asking for 47: 0 were all wrong, 0 all right\n"
+        "    1 of 3 right: 40 groups\n"
+        "    2 of 3 right: 7 groups\n"
+        "the problems are too hard for the model, or its answers miss the format the scorer reads; "
+        "or raise sampling.responses_per_prompt or sampling.max_asked_per_prompt"
+    )
+    assert describe_shortfall(0, 8, {3: 1}, 3).splitlines()[-1] == (
+        "the problems are too easy for the model: use harder ones; "
+        "or raise sampling.responses_per_prompt or sampling.max_asked_per_prompt"
+    )
