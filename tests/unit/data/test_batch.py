@@ -65,6 +65,16 @@ def test_tokens_lie_where_cu_seqlens_says():
     assert batch.num_response_tokens == 10
 
 
+def test_arrays_have_the_types_that_trainers_are_sent():
+    """Wider ones would double what goes to every rank; tokens of another kind index nothing."""
+    batch = packed()
+    for name in ("tokens", "cu_seqlens", "prompt_lengths"):
+        assert getattr(batch, name).dtype == np.int64
+    for name in ("logprobs_rollout", "advantages", "loss_weights"):
+        assert getattr(batch, name).dtype == np.float32
+    assert batch.policy_versions.dtype == np.int32
+
+
 def test_prompt_tokens_have_no_weight_no_advantage_and_no_logprob():
     """A prompt token in the loss would train the model to write prompts."""
     batch = packed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -59,14 +60,26 @@ def test_a_resumed_stream_continues_exactly_at_every_place(taken: int) -> None:
     assert resumed.state_dict() == uninterrupted.state_dict()
 
 
+def test_the_fingerprint_is_that_of_saved_runs() -> None:
+    """Another one after an upgrade would refuse to resume every saved run."""
+    fingerprint = hashlib.sha256(b"00010203040506").hexdigest()
+    assert PromptStream(PROMPTS, seed=0).state_dict()["fingerprint"] == fingerprint
+
+
 def test_other_prompts_another_seed_or_another_order_are_refused() -> None:
     state = PromptStream(PROMPTS, seed=0).state_dict()
     for prompts in (PROMPTS[:-1], PROMPTS[::-1], [*PROMPTS, PROMPTS[0]]):
-        with pytest.raises(DataError, match="the prompts have changed"):
+        with pytest.raises(
+            DataError, match="^the prompts have changed since the checkpoint was saved \\(finger"
+        ):
             PromptStream(prompts, seed=0).load_state_dict(state)
-    with pytest.raises(DataError, match="another seed"):
+    with pytest.raises(
+        DataError, match="^the checkpoint was saved with another seed \\(seed 0 there, 1 here\\)"
+    ):
         PromptStream(PROMPTS, seed=1).load_state_dict(state)
-    with pytest.raises(DataError, match="another data.shuffle"):
+    with pytest.raises(
+        DataError, match="^the checkpoint was saved with another data.shuffle \\(shuffle True"
+    ):
         PromptStream(PROMPTS, seed=0, shuffle=False).load_state_dict(state)
 
 

@@ -77,6 +77,14 @@ def test_ids_tell_prompts_apart_and_do_not_depend_on_the_file(tmp_path) -> None:
     assert len({prompt.id for prompt in first}) == 6
     again = read(write_jsonl(tmp_path / "b.jsonl", rows[::-1]))[0]
     assert {(p.id, p.messages) for p in first} == {(p.id, p.messages) for p in again}
+    assert {len(prompt.id) for prompt in first} == {16}
+
+
+def test_prompts_survive_json_exactly() -> None:
+    """A saved reserve and saved rollouts hold prompts."""
+    prompt = Prompt("id", (("system", "Add."), ("user", "1+2=?")), "3", "test")
+    assert Prompt.from_json(json.loads(json.dumps(prompt.to_json()))) == prompt
+    assert prompt.to_json()["messages"] == [["system", "Add."], ["user", "1+2=?"]]
 
 
 def test_prompts_with_two_gold_answers_are_dropped_counted_and_named(tmp_path, caplog) -> None:
@@ -87,11 +95,43 @@ def test_prompts_with_two_gold_answers_are_dropped_counted_and_named(tmp_path, c
     assert "a.jsonl, line 3: '2', and before '1'" in caplog.text
 
 
+def test_each_prompt_with_two_golds_is_a_line_of_the_warning(tmp_path, caplog) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [row(t, g) for t in "xyz" for g in "12"][:-1])
+    assert len(read(source)[0]) == 1
+    assert caplog.messages == [
+        f"{source}: prompts with two gold answers dropped:\n"
+        f"{source}, line 2: '2', and before '1'\n{source}, line 4: '2', and before '1'"
+    ]
+
+
 def test_what_was_dropped_is_logged(tmp_path, caplog) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [row("a"), row("a")])
     with caplog.at_level(logging.INFO):
         assert len(load_prompts(source, check_gold=validate_ground_truth)) == 1
-    assert "num_duplicates=1" in caplog.text
+    assert caplog.messages == [f"{source}: 1 prompts; {LoadCounts(2, 1, 0, 0)}"]
+
+
+def test_the_limit_and_what_it_does_reach_the_reader(tmp_path, tokenizer) -> None:
+    """A run whose limit got lost on the way would fail in the engine, hours later."""
+    source = write_jsonl(tmp_path / "a.jsonl", [row("x"), row("xxxx")])
+    limit = {"check_gold": validate_ground_truth, "tokenizer": tokenizer, "max_prompt_tokens": 3}
+    assert len(load_prompts(source, **limit, overlong_prompts="drop")) == 1
+    with pytest.raises(DataError, match="has 4 tokens; at most 3"):
+        load_prompts(source, **limit)
+
+
+def test_without_a_tokenizer_or_without_a_limit_nothing_is_measured(tmp_path, tokenizer) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [row("xxxx")])
+    assert len(read(source, max_prompt_tokens=1)[0]) == len(read(source, tokenizer=tokenizer)[0])
+
+
+@pytest.mark.parametrize("num_bad, last", [(5, "line 5"), (6, "... and 1 more")])
+def test_five_bad_golds_are_named_and_the_others_counted(tmp_path, num_bad, last) -> None:
+    rows = [row(f"question {i}", "units") for i in range(num_bad)]
+    with pytest.raises(DataError) as error:
+        read(write_jsonl(tmp_path / "a.jsonl", rows))
+    lines = str(error.value).splitlines()
+    assert len(lines) == min(num_bad, 6) and last in lines[-1]
 
 
 def test_golds_that_cannot_be_scored_are_named_with_file_row_and_text(tmp_path) -> None:
@@ -139,8 +179,11 @@ def test_prompts_above_the_limit_stop_the_run_or_are_dropped_as_chosen(tmp_path,
     prompts, counts = read(source, overlong_prompts="drop", **limit)
     assert [len(p.messages[0][1]) for p in prompts] == [3, 10]
     assert counts.num_overlong == 2
-    with pytest.raises(DataError, match=r"has 11 tokens; at most 10(.|\n)*overlong_prompts"):
+    with pytest.raises(DataError) as error:
         read(source, **limit)
+    first, second, advice = str(error.value).splitlines()
+    assert first.endswith("has 11 tokens; at most 10 are allowed") and "has 12 tokens" in second
+    assert advice == 'Raise data.max_prompt_tokens, or set data.overlong_prompts = "drop"'
     with pytest.raises(DataError, match="no prompt that can be used"):
         read(source, overlong_prompts="drop", tokenizer=tokenizer, max_prompt_tokens=2)
 
