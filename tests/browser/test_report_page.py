@@ -167,6 +167,19 @@ def test_a_token_explains_itself(page: Page) -> None:
     assert lines[lines.index("clip") + 1] == "high"
 
 
+def test_a_long_response_is_shown_in_pieces(browser: Page, tmp_path: Path) -> None:
+    folder = demo_run(tmp_path / "long", long_tokens=1500)
+    browser.open(write_report([folder], tmp_path / "long.html"))
+    browser.choose("[name=step]", "3")
+    wait_for_list(browser, 6)
+    tokens = f"document.querySelector('{BODIES}').querySelectorAll('.token').length"
+    browser.wait(f"{tokens} === 1200")
+    assert browser.text(f"{BODIES} .more") == "Show 300 more tokens"
+    browser.click(f"{BODIES} .more")
+    browser.wait(f"{tokens} === 1500")
+    assert_quiet(browser)
+
+
 def test_what_a_model_wrote_runs_nothing(page: Page) -> None:
     page.choose("[name=step]", "2")
     wait_for_list(page, 3, 4, 5)
@@ -216,6 +229,8 @@ def test_several_runs_share_axes_and_can_be_hidden(browser: Page, tmp_path: Path
     assert browser.js(f"{first}.series.length") == 9
     assert browser.js(f"{first}.scales.x.max") == 9
     wait_for_list(browser, 1, 2, 3, 4, 5, 6, 3, 4, 5, 6)
+    assert browser.texts(".comparison tr:nth-child(2) td")[0] == "16.0 \u2192 16.0"
+    assert ["run.num_steps", "6", "9"] in [row.split("\t") for row in browser.texts(".config tr")]
     browser.click(".run-toggle:nth-child(1)")
     browser.wait(f"{first}.series.length === 5")
     wait_for_list(browser, 3, 4, 5, 6)

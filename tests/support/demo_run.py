@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ from megadapo.observe.saved_group import Fate, SavedGroup, SavedResponse
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\u2028<!--<script"
 
 
-def demo_run(folder: Path, *, num_steps: int = 6) -> Path:
-    """Write a run of which steps 1 to 3 have saved groups."""
+def demo_run(folder: Path, *, num_steps: int = 6, long_tokens: int = 4) -> Path:
+    """Write a run of which steps 1 to 3 have saved groups, the last with a long response."""
     with MetricsLog(folder, tensorboard=False) as log:
         for step in range(1, num_steps + 1):
             values: dict[str, int | float | None] = dict.fromkeys(METRIC_NAMES, 0.5)
@@ -32,12 +33,13 @@ def demo_run(folder: Path, *, num_steps: int = 6) -> Path:
                     response_length=16.0,
                 )
             )
-    for step, groups in enumerate(_steps(), start=1):
+    (folder / "config.json").write_text(json.dumps({"run": {"num_steps": num_steps}}))
+    for step, groups in enumerate(_steps(long_tokens), start=1):
         write_rollouts(rollouts_path(folder, step), groups)
     return folder
 
 
-def _steps() -> list[list[SavedGroup]]:
+def _steps(long_tokens: int) -> list[list[SavedGroup]]:
     clipped = _response("up down", ratios=[1.5, 0.5, 1.1, 1.0, 1.0, 1.0, 1.0])
     lowered = _response("up down", ratios=[1.5, 0.5, 1.1, 1.0, 1.0, 1.0, 1.0], correct=False)
     return [
@@ -50,7 +52,13 @@ def _steps() -> list[list[SavedGroup]]:
             _group(4, _response("7"), _response("never ends", correct=False, cut=True)),
             _group(5, _response(HOSTILE), _response("no", correct=False, symbolic_correct=True)),
         ],
-        [_group(6, _response("late", version=1), _response("fresh", correct=False, version=2))],
+        [
+            _group(
+                6,
+                _response(("late" * long_tokens)[:long_tokens], version=1),
+                _response("fresh", correct=False, version=2),
+            )
+        ],
     ]
 
 

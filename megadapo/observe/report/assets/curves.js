@@ -70,8 +70,8 @@ const CURVES = [
     "Exactness and speed",
     [
       {
-        title: "Trainer and engine",
-        unit: "|log-prob gap|, nats",
+        title: "Parity",
+        unit: "|trainer - engine|, nats",
         log: true,
         lines: [["parity/logprob_abs_max", "largest"], ["parity/logprob_abs_mean", "mean"]],
         bound: "logprob_abs_max",
@@ -85,21 +85,50 @@ const CURVES = [
       { title: "Speed", unit: "tokens/s", lines: [["tokens_per_s", "generated"]] },
     ],
   ],
+  [
+    "Balance",
+    [
+      {
+        title: "Engines",
+        unit: "tokens generated",
+        lines: [["rollout/engine_tokens_max", "most"], ["rollout/engine_tokens_min", "least"]],
+      },
+      {
+        title: "Engines",
+        unit: "seconds busy",
+        lines: [["time/engine_max_s", "longest"], ["time/engine_min_s", "shortest"]],
+      },
+      {
+        title: "Trainer ranks",
+        unit: "tokens computed",
+        lines: [["train/rank_tokens_max", "most"], ["train/rank_tokens_min", "least"]],
+      },
+      {
+        title: "Trainer ranks",
+        unit: "seconds, old log-probs",
+        lines: [["time/rank_logprobs_max_s", "longest"], ["time/rank_logprobs_min_s", "shortest"]],
+      },
+    ],
+  ],
 ];
 
-// The phases of a step in the order they happen; scoring runs beside the rollout, so it is a line.
-const PHASES = [
+// The phases in the order they happen: those of time/step_s, then what comes between steps.
+// Scoring runs beside the rollout, so it is a line.
+const IN_STEP = [
   ["time/rollout_s", "rollout"],
   ["time/train_s", "train"],
   ["time/sync_s", "publish weights"],
-  ["time/evaluate_s", "evaluate"],
-  ["time/checkpoint_s", "checkpoint"],
 ];
+const BETWEEN = [
+  ["time/evaluate_s", "evaluate"],
+  ["time/checkpoint_s", "checkpoint of the step before"],
+];
+const PHASES = [...IN_STEP, ...BETWEEN];
 const BESIDE = ["time/reward_s", "scoring, beside the rollout"];
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
 
 function drawCurves() {
-  const hint = "Drag to zoom, double-click to see all steps again.";
+  const hint = `Over the steps. Drag to zoom, double-click to see all steps again. ${thinningNote()}`;
   const node = section("curves", "Curves", hint);
   for (const [heading, panels] of [...CURVES, ["Other metrics", otherPanels()]]) {
     const shown = panels.filter(isMeasured);
@@ -108,6 +137,13 @@ function drawCurves() {
     node.append(el("h3", {}, heading), grid);
     shown.forEach((panel) => drawPanel(grid, panel));
   }
+}
+
+function thinningNote() {
+  const curves = data.runs.flatMap((run) => Object.values(run.series));
+  const longest = Math.max(...curves.map((curve) => curve.num_measured));
+  if (!curves.some((curve) => curve.num_measured > curve.steps.length)) return "";
+  return `Of ${plural(longest, "step")}, only the lowest and highest value of each short stretch is drawn.`;
 }
 
 const isMeasured = (panel) =>
@@ -193,8 +229,6 @@ function addMetric(layout, metric, label, line) {
 function curveNotes(curve, label, log) {
   const notes = [];
   if (curve.num_not_finite) notes.push(`${label}: ${plural(curve.num_not_finite, "value")} not finite.`);
-  if (curve.num_measured > curve.steps.length)
-    notes.push(`${label}: extremes of ${plural(curve.num_measured, "step")}.`);
   if (log && curve.values.some((value) => value === 0)) notes.push(`${label}: 0 is not shown.`);
   return notes;
 }
@@ -220,7 +254,7 @@ function addHeldOut(layout, line) {
       width: 1.75,
       dash,
       points: { show: true, size: 7, fill: colour, stroke: colour },
-      errors,
+      text: (accuracy, _, step) => `${formatNumber(accuracy)} \u00b1 ${formatNumber(errors.get(step))}`,
     });
     layout.bands.push({ series: [first, first + 1], fill: faded(colour, 0.16) });
   });
@@ -261,16 +295,14 @@ function drawPhases(grid, run) {
   const [steps, ...columns] = uPlot.join(metrics.map(curve));
   const value = Object.fromEntries(metrics.map((metric, i) => [metric, columns[i]]));
   const layers = phases.map(([metric, label]) => ({ label, values: steps.map((_, i) => value[metric][i] ?? 0) }));
-  if ("time/step_s" in value) {
-    const inside = (i) => layers.reduce((sum, layer) => sum + layer.values[i], 0);
-    const rest = steps.map((_, i) => Math.max(0, (value["time/step_s"][i] ?? 0) - inside(i)));
-    layers.push({ label: "other", values: rest });
-  }
+  const inside = (i) => IN_STEP.reduce((sum, [metric]) => sum + (value[metric]?.[i] ?? 0), 0);
+  const rest = steps.map((_, i) => Math.max(0, (value["time/step_s"]?.[i] ?? 0) - inside(i)));
+  if (rest.some((seconds) => seconds > 0.01)) layers.push({ label: "rest of the step", values: rest });
   drawStack(grid, run, steps, layers, value[BESIDE[0]]);
 }
 
 function drawStack(grid, run, steps, layers, beside) {
-  const colours = layers.map((_, i) => (layers[i].label === "other" ? cssColour("--muted") : seriesColour(i)));
+  const colours = layers.map((_, i) => seriesColour(i));
   const tops = [];
   layers.forEach((layer, i) => tops.push(layer.values.map((v, s) => v + (i ? tops[i - 1][s] : 0))));
   // The highest sum is drawn first, so that each area covers only its own layer's band.
@@ -282,7 +314,7 @@ function drawStack(grid, run, steps, layers, beside) {
     width: 1,
     fill: i === 0 ? faded(colours[i], 0.75) : undefined,
     points: { show: steps.length < 3 },
-    text: (index) => `${formatNumber(layers[i].values[index])} s`,
+    text: (_, index) => `${formatNumber(layers[i].values[index])} s`,
   }));
   const bands = order.slice(0, -1).map((i, at) => ({ series: [at + 1, at + 2], fill: faded(colours[i], 0.75) }));
   const table = [steps, ...order.map((i) => tops[i])];
@@ -297,7 +329,7 @@ function drawStack(grid, run, steps, layers, beside) {
       width: 1.5,
       dash: [4, 3],
       points: { show: false },
-      text: (_, seconds) => `${formatNumber(seconds)} s`,
+      text: (seconds) => `${formatNumber(seconds)} s`,
     });
     legend.push(legendItem(BESIDE[1], ink, [4, 3]));
   }

@@ -41,7 +41,7 @@ function drawHeat(grid, title, unit, heat, mean, format, noun) {
       if (share === 0) return;
       const [left, right] = bounds[column].map((x) => Math.round(plot.valToPos(x, "x", true)));
       const [bottom, top] = [heat.edges[row], heat.edges[row + 1]].map((y) => Math.round(plot.valToPos(y, "y", true)));
-      ctx.fillStyle = mixed(ramp, Math.sqrt(share / highest));
+      ctx.fillStyle = mixed(ramp, (share / highest) ** 0.7);
       ctx.fillRect(left, top, Math.max(right - left, 1), Math.max(bottom - top, 1));
     }));
     ctx.restore();
@@ -52,6 +52,7 @@ function drawHeat(grid, title, unit, heat, mean, format, noun) {
     table: uPlot.join([[[bounds[0][0], bounds.at(-1)[1]], [null, null]], mean ? [mean.steps, mean.values] : [[], []]]),
     series: [{}, { label: "mean", stroke: colour, width: 2, points: { show: false } }],
     yRange: () => [heat.edges[0], heat.edges.at(-1)],
+    grid: false,
     under: [paint],
     read: (plot) => readHeat(plot, heat, bounds, format, noun),
   });

@@ -4,7 +4,8 @@ function drawOverview() {
   const node = document.getElementById("overview");
   node.replaceChildren(...(severalRuns ? [manyHeads()] : [oneHead(data.runs[0])]));
   const columns = el("div", { class: "columns" });
-  columns.append(beforeAfter(), el("div", { class: "stack" }, oracles(), costs()));
+  if (severalRuns) columns.append(el("div", { class: "stack" }, beforeAfter(), costs()), oracles());
+  else columns.append(beforeAfter(), el("div", { class: "stack" }, oracles(), costs()));
   node.append(columns, configuration());
 }
 
@@ -50,34 +51,37 @@ function card(title, ...children) {
 }
 
 function beforeAfter() {
-  const boxes = data.runs.map((run, index) => {
-    const table = el("table", { class: "numbers" });
-    table.append(
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          el("th", {}, severalRuns ? [swatch(index), run.name] : ""),
-          el("th", { class: "right" }, `step ${run.first_step}`),
-          el("th", { class: "right" }, `step ${run.last_step}`),
-        ),
-      ),
-      el("tbody", {}, run.rows.map(beforeAfterRow)),
-    );
-    return table;
-  });
-  return card("Before and after", ...boxes);
+  const title = "Before and after";
+  if (severalRuns) return card(title, comparison(data.runs.map((run) => run.rows.map(arrowRow))));
+  const [run] = data.runs;
+  const steps = [run.first_step, run.last_step].map((step) => el("th", { class: "right" }, `step ${step}`));
+  const table = el("table", { class: "numbers" });
+  table.append(el("thead", {}, el("tr", {}, el("th"), steps)), el("tbody", {}, run.rows.map(beforeAfterRow)));
+  return card(title, table);
+}
+
+function arrowRow([label, before, after]) {
+  const plain = (text) => text.replace(/ \(step \d+\)$/, "");
+  return [label, [el("span", { class: "muted" }, plain(before), " \u2192 "), el("b", {}, plain(after))]];
 }
 
 function costs() {
-  const lists = data.runs.flatMap((run, index) => {
-    const rows = run.costs.flatMap(([label, text]) => [el("dt", {}, label), el("dd", {}, text)]);
-    const name = severalRuns ? [el("dt", { class: "strong" }, swatch(index), run.name), el("dd")] : [];
-    return [...name, ...rows];
-  });
-  return card("What it took, and how exact it stayed", el("dl", { class: "costs" }, lists));
+  const title = "What it took, and how exact it stayed";
+  if (severalRuns) return card(title, comparison(data.runs.map((run) => run.costs)));
+  const rows = data.runs[0].costs.flatMap(([label, text]) => [el("dt", {}, label), el("dd", {}, text)]);
+  return card(title, el("dl", { class: "costs" }, rows));
+}
+
+/** A column for each run from its [label, content] rows; labels in the order they are met. */
+function comparison(columns) {
+  const labels = [...new Set(columns.flatMap((rows) => rows.map(([label]) => label)))];
+  const cell = (rows, label) => el("td", {}, rows.find(([name]) => name === label)?.[1] ?? "-");
+  const line = (label) => el("tr", {}, el("th", { scope: "row" }, label), columns.map((rows) => cell(rows, label)));
+  return el("div", { class: "scroll" }, el("table", { class: "comparison" }, runHead(), el("tbody", {}, labels.map(line))));
+}
+
+function runHead() {
+  return el("thead", {}, el("tr", {}, el("th"), data.runs.map((run, i) => el("th", {}, swatch(i), run.name))));
 }
 
 function beforeAfterRow([label, before, after]) {
@@ -158,13 +162,15 @@ function configuration() {
   return el("div", { class: "configuration" }, ...parts);
 }
 
+function configText(value) {
+  const isSmall = typeof value === "number" && value !== 0 && Math.abs(value) < 1e-3;
+  return isSmall ? value.toExponential() : String(value ?? "none");
+}
+
 function configTable(keys) {
   const table = el("table", { class: "config" });
-  if (severalRuns)
-    table.append(
-      el("thead", {}, el("tr", {}, el("th"), data.runs.map((run, i) => el("th", {}, swatch(i), run.name)))),
-    );
-  const cell = (run, key) => el("td", {}, key in run.config ? String(run.config[key] ?? "none") : "-");
+  if (severalRuns) table.append(runHead());
+  const cell = (run, key) => el("td", {}, key in run.config ? configText(run.config[key]) : "-");
   const rows = keys.map((key) =>
     el("tr", {}, el("th", { scope: "row" }, el("code", {}, key)), data.runs.map((run) => cell(run, key))),
   );

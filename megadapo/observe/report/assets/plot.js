@@ -22,11 +22,11 @@ function destroyPlots() {
   plots.clear();
 }
 
-function axes(log) {
+function axes(log, grid) {
   const common = () => ({
     stroke: cssColour("--muted"),
     font: FONT,
-    grid: { stroke: cssColour("--grid"), width: 1 },
+    grid: { show: grid, stroke: cssColour("--grid"), width: 1 },
     ticks: { show: false },
   });
   return [
@@ -65,17 +65,17 @@ function stepRange(_, low, high) {
  * Draw into `box`. `series` are uPlot's, each with a label; those with `quiet` stay out of the
  * tooltip. `read(plot, index)` may give the tooltip's lines instead; `under` paints below the lines.
  */
-function addPlot(box, { table, series, bands = [], log = false, yRange = null, under = [], read = null }) {
+function addPlot(box, { table, series, bands = [], log = false, yRange = null, grid = true, under = [], read = null }) {
   const options = {
     width: Math.max(box.clientWidth, 120),
     height: PLOT_HEIGHT,
-    padding: [8, 10, 0, 0],
+    padding: [8, 16, 0, 0],
     legend: { show: false },
     scales: {
       x: { time: false, range: stepRange },
       y: log ? { distr: 3, range: logRange } : { range: yRange ?? linearRange },
     },
-    axes: axes(log),
+    axes: axes(log, grid),
     series: [{ label: "step" }, ...series],
     bands,
     cursor: {
@@ -131,7 +131,7 @@ function readSeries(plot, index) {
   const rows = plot.series.slice(1).flatMap((line, i) => {
     const value = plot.data[i + 1][index];
     if (line.quiet || value === null || value === undefined) return [];
-    return [tipRow(line.mark, line.label, line.text ? line.text(index, value) : formatNumber(value))];
+    return [tipRow(line.mark, line.label, line.text ? line.text(value, index, plot.data[0][index]) : formatNumber(value))];
   });
   if (!rows.length) return [];
   return [el("b", {}, `step ${formatNumber(plot.data[0][index])}`), el("div", { class: "tip-rows" }, ...rows)];

@@ -182,7 +182,7 @@ function listItem(index, hits) {
 
 function fateChip(group) {
   const fate = FATES[group.fate] ?? group.fate;
-  return el("span", { class: group.fate === "trained" ? "chip good" : "chip idle" }, group.from_reserve ? `${fate}, from reserve` : fate);
+  return el("span", { class: group.fate === "trained" ? "chip good" : "chip idle" }, group.from_reserve ? "from reserve" : fate);
 }
 
 async function openGroup(index) {
