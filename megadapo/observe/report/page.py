@@ -25,14 +25,18 @@ from megadapo.observe.report.runs import read_runs
 REPORT_FILE = "report.html"
 
 _LIBRARY_SCRIPT = "uplot/uPlot.iife.min.js"
-# In this order: each uses only what the ones before it declare.
+# In this order: what one does at once, the ones before it must have declared.
 _SCRIPTS = (
     "core.js",
     "overview.js",
     "plot.js",
+    "panels.js",
     "curves.js",
+    "time.js",
     "distributions.js",
     "tokens.js",
+    "filters.js",
+    "group.js",
     "responses.js",
     "page.js",
 )

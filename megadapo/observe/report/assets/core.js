@@ -61,7 +61,12 @@ const seriesColour = (index) => cssColour(`--series-${(index % NUM_COLOURS) + 1}
 
 /** Add opacity to a #rrggbb colour. */
 function faded(colour, opacity) {
-  return colour + Math.round(opacity * 255).toString(16).padStart(2, "0");
+  return (
+    colour +
+    Math.round(opacity * 255)
+      .toString(16)
+      .padStart(2, "0")
+  );
 }
 
 /** Whether each run is shown; the switches are in the bar. */

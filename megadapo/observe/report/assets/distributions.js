@@ -7,20 +7,40 @@ function drawDistributions() {
     if (!saved.length || !runShown[index]) return;
     const name = severalRuns ? `${data.runs[index].name}: ` : "";
     const run = data.runs[index];
-    drawHeat(grid, `${name}Response length`, "tokens", saved.length, run.series["response_length/mean"], formatLength, "responses");
-    drawHeat(grid, `${name}Accuracy of a group`, "share of its responses", saved.accuracy, run.series["accuracy/mean"], formatShare, "groups");
+    drawHeat(
+      grid,
+      `${name}Response length`,
+      "tokens",
+      saved.length,
+      run.series["response_length/mean"],
+      formatLength,
+      "responses",
+    );
+    drawHeat(
+      grid,
+      `${name}Accuracy of a group`,
+      "share of its responses",
+      saved.accuracy,
+      run.series["accuracy/mean"],
+      formatShare,
+      "groups",
+    );
   });
-  node.append(grid.children.length ? grid : el("p", { class: "empty" }, "This run saved no responses."));
+  node.append(
+    grid.children.length ? grid : el("p", { class: "empty" }, "This run saved no responses."),
+  );
 }
 
 function distributionNote() {
   const groups = data.saved.reduce((sum, saved) => sum + saved.num_groups, 0);
   if (!groups) return null;
   const responses = data.saved.reduce((sum, saved) => sum + saved.num_responses, 0);
-  return `Of ${plural(groups, "saved group")}, ${plural(responses, "response")}; the line is the mean over all that were sampled.`;
+  const saved = `Of ${plural(groups, "saved group")}, ${plural(responses, "response")}`;
+  return `${saved}; the line is the mean over all that were sampled.`;
 }
 
-const formatLength = (low, high) => (high - low === 1 ? `${low} tokens` : `${low} to ${high - 1} tokens`);
+const formatLength = (low, high) =>
+  high - low === 1 ? `${low} tokens` : `${low} to ${high - 1} tokens`;
 const formatShare = (low, high) => `${Math.round(((low + high) / 2) * 100)} % correct`;
 
 function drawHeat(grid, title, unit, heat, mean, format, noun) {
@@ -37,19 +57,29 @@ function drawHeat(grid, title, unit, heat, mean, format, noun) {
     ctx.beginPath();
     ctx.rect(plot.bbox.left, plot.bbox.top, plot.bbox.width, plot.bbox.height);
     ctx.clip();
-    shares.forEach((rows, column) => rows.forEach((share, row) => {
-      if (share === 0) return;
-      const [left, right] = bounds[column].map((x) => Math.round(plot.valToPos(x, "x", true)));
-      const [bottom, top] = [heat.edges[row], heat.edges[row + 1]].map((y) => Math.round(plot.valToPos(y, "y", true)));
-      ctx.fillStyle = mixed(ramp, (share / highest) ** 0.7);
-      ctx.fillRect(left, top, Math.max(right - left, 1), Math.max(bottom - top, 1));
-    }));
+    shares.forEach((rows, column) =>
+      rows.forEach((share, row) => {
+        if (share === 0) return;
+        const [left, right] = bounds[column].map((x) => Math.round(plot.valToPos(x, "x", true)));
+        const [bottom, top] = [heat.edges[row], heat.edges[row + 1]].map((y) =>
+          Math.round(plot.valToPos(y, "y", true)),
+        );
+        ctx.fillStyle = mixed(ramp, (share / highest) ** 0.7);
+        ctx.fillRect(left, top, Math.max(right - left, 1), Math.max(bottom - top, 1));
+      }),
+    );
     ctx.restore();
   };
   const colour = cssColour("--heat-line");
   addPlot(box, {
     // The outer bounds make the axis reach over the whole first and last column.
-    table: uPlot.join([[[bounds[0][0], bounds.at(-1)[1]], [null, null]], mean ? [mean.steps, mean.values] : [[], []]]),
+    table: uPlot.join([
+      [
+        [bounds[0][0], bounds.at(-1)[1]],
+        [null, null],
+      ],
+      mean ? [mean.steps, mean.values] : [[], []],
+    ]),
     series: [{}, { label: "mean", stroke: colour, width: 2, points: { show: false } }],
     yRange: () => [heat.edges[0], heat.edges.at(-1)],
     grid: false,

@@ -30,7 +30,13 @@ function manyHeads() {
   const list = el("div", { class: "run-list" });
   data.runs.forEach((run, index) => {
     list.append(
-      el("div", { class: "run-line" }, swatch(index), el("b", {}, run.name), el("span", {}, run.title)),
+      el(
+        "div",
+        { class: "run-line" },
+        swatch(index),
+        el("b", {}, run.name),
+        el("span", {}, run.title),
+      ),
     );
   });
   return el("div", { class: "head" }, el("h1", {}, `${data.runs.length} runs`), list);
@@ -54,21 +60,32 @@ function beforeAfter() {
   const title = "Before and after";
   if (severalRuns) return card(title, comparison(data.runs.map((run) => run.rows.map(arrowRow))));
   const [run] = data.runs;
-  const steps = [run.first_step, run.last_step].map((step) => el("th", { class: "right" }, `step ${step}`));
+  const steps = [run.first_step, run.last_step].map((step) =>
+    el("th", { class: "right" }, `step ${step}`),
+  );
   const table = el("table", { class: "numbers" });
-  table.append(el("thead", {}, el("tr", {}, el("th"), steps)), el("tbody", {}, run.rows.map(beforeAfterRow)));
+  table.append(
+    el("thead", {}, el("tr", {}, el("th"), steps)),
+    el("tbody", {}, run.rows.map(beforeAfterRow)),
+  );
   return card(title, table);
 }
 
 function arrowRow([label, before, after]) {
   const plain = (text) => text.replace(/ \(step \d+\)$/, "");
-  return [label, [el("span", { class: "muted" }, plain(before), " \u2192 "), el("b", {}, plain(after))]];
+  return [
+    label,
+    [el("span", { class: "muted" }, plain(before), " \u2192 "), el("b", {}, plain(after))],
+  ];
 }
 
 function costs() {
   const title = "What it took, and how exact it stayed";
   if (severalRuns) return card(title, comparison(data.runs.map((run) => run.costs)));
-  const rows = data.runs[0].costs.flatMap(([label, text]) => [el("dt", {}, label), el("dd", {}, text)]);
+  const rows = data.runs[0].costs.flatMap(([label, text]) => [
+    el("dt", {}, label),
+    el("dd", {}, text),
+  ]);
   return card(title, el("dl", { class: "costs" }, rows));
 }
 
@@ -76,12 +93,31 @@ function costs() {
 function comparison(columns) {
   const labels = [...new Set(columns.flatMap((rows) => rows.map(([label]) => label)))];
   const cell = (rows, label) => el("td", {}, rows.find(([name]) => name === label)?.[1] ?? "-");
-  const line = (label) => el("tr", {}, el("th", { scope: "row" }, label), columns.map((rows) => cell(rows, label)));
-  return el("div", { class: "scroll" }, el("table", { class: "comparison" }, runHead(), el("tbody", {}, labels.map(line))));
+  const line = (label) =>
+    el(
+      "tr",
+      {},
+      el("th", { scope: "row" }, label),
+      columns.map((rows) => cell(rows, label)),
+    );
+  return el(
+    "div",
+    { class: "scroll" },
+    el("table", { class: "comparison" }, runHead(), el("tbody", {}, labels.map(line))),
+  );
 }
 
 function runHead() {
-  return el("thead", {}, el("tr", {}, el("th"), data.runs.map((run, i) => el("th", {}, swatch(i), run.name))));
+  return el(
+    "thead",
+    {},
+    el(
+      "tr",
+      {},
+      el("th"),
+      data.runs.map((run, i) => el("th", {}, swatch(i), run.name)),
+    ),
+  );
 }
 
 function beforeAfterRow([label, before, after]) {
@@ -111,7 +147,15 @@ function oracles() {
   const head = ["oracle", "bound", "worst", "at step", "over the steps", "verdict"];
   const table = el("table", { class: "oracles" });
   table.append(
-    el("thead", {}, el("tr", {}, head.map((text, i) => el("th", { class: i > 0 && i < 4 ? "right" : "" }, text)))),
+    el(
+      "thead",
+      {},
+      el(
+        "tr",
+        {},
+        head.map((text, i) => el("th", { class: i > 0 && i < 4 ? "right" : "" }, text)),
+      ),
+    ),
   );
   data.runs.forEach((run, index) => {
     const body = el("tbody");
@@ -137,7 +181,11 @@ function oracleRow(verdict) {
     el("th", { scope: "row" }, el("code", {}, verdict.key), el("small", {}, verdict.metric)),
     el("td", { class: "right" }, bound),
     el("td", { class: "right" }, verdict.worst),
-    el("td", { class: "right" }, verdict.worst_step === null ? "-" : formatNumber(verdict.worst_step)),
+    el(
+      "td",
+      { class: "right" },
+      verdict.worst_step === null ? "-" : formatNumber(verdict.worst_step),
+    ),
     el("td", {}, el("div", { class: "strip" }, cells)),
     el("td", {}, el("span", { class: `chip ${kind}` }, text)),
   );
@@ -145,7 +193,8 @@ function oracleRow(verdict) {
 
 function configuration() {
   const keys = [...new Set(data.runs.flatMap((run) => Object.keys(run.config)))];
-  const differs = (key) => new Set(data.runs.map((run) => JSON.stringify(run.config[key]))).size > 1;
+  const differs = (key) =>
+    new Set(data.runs.map((run) => JSON.stringify(run.config[key]))).size > 1;
   const different = keys.filter(differs);
   const parts = [];
   if (severalRuns && different.length)
@@ -172,7 +221,12 @@ function configTable(keys) {
   if (severalRuns) table.append(runHead());
   const cell = (run, key) => el("td", {}, key in run.config ? configText(run.config[key]) : "-");
   const rows = keys.map((key) =>
-    el("tr", {}, el("th", { scope: "row" }, el("code", {}, key)), data.runs.map((run) => cell(run, key))),
+    el(
+      "tr",
+      {},
+      el("th", { scope: "row" }, el("code", {}, key)),
+      data.runs.map((run) => cell(run, key)),
+    ),
   );
   table.append(el("tbody", {}, rows));
   return el("div", { class: "scroll" }, table);

@@ -28,13 +28,25 @@ function runToggle(run, index) {
     drawCharts();
     if (data.groups.length) applyFilters();
   };
-  return el("button", { type: "button", class: "run-toggle", "aria-pressed": "true", title: run.folder, onclick: toggle }, swatch(index), run.name);
+  return el(
+    "button",
+    {
+      type: "button",
+      class: "run-toggle",
+      "aria-pressed": "true",
+      title: run.folder,
+      onclick: toggle,
+    },
+    swatch(index),
+    run.name,
+  );
 }
 
 document.title = `${data.runs.map((run) => run.name).join(", ")} - megadapo report`;
 if (severalRuns) document.getElementById("run-toggles").append(...data.runs.map(runToggle));
 document.getElementById("theme").addEventListener("click", nextTheme);
-document.getElementById("footer").textContent = `Written by megadapo ${data.version} on ${data.written}. This file loads nothing from the network.`;
+const written = `Written by megadapo ${data.version} on ${data.written}.`;
+document.getElementById("footer").textContent = `${written} It loads nothing from the network.`;
 systemDark.addEventListener("change", drawCharts);
 drawOverview();
 setTheme("system");

@@ -30,8 +30,19 @@ function axes(log, grid) {
     ticks: { show: false },
   });
   return [
-    { ...common(), grid: { show: false }, size: 26, space: 56, values: (_, ticks) => ticks.map(stepTick) },
-    { ...common(), size: 54, values: (_, ticks) => ticks.map(formatTick), ...(log ? { filter: decades, space: 18 } : { space: 30 }) },
+    {
+      ...common(),
+      grid: { show: false },
+      size: 26,
+      space: 56,
+      values: (_, ticks) => ticks.map(stepTick),
+    },
+    {
+      ...common(),
+      size: 54,
+      values: (_, ticks) => ticks.map(formatTick),
+      ...(log ? { filter: decades, space: 18 } : { space: 30 }),
+    },
   ];
 }
 
@@ -46,7 +57,8 @@ function decades(_, ticks) {
 /** A range with some room, that stays put for a constant. */
 function linearRange(_, low, high) {
   if (low === null || high === null) return [0, 1];
-  if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, low + Math.abs(low) * 0.1];
+  if (low === high)
+    return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, low + Math.abs(low) * 0.1];
   return uPlot.rangeNum(low, high, 0.08, true);
 }
 
@@ -63,9 +75,12 @@ function stepRange(_, low, high) {
 
 /**
  * Draw into `box`. `series` are uPlot's, each with a label; those with `quiet` stay out of the
- * tooltip. `read(plot, index)` may give the tooltip's lines instead; `under` paints below the lines.
+ * tooltip. `read(plot, index)` may give the tooltip's lines instead; `under` paints below all.
  */
-function addPlot(box, { table, series, bands = [], log = false, yRange = null, grid = true, under = [], read = null }) {
+function addPlot(
+  box,
+  { table, series, bands = [], log = false, yRange = null, grid = true, under = [], read = null },
+) {
   const options = {
     width: Math.max(box.clientWidth, 120),
     height: PLOT_HEIGHT,
@@ -131,10 +146,19 @@ function readSeries(plot, index) {
   const rows = plot.series.slice(1).flatMap((line, i) => {
     const value = plot.data[i + 1][index];
     if (line.quiet || value === null || value === undefined) return [];
-    return [tipRow(line.mark, line.label, line.text ? line.text(value, index, plot.data[0][index]) : formatNumber(value))];
+    return [
+      tipRow(
+        line.mark,
+        line.label,
+        line.text ? line.text(value, index, plot.data[0][index]) : formatNumber(value),
+      ),
+    ];
   });
   if (!rows.length) return [];
-  return [el("b", {}, `step ${formatNumber(plot.data[0][index])}`), el("div", { class: "tip-rows" }, ...rows)];
+  return [
+    el("b", {}, `step ${formatNumber(plot.data[0][index])}`),
+    el("div", { class: "tip-rows" }, ...rows),
+  ];
 }
 
 function tipRow(colour, label, text) {

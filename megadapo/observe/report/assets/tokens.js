@@ -7,11 +7,15 @@ const MODES = {
   ratio: {
     label: "Ratio",
     legend: () => [key("below 1", "--ratio-low"), key("1", null), key("above 1", "--ratio-high")],
-    title: (clip) => `updated over old policy; full colour at 1 - ${formatNumber(clip.low)} and 1 + ${formatNumber(clip.high)}`,
+    title: (clip) => `updated over old policy; full colour at 1 - ${clip.low} and 1 + ${clip.high}`,
   },
   clip: {
     label: "Clip",
-    legend: () => [key("clipped low", "--clip-low"), key("clipped high", "--clip-high"), key("inside", null)],
+    legend: () => [
+      key("clipped low", "--clip-low"),
+      key("clipped high", "--clip-high"),
+      key("inside", null),
+    ],
     title: () => "clipped tokens give no gradient",
   },
   probability: {
@@ -19,7 +23,11 @@ const MODES = {
     legend: () => [key("likely", null), key("unlikely", "--unlikely")],
     title: () => "of the token when it was sampled",
   },
-  version: { label: "Policy version", legend: (group) => versionKeys(group), title: () => "weights that sampled the response" },
+  version: {
+    label: "Policy version",
+    legend: (group) => versionKeys(group),
+    title: () => "weights that sampled the response",
+  },
 };
 
 function key(label, variable) {
@@ -28,9 +36,12 @@ function key(label, variable) {
   return el("span", {}, mark, label);
 }
 
-const versionsOf = (group) => [...new Set(group.responses.map((r) => r.policy_version))].sort((a, b) => b - a);
-const versionVariable = (group, version) => `--series-${(versionsOf(group).indexOf(version) % NUM_COLOURS) + 1}`;
-const versionKeys = (group) => versionsOf(group).map((version) => key(`version ${version}`, versionVariable(group, version)));
+const versionsOf = (group) =>
+  [...new Set(group.responses.map((r) => r.policy_version))].sort((a, b) => b - a);
+const versionVariable = (group, version) =>
+  `--series-${(versionsOf(group).indexOf(version) % NUM_COLOURS) + 1}`;
+const versionKeys = (group) =>
+  versionsOf(group).map((version) => key(`version ${version}`, versionVariable(group, version)));
 
 /** The bounds of the ratio in a run's configuration, or DAPO's. */
 function clipBounds(run) {
@@ -44,7 +55,11 @@ function clipBounds(run) {
 /** What is known of token `index`: log-probs, ratio, and whether the objective clipped it. */
 function tokenFacts(response, index, clip) {
   const at = (values) => values?.[index] ?? null;
-  const [sampled, old, updated] = [response.logprobs_rollout, response.logprobs_old, response.logprobs_update].map(at);
+  const [sampled, old, updated] = [
+    response.logprobs_rollout,
+    response.logprobs_old,
+    response.logprobs_update,
+  ].map(at);
   const ratio = old === null || updated === null ? null : Math.exp(updated - old);
   let clipped = null;
   if (ratio !== null && response.advantage !== null) {
@@ -62,9 +77,11 @@ function tokenShade(mode, facts, clip) {
     const share = low ? (1 - facts.ratio) / (clip.low || 1) : (facts.ratio - 1) / (clip.high || 1);
     return [low ? "--ratio-low" : "--ratio-high", 85 * Math.min(share, 1)];
   }
-  if (mode === "clip" && (facts.clipped === "low" || facts.clipped === "high")) return [`--clip-${facts.clipped}`, 85];
+  if (mode === "clip" && (facts.clipped === "low" || facts.clipped === "high"))
+    return [`--clip-${facts.clipped}`, 85];
   const logprob = facts.sampled ?? facts.old;
-  if (mode === "probability" && logprob !== null) return ["--unlikely", 85 * (1 - Math.exp(logprob))];
+  if (mode === "probability" && logprob !== null)
+    return ["--unlikely", 85 * (1 - Math.exp(logprob))];
   return null;
 }
 
@@ -82,19 +99,31 @@ function responseBody(response, group, mode, clip, query) {
 function fillTokens(body, response, group, mode, clip, limit) {
   const version = mode === "version" ? [versionVariable(group, response.policy_version), 40] : null;
   const spans = response.tokens.slice(0, limit).map((token, index) => {
-    const span = el("span", { class: token.includes("\n") ? "token line-end" : "token", "data-index": index }, token);
+    const span = el(
+      "span",
+      { class: token.includes("\n") ? "token line-end" : "token", "data-index": index },
+      token,
+    );
     const shade = version ?? tokenShade(mode, tokenFacts(response, index, clip), clip);
-    if (shade && shade[1] >= 1)
-      span.style.backgroundColor = `color-mix(in srgb, var(${shade[0]}) ${shade[1].toFixed(0)}%, transparent)`;
+    if (shade && shade[1] >= 1) span.style.backgroundColor = mixedIn(...shade);
     return span;
   });
   body.replaceChildren(...spans);
   const rest = response.tokens.length - limit;
   if (rest > 0) {
     const more = () => fillTokens(body, response, group, mode, clip, response.tokens.length);
-    body.append(el("button", { type: "button", class: "more", onclick: more }, `Show ${plural(rest, "more token")}`));
+    body.append(
+      el(
+        "button",
+        { type: "button", class: "more", onclick: more },
+        `Show ${plural(rest, "more token")}`,
+      ),
+    );
   }
 }
+
+const mixedIn = (variable, percent) =>
+  `color-mix(in srgb, var(${variable}) ${percent.toFixed(0)}%, transparent)`;
 
 function marked(text, query) {
   if (!query) return [text];
@@ -123,7 +152,8 @@ function explainTokens(body, response, clip) {
     tokenCard.hidden = false;
     const place = span.getBoundingClientRect();
     const below = place.bottom + tokenCard.offsetHeight + 8 < window.innerHeight;
-    tokenCard.style.left = `${Math.max(8, Math.min(place.left, window.innerWidth - tokenCard.offsetWidth - 12))}px`;
+    const rightmost = window.innerWidth - tokenCard.offsetWidth - 12;
+    tokenCard.style.left = `${Math.max(8, Math.min(place.left, rightmost))}px`;
     tokenCard.style.top = `${below ? place.bottom + 6 : place.top - tokenCard.offsetHeight - 6}px`;
   });
   body.addEventListener("mouseleave", () => (tokenCard.hidden = true));
@@ -141,7 +171,15 @@ function tokenLines(response, index, facts) {
   ];
   return [
     el("b", {}, el("code", {}, JSON.stringify(response.tokens[index]))),
-    el("small", {}, `token ${index + 1} of ${response.tokens.length}, id ${response.token_ids[index]}`),
-    el("div", { class: "tip-rows" }, lines.map(([label, text]) => el("div", {}, el("span", {}, label), el("em", {}, text)))),
+    el(
+      "small",
+      {},
+      `token ${index + 1} of ${response.tokens.length}, id ${response.token_ids[index]}`,
+    ),
+    el(
+      "div",
+      { class: "tip-rows" },
+      lines.map(([label, text]) => el("div", {}, el("span", {}, label), el("em", {}, text))),
+    ),
   ];
 }

@@ -1,0 +1,177 @@
+// Which metric is drawn where.
+
+// [heading, panels]; a panel: title, unit, lines [metric, label], and how it is drawn.
+const CURVES = [
+  [
+    "Learning",
+    [
+      {
+        title: "Accuracy",
+        unit: "share of responses",
+        lines: [["accuracy/mean", "training"]],
+        heldOut: true,
+      },
+      {
+        title: "Reward",
+        unit: "mean of a response",
+        lines: [
+          ["reward/mean", "rule"],
+          ["reward/shaped_mean", "shaped"],
+          ["reward/overlong_penalty_mean", "overlong penalty"],
+        ],
+      },
+      {
+        title: "Response length",
+        unit: "tokens",
+        lines: [
+          ["response_length/mean", "mean"],
+          ["response_length/p95", "95th percentile"],
+        ],
+      },
+      {
+        title: "Truncated",
+        unit: "share of responses",
+        lines: [["response_length/truncated_fraction", "truncated"]],
+      },
+    ],
+  ],
+  [
+    "Policy",
+    [
+      { title: "Entropy", unit: "nats a token", lines: [["policy/entropy", "entropy"]] },
+      {
+        title: "Token probability",
+        unit: "mean",
+        lines: [["policy/token_probability_mean", "probability"]],
+      },
+      {
+        title: "Clipped",
+        unit: "share of tokens",
+        lines: [
+          ["policy/clip_high_fraction", "high"],
+          ["policy/clip_low_fraction", "low"],
+        ],
+      },
+      { title: "Ratio", unit: "mean", lines: [["policy/ratio_mean", "ratio"]] },
+    ],
+  ],
+  [
+    "Optimizer",
+    [
+      { title: "Loss", unit: "", lines: [["policy/loss", "loss"]] },
+      { title: "Gradient norm", unit: "before clipping", lines: [["policy/grad_norm", "norm"]] },
+      { title: "Learning rate", unit: "", lines: [["policy/lr", "rate"]] },
+      { title: "Skipped updates", unit: "a step", lines: [["policy/skipped_updates", "skipped"]] },
+    ],
+  ],
+  [
+    "Sampling",
+    [
+      {
+        title: "Groups",
+        unit: "a step",
+        lines: [
+          ["groups/sampled", "sampled"],
+          ["groups/kept", "kept"],
+        ],
+      },
+      {
+        title: "Groups without signal",
+        unit: "a step",
+        lines: [
+          ["groups/all_correct", "all correct"],
+          ["groups/all_wrong", "all wrong"],
+        ],
+      },
+      {
+        title: "Reserve",
+        unit: "groups a step",
+        lines: [
+          ["groups/from_reserve", "taken from"],
+          ["groups/to_reserve", "put in"],
+        ],
+      },
+      {
+        title: "Tokens",
+        unit: "a step",
+        lines: [
+          ["tokens/generated", "generated"],
+          ["tokens/trained", "trained on"],
+        ],
+      },
+    ],
+  ],
+  [
+    "Exactness and speed",
+    [
+      {
+        title: "Parity",
+        unit: "|trainer - engine|, nats",
+        log: true,
+        lines: [
+          ["parity/logprob_abs_max", "largest"],
+          ["parity/logprob_abs_mean", "mean"],
+        ],
+        bound: "logprob_abs_max",
+      },
+      {
+        title: "First ratio",
+        unit: "largest |ratio - 1|",
+        lines: [["policy/ratio_first_max_error", "error"]],
+        bound: "ratio_first_max_error",
+      },
+      { title: "Speed", unit: "tokens/s", lines: [["tokens_per_s", "generated"]] },
+    ],
+  ],
+  [
+    "Balance",
+    [
+      {
+        title: "Engines",
+        unit: "tokens generated",
+        lines: [
+          ["rollout/engine_tokens_max", "most"],
+          ["rollout/engine_tokens_min", "least"],
+        ],
+      },
+      {
+        title: "Engines",
+        unit: "seconds busy",
+        lines: [
+          ["time/engine_max_s", "longest"],
+          ["time/engine_min_s", "shortest"],
+        ],
+      },
+      {
+        title: "Trainer ranks",
+        unit: "tokens computed",
+        lines: [
+          ["train/rank_tokens_max", "most"],
+          ["train/rank_tokens_min", "least"],
+        ],
+      },
+      {
+        title: "Trainer ranks",
+        unit: "seconds, old log-probs",
+        lines: [
+          ["time/rank_logprobs_max_s", "longest"],
+          ["time/rank_logprobs_min_s", "shortest"],
+        ],
+      },
+    ],
+  ],
+];
+
+// The phases in the order they happen: those of time/step_s, then what comes between steps.
+// Scoring runs beside the rollout, so it is a line.
+const IN_STEP = [
+  ["time/rollout_s", "rollout"],
+  ["time/train_s", "train"],
+  ["time/sync_s", "publish weights"],
+];
+const BETWEEN = [
+  ["time/evaluate_s", "evaluate"],
+  ["time/checkpoint_s", "checkpoint of the step before"],
+];
+const PHASES = [...IN_STEP, ...BETWEEN];
+const BESIDE = ["time/reward_s", "scoring, beside the rollout"];
