@@ -19,6 +19,9 @@ RESOLVED_FILE = "config.json"
 """The resolved configuration in a run's folder."""
 
 
+_RENAMED = {"dapo": "algorithm"}
+"""Sections by the names that runs were written with, so that a run's folder can still be read."""
+
 KeyPath = tuple[str, ...]
 """The names of a key's tables, and its own."""
 
@@ -84,7 +87,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: expected an object with the sections of a configuration")
-    return table
+    return {_RENAMED.get(name, name): section for name, section in table.items()}
 
 
 def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:

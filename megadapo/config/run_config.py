@@ -68,11 +68,15 @@ def from_dict(table: Mapping[str, Any]) -> RunConfig:
     Raises ConfigError that lists every unknown key, wrong value, missing key and conflict.
     """
     # an absent section is an empty one: it then names its own required keys, not just itself
-    table = {name: {} for name in RunConfig.model_fields} | dict(table)
+    complete = {name: {} for name in RunConfig.model_fields} | dict(table)
     try:
-        return RunConfig.model_validate(table, context=COLLECT)
+        return RunConfig.model_validate(complete, context=COLLECT)
     except ValidationError as error:
-        problems = [*describe(error, RunConfig), *conflicts_between(_sound_sections(table, error))]
+        sound = _sound_sections(complete, error)
+        if table.keys() - RunConfig.model_fields.keys():
+            # what is absent may be what an unknown section was meant to be
+            sound = {name: section for name, section in sound.items() if name in table}
+        problems = [*describe(error, RunConfig), *conflicts_between(sound)]
     raise ConfigError("\n".join(problems))
 
 

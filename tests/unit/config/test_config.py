@@ -268,6 +268,7 @@ def test_five_wrong_keys_and_values_give_five_messages(recipe: Path) -> None:
         "--dapo.objective.clip_low=0.1",
         "--weights.deadline_s=0.5",
         "--algorithm.responses_per_mini_batch=24",
+        "--sampling.prompts_per_step=64",
     )
     assert message.splitlines() == [
         f"{recipe} with its overrides: 5 problems",
@@ -318,6 +319,13 @@ def test_no_limit_may_be_below_a_second(recipe: Path) -> None:
     assert all(f"{dotted} = 0.5 must be at least 1" in message for dotted in limits)
 
 
+def test_an_unknown_section_is_not_followed_by_what_only_its_absence_breaks(recipe: Path) -> None:
+    """Its values would have been those of the section that now has its defaults."""
+    message = refused(recipe, "--rollout.max_response_tokens=48", "--algoritm.overlong_buffer=16")
+    assert message.endswith("algoritm: unknown section; did you mean algorithm?")
+    assert len(message.splitlines()) == 1
+
+
 def test_a_configuration_written_before_there_were_newer_keys_is_read(tmp_path: Path) -> None:
     """A run's folder outlives the version that wrote it: keys it lacks have their defaults."""
     table = {
@@ -325,9 +333,10 @@ def test_a_configuration_written_before_there_were_newer_keys_is_read(tmp_path: 
         "model": {"path": "m", "init": "pretrained", "dtype": "float32"},
         "data": {"train": "arithmetic:train:64", "held_out": None, "max_prompt_tokens": 16},
         "sampling": {"oversampling": 1.2, "reserve_limit": None},
+        "dapo": {"overlong_buffer": 16, "objective": {"dual_clip": None}},
         "cluster": {"placement": "colocated", "device": "auto", "address": None},
     }
     (tmp_path / "config.json").write_text(json.dumps(table))
     config = load_config(tmp_path)
     assert (config.run.folder, config.data.held_out) == (Path("runs/x"), None)
-    assert config.checkpoint.keep == 2
+    assert (config.checkpoint.keep, config.algorithm.overlong_buffer) == (2, 16)
