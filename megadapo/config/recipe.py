@@ -87,7 +87,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: expected an object with the sections of a configuration")
-    return {_RENAMED.get(name, name): section for name, section in table.items()}
+    return {_RENAMED.get(name) or name: section for name, section in table.items()}
 
 
 def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.cluster.config import ClusterConfig
 from megadapo.config.conflicts import conflicts_between
-from megadapo.config.problems import describe, refused_keys
+from megadapo.config.problems import describe, refused_keys, section_of
 from megadapo.config.recipe import read_table, with_key
 from megadapo.config.sections import CheckpointConfig, RunSection
 from megadapo.data.config import DataConfig
@@ -89,9 +89,9 @@ def _sound_sections(table: Mapping[str, Any], error: ValidationError) -> dict[st
     """The sections that have no problem of their own."""
     wrong = {problem["loc"][0] for problem in error.errors() if problem["loc"]}
     return {
-        name: field.annotation.model_validate(table[name], context=COLLECT)
+        name: section.model_validate(table[name], context=COLLECT)
         for name, field in RunConfig.model_fields.items()
-        if name not in wrong
+        if name not in wrong and (section := section_of(field)) is not None
     }
 
 
