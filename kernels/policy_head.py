@@ -18,11 +18,10 @@ from torch.autograd.function import once_differentiable
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head_blocks import (
     PolicyCall,
-    logits_by_tile,
+    logprob_blocks,
     logprob_grad_blocks,
     policy_blocks,
 )
-from megadapo.kernels.policy_head_exchange import gather_stats
 from megadapo.kernels.policy_head_main_grad import (
     hand_over,
     is_known_one,
@@ -31,8 +30,7 @@ from megadapo.kernels.policy_head_main_grad import (
 )
 from megadapo.kernels.policy_head_output import PolicyHeadOutput, head_output
 from megadapo.kernels.policy_head_plan import HeadCall, HeadOptions, plan_call
-from megadapo.kernels.policy_head_rows import logprob_rows, row_stats
-from megadapo.kernels.policy_head_types import NUM_STATS, PolicyInputs, RowOutputs
+from megadapo.kernels.policy_head_types import PolicyInputs, RowOutputs
 
 __all__ = ["PolicyHeadOutput", "policy_head_loss", "token_logprobs"]
 
@@ -76,15 +74,7 @@ class _PolicyHead(torch.autograd.Function):
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: HeadCall) -> tuple[Tensor, Tensor]:
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=torch.float32, device=hidden.device)
-
-        logprobs, entropy = empty(call.num_rows), empty(call.num_rows)
-        stats = empty(call.shards.num_total, NUM_STATS, call.num_rows)
-        for rows, tile in logits_by_tile(hidden, weight, call):
-            merged = gather_stats(row_stats(tile), call.process_group)
-            stats[:, :, rows] = merged
-            logprob_rows(tile, merged, logprobs=logprobs[rows], entropy=entropy[rows])
+        logprobs, entropy, stats = logprob_blocks(hidden, weight, call)
         ctx.save_for_backward(hidden, weight, stats)
         ctx.call = call
         ctx.set_materialize_grads(False)

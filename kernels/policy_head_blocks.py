@@ -1,20 +1,31 @@
-"""The policy head's passes over its blocks of tokens: three products each, rows in between."""
+"""The policy head's passes over its blocks of tokens: products, and row passes in between."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.kernels.policy_head_exchange import Block, RowExchange, gather_stats
+from megadapo.kernels.policy_head_exchange import Block, gather_stats
 from megadapo.kernels.policy_head_main_grad import main_grad_of
 from megadapo.kernels.policy_head_plan import HeadCall
 from megadapo.kernels.policy_head_products import Fp32Sum, mm_fp32, mm_rows, widened_like
-from megadapo.kernels.policy_head_rows import logprob_grad_rows, policy_rows, row_stats
-from megadapo.kernels.policy_head_types import PolicyInputs, RowOutputs, Tile, VocabShards
+from megadapo.kernels.policy_head_rows import (
+    logprob_grad_rows,
+    logprob_rows,
+    policy_rows,
+    row_stats,
+)
+from megadapo.kernels.policy_head_types import (
+    NUM_STATS,
+    PolicyInputs,
+    RowOutputs,
+    Tile,
+    VocabShards,
+)
 
 _ROW_ALIGNMENT = 16
 """Elements that a row of the buffers is rounded up to."""
@@ -89,88 +100,100 @@ class _Projection:
             mm_fp32(hidden, shard, out=columns, scratch=self._widened)
 
 
+Step = Callable[[slice, Tile, Tensor | None], None]
+"""What is done to a tile: its rows among all, itself, and where its gradient goes, if anywhere."""
+
+
+class _Pass:
+    """One pass over all blocks: logits, then whatever the step does, then the products back."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        call: HeadCall,
+        *,
+        wants_hidden: bool = False,
+        wants_weight: bool = False,
+        into: Tensor | None = None,
+    ) -> None:
+        self._call = call
+        self._weight = weight
+        self._wants_hidden = wants_hidden
+        self._d_weight = Fp32Sum(weight.shape, weight, into) if wants_weight else None
+        self._wants_grad = wants_hidden or wants_weight
+        self._buffers = _Buffers(call, hidden, for_grad=self._wants_grad)
+        self._project = _Projection(weight, call.shards)
+        self._exchange = call.exchange(hidden)
+
+    def run(self, step: Step) -> tuple[Tensor | None, Tensor | None]:
+        """Take every tile through `step`; return d_hidden and d_weight where they are wanted."""
+        for block in self._call.blocks():
+            rows = self._exchange.fetch(block)
+            for tile in self._call.tiling.tiles(block[1] - block[0]):
+                self._take(block[0], tile, rows, step)
+            if self._wants_grad:
+                self._multiply_back(block, rows)
+        return (
+            self._exchange.finish() if self._wants_hidden else None,
+            self._d_weight.result() if self._d_weight is not None else None,
+        )
+
+    def _take(self, offset: int, tile: Block, rows: Tensor, step: Step) -> None:
+        """One tile, whose first row is row `offset` + tile[0] of all."""
+        logits = self._buffers.logits(tile)
+        self._project(rows[tile[0] : tile[1]], logits)
+        chosen = slice(offset + tile[0], offset + tile[1])
+        d_logits = self._buffers.grads(tile) if self._wants_grad else None
+        step(chosen, self._call.tile(logits, chosen), d_logits)
+
+    def _multiply_back(self, block: Block, rows: Tensor) -> None:
+        """The two products of a block; the first one's reduction runs under the second."""
+        if block[1] == self._call.num_rows:
+            # their memory is as large as the weight's gradient, which is made next
+            self._buffers.drop_logits()
+            self._project.drop_scratch()
+        d_logits = self._buffers.grads((0, block[1] - block[0]))
+        if self._wants_hidden:
+            mm_rows(d_logits, self._weight, out=self._exchange.slot(block))
+            self._exchange.send(block)
+        if self._d_weight is not None:
+            self._d_weight.add(d_logits, rows)
+
+
 def policy_blocks(
-    hidden: Tensor, weight: Tensor, call: PolicyCall, *, wants_hidden: bool, wants_weight: bool
+    hidden: Tensor, weight: Tensor, policy: PolicyCall, *, wants_hidden: bool, wants_weight: bool
 ) -> tuple[RowOutputs, Tensor | None, Tensor | None]:
-    """Run every block; return per-row outputs and the gradients of a loss whose scale is 1."""
-    head = call.head
-    wants_grad = wants_hidden or wants_weight
-    outputs = RowOutputs.empty(head.num_rows, hidden.device)
-    buffers = _Buffers(head, hidden, for_grad=wants_grad)
-    project = _Projection(weight, head.shards)
-    exchange = head.exchange(hidden)
-    d_weight = Fp32Sum(weight.shape, weight) if wants_weight else None
-    for block in head.blocks():
-        rows = exchange.fetch(block)
-        for tile in head.tiling.tiles(block[1] - block[0]):
-            project(rows[tile[0] : tile[1]], buffers.logits(tile))
-            _policy_tile(block[0], tile, buffers, call, outputs, wants_grad=wants_grad)
-        if wants_grad:
-            if block[1] == head.num_rows:
-                # their memory is as large as the weight's gradient, which is made next
-                buffers.drop_logits()
-                project.drop_scratch()
-            d_logits = buffers.grads((0, block[1] - block[0]))
-            _block_products(block, rows, weight, d_logits, exchange, wants_hidden, d_weight)
-    return (
-        outputs,
-        exchange.finish() if wants_hidden else None,
-        d_weight.result() if d_weight is not None else None,
+    """Return per-row outputs, and d_hidden and d_weight of a loss whose scale is 1."""
+    outputs = RowOutputs.empty(policy.head.num_rows, hidden.device)
+
+    def step(rows: slice, tile: Tile, d_logits: Tensor | None) -> None:
+        stats = gather_stats(row_stats(tile), policy.head.process_group)
+        inputs = policy.inputs.rows(rows)
+        policy_rows(tile, stats, inputs, policy.objective, outputs.rows(rows), d_logits)
+
+    over_blocks = _Pass(
+        hidden, weight, policy.head, wants_hidden=wants_hidden, wants_weight=wants_weight
     )
+    return outputs, *over_blocks.run(step)
 
 
-def _policy_tile(
-    offset: int,
-    rows: Block,
-    buffers: _Buffers,
-    call: PolicyCall,
-    outputs: RowOutputs,
-    *,
-    wants_grad: bool,
-) -> None:
-    """The two row passes over one tile, whose first row is row `offset` + rows[0] of all."""
-    head = call.head
-    first, last = offset + rows[0], offset + rows[1]
-    tile = head.tile(buffers.logits(rows), first, last)
-    policy_rows(
-        tile,
-        gather_stats(row_stats(tile), head.process_group),
-        call.inputs.rows(first, last),
-        call.objective,
-        outputs.rows(first, last),
-        buffers.grads(rows) if wants_grad else None,
-    )
+def logprob_blocks(hidden: Tensor, weight: Tensor, call: HeadCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs [R], entropy [R] and the merged stats [S, 4, R] they came from."""
 
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.float32, device=hidden.device)
 
-def _block_products(
-    block: Block,
-    rows: Tensor,
-    weight: Tensor,
-    d_logits: Tensor,
-    exchange: RowExchange,
-    wants_hidden: bool,
-    d_weight: Fp32Sum | None,
-) -> None:
-    """The two backward products of a block; the first one's reduction runs under the second."""
-    if wants_hidden:
-        mm_rows(d_logits, weight, out=exchange.slot(block))
-        exchange.send(block)
-    if d_weight is not None:
-        d_weight.add(d_logits, rows)
+    logprobs, entropy = empty(call.num_rows), empty(call.num_rows)
+    stats = empty(call.shards.num_total, NUM_STATS, call.num_rows)
 
+    def step(rows: slice, tile: Tile, _: Tensor | None) -> None:
+        merged = gather_stats(row_stats(tile), call.process_group)
+        stats[:, :, rows] = merged
+        logprob_rows(tile, merged, logprobs=logprobs[rows], entropy=entropy[rows])
 
-def logits_by_tile(hidden: Tensor, weight: Tensor, call: HeadCall) -> Iterator[tuple[slice, Tile]]:
-    """Yield every tile and its rows among all; the logits lie in one reused buffer."""
-    buffers = _Buffers(call, hidden, for_grad=False)
-    project = _Projection(weight, call.shards)
-    exchange = call.exchange(hidden)
-    for block in call.blocks():
-        rows = exchange.fetch(block)
-        for tile in call.tiling.tiles(block[1] - block[0]):
-            logits = buffers.logits(tile)
-            project(rows[tile[0] : tile[1]], logits)
-            first, last = block[0] + tile[0], block[0] + tile[1]
-            yield slice(first, last), call.tile(logits, first, last)
+    _Pass(hidden, weight, call).run(step)
+    return logprobs, entropy, stats
 
 
 def logprob_grad_blocks(
@@ -184,27 +207,23 @@ def logprob_grad_blocks(
     wants_hidden: bool,
     wants_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The recomputing backward pass: a fourth product and no collective for the statistics."""
-    buffers = _Buffers(call, hidden, for_grad=True)
-    project = _Projection(weight, call.shards)
-    exchange = call.exchange(hidden)
-    d_weight = Fp32Sum(weight.shape, weight, main_grad_of(weight)) if wants_weight else None
-    for block in call.blocks():
-        rows = exchange.fetch(block)
-        for tile in call.tiling.tiles(block[1] - block[0]):
-            first, last = block[0] + tile[0], block[0] + tile[1]
-            logits = buffers.logits(tile)
-            project(rows[tile[0] : tile[1]], logits)
-            logprob_grad_rows(
-                call.tile(logits, first, last),
-                stats[:, :, first:last].contiguous(),
-                d_logprobs=d_logprobs[first:last],
-                d_entropy=None if d_entropy is None else d_entropy[first:last],
-                d_logits=buffers.grads(tile),
-            )
-        d_logits = buffers.grads((0, block[1] - block[0]))
-        _block_products(block, rows, weight, d_logits, exchange, wants_hidden, d_weight)
-    return (
-        exchange.finish() if wants_hidden else None,
-        d_weight.result() if d_weight is not None else None,
+    """The recomputing backward pass: a fourth product and no collective for the statistics.
+
+    The weight's gradient is added to main_grad where the parameter has one.
+    """
+
+    def step(rows: slice, tile: Tile, d_logits: Tensor | None) -> None:
+        assert d_logits is not None
+        logprob_grad_rows(
+            tile,
+            stats[:, :, rows].contiguous(),
+            d_logprobs=d_logprobs[rows],
+            d_entropy=None if d_entropy is None else d_entropy[rows],
+            d_logits=d_logits,
+        )
+
+    into = main_grad_of(weight)
+    over_blocks = _Pass(
+        hidden, weight, call, wants_hidden=wants_hidden, wants_weight=wants_weight, into=into
     )
+    return over_blocks.run(step)

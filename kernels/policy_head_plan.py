@@ -96,11 +96,11 @@ class HeadCall:
     process_group: dist.ProcessGroup | None
     sequence_parallel: bool
 
-    def tile(self, logits: Tensor, start: int, stop: int) -> Tile:
-        """The selected rows start to stop and their logits, for the row passes."""
+    def tile(self, logits: Tensor, rows: slice) -> Tile:
+        """Some of the selected rows and their logits, for the row passes."""
         return Tile(
             logits=logits,
-            targets=self.targets[start:stop],
+            targets=self.targets[rows],
             shards=self.shards,
             temperature=self.temperature,
         )

@@ -78,9 +78,9 @@ class RowOutputs:
         names = ("logprobs", "entropy", "loss", "ratio", "kl")
         return cls(**dict(zip(names, values, strict=True)), flags=flags)
 
-    def rows(self, start: int, stop: int) -> RowOutputs:
-        """A view of rows start to stop."""
-        return RowOutputs(**{name: value[start:stop] for name, value in vars(self).items()})
+    def rows(self, rows: slice) -> RowOutputs:
+        """A view of some rows."""
+        return RowOutputs(**{name: value[rows] for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,6 @@ class PolicyInputs:
             **{name: None if value is None else change(value) for name, value in vars(self).items()}
         )
 
-    def rows(self, start: int, stop: int) -> PolicyInputs:
-        """A view of rows start to stop."""
-        return self.map(lambda value: value[start:stop])
+    def rows(self, rows: slice) -> PolicyInputs:
+        """A view of some rows."""
+        return self.map(lambda value: value[rows])
