@@ -20,6 +20,7 @@ from megadapo.config.recipe import read_table, with_key
 from megadapo.config.sections import CheckpointConfig, RunSection
 from megadapo.data.config import DataConfig
 from megadapo.errors import ConfigError
+from megadapo.observe.config import ObserveConfig
 from megadapo.observe.oracles import OracleConfig
 from megadapo.rewards.config import RewardConfig
 from megadapo.rollout.config import EvaluationConfig, RolloutConfig, SamplingConfig
@@ -42,6 +43,7 @@ class RunConfig(Section, title="megadapo"):
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     oracles: OracleConfig = OracleConfig()
+    observe: ObserveConfig = ObserveConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
 

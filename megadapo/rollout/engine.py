@@ -209,7 +209,7 @@ class RolloutEngine:
         responses = tuple(
             _response(output, text, version) for output, text in zip(outputs, texts, strict=True)
         )
-        return GroupResponse(key=key, responses=responses)
+        return GroupResponse(key=key, responses=responses, engine=self._spec.index)
 
     def _decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         assert self._llm is not None

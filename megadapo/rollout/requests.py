@@ -51,6 +51,8 @@ class GroupResponse:
 
     key: int
     responses: tuple[Response, ...]
+    engine: int = 0
+    """Number of the engine that generated them."""
 
 
 class LogprobTable(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -42,6 +43,20 @@ class Question:
     """One per response."""
 
 
+@dataclass
+class EngineShare:
+    """What one engine did in a round, or in several."""
+
+    num_tokens: int = 0
+    """Response tokens generated."""
+    seconds: float = 0.0
+    """From the start of a round until the engine's last group was there."""
+
+    def add(self, other: EngineShare) -> None:
+        self.num_tokens += other.num_tokens
+        self.seconds += other.seconds
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundResult(Generic[T]):
     """What became of a round."""
@@ -50,6 +65,8 @@ class RoundResult(Generic[T]):
     """One per question, in the order of their keys."""
     reward_seconds: float
     """Time spent scoring; most of it passes while responses are still generated."""
+    engines: dict[int, EngineShare]
+    """What each engine did, by its number; engines that were given nothing are left out."""
 
 
 def run_round(
@@ -69,16 +86,20 @@ def run_round(
         for question in questions
     ]
     scorer = _Scorer(verifier, by_key, combine)
+    shares: dict[int, EngineShare] = defaultdict(EngineShare)
+    start = time.perf_counter()
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scoring")
     try:
-        futures = {
-            response.key: executor.submit(scorer.score, response)
-            for response in engines.generate(requests, settings)
-        }
+        futures = {}
+        for response in engines.generate(requests, settings):
+            share = shares[response.engine]
+            share.num_tokens += sum(len(sample.token_ids) for sample in response.responses)
+            share.seconds = time.perf_counter() - start
+            futures[response.key] = executor.submit(scorer.score, response)
         results = [futures[key].result() for key in sorted(by_key)]
     finally:
         executor.shutdown(cancel_futures=True)
-    return RoundResult(results=results, reward_seconds=scorer.seconds)
+    return RoundResult(results=results, reward_seconds=scorer.seconds, engines=dict(shares))
 
 
 class _Scorer(Generic[T]):

@@ -1,4 +1,5 @@
-"""Dynamic sampling as arithmetic: how many groups to ask for, and what to say of too few.
+"""Dynamic sampling as arithmetic: how many groups to ask for, what to save, and what to say of too
+few.
 
 No engines, no clocks: what is asked for next depends on what earlier rounds returned alone, so a
 resumed run asks for the same.
@@ -7,11 +8,15 @@ resumed run asks for the same.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from megadapo.data.batch import Group
+from megadapo.observe.config import SavedGroups
+from megadapo.observe.saved_group import Fate
 
 MAX_ASKED_PER_NEEDED = 4
 """A round asks for at most so many groups per missing one, so that one unlucky round does not
@@ -19,6 +24,50 @@ spend the whole step's bound on the next."""
 
 MEMORY = 0.5
 """Weight that each round keeps in the yield when a newer one comes in."""
+
+
+_TURNS: tuple[Fate, ...] = (
+    *("trained", "all_wrong", "trained", "all_correct"),
+    *("trained", "to_reserve", "trained", "dropped"),
+)
+"""Which fate the next group to be saved has, as long as there are any left of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledGroup:
+    """A group and what became of it in a step."""
+
+    group: Group
+    fate: Fate
+    from_reserve: bool
+    """Whether an earlier step generated it."""
+
+
+def choose_saved(groups: Sequence[SampledGroup], limit: SavedGroups) -> tuple[SampledGroup, ...]:
+    """Return the groups of a step that are saved, in the order they were asked for.
+
+    Args:
+        groups: of the step, in any order.
+        limit: how many; they are dealt out over the fates, and within a fate evenly over the order
+            asked for, so that the same step always saves the same ones.
+    """
+    ordered = sorted(groups, key=lambda sampled: sampled.group.order)
+    if limit == "all" or limit >= len(ordered):
+        return tuple(ordered)
+    by_fate: dict[Fate, list[SampledGroup]] = defaultdict(list)
+    for sampled in ordered:
+        by_fate[sampled.fate].append(sampled)
+    shares: Counter[Fate] = Counter()
+    turns = cycle(_TURNS)
+    while shares.total() < limit:
+        fate = next(turns)
+        shares[fate] += shares[fate] < len(by_fate[fate])
+    chosen = {
+        members[place * len(members) // shares[fate]].group.order
+        for fate, members in by_fate.items()
+        for place in range(shares[fate])
+    }
+    return tuple(sampled for sampled in ordered if sampled.group.order in chosen)
 
 
 class YieldEstimate:

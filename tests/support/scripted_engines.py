@@ -18,8 +18,11 @@ POLICY_VERSION = 3
 class ScriptedEngines:
     """Answers each request with random digits drawn from its seed."""
 
-    def __init__(self, finish: str = "in order", *, reverse: bool = False) -> None:
+    def __init__(
+        self, finish: str = "in order", *, reverse: bool = False, num_engines: int = 1
+    ) -> None:
         self.rounds: list[list[int]] = []
+        self._num_engines = num_engines
         self._finish = finish
         self._reverse = reverse
 
@@ -28,7 +31,11 @@ class ScriptedEngines:
     ) -> Iterator[GroupResponse]:
         self.rounds.append([group.key for group in groups])
         answers = [
-            GroupResponse(key=g.key, responses=tuple(respond(s, settings) for s in g.seeds))
+            GroupResponse(
+                key=g.key,
+                responses=tuple(respond(s, settings) for s in g.seeds),
+                engine=g.key % self._num_engines,
+            )
             for g in groups
         ]
         if self._finish == "short first":
@@ -60,7 +67,10 @@ class RightAtLeast:
 
     def score_batch(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Score]:
         right = [sum(map(int, response)) >= self._bound for response in responses]
-        return [Score(1.0 if ok else -1.0, ok, "", None) for ok in right]
+        return [
+            Score(1.0 if ok else -1.0, ok, response[-1:], None)
+            for ok, response in zip(right, responses, strict=True)
+        ]
 
 
 class PlainTokenizer:

@@ -1,13 +1,17 @@
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from megadapo.data.prompts import PromptStream
 from megadapo.errors import CheckpointError, DataError, SamplingError
+from megadapo.observe.saved_group import Fate
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampler import SampledBatch, Sampler
@@ -26,7 +30,9 @@ RARE = 58
 """About one group in seven has a response that does."""
 
 
-def make_sampler(engines, *, bound=HALF, num_prompts=50, seed=0, **config) -> Sampler:
+def make_sampler(
+    engines, *, bound=HALF, num_prompts=50, seed=0, saved_groups=0, **config
+) -> Sampler:
     config = {"prompts_per_step": 8, "responses_per_prompt": 3, **config}
     return Sampler(
         engines,
@@ -36,6 +42,7 @@ def make_sampler(engines, *, bound=HALF, num_prompts=50, seed=0, **config) -> Sa
         settings=SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS),
         tokenizer=PlainTokenizer(),
         seed=seed,
+        saved_groups=saved_groups,
     )
 
 
@@ -45,7 +52,8 @@ def take(sampler: Sampler, num_steps: int) -> list[SampledBatch]:
 
 def contents(batches: list[SampledBatch]) -> list[str]:
     """All that a step trains on and reports, times apart; repr, so that NaN equals NaN."""
-    return [repr([v for k, v in vars(b).items() if k != "reward_seconds"]) for b in batches]
+    timed = {"reward_seconds", "engines"}
+    return [repr([v for k, v in vars(b).items() if k not in timed]) for b in batches]
 
 
 def test_the_batch_is_full_of_groups_that_teach():
@@ -135,6 +143,52 @@ def test_samples_carry_what_the_engine_said():
         assert np.isnan(sample.logprobs_rollout[0])
         assert sample.text == "".join(str(i - 3) for i in sample.response_ids)
         assert "".join(map(chr, sample.prompt_ids)) == group.prompt.messages[0][1]
+
+
+def test_every_group_of_a_step_can_be_saved_with_what_became_of_it():
+    """A group that was thrown away could otherwise never be looked at."""
+    config = {"oversampling": 4.0, "reserve_limit": 2, "bound": 35}
+    batches = take(make_sampler(ScriptedEngines(), saved_groups="all", **config), 6)
+    for batch in batches:
+        orders = [sampled.group.order for sampled in batch.saved]
+        assert orders == sorted(set(orders))
+        assert len(orders) == batch.num_sampled + batch.num_from_reserve
+        fates = Counter(sampled.fate for sampled in batch.saved)
+        assert fates["trained"] == batch.num_kept
+        assert fates["to_reserve"] == batch.num_to_reserve
+        assert fates["dropped"] == batch.num_dropped
+        assert fates["all_correct"] == batch.num_all_correct
+        assert fates["all_wrong"] == batch.num_all_wrong
+        trained = [sampled.group for sampled in batch.saved if sampled.fate == "trained"]
+        assert all(one is two for one, two in zip(trained, batch.groups, strict=True))
+        assert sum(sampled.from_reserve for sampled in batch.saved) == batch.num_from_reserve
+    seen = Counter(sampled.fate for batch in batches for sampled in batch.saved)
+    assert min(seen[fate] for fate in get_args(Fate)) > 0, "not all fates were tried"
+
+
+def test_what_is_saved_changes_nothing_else():
+    few, every = (
+        take(make_sampler(ScriptedEngines(), saved_groups=limit, oversampling=2.0), 4)
+        for limit in (2, "all")
+    )
+    assert [len(batch.saved) for batch in few] == [2] * 4
+    assert contents([replace(batch, saved=()) for batch in few]) == contents(
+        [replace(batch, saved=()) for batch in every]
+    )
+
+
+def test_a_group_keeps_what_the_verifier_read():
+    group = make_sampler(ScriptedEngines()).next_batch().groups[0]
+    assert group.answers == tuple(sample.text[-1:] for sample in group.samples)
+    assert group.symbolic_correct == (None, None, None)
+
+
+def test_each_engines_share_is_counted():
+    batch = make_sampler(ScriptedEngines(num_engines=3), bound=RARE, num_prompts=500).next_batch()
+    assert len(batch.engines) == 3
+    assert sum(share.num_tokens for share in batch.engines) == batch.num_tokens
+    assert all(share.seconds > 0 for share in batch.engines)
+    assert sum(batch.response_lengths) == batch.num_tokens
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3])

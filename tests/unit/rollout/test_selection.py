@@ -1,6 +1,18 @@
+from collections import Counter
+from collections.abc import Sequence
+
 import pytest
 
-from megadapo.rollout.selection import YieldEstimate, describe_shortfall, round_size
+from megadapo.data.batch import Group
+from megadapo.observe.saved_group import Fate
+from megadapo.rollout.selection import (
+    SampledGroup,
+    YieldEstimate,
+    choose_saved,
+    describe_shortfall,
+    round_size,
+)
+from tests.support.scripted_engines import make_prompts
 
 
 def test_the_first_round_expects_every_group_to_teach():
@@ -63,3 +75,44 @@ def test_a_shortfall_is_told_word_for_word():
         "the problems are too easy for the model: use harder ones; "
         "or raise sampling.responses_per_prompt or sampling.max_asked_per_prompt"
     )
+
+
+def sampled(*fates: Fate) -> list[SampledGroup]:
+    (prompt,) = make_prompts(1)
+    nothing = dict.fromkeys(("samples", "rewards", "correct", "answers", "symbolic_correct"), ())
+    return [
+        SampledGroup(
+            group=Group(order=order, prompt=prompt, **nothing), fate=fate, from_reserve=False
+        )
+        for order, fate in enumerate(fates)
+    ]
+
+
+def fates_of(groups: Sequence[SampledGroup]) -> list[str]:
+    return [group.fate for group in groups]
+
+
+def test_a_few_saved_groups_show_every_fate():
+    """Eight trained groups alone would hide why the others were not."""
+    step = sampled(*["all_wrong"] * 20, *["trained"] * 20, *["all_correct"] * 20, "dropped")
+    assert Counter(fates_of(choose_saved(step, 8))) == {
+        "trained": 5,
+        "all_wrong": 1,
+        "all_correct": 1,
+        "dropped": 1,
+    }
+    assert fates_of(choose_saved(step, 1)) == ["trained"]
+    assert choose_saved(step, 0) == ()
+
+
+def test_saved_groups_lie_evenly_in_asking_order_whoever_finished_first():
+    step = sampled(*["trained"] * 12)
+    chosen = choose_saved(list(reversed(step)), 4)
+    assert [group.group.order for group in chosen] == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize("limit", [3, 5, "all"])
+def test_no_more_groups_are_saved_than_there_are(limit):
+    step = sampled("all_wrong", "to_reserve", "all_wrong")
+    assert list(choose_saved(step, limit)) == step
+    assert choose_saved([], limit) == ()
