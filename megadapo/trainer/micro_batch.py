@@ -30,6 +30,8 @@ class MicroBatch:
     loss_weights: Tensor  # [T] fp32
     logprobs_rollout: Tensor  # [R] fp32
     is_current: Tensor  # [R] bool, sampled from the weights as they are
+    num_tokens: int
+    """T without its padding."""
 
 
 class MicroBatchBuilder:
@@ -83,6 +85,7 @@ class MicroBatchBuilder:
             loss_weights=at_rows(batch.loss_weights),
             logprobs_rollout=self._tensor(batch.logprobs_rollout[of_rows]),
             is_current=self._tensor(versions[chosen] == policy_version),
+            num_tokens=len(source),
         )
 
     def _tensor(self, values: np.ndarray) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from megadapo.trainer.optimizer import build_optimizer, step_if_finite
 from megadapo.trainer.parallel import join_groups, leave_groups
 from megadapo.trainer.partition import partition
 from megadapo.trainer.position import parameters_by_global_name, shard_position
+from megadapo.trainer.recorder import UpdateRecorder
 from megadapo.trainer.result import UpdateResult
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
 from megadapo.trainer.step import compute_gradients, compute_logprobs, finalize_sums
@@ -97,7 +99,14 @@ class TrainerRank:
             device=self.device,
         )
 
-    def update(self, batch: PackedBatch, *, policy_version: int, step: int) -> UpdateResult:
+    def update(
+        self,
+        batch: PackedBatch,
+        *,
+        policy_version: int,
+        step: int,
+        recorder: UpdateRecorder | None = None,
+    ) -> UpdateResult:
         """All mini-batches of one rollout step, one optimizer update each.
 
         Old log-probs are taken for the whole batch before the first update, in the micro-batches
@@ -106,20 +115,24 @@ class TrainerRank:
         Args:
             policy_version: of the present weights, to find the tokens they sampled.
             step: rollout step, which decides the learning rate; the first is 1.
+            recorder: is told what this rank computes.
 
         Returns:
             The same numbers on every rank.
         """
+        recorder = recorder or UpdateRecorder(batch, ())
         lr = self.settings.trainer.optimizer.lr_at(step)
         predicted, num_dropped = trained_tokens(batch)
         cut = [
             self.micro_batches(batch, indices, predicted, policy_version)
             for indices in batch.mini_batches
         ]
-        old = [self.logprobs_of(micro_batches) for micro_batches in cut]
+        old = [self._logprobs_old(micro_batches, recorder) for micro_batches in cut]
         reduced, grad_norms = [], []
         for micro_batches, logprobs_old in zip(cut, old, strict=True):
-            sums = compute_gradients(self.chunks, self.head, micro_batches, logprobs_old)
+            sums, logprobs = compute_gradients(self.chunks, self.head, micro_batches, logprobs_old)
+            if self.has_results:
+                recorder.add_logprobs(micro_batches, logprobs_old, logprobs)
             sums = sums.reduced(contributes=self.has_results, device=self.device)
             outcome = step_if_finite(self.optimizer, loss=sums.loss, lr=lr)
             reduced.append(sums)
@@ -189,6 +202,17 @@ class TrainerRank:
     def logprobs_of(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
         with torch.no_grad():
             return compute_logprobs(self.chunks, self.head, micro_batches)
+
+    def _logprobs_old(
+        self, micro_batches: list[MicroBatch], recorder: UpdateRecorder
+    ) -> list[Tensor]:
+        """The mini-batch's old log-probs; how long they take is this rank's own speed."""
+        start = time.perf_counter()
+        logprobs = self.logprobs_of(micro_batches)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        recorder.add_share(micro_batches, time.perf_counter() - start)
+        return logprobs
 
     def micro_batches(
         self,

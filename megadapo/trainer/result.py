@@ -2,7 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShare:
+    """What one rank had to do in a step: how unevenly it is shared out shows between ranks."""
+
+    num_tokens: int
+    """Tokens of the rank's sequences, prompts included."""
+    logprobs_seconds: float
+    """Time for the old log-probs of all of them, a pass in which no data-parallel rank waits for
+    another."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecordedLogprobs:
+    """Log-probs of the response tokens of the sequences that were asked for, one after another."""
+
+    old: np.ndarray  # [n] float32, before the first update; NaN where a token has no loss
+    update: np.ndarray  # [n] float32, in the update that the sequence was trained in
+
+    def merged(self, others: Sequence[RecordedLogprobs]) -> RecordedLogprobs:
+        """Put together what several ranks computed, each of them NaN where others have values."""
+        old, update = self.old.copy(), self.update.copy()
+        for other in others:
+            np.copyto(old, other.old, where=np.isnan(old))
+            np.copyto(update, other.update, where=np.isnan(update))
+        return RecordedLogprobs(old=old, update=update)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,3 +62,18 @@ class UpdateResult:
     """Mean |trainer - engine| log-prob of tokens sampled from the present weights; NaN if none."""
     logprob_abs_max: float
     tokens_trained: int
+    shares: tuple[RankShare, ...] = field(default=(), compare=False)
+    """Of each rank; known to the driver alone."""
+    recorded: RecordedLogprobs | None = field(default=None, compare=False)
+    """Where sequences were asked for; known to the driver alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankUpdate:
+    """What one rank returns of a step."""
+
+    result: UpdateResult
+    """The same on every rank."""
+    share: RankShare
+    recorded: RecordedLogprobs | None
+    """None on ranks that compute none or the same as another."""

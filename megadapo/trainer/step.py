@@ -44,14 +44,15 @@ def compute_gradients(
     head: PolicyHead,
     micro_batches: Sequence[MicroBatch],
     logprobs_old: Sequence[Tensor],
-) -> MiniBatchSums:
+) -> tuple[MiniBatchSums, list[Tensor]]:
     """Leave the mini-batch's summed gradients in the buffers of the rank's chunks.
 
     Args:
         logprobs_old: [T] of each micro-batch; read on the last pipeline stage only.
 
     Returns:
-        This rank's sums; zeros except on the last pipeline stage.
+        This rank's sums and the log-probs [T] of each micro-batch; zeros and an empty list except
+        on the last pipeline stage.
     """
     olds = logprobs_old or [torch.empty(0)] * len(micro_batches)
     tasks = [
@@ -64,7 +65,7 @@ def compute_gradients(
     sums = MiniBatchSums()
     for task, output in zip(tasks, outputs, strict=False):
         _add(sums, task, output)
-    return sums
+    return sums, [output.logprobs for output in outputs]
 
 
 def _run_schedule(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,15 +80,29 @@ class Trainer:
         group._gather(calls, "start", settings.trainer.start_timeout_s)
         return group
 
-    def update(self, batch: PackedBatch, *, policy_version: int, step: int) -> UpdateResult:
+    def update(
+        self,
+        batch: PackedBatch,
+        *,
+        policy_version: int,
+        step: int,
+        record: Sequence[int] = (),
+    ) -> UpdateResult:
         """One optimizer update per mini-batch of the batch.
 
         Args:
             policy_version: of the present weights; engine and trainer log-probs are compared on
                 the sequences it sampled.
             step: rollout step, counted from 1: it decides the learning rate.
+            record: sequences of the batch, ascending, whose log-probs the result holds.
         """
-        return self.call_all("update", _shared(batch), policy_version, step)[0]
+        updates = self.call_all("update", _shared(batch), policy_version, step, record)
+        recorded = [update.recorded for update in updates if update.recorded is not None]
+        return replace(
+            updates[0].result,
+            shares=tuple(update.share for update in updates),
+            recorded=recorded[0].merged(recorded[1:]) if recorded else None,
+        )
 
     def logprobs(self, batch: PackedBatch) -> np.ndarray:
         """[T] fp32 log-probs of the response tokens under the present weights, NaN on prompts.

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError, MegadapoError
-from megadapo.trainer.result import UpdateResult
+from megadapo.trainer.result import RankUpdate
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
 
 if TYPE_CHECKING:
@@ -79,8 +79,21 @@ class TrainerWorker:
         self._trainer = TrainerRank(settings, rendezvous, self._listener)
 
     @_named_failures
-    def update(self, batch: PackedBatch, policy_version: int, step: int) -> UpdateResult:
-        return self._started().update(batch, policy_version=policy_version, step=step)
+    def update(
+        self, batch: PackedBatch, policy_version: int, step: int, record: Sequence[int]
+    ) -> RankUpdate:
+        """TrainerRank.update; `record`: sequences whose log-probs come back."""
+        from megadapo.trainer.recorder import UpdateRecorder
+
+        rank = self._started()
+        recorder = UpdateRecorder(batch, record)
+        result = rank.update(batch, policy_version=policy_version, step=step, recorder=recorder)
+        wanted = record and rank.has_results
+        return RankUpdate(
+            result=result,
+            share=recorder.share(),
+            recorded=recorder.logprobs() if wanted else None,
+        )
 
     @_named_failures
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megadapo.data.batch import PackedBatch
+from megadapo.trainer.result import RankUpdate
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def gradients(
     ]
     # megatron-core learns in the first pass what to wait for, and overlaps from the second on
     for _ in range(1 + settings.trainer.overlap_grad_reduce):
-        sums = compute_gradients(rank.chunks, rank.head, cut, old)
+        sums, _ = compute_gradients(rank.chunks, rank.head, cut, old)
     rank.optimizer.prepare_grads()
     norm = float(rank.optimizer.get_grad_norm())
     _gather_gradients(rank)
@@ -112,6 +113,19 @@ def train(
     return results, weights(rank)
 
 
+def recorded_update(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, sequences: list[int]
+) -> RankUpdate:
+    """What a step remembers of some sequences, on every rank."""
+    from megadapo.trainer.recorder import UpdateRecorder
+
+    rank = build(rendezvous, settings)
+    recorder = UpdateRecorder(batch, sequences)
+    result = rank.update(batch, policy_version=0, step=1, recorder=recorder)
+    logprobs = recorder.logprobs() if rank.has_results else None
+    return RankUpdate(result=result, share=recorder.share(), recorded=logprobs)
+
+
 def logprobs(
     rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch
 ) -> np.ndarray | None:
@@ -155,7 +169,7 @@ def traffic(
     rank.config.finalize_model_grads_func = look_and_finalize
     cut = rank.micro_batches(batch, batch.mini_batches[0], trained_tokens(batch)[0], 0)
     for _ in range(2):
-        sums = compute_gradients(rank.chunks, rank.head, cut, rank.logprobs_of(cut))
+        sums, _ = compute_gradients(rank.chunks, rank.head, cut, rank.logprobs_of(cut))
     step_if_finite(rank.optimizer, loss=sums.loss, lr=1e-3)
     before = [param.detach().clone() for param in rank.parameters.values()]
     gather_weights_now(rank.chunks)

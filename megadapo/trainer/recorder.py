@@ -1,0 +1,61 @@
+"""What an update is asked to remember: log-probs of some sequences, and what each rank had to do.
+
+No pass is made for it: the log-probs are those that the update computes anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from megadapo.data.batch import PackedBatch
+from megadapo.trainer.micro_batch import MicroBatch
+from megadapo.trainer.result import RankShare, RecordedLogprobs
+
+
+class UpdateRecorder:
+    """Collects on one rank; without sequences it touches no tensor."""
+
+    def __init__(self, batch: PackedBatch, sequences: Sequence[int]) -> None:
+        """`sequences`: ascending indices into the batch."""
+        starts = batch.cu_seqlens[:-1] + batch.prompt_lengths
+        self._places = np.concatenate(
+            [np.empty(0, dtype=np.int64)]
+            + [np.arange(starts[i], batch.cu_seqlens[i + 1]) for i in sequences]
+        )
+        self._old = np.full(len(self._places), np.nan, dtype=np.float32)
+        self._update = self._old.copy()
+        self._num_tokens = 0
+        self._seconds = 0.0
+
+    def add_share(self, micro_batches: Sequence[MicroBatch], seconds: float) -> None:
+        """Count what the rank computes of the step, and what a pass over it took."""
+        self._num_tokens += sum(micro_batch.num_tokens for micro_batch in micro_batches)
+        self._seconds += seconds
+
+    def add_logprobs(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        logprobs_old: Sequence[Tensor],
+        logprobs: Sequence[Tensor],
+    ) -> None:
+        """Take the wanted sequences' log-probs of one update; [T] per micro-batch, both of them."""
+        if not len(self._places):
+            return
+        passes = zip(micro_batches, logprobs_old, logprobs, strict=True)
+        for micro_batch, old, present in passes:
+            slots = np.searchsorted(self._places, micro_batch.source)
+            slots = np.minimum(slots, len(self._places) - 1)
+            wanted = self._places[slots] == micro_batch.source
+            if wanted.any():
+                rows = micro_batch.rows
+                self._old[slots[wanted]] = old[rows].cpu().numpy()[wanted]
+                self._update[slots[wanted]] = present[rows].cpu().numpy()[wanted]
+
+    def share(self) -> RankShare:
+        return RankShare(num_tokens=self._num_tokens, logprobs_seconds=self._seconds)
+
+    def logprobs(self) -> RecordedLogprobs:
+        return RecordedLogprobs(old=self._old, update=self._update)

@@ -1,0 +1,61 @@
+"""What an update remembers of some sequences: the wrong token's log-prob, one of another update, or
+a step that computes something else because it was asked to remember, would all go unnoticed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.batches import RAGGED, random_batch
+from tests.support.probes import logprobs, recorded_update
+from tests.support.ranks import Ranks, settings_for
+
+SEQUENCES = [0, 2, 4, 7, 11]
+"""Of both mini-batches of six; sequence 2 has a single response token."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data": 2, "tokens_per_micro_batch": 64},
+        {"tensor": 2, "pipeline": 2, "sequence": True},
+    ],
+    ids=["dp2", "tp2-pp2-sp"],
+)
+def test_an_update_remembers_what_it_computed(ranks: Ranks, models: Path, layout: dict) -> None:
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    # one token without a loss: nothing is computed for it
+    batch.logprobs_rollout[batch.cu_seqlens[8] - 1] = np.nan
+    settings = settings_for(str(models / "qwen2-tied"), **layout)
+    num_ranks = settings.trainer.num_ranks
+    before = ranks.run(num_ranks, logprobs, settings, batch)
+    updates = ranks.run(num_ranks, recorded_update, settings, batch, SEQUENCES)
+    silent = ranks.run(num_ranks, recorded_update, settings, batch, [])
+
+    assert [asdict(u.result) for u in updates] == [asdict(u.result) for u in silent]
+    parts = [u.recorded for u in updates if u.recorded is not None]
+    assert len(parts) == layout.get("data", 1)
+    recorded = parts[0].merged(parts[1:])
+    starts = batch.cu_seqlens[:-1] + batch.prompt_lengths
+    pieces = [np.arange(starts[i], batch.cu_seqlens[i + 1]) for i in SEQUENCES]
+    places = np.concatenate(pieces)
+    expected = np.full(len(batch.tokens), np.nan, dtype=np.float32)
+    for part in before:
+        if part is not None:
+            np.copyto(expected, part, where=np.isfinite(part))
+    lost = places == batch.cu_seqlens[8] - 1
+    assert lost.sum() == 1 and np.isnan(recorded.old[lost]).all()
+    assert np.isnan(recorded.update[lost]).all()
+    assert np.array_equal(recorded.old[~lost], expected[places][~lost])
+    in_first = np.repeat([i < 6 for i in SEQUENCES], [len(piece) for piece in pieces])
+    first, second = in_first & ~lost, ~in_first & ~lost
+    assert np.array_equal(recorded.update[first], recorded.old[first])
+    assert not np.array_equal(recorded.update[second], recorded.old[second])
+    assert np.abs(recorded.update[second] - recorded.old[second]).max() < 0.5
+
+    replicas = layout.get("tensor", 1) * layout.get("pipeline", 1)
+    total = sum(update.share.num_tokens for update in updates)
+    assert total == replicas * len(batch.tokens)
