@@ -20,6 +20,7 @@ from megadapo.commands import (
     plot,
     profile,
     report,
+    show,
     train,
     weights,
 )
@@ -27,7 +28,10 @@ from megadapo.errors import ConfigError, MegadapoError
 
 EXIT_KEYBOARD_INTERRUPT = 130
 
-COMMANDS = (train, eval, export, convert, weights, bench, profile, plot, report, config, doctor)
+COMMANDS = (
+    *(train, eval, export, convert, weights, bench, profile),
+    *(show, plot, report, config, doctor),
+)
 """One module a command, in the order --help lists them."""
 
 

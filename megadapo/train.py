@@ -12,6 +12,7 @@ from megadapo.observe.oracles import check_oracles
 from megadapo.observe.summary import RunSummary
 from megadapo.run.run import Run
 from megadapo.run.step_metrics import step_metrics, step_notes, verifier_note
+from megadapo.run.step_rollouts import saved_groups, saved_sequences
 from megadapo.run.workers import Workers, start_workers
 
 
@@ -38,21 +39,31 @@ def _train(config: RunConfig, run: Run, workers: Workers) -> None:
             with run.phase("rollout", interruptible=True):
                 sampled = workers.sampler.next_batch()
             with run.phase("train"):
+                response_advantages = advantages(
+                    sampled.groups,
+                    config.algorithm,
+                    max_response_tokens=config.rollout.max_response_tokens,
+                )
                 batch = pack(
                     sampled.groups,
-                    advantages(
-                        sampled.groups,
-                        config.algorithm,
-                        max_response_tokens=config.rollout.max_response_tokens,
-                    ),
+                    response_advantages,
                     loss_weights(sampled.groups, config.algorithm),
                     mini_batch_size=config.algorithm.responses_per_mini_batch,
                 )
-                update = workers.update(batch, step)
+                update = workers.update(batch, step, record=saved_sequences(sampled))
+            saved = saved_groups(
+                step, sampled, response_advantages, update, config, workers.tokenizer
+            )
+            run.save_rollouts(step, saved)
             with run.phase("sync"):
                 workers.publish(policy_version=step)
             evaluation = _evaluate(run, workers, step)
-            run.record(step_metrics(step, sampled, update, evaluation))
+            version = workers.engines.policy_version
+            run.record(
+                step_metrics(
+                    step, sampled, update, evaluation, policy_version=version, config=config
+                )
+            )
             run.note(*step_notes(step, sampled, update, config.sampling.prompts_per_step))
             check_oracles(run.records, config.oracles)
             run.complete(step, workers.state_dict())

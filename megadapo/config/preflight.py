@@ -17,6 +17,7 @@ from megadapo.data.sources import SUFFIXES, read_rows
 from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoError
 from megadapo.models.description import ModelDescription, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, read_hf_config
+from megadapo.observe.writers import missing_packages
 from megadapo.rollout.model_layout import validate_engine_layout
 from megadapo.trainer.config import ModelConfig
 from megadapo.trainer.model_layout import validate_model_layout
@@ -31,7 +32,15 @@ def check_run(config: RunConfig) -> list[str]:
     """
     problems: list[MegadapoError] = []
     notes: list[str] = []
-    for check in (_check_folder, _check_device, _check_model, _check_data, _check_resume):
+    checks = (
+        _check_folder,
+        _check_device,
+        _check_model,
+        _check_data,
+        _check_resume,
+        _check_writers,
+    )
+    for check in checks:
         try:
             notes += check(config)
         except MegadapoError as error:
@@ -174,3 +183,12 @@ def _is_hub_dataset(source: str) -> bool:
         return False
     name = "/".join(source.split("@")[0].split("/")[:2])
     return is_hub_name(name) and not name.endswith(SUFFIXES)
+
+
+def _check_writers(config: RunConfig) -> list[str]:
+    if missing := missing_packages(config.observe.writers):
+        raise ConfigError(
+            f"observe.writers = {list(config.observe.writers)}: not installed here: "
+            f"{', '.join(missing)}; run pip install {' '.join(missing)}, or leave them out"
+        )
+    return []

@@ -1,4 +1,4 @@
-"""What a run measured: `metrics.jsonl` (one object a step), `evaluations.jsonl`, TensorBoard.
+"""What a run measured: `metrics.jsonl` (one object a step), `evaluations.jsonl`, other writers.
 
 A line is on the disk before `record` returns. A kill can tear at most the last line, which is
 dropped on the next open; `rewind` drops the steps after the one a run resumes from.
@@ -10,58 +10,19 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from megadapo.errors import DataError
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-METRIC_NAMES = (
-    "step",
-    "policy_version",
-    "time/step_s",
-    "time/rollout_s",
-    "time/train_s",
-    "time/sync_s",
-    "time/reward_s",
-    "tokens_per_s",
-    "reward/mean",
-    "accuracy/mean",
-    "response_length/mean",
-    "response_length/p95",
-    "response_length/truncated_fraction",
-    "groups/sampled",
-    "groups/kept",
-    "groups/all_correct",
-    "groups/all_wrong",
-    "groups/from_reserve",
-    "groups/to_reserve",
-    "tokens/generated",
-    "tokens/trained",
-    "policy/loss",
-    "policy/entropy",
-    "policy/ratio_mean",
-    "policy/ratio_first_max_error",
-    "policy/clip_low_fraction",
-    "policy/clip_high_fraction",
-    "policy/token_probability_mean",
-    "policy/grad_norm",
-    "policy/lr",
-    "policy/skipped_updates",
-    "parity/logprob_abs_mean",
-    "parity/logprob_abs_max",
-    "eval/accuracy",
-)
-"""Every name of a step's record, in the order it is written; a value is null where not measured."""
+from megadapo.observe.config import WriterName
+from megadapo.observe.metric_names import METRIC_NAMES
+from megadapo.observe.writers import MetricWriter, open_writer
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
 
 MetricRecord = dict[str, int | float | None]
 
@@ -89,13 +50,26 @@ class EvaluationRecord:
 class MetricsLog:
     """Appends to a run folder's metrics. Use as a context manager, or `close` at the end."""
 
-    def __init__(self, folder: Path, *, tensorboard: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        writers: Sequence[WriterName] = (),
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Open the files of a folder, made if need be.
+
+        Args:
+            writers: where steps go besides the files, once `open_writers` was called.
+            config: of the run, as JSON values, for writers that show it.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._steps = folder / METRICS_FILE
         self._evaluations = folder / EVALUATIONS_FILE
-        self._tensorboard = tensorboard
-        self._writer: SummaryWriter | None = None
+        self._writer_names = writers
+        self._config = {} if config is None else config
+        self._writers: list[MetricWriter] = []
         self._purge_step: int | None = None
         for path in (self._steps, self._evaluations):
             _rewrite(path, lambda entry: True)
@@ -112,7 +86,8 @@ class MetricsLog:
         assert step > self._last_step, f"step {step} after step {self._last_step}"
         _append(self._steps, record)
         self._last_step = step
-        self._to_tensorboard(record, step)
+        for writer in self._writers:
+            writer.write(record, step)
         return record
 
     def record_evaluation(self, evaluation: EvaluationRecord) -> None:
@@ -128,11 +103,21 @@ class MetricsLog:
         self._purge_step = step + 1
         self._last_step = min(self._last_step, step)
 
+    def open_writers(self) -> None:
+        """Start to pass steps on, behind a `rewind` where there is one.
+
+        Raises:
+            ConfigError: a writer cannot be used.
+        """
+        for name in self._writer_names:
+            writer = open_writer(name, self._folder, self._config, self._purge_step)
+            self._writers.append(writer)
+
     def close(self) -> None:
-        """Close the TensorBoard file; the JSON lines are always complete."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """Close the writers; the JSON lines are always complete."""
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -144,20 +129,6 @@ class MetricsLog:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _to_tensorboard(self, record: MetricRecord, step: int) -> None:
-        if not self._tensorboard:
-            return
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(
-                str(self._folder / TENSORBOARD_FOLDER), purge_step=self._purge_step
-            )
-        for name, value in record.items():
-            if value is not None and name != "step":
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
 
 
 def read_metrics(folder: Path) -> list[MetricRecord]:

@@ -15,13 +15,13 @@ from megadapo.errors import DataError
 from megadapo.observe.metrics import (
     EVALUATIONS_FILE,
     METRICS_FILE,
-    TENSORBOARD_FOLDER,
     EvaluationRecord,
     MetricRecord,
     read_evaluations,
     read_metrics,
 )
 from megadapo.observe.progress import LOG_FILE
+from megadapo.observe.writers import TENSORBOARD_FOLDER
 
 _ROWS = (
     ("training accuracy", "accuracy/mean", "{:.3f}"),

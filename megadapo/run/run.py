@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,8 @@ from megadapo.observe.metrics import (
 )
 from megadapo.observe.plot import plot_run
 from megadapo.observe.progress import RunDisplay
+from megadapo.observe.rollouts import RolloutLog
+from megadapo.observe.saved_group import SavedGroup
 from megadapo.observe.summary import RunSummary, print_report
 from megadapo.run.background_export import BackgroundExports
 from megadapo.run.checkpoint import CHECKPOINTS, Checkpoint, CheckpointStore, load
@@ -40,7 +42,10 @@ class Run:
         self._config = config
         self._state: dict[str, Any] = {} if checkpoint is None else checkpoint.state
         self._store = CheckpointStore(self.folder / CHECKPOINTS, keep=config.checkpoint.keep)
-        self._metrics = MetricsLog(self.folder)
+        self._metrics = MetricsLog(
+            self.folder, writers=config.observe.writers, config=to_dict(config)
+        )
+        self._rollouts = RolloutLog(self.folder)
         self._display = RunDisplay(self.folder, num_steps=config.run.num_steps)
         self._seconds: dict[str, float] = defaultdict(float)
         self._stop = StopSignal()
@@ -68,7 +73,9 @@ class Run:
         run._store.set_aside_after(run.step)
         run._exports.tidy(run.step)
         # nothing recorded counts where no checkpoint stands, the first evaluation included
-        run._metrics.rewind(run.step if checkpoint is not None else -1)
+        recorded = run.step if checkpoint is not None else -1
+        run._metrics.rewind(recorded)
+        run._rollouts.rewind(recorded)
         run.records = read_metrics(run.folder)
         run._display.restore(run.records, read_evaluations(run.folder))
         for note in notes:
@@ -78,6 +85,9 @@ class Run:
     def __enter__(self) -> Self:
         self._open.enter_context(self._metrics)
         self._open.enter_context(self._display)
+        self._open.callback(self._rollouts.close)
+        if not self.finished:
+            self._metrics.open_writers()
         self._open.enter_context(self._exports)
         # a run that was stopped has ended the export of the checkpoint it resumes from
         self._start_export()
@@ -108,7 +118,6 @@ class Run:
         self._stop.install()
         while not self.finished:
             self._stop.check()
-            self._seconds.clear()
             yield self.step + 1
 
     @contextmanager
@@ -127,10 +136,20 @@ class Run:
         self._seconds[name] += time.perf_counter() - start
 
     def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
-        """Write and show one step's metrics; the times of its phases are added here."""
-        seconds = {name: self._seconds[name] for name in ("rollout", "train", "sync")}
-        step_s = sum(seconds.values())
-        times = {f"time/{name}_s": value for name, value in seconds.items()}
+        """Write and show one step's metrics; the times of its phases are added here.
+
+        What was saved of the step is on the disk before.
+
+        Raises:
+            InfraError: it could not be written.
+        """
+        self._rollouts.wait()
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        step_s = sum(seconds[name] for name in ("rollout", "train", "sync"))
+        times = {
+            f"time/{name}_s": seconds[name]
+            for name in ("rollout", "train", "sync", "evaluate", "checkpoint")
+        }
         generated = values.get("tokens/generated") or 0
         record = self._metrics.record(
             {**values, **times, "time/step_s": step_s, "tokens_per_s": generated / step_s}
@@ -138,6 +157,11 @@ class Run:
         self.records.append(record)
         self._display.step(record)
         return record
+
+    def save_rollouts(self, step: int, groups: Iterable[SavedGroup]) -> None:
+        """Begin to write what is saved of a step; the step's record waits for it."""
+        if self._config.observe.saved_groups != 0:
+            self._rollouts.write(step, groups)
 
     def record_evaluation(self, evaluation: EvaluationRecord) -> None:
         """Write and show one held-out evaluation."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from megadapo.algorithm.shaping import overlong_penalties
+from megadapo.config import RunConfig
 from megadapo.observe.metrics import EvaluationRecord
 
 if TYPE_CHECKING:
     from megadapo.rewards.verifier import VerifierCounts
-    from megadapo.rollout.sampler import SampledBatch
+    from megadapo.rollout.sampled_batch import SampledBatch
     from megadapo.trainer.result import UpdateResult
 
 
@@ -18,20 +20,30 @@ def step_metrics(
     sampled: SampledBatch,
     update: UpdateResult,
     evaluation: EvaluationRecord | None,
+    *,
+    policy_version: int,
+    config: RunConfig,
 ) -> dict[str, int | float | None]:
-    """Everything a step measured but its times, which the run adds.
+    """Everything a step measured but the times of its phases, which the run adds.
 
     Args:
-        step: the step; its weights are published as this policy_version.
-        evaluation: the held-out evaluation of those weights, where there was one.
+        evaluation: the held-out evaluation of the step's weights, where there was one.
+        policy_version: of those weights in the engines.
     """
+    penalty = overlong_penalties(
+        sampled.response_lengths,
+        config.algorithm,
+        max_response_tokens=config.rollout.max_response_tokens,
+    ).mean()
     # tokens of an earlier policy say nothing about the parity of this one
     has_fresh = sampled.num_from_reserve < sampled.num_kept
     return {
         "step": step,
-        "policy_version": step,
+        "policy_version": policy_version,
         "time/reward_s": sampled.reward_seconds,
         "reward/mean": sampled.reward_mean,
+        "reward/overlong_penalty_mean": penalty,
+        "reward/shaped_mean": sampled.reward_mean + penalty,
         "accuracy/mean": sampled.accuracy,
         "response_length/mean": sampled.response_length_mean,
         "response_length/p95": sampled.response_length_p95,
@@ -57,6 +69,18 @@ def step_metrics(
         "parity/logprob_abs_mean": update.logprob_abs_mean if has_fresh else None,
         "parity/logprob_abs_max": update.logprob_abs_max if has_fresh else None,
         "eval/accuracy": None if evaluation is None else evaluation.accuracy,
+        **_spread("rollout/engine_tokens_{}", [share.num_tokens for share in sampled.engines]),
+        **_spread("time/engine_{}_s", [share.seconds for share in sampled.engines]),
+        **_spread("train/rank_tokens_{}", [share.num_tokens for share in update.shares]),
+        **_spread("time/rank_logprobs_{}_s", [share.logprobs_seconds for share in update.shares]),
+    }
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, int | float | None]:
+    """The smallest and the largest of several processes' values; null where there are none."""
+    return {
+        name.format("min"): min(values, default=None),
+        name.format("max"): max(values, default=None),
     }
 
 

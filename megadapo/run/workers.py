@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -50,10 +50,15 @@ class Workers:
     tokenizer: PreTrainedTokenizerBase
     held_out: list[Prompt]
 
-    def update(self, batch: PackedBatch, step: int) -> UpdateResult:
-        """Train on one step's batch; engines on the trainer's GPUs sleep until the next publish."""
+    def update(self, batch: PackedBatch, step: int, *, record: Sequence[int] = ()) -> UpdateResult:
+        """Train on one step's batch; engines on the trainer's GPUs sleep until the next publish.
+
+        `record`: sequences of the batch whose log-probs the result holds.
+        """
         self.engines.sleep()
-        return self.trainer.update(batch, policy_version=self.engines.policy_version, step=step)
+        return self.trainer.update(
+            batch, policy_version=self.engines.policy_version, step=step, record=record
+        )
 
     def publish(self, policy_version: int) -> None:
         """Put the trainer's weights into the engines, which then sample as that version."""
@@ -185,6 +190,7 @@ def _make_sampler(
         ),
         tokenizer=tokenizer,
         seed=config.run.seed,
+        saved_groups=config.observe.saved_groups,
     )
 
 

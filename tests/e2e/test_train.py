@@ -9,7 +9,7 @@ import time
 import pytest
 
 from megadapo.errors import InfraError, OracleError, RunInterrupted
-from megadapo.observe.metrics import METRIC_NAMES
+from megadapo.observe.metric_names import METRIC_NAMES
 from tests.support.whole_runs import (
     NUM_STEPS,
     descendants,

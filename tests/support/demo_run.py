@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from megadapo.data.prompts import Prompt
-from megadapo.observe.metrics import METRIC_NAMES, EvaluationRecord, MetricsLog
+from megadapo.observe.metric_names import METRIC_NAMES
+from megadapo.observe.metrics import EvaluationRecord, MetricsLog
 from megadapo.observe.rollouts import rollouts_path, write_rollouts
 from megadapo.observe.saved_group import Fate, SavedGroup, SavedResponse
 
@@ -17,7 +18,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\u2028<
 
 def demo_run(folder: Path, *, num_steps: int = 6, long_tokens: int = 4) -> Path:
     """Write a run of which steps 1 to 3 have saved groups, the last with a long response."""
-    with MetricsLog(folder, tensorboard=False) as log:
+    with MetricsLog(folder) as log:
         for step in range(1, num_steps + 1):
             values: dict[str, int | float | None] = dict.fromkeys(METRIC_NAMES, 0.5)
             log.record(values | {"step": step, "policy_version": step, "time/step_s": 2.0})

@@ -62,7 +62,7 @@ def write_run(folder: Path, model: Path, *steps: int, tensors: dict | None = Non
         "trainer": {"optimizer": {"lr": 1e-6}},
     }
     (folder / "config.json").write_text(json.dumps(config))
-    with MetricsLog(folder, tensorboard=False) as log:
+    with MetricsLog(folder) as log:
         for step in (0, *steps):
             log.record_evaluation(_evaluation(step))
     return folder

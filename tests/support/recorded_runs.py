@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megadapo.observe.metrics import METRIC_NAMES, EvaluationRecord, MetricsLog
+from megadapo.observe.metric_names import METRIC_NAMES
+from megadapo.observe.metrics import EvaluationRecord, MetricsLog
 
 
 def record_run(folder: Path, *, num_steps: int, evaluations: bool = True) -> Path:
     """Write a run whose accuracy, length and costs follow simple rules of the step number."""
-    with MetricsLog(folder, tensorboard=False) as log:
+    with MetricsLog(folder) as log:
         for step in range(num_steps + 1):
             accuracy = step / (num_steps + 1)
             if evaluations:

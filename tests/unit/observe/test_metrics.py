@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from megadapo.errors import DataError
+from megadapo.observe.metric_names import METRIC_NAMES
 from megadapo.observe.metrics import (
     EVALUATIONS_FILE,
-    METRIC_NAMES,
     METRICS_FILE,
     EvaluationRecord,
     MetricsLog,
@@ -27,13 +27,16 @@ from megadapo.observe.metrics import (
 
 CONTRACT = """
 step, policy_version, time/step_s, time/rollout_s, time/train_s, time/sync_s, time/reward_s,
-tokens_per_s, reward/mean, accuracy/mean, response_length/mean, response_length/p95,
-response_length/truncated_fraction, groups/sampled, groups/kept, groups/all_correct,
-groups/all_wrong, groups/from_reserve, groups/to_reserve, tokens/generated, tokens/trained,
-policy/loss, policy/entropy, policy/ratio_mean, policy/ratio_first_max_error,
-policy/clip_low_fraction, policy/clip_high_fraction, policy/token_probability_mean,
-policy/grad_norm, policy/lr, policy/skipped_updates, parity/logprob_abs_mean,
-parity/logprob_abs_max, eval/accuracy
+time/evaluate_s, time/checkpoint_s, time/engine_min_s, time/engine_max_s,
+time/rank_logprobs_min_s, time/rank_logprobs_max_s, tokens_per_s, reward/mean,
+reward/overlong_penalty_mean, reward/shaped_mean, accuracy/mean, response_length/mean,
+response_length/p95, response_length/truncated_fraction, groups/sampled, groups/kept,
+groups/all_correct, groups/all_wrong, groups/from_reserve, groups/to_reserve, tokens/generated,
+tokens/trained, rollout/engine_tokens_min, rollout/engine_tokens_max, train/rank_tokens_min,
+train/rank_tokens_max, policy/loss, policy/entropy, policy/ratio_mean,
+policy/ratio_first_max_error, policy/clip_low_fraction, policy/clip_high_fraction,
+policy/token_probability_mean, policy/grad_norm, policy/lr, policy/skipped_updates,
+parity/logprob_abs_mean, parity/logprob_abs_max, eval/accuracy
 """
 
 
@@ -66,7 +69,7 @@ def test_names_are_those_users_build_dashboards_on() -> None:
 
 
 def test_every_line_has_every_name_in_order(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path, tensorboard=False) as log:
+    with MetricsLog(tmp_path) as log:
         log.record({"step": 1, "policy/loss": 0.25})
         log.record({"eval/accuracy": 0.5, "step": 2})
     lines = (tmp_path / METRICS_FILE).read_text().splitlines()
@@ -77,7 +80,7 @@ def test_every_line_has_every_name_in_order(tmp_path: Path) -> None:
 
 
 def test_unknown_name_and_backward_step_are_refused(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, tensorboard=False)
+    log = MetricsLog(tmp_path)
     with pytest.raises(AssertionError, match="policy/los"):
         log.record({"step": 1, "policy/los": 1.0})
     log.record({"step": 2})
@@ -85,11 +88,11 @@ def test_unknown_name_and_backward_step_are_refused(tmp_path: Path) -> None:
         with pytest.raises(AssertionError, match="after step 2"):
             log.record({"step": step})
     with pytest.raises(AssertionError, match="after step 2"):
-        MetricsLog(tmp_path, tensorboard=False).record({"step": 2})
+        MetricsLog(tmp_path).record({"step": 2})
 
 
 def test_numpy_scalars_are_written_as_numbers(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, tensorboard=False)
+    log = MetricsLog(tmp_path)
     log.record({"step": np.int64(1), "policy/loss": np.float32(0.5)})
     record = read_metrics(tmp_path)[0]
     assert (type(record["step"]), record["policy/loss"]) == (int, 0.5)
@@ -97,7 +100,7 @@ def test_numpy_scalars_are_written_as_numbers(tmp_path: Path) -> None:
 
 def test_numbers_that_are_not_finite_stay_visible_and_the_file_stays_json(tmp_path: Path) -> None:
     """A NaN loss written as null would look as if it had not been measured."""
-    log = MetricsLog(tmp_path, tensorboard=False)
+    log = MetricsLog(tmp_path)
     log.record(
         {"step": 1, "policy/loss": math.nan, "policy/grad_norm": math.inf, "reward/mean": -math.inf}
     )
@@ -114,13 +117,13 @@ def test_numbers_that_are_not_finite_stay_visible_and_the_file_stays_json(tmp_pa
 @pytest.mark.parametrize("torn", ['{"step": 3, "pol', '{"step": 3}', "{", "\x00\x00\x00", "é"])
 def test_torn_last_line_is_dropped_and_overwritten(tmp_path: Path, torn: str) -> None:
     """Even a line that parses was cut off where its line break is missing."""
-    log = MetricsLog(tmp_path, tensorboard=False)
+    log = MetricsLog(tmp_path)
     log.record({"step": 1})
     log.record({"step": 2})
     with (tmp_path / METRICS_FILE).open("ab") as file:
         file.write(torn.encode()[:-1] if torn == "é" else torn.encode())
     assert steps_of(tmp_path) == [1, 2]
-    again = MetricsLog(tmp_path, tensorboard=False)
+    again = MetricsLog(tmp_path)
     again.record({"step": 3, "policy/loss": 7.0})
     assert steps_of(tmp_path) == [1, 2, 3]
     assert read_metrics(tmp_path)[-1]["policy/loss"] == 7.0
@@ -141,7 +144,7 @@ def test_folder_without_metrics_reads_as_empty(tmp_path: Path) -> None:
 def test_rewind_keeps_the_steps_up_to_the_resume_point(
     tmp_path: Path, to: int, left: list[int]
 ) -> None:
-    log = MetricsLog(tmp_path, tensorboard=False)
+    log = MetricsLog(tmp_path)
     for step in range(1, 5):
         log.record({"step": step, "policy/loss": 1 / 3, "policy/grad_norm": math.nan})
         log.record_evaluation(evaluation(step))
@@ -157,12 +160,14 @@ def test_rewind_keeps_the_steps_up_to_the_resume_point(
 
 def test_rewind_leaves_only_the_redone_steps_on_tensorboard(tmp_path: Path) -> None:
     """Without a purge TensorBoard shows both the lost and the redone curve."""
-    with MetricsLog(tmp_path) as log:
+    with MetricsLog(tmp_path, writers=["tensorboard"]) as log:
+        log.open_writers()
         for step in range(1, 6):
             log.record({"step": step, "policy/loss": float(step)})
     time.sleep(1.1)  # event files are ordered by the second in their names
-    with MetricsLog(tmp_path) as log:
+    with MetricsLog(tmp_path, writers=["tensorboard"]) as log:
         log.rewind(3)
+        log.open_writers()
         for step in range(4, 7):
             log.record({"step": step, "policy/loss": 10.0 * step})
     expected = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0), (6, 60.0)]
@@ -170,7 +175,7 @@ def test_rewind_leaves_only_the_redone_steps_on_tensorboard(tmp_path: Path) -> N
 
 
 def test_evaluation_done_again_replaces_the_first(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, tensorboard=False)
+    log = MetricsLog(tmp_path)
     for step, accuracy in ((0, 0.1), (5, 0.2), (5, 0.3)):
         log.record_evaluation(evaluation(step, accuracy))
     assert [(e.step, e.accuracy) for e in read_evaluations(tmp_path)] == [(0, 0.1), (5, 0.3)]
@@ -187,7 +192,7 @@ def test_kill_at_any_instant_loses_at_most_the_step_in_progress(tmp_path: Path) 
     """What `record` has returned from is in the file after SIGKILL."""
     code = (
         "import sys; from pathlib import Path; from megadapo.observe.metrics import MetricsLog\n"
-        "log = MetricsLog(Path(sys.argv[1]), tensorboard=False)\n"
+        "log = MetricsLog(Path(sys.argv[1]))\n"
         "for step in range(1, 10**6):\n"
         "    log.record({'step': step, 'policy/loss': 0.1 * step})\n"
         "    print(step, flush=True)\n"
@@ -204,4 +209,4 @@ def test_kill_at_any_instant_loses_at_most_the_step_in_progress(tmp_path: Path) 
     last = max([25, *reported])
     steps = steps_of(tmp_path)
     assert steps[:last] == list(range(1, last + 1)) and len(steps) <= last + 1
-    MetricsLog(tmp_path, tensorboard=False).record({"step": len(steps) + 1})
+    MetricsLog(tmp_path).record({"step": len(steps) + 1})

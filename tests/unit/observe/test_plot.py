@@ -52,7 +52,7 @@ def test_more_runs_than_colours(tmp_path: Path) -> None:
 
 def test_values_that_are_missing_zero_or_not_finite_do_not_break_the_plot(tmp_path: Path) -> None:
     """A logarithmic axis has no place for 0, and a run that blew up is the one to look at."""
-    with MetricsLog(tmp_path, tensorboard=False) as log:
+    with MetricsLog(tmp_path) as log:
         for step, value in enumerate([0.0, math.nan, None, math.inf, 0.0], start=1):
             log.record(
                 {"step": step, "policy/entropy": value, "parity/logprob_abs_max": 0.0}

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megadapo.observe.metrics import METRIC_NAMES, MetricRecord, read_evaluations, read_metrics
+from megadapo.observe.metric_names import METRIC_NAMES
+from megadapo.observe.metrics import MetricRecord, read_evaluations, read_metrics
 from megadapo.observe.progress import LINE_FIELDS, RunDisplay, sparkline, step_line
 from tests.support.recorded_runs import record_run
 

@@ -58,7 +58,7 @@ def test_report_without_evaluation(tmp_path: Path) -> None:
 
 def test_worst_value_of_a_run_with_nan_is_nan(tmp_path: Path) -> None:
     """max() passes over NaN where it does not come first."""
-    with MetricsLog(tmp_path, tensorboard=False) as log:
+    with MetricsLog(tmp_path) as log:
         for step, gap in enumerate([1e-6, math.nan, 1e-5], start=1):
             log.record({"step": step, "parity/logprob_abs_max": gap})
     assert math.isnan(summarise(tmp_path).logprob_abs_max or 0.0)

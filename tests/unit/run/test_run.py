@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from megadapo.config import RunConfig, from_dict
-from megadapo.errors import CheckpointError, ConfigError
+from megadapo.errors import CheckpointError, ConfigError, InfraError
+from megadapo.observe import rollouts
+from megadapo.observe.config import ObserveConfig
 from megadapo.observe.metrics import EvaluationRecord, read_evaluations, read_metrics
 from megadapo.run.checkpoint import CheckpointStore
 from megadapo.run.run import Run
+from tests.support.saved_groups import saved_group
 
 
 def config_of(folder: Path, **run: object) -> RunConfig:
@@ -152,3 +156,59 @@ def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run\.folder = .*file/run cannot be made"):
         Run.open(config_of(tmp_path / "file" / "run"))
+
+
+def test_evaluations_and_checkpoints_are_timed_in_the_next_record(tmp_path):
+    """Their seconds would be lost, or counted twice, or taken for the step's own."""
+    with Run.open(config_of(tmp_path)) as run:
+        with run.phase("evaluate"):
+            time.sleep(0.02)
+        for step in run.steps():
+            with run.phase("rollout"):
+                pass
+            run.record({"step": step, "tokens/generated": 10})
+            run.complete(step, {})
+            if step == 2:
+                run.save(lambda folder: time.sleep(0.03))
+            if step == 4:
+                break
+    times = [(r["time/evaluate_s"], r["time/checkpoint_s"]) for r in read_metrics(tmp_path)]
+    assert times[0][0] >= 0.02 and times[2][1] >= 0.03
+    assert times[1] == times[3] == (0.0, 0.0) and times[0][1] == times[2][0] == 0.0
+    assert all(r["time/step_s"] < 0.02 for r in read_metrics(tmp_path))
+
+
+def test_what_a_step_saved_is_there_with_its_record_and_redone_after_a_resume(tmp_path):
+    with Run.open(config_of(tmp_path)) as run:
+        for step in run.steps():
+            with run.phase("rollout"):
+                pass
+            run.save_rollouts(step, iter([saved_group(step=step)]))
+            run.record({"step": step, "tokens/generated": 10})
+            assert rollouts.saved_steps(tmp_path) == list(range(1, step + 1))
+            run.complete(step, {})
+            if run.saves:
+                run.save(lambda folder: (folder / "shard").write_bytes(b"shard"))
+            if step == 3:
+                break
+    with Run.open(config_of(tmp_path)):
+        assert rollouts.saved_steps(tmp_path) == [1, 2]
+
+
+def test_a_step_whose_rollouts_cannot_be_saved_is_not_recorded(tmp_path):
+    with Run.open(config_of(tmp_path)) as run:
+        (tmp_path / "rollouts").write_text("in the way")
+        with run.phase("rollout"):
+            pass
+        run.save_rollouts(1, [saved_group(step=1)])
+        with pytest.raises(InfraError, match=r"rollouts/step-1"):
+            run.record({"step": 1, "tokens/generated": 10})
+    assert read_metrics(tmp_path) == []
+
+
+def test_nothing_is_saved_where_nothing_is_wanted(tmp_path):
+    config = config_of(tmp_path)
+    off = config.model_copy(update={"observe": ObserveConfig(saved_groups=0)})
+    with Run.open(off) as run:
+        run.save_rollouts(1, [saved_group(step=1)])
+    assert not (tmp_path / "rollouts").exists()

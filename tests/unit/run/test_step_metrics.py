@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from megadapo.observe.metrics import METRIC_NAMES, EvaluationRecord
+import numpy as np
+import pytest
+
+from megadapo.config import from_dict
+from megadapo.observe.metric_names import METRIC_NAMES
+from megadapo.observe.metrics import EvaluationRecord
 from megadapo.rewards.symbolic import SymbolicCounts
 from megadapo.rewards.verifier import VerifierCounts
-from megadapo.rollout.sampler import SampledBatch
+from megadapo.rollout.sampled_batch import SampledBatch
+from megadapo.rollout.scoring import EngineShare
 from megadapo.run.step_metrics import step_metrics, step_notes, verifier_note
-from megadapo.trainer.result import UpdateResult
+from megadapo.trainer.result import RankShare, UpdateResult
 
 SAMPLED = SampledBatch(
     groups=(),
@@ -27,6 +33,9 @@ SAMPLED = SampledBatch(
     response_length_mean=10.0,
     response_length_p95=20.0,
     truncated_fraction=0.0,
+    response_lengths=np.array([5, 60, 90, 100]),
+    engines=(EngineShare(num_tokens=300, seconds=1.5), EngineShare(num_tokens=200, seconds=2.5)),
+    saved=(),
 )
 UPDATE = UpdateResult(
     loss=-0.1,
@@ -44,6 +53,10 @@ UPDATE = UpdateResult(
     logprob_abs_mean=math.nan,
     logprob_abs_max=math.nan,
     tokens_trained=400,
+    shares=(
+        RankShare(num_tokens=210, logprobs_seconds=0.5),
+        RankShare(num_tokens=190, logprobs_seconds=0.75),
+    ),
 )
 EVALUATION = EvaluationRecord(
     step=3,
@@ -54,17 +67,55 @@ EVALUATION = EvaluationRecord(
     samples_per_problem=8,
     response_length=9.0,
 )
-TIMES = {"time/step_s", "time/rollout_s", "time/train_s", "time/sync_s", "tokens_per_s"}
+CONFIG = from_dict(
+    {
+        "run": {"folder": "somewhere", "num_steps": 50},
+        "model": {"path": "somewhere"},
+        "data": {"train": "arithmetic:train:64"},
+        "rollout": {"max_response_tokens": 100},
+        "algorithm": {"overlong_buffer": 40, "overlong_factor": 0.5},
+    }
+)
+TIMES = {
+    *("time/step_s", "time/rollout_s", "time/train_s", "time/sync_s", "tokens_per_s"),
+    *("time/evaluate_s", "time/checkpoint_s"),
+}
+
+
+def metrics(
+    sampled: SampledBatch = SAMPLED, evaluation: EvaluationRecord | None = None
+) -> dict[str, int | float | None]:
+    return step_metrics(3, sampled, UPDATE, evaluation, policy_version=7, config=CONFIG)
 
 
 def test_every_name_but_the_runs_own_times_is_given():
     """A metric that is forgotten here would be null in every run."""
-    assert set(step_metrics(3, SAMPLED, UPDATE, EVALUATION)) == set(METRIC_NAMES) - TIMES
-    assert step_metrics(3, SAMPLED, UPDATE, None)["eval/accuracy"] is None
+    assert set(metrics(evaluation=EVALUATION)) == set(METRIC_NAMES) - TIMES
+    assert metrics()["eval/accuracy"] is None
 
 
 def test_parity_without_fresh_tokens_is_unmeasured_and_not_nan():
-    assert step_metrics(3, SAMPLED, UPDATE, None)["parity/logprob_abs_max"] is None
+    assert metrics()["parity/logprob_abs_max"] is None
+
+
+def test_the_policy_version_is_the_engines_and_not_the_steps():
+    assert (metrics()["step"], metrics()["policy_version"]) == (3, 7)
+
+
+def test_the_punishment_is_that_of_every_response_generated():
+    """Lengths 90 and 100 lie 30 and 40 of 40 tokens inside of the buffer, at half weight."""
+    found = metrics(replace(SAMPLED, reward_mean=0.25))
+    assert found["reward/overlong_penalty_mean"] == pytest.approx(-0.5 * (0.75 + 1.0) / 4)
+    assert found["reward/shaped_mean"] == pytest.approx(0.25 - 0.5 * (0.75 + 1.0) / 4)
+
+
+def test_the_spread_over_engines_and_ranks_is_shown():
+    found = metrics()
+    assert (found["rollout/engine_tokens_min"], found["rollout/engine_tokens_max"]) == (200, 300)
+    assert (found["time/engine_min_s"], found["time/engine_max_s"]) == (1.5, 2.5)
+    assert (found["train/rank_tokens_min"], found["train/rank_tokens_max"]) == (190, 210)
+    times = (found["time/rank_logprobs_min_s"], found["time/rank_logprobs_max_s"])
+    assert times == (0.5, 0.75)
 
 
 def notes(sampled: SampledBatch = SAMPLED, update: UpdateResult = UPDATE, size: int = 0) -> str:

@@ -1,0 +1,163 @@
+"""Where a run's metrics go besides `metrics.jsonl`: one small interface, a class a program.
+
+None of these programs is needed for training, and each is imported only where it is asked for.
+A run that is resumed starts anew there, from the step it goes on with.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megadapo.errors import ConfigError
+from megadapo.observe.config import WriterName
+
+logger = logging.getLogger(__name__)
+
+TENSORBOARD_FOLDER = "tensorboard"
+PROJECT = "megadapo"
+"""Name of the project, or experiment, that a run is filed under where nothing else is set."""
+
+Record = Mapping[str, int | float | None]
+
+
+class MetricWriter(Protocol):
+    """Takes the metrics of one step after the other."""
+
+    def write(self, record: Record, step: int) -> None:
+        """Pass on one step's metrics; those that were not measured are left out."""
+
+    def close(self) -> None:
+        """Pass on what is still on its way, and end."""
+
+
+def missing_packages(names: Sequence[WriterName]) -> list[str]:
+    """Return the packages that the writers of these names lack; each is named like its writer."""
+    return [name for name in names if not _is_installed(name)]
+
+
+def open_writer(
+    name: WriterName, folder: Path, config: Mapping[str, Any], purge_step: int | None
+) -> MetricWriter:
+    """Open one writer.
+
+    Args:
+        folder: of the run; what a program keeps on this machine lies there.
+        config: of the run, as JSON values.
+        purge_step: first step that the run does again; None in a run that was never resumed.
+
+    Raises:
+        ConfigError: the program cannot be used.
+    """
+    match name:
+        case "tensorboard":
+            return TensorboardWriter(folder, purge_step)
+        case "wandb":
+            return WandbWriter(folder, config)
+        case "mlflow":
+            return MlflowWriter(folder, config)
+
+
+class TensorboardWriter:
+    """Event files in `RUN/tensorboard`."""
+
+    def __init__(self, folder: Path, purge_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge_step)
+
+    def write(self, record: Record, step: int) -> None:
+        for name, value in _measured(record).items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbWriter:
+    """A run of Weights & Biases; its login, project and mode are those of the program itself."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                # a run that is resumed cannot take back steps: it is another one of the same group
+                group=folder.absolute().name,
+                name=folder.absolute().name,
+                dir=folder,
+                config=dict(config),
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(
+                f'observe.writers: "wandb" does not start: {error}; log in with `wandb login`, or '
+                "set WANDB_MODE=offline"
+            ) from error
+
+    def write(self, record: Record, step: int) -> None:
+        self._run.log(_measured(record), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowWriter:
+    """A run of MLflow, at its tracking URI where one is set, else in `RUN/mlflow.db`."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        import mlflow
+
+        self._errors = mlflow.exceptions.MlflowException
+        uri = None
+        if not mlflow.is_tracking_uri_set():
+            uri = f"sqlite:///{folder.absolute() / 'mlflow.db'}"
+        try:
+            self._client = mlflow.MlflowClient(uri)
+            experiment = self._client.get_experiment_by_name(PROJECT)
+            identity = (
+                self._client.create_experiment(PROJECT)
+                if experiment is None
+                else experiment.experiment_id
+            )
+            run = self._client.create_run(identity, run_name=folder.absolute().name)
+            self._run_id: str = run.info.run_id
+            self._client.log_dict(self._run_id, dict(config), "config.json")
+        except self._errors as error:
+            raise ConfigError(f'observe.writers: "mlflow" does not start: {error}') from error
+        self._lost = False
+
+    def write(self, record: Record, step: int) -> None:
+        from mlflow.entities import Metric
+
+        if self._lost:
+            return
+        now = int(1000 * time.time())
+        metrics = [Metric(name, value, now, step) for name, value in _measured(record).items()]
+        try:
+            self._client.log_batch(self._run_id, metrics=metrics)
+        except self._errors as error:
+            # a tracking server that is gone must not end a training run
+            self._lost = True
+            logger.warning("mlflow takes no metrics any more, from step %d on: %s", step, error)
+
+    def close(self) -> None:
+        if not self._lost:
+            self._client.set_terminated(self._run_id)
+
+
+def _measured(record: Record) -> dict[str, int | float]:
+    return {name: value for name, value in record.items() if value is not None and name != "step"}
+
+
+def _is_installed(name: str) -> bool:
+    # a folder of that name in the current directory is found too, but has no origin
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None

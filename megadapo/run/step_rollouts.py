@@ -1,0 +1,124 @@
+"""From one step's results to the groups that are saved of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megadapo.algorithm.shaping import overlong_penalties
+from megadapo.config import RunConfig
+from megadapo.observe.saved_group import SavedGroup, SavedResponse
+from megadapo.observe.token_pieces import Decode, decoder_of, token_pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megadapo.rollout.sampled_batch import SampledBatch
+    from megadapo.rollout.selection import SampledGroup
+    from megadapo.trainer.result import UpdateResult
+
+
+class _Trained:
+    """What training gave the saved responses of a batch, in the batch's order."""
+
+    def __init__(self, sampled: SampledBatch, advantages: np.ndarray, update: UpdateResult) -> None:
+        self._sequences = _sequences_by_order(sampled)
+        self._advantages = advantages
+        self._recorded = update.recorded
+        lengths = [len(sample.response_ids) for group in sampled.groups for sample in group.samples]
+        asked_for = saved_sequences(sampled)
+        bounds = np.cumsum([0] + [lengths[sequence] for sequence in asked_for])
+        self._slices = {
+            sequence: slice(bounds[i], bounds[i + 1]) for i, sequence in enumerate(asked_for)
+        }
+
+    def of(self, sampled: SampledGroup) -> Iterator[dict[str, object]]:
+        """The fields of each response of a group that only training fills."""
+        if sampled.fate != "trained":
+            nothing = dict.fromkeys(("advantage", "logprobs_old", "logprobs_update"))
+            yield from [nothing] * len(sampled.group.samples)
+            return
+        assert self._recorded is not None, "the update was not asked for the saved sequences"
+        for sequence in self._sequences[sampled.group.order]:
+            place = self._slices[sequence]
+            yield {
+                "advantage": float(self._advantages[sequence]),
+                "logprobs_old": self._recorded.old[place],
+                "logprobs_update": self._recorded.update[place],
+            }
+
+
+def saved_sequences(sampled: SampledBatch) -> list[int]:
+    """Return which sequences of the step's batch are responses of saved groups, ascending."""
+    by_order = _sequences_by_order(sampled)
+    trained = [entry.group.order for entry in sampled.saved if entry.fate == "trained"]
+    return sorted(sequence for order in trained for sequence in by_order[order])
+
+
+def saved_groups(
+    step: int,
+    sampled: SampledBatch,
+    advantages: np.ndarray,
+    update: UpdateResult,
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Iterator[SavedGroup]:
+    """Yield what is saved of a step, in the order the groups were asked for.
+
+    Args:
+        advantages: [S] of each response of the batch.
+        update: of the batch, with the log-probs of its `saved_sequences`.
+    """
+    trained = _Trained(sampled, advantages, update)
+    decode = decoder_of(tokenizer)
+    for entry in sampled.saved:
+        group = entry.group
+        yield SavedGroup(
+            step=step,
+            order=group.order,
+            fate=entry.fate,
+            from_reserve=entry.from_reserve,
+            prompt=group.prompt,
+            prompt_ids=group.samples[0].prompt_ids,
+            responses=_responses(entry, list(trained.of(entry)), config, decode),
+        )
+
+
+def _responses(
+    entry: SampledGroup, trained: Sequence[dict[str, object]], config: RunConfig, decode: Decode
+) -> tuple[SavedResponse, ...]:
+    group = entry.group
+    penalties = overlong_penalties(
+        group.lengths,
+        config.algorithm,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    return tuple(
+        SavedResponse(
+            text=sample.text,
+            token_ids=sample.response_ids,
+            tokens=token_pieces(decode, sample.response_ids.tolist(), sample.text),
+            logprobs_rollout=sample.logprobs_rollout,
+            finish_reason=sample.finish_reason,
+            policy_version=sample.policy_version,
+            reward=group.rewards[i],
+            penalty=float(penalties[i]),
+            shaped_reward=float(group.rewards[i] + penalties[i]),
+            correct=group.correct[i],
+            answer=group.answers[i],
+            symbolic_correct=group.symbolic_correct[i],
+            **trained[i],
+        )
+        for i, sample in enumerate(group.samples)
+    )
+
+
+def _sequences_by_order(sampled: SampledBatch) -> dict[int, range]:
+    """The sequences of the batch that are responses of each group, by the group's order."""
+    sequences, start = {}, 0
+    for group in sampled.groups:
+        sequences[group.order] = range(start, start + len(group.samples))
+        start += len(group.samples)
+    return sequences

@@ -1,0 +1,126 @@
+"""Would catch: log-probs or advantages that are saved with another response than their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from megadapo.algorithm.advantages import advantages, group_advantages
+from megadapo.algorithm.shaping import overlong_penalty
+from megadapo.config import RunConfig, from_dict
+from megadapo.data.batch import Group
+from megadapo.data.prompts import PromptStream
+from megadapo.observe.rollouts import read_rollouts, rollouts_path, write_rollouts
+from megadapo.rollout.config import SamplingConfig
+from megadapo.rollout.requests import SamplingSettings
+from megadapo.rollout.reserve import encode_group
+from megadapo.rollout.sampled_batch import SampledBatch
+from megadapo.rollout.sampler import Sampler
+from megadapo.run.step_rollouts import saved_groups, saved_sequences
+from megadapo.trainer.result import RecordedLogprobs, UpdateResult
+from tests.support.scripted_engines import (
+    PlainTokenizer,
+    RightAtLeast,
+    ScriptedEngines,
+    make_prompts,
+)
+from tests.unit.run.test_step_metrics import UPDATE
+
+MAX_TOKENS = 12
+CONFIG: RunConfig = from_dict(
+    {
+        "run": {"folder": "somewhere", "num_steps": 50},
+        "model": {"path": "somewhere"},
+        "data": {"train": "arithmetic:train:64"},
+        "rollout": {"max_response_tokens": MAX_TOKENS},
+        "algorithm": {"overlong_buffer": 4},
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Decodes the tokens of ScriptedEngines into their digits."""
+    words = {str(token - 3) if 3 <= token <= 12 else f"<{token}>": token for token in range(13)}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<0>"))
+    plain.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=plain)
+
+
+def sample(saved: int | str, *, num_steps: int = 2) -> SampledBatch:
+    """A step with a reserve to take from."""
+    sampler = Sampler(
+        ScriptedEngines(),
+        PromptStream(make_prompts(50), 0),
+        RightAtLeast(28),
+        SamplingConfig(
+            prompts_per_step=8, responses_per_prompt=3, oversampling=3.0, reserve_limit=5
+        ),
+        settings=SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS),
+        tokenizer=PlainTokenizer(),
+        seed=0,
+        saved_groups=saved,
+    )
+    return [sampler.next_batch() for _ in range(num_steps)][-1]
+
+
+def marks(group: Group, index: int) -> np.ndarray:
+    """Log-probs that say whose they are: one per token of a response."""
+    size = len(group.samples[index].response_ids)
+    return (100 * group.order + 10 * index + 0.01 * np.arange(size)).astype(np.float32)
+
+
+def trained(sampled: SampledBatch) -> UpdateResult:
+    """What the trainer returns for the sequences it was asked for."""
+    by_sequence = [marks(group, i) for group in sampled.groups for i in range(3)]
+    pieces = [by_sequence[sequence] for sequence in saved_sequences(sampled)]
+    old = np.concatenate([np.empty(0, dtype=np.float32), *pieces])
+    fields = {**vars(UPDATE), "recorded": RecordedLogprobs(old=old, update=-old)}
+    return UpdateResult(**fields)
+
+
+@pytest.mark.parametrize("saved", ["all", 5, 1])
+def test_each_response_is_saved_with_what_is_its_own(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, saved: int | str
+) -> None:
+    sampled = sample(saved)
+    values = advantages(sampled.groups, CONFIG.algorithm, max_response_tokens=MAX_TOKENS)
+    path = rollouts_path(tmp_path, 9)
+    write_rollouts(path, saved_groups(9, sampled, values, trained(sampled), CONFIG, tokenizer))
+    found = list(read_rollouts(path))
+    assert [g.order for g in found] == [s.group.order for s in sampled.saved]
+    assert saved != "all" or {g.fate for g in found} >= {"trained", "to_reserve", "all_correct"}
+    for group, entry in zip(found, sampled.saved, strict=True):
+        assert (group.step, group.fate, group.from_reserve) == (9, entry.fate, entry.from_reserve)
+        # repr hides float32's last bits, the encoding of a checkpoint does not
+        assert encode_group(group.group) == encode_group(entry.group)
+        shaped = [response.shaped_reward for response in group.responses]
+        for i, response in enumerate(group.responses):
+            assert "".join(response.tokens) == response.text
+            size = len(response.token_ids)
+            assert response.penalty == overlong_penalty(size, max_length=MAX_TOKENS, buffer=4)
+            assert response.shaped_reward == response.reward + response.penalty
+            if group.fate == "trained":
+                assert response.advantage == group_advantages(shaped)[i]
+                assert np.array_equal(response.logprobs_old, marks(entry.group, i))
+                assert np.array_equal(response.logprobs_update, -marks(entry.group, i))
+            else:
+                assert response.advantage is None
+                assert response.logprobs_old is None and response.logprobs_update is None
+
+
+def test_nothing_is_asked_of_the_trainer_where_nothing_is_saved(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    sampled = sample(0)
+    assert saved_sequences(sampled) == []
+    values = np.zeros(24)
+    assert list(saved_groups(1, sampled, values, UPDATE, CONFIG, tokenizer)) == []
+
+
+def test_all_of_a_batch_is_asked_for_in_order() -> None:
+    assert saved_sequences(sample("all")) == list(range(24))
