@@ -20,6 +20,7 @@ from megadapo.observe.config import WriterName
 logger = logging.getLogger(__name__)
 
 TENSORBOARD_FOLDER = "tensorboard"
+MLFLOW_FOLDER = "mlflow"
 PROJECT = "megadapo"
 """Name of the project, or experiment, that a run is filed under where nothing else is set."""
 
@@ -110,20 +111,22 @@ class WandbWriter:
 
 
 class MlflowWriter:
-    """A run of MLflow, at its tracking URI where one is set, else in `RUN/mlflow.db`."""
+    """A run of MLflow, at its tracking URI where one is set, else in `RUN/mlflow`."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import mlflow
 
         self._errors = mlflow.exceptions.MlflowException
-        uri = None
+        uri = artifacts = None
         if not mlflow.is_tracking_uri_set():
-            uri = f"sqlite:///{folder.absolute() / 'mlflow.db'}"
+            local = folder.absolute() / MLFLOW_FOLDER
+            local.mkdir(exist_ok=True)
+            uri, artifacts = f"sqlite:///{local / 'mlflow.db'}", (local / "artifacts").as_uri()
         try:
             self._client = mlflow.MlflowClient(uri)
             experiment = self._client.get_experiment_by_name(PROJECT)
             identity = (
-                self._client.create_experiment(PROJECT)
+                self._client.create_experiment(PROJECT, artifacts)
                 if experiment is None
                 else experiment.experiment_id
             )

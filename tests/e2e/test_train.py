@@ -6,10 +6,13 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 
 from megadapo.errors import InfraError, OracleError, RunInterrupted
 from megadapo.observe.metric_names import METRIC_NAMES
+from megadapo.observe.rollouts import read_rollouts, rollouts_path
+from megadapo.observe.saved_group import encode_saved
 from tests.support.whole_runs import (
     NUM_STEPS,
     descendants,
@@ -34,6 +37,23 @@ def test_a_run_leaves_what_it_promises(uninterrupted):
     for name in ("config.json", "log.txt", "plot.png", "checkpoints/step-4/manifest.json"):
         assert (uninterrupted / name).stat().st_size > 0, name
     assert list((uninterrupted / "tensorboard").iterdir())
+
+
+def test_what_the_model_wrote_is_saved_with_the_numbers_of_its_update(uninterrupted):
+    """A saved log-prob of another token or update would explain what never happened."""
+    for record in metrics(uninterrupted):
+        path = rollouts_path(uninterrupted, record["step"])
+        groups = list(read_rollouts(path))
+        assert len(groups) == 8
+        trained = [group for group in groups if group.fate == "trained"]
+        assert trained
+        for response in (response for group in groups for response in group.responses):
+            assert "".join(response.tokens) == response.text
+        for group in trained:
+            for response in group.responses:
+                gap = np.abs(response.logprobs_old - response.logprobs_rollout)
+                assert group.from_reserve or gap.max() < 1e-4
+                assert np.abs(response.logprobs_update - response.logprobs_old).max() < 1.0
 
 
 def test_the_oracles_hold_on_every_step(uninterrupted):
@@ -66,6 +86,12 @@ def test_a_run_stopped_twice_equals_one_that_was_not(uninterrupted, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert "resuming after step" in result.stdout
     assert untimed(metrics(folder)) == untimed(metrics(uninterrupted))
+    for step in range(1, NUM_STEPS + 1):
+        one, two = (
+            [encode_saved(group) for group in read_rollouts(rollouts_path(run_folder, step))]
+            for run_folder in (folder, uninterrupted)
+        )
+        assert one == two
 
 
 @pytest.mark.full
