@@ -118,7 +118,7 @@ def _render_step(
         if responses and num_shown < limit:
             num_shown += 1
             yield _render_group(group, responses)
-    left = f"; {num_found - num_shown} more with --limit" if num_found > num_shown else ""
+    left = f"; a higher --limit shows {num_found - num_shown} more" if num_found > num_shown else ""
     summary = f"step {step}: {num_shown} of {num_groups} saved groups{left}"
     yield Rule(Text(summary, "bold"), style="dim")
 
@@ -134,13 +134,13 @@ def _render_group(
     parts.append(Text(printable(f"prompt {group.prompt.id}, of {group.prompt.data_source}"), "dim"))
     for role, content in group.prompt.messages:
         parts.append(Text(printable(role), "bold"))
-        parts.append(Padding(Text(printable(content)), (0, 0, 0, INDENT)))
+        parts.append(_indented(content))
     parts.append(Text.assemble("right answer: ", (printable(group.prompt.ground_truth), "bold")))
     for number, response in responses:
         parts += ["", _header(number, response)]
         if response.disagreed:
             parts.append(_disagreement(response))
-        parts.append(Padding(Text(printable(response.text)), (0, 0, 0, INDENT)))
+        parts.append(_indented(response.text))
     return Group(*parts, "")
 
 
@@ -161,6 +161,10 @@ def _header(number: int, response: SavedResponse) -> Text:
     text.append(printable(response.finish_reason), "bold yellow" if response.truncated else "")
     text.append(f", policy_version {response.policy_version}", "dim")
     return text
+
+
+def _indented(text: str) -> Padding:
+    return Padding(Text(printable(text)), (0, 0, 0, INDENT), expand=False)
 
 
 def _disagreement(response: SavedResponse) -> Text:

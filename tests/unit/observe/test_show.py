@@ -88,7 +88,7 @@ def test_no_more_groups_than_asked_for_and_how_many_are_left(tmp_path: Path) -> 
     save(tmp_path, 1, *(saved_group(RIGHT, order=order) for order in range(5)))
     text = shown(tmp_path, limit=2)
     assert "group 1:" in text and "group 2:" not in text
-    assert "2 of 5 saved groups; 3 more with --limit" in text
+    assert "2 of 5 saved groups; a higher --limit shows 3 more" in text
 
 
 @pytest.mark.parametrize("terminal", [False, True])
