@@ -99,7 +99,8 @@ def print_report(folder: Path, *, console: Console | None = None) -> RunSummary:
     console.print(parts)
     console.print(
         f"Go on from here:  megadapo train {folder} --run.num_steps=N\n"
-        f"Draw the curves:  megadapo plot {folder}",
+        f"Draw the curves:  megadapo plot {folder}\n"
+        f"Look into it:     megadapo report {folder}",
         markup=False,
         highlight=False,
         soft_wrap=True,

@@ -3,14 +3,18 @@ says, a page that runs what a model wrote, asks the network for anything, or has
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megadapo.observe.metrics import MetricsLog
 from megadapo.observe.report import write_report
+from megadapo.observe.rollouts import rollouts_path, write_rollouts
 from tests.support.chromium import Page, chromium
 from tests.support.demo_run import HOSTILE, demo_run
+from tests.support.saved_groups import awkward_group
 
 pytestmark = pytest.mark.browser
 
@@ -244,6 +248,20 @@ def test_run_without_responses_says_so(browser: Page, tmp_path: Path) -> None:
     browser.open(write_report([folder], tmp_path / "bare.html"))
     assert "saved no responses" in browser.text("#responses")
     assert "saved no responses" in browser.text("#distributions")
+    assert_quiet(browser)
+
+
+def test_odd_groups_and_a_single_step_are_shown(browser: Page, tmp_path: Path) -> None:
+    """No token at all, lost log-probs, half a character, metrics that are not numbers."""
+    with MetricsLog(tmp_path / "odd", tensorboard=False) as log:
+        log.record({"step": 1, "policy_version": 1, "policy/loss": math.nan, "accuracy/mean": 0.5})
+    folder = tmp_path / "odd"
+    write_rollouts(rollouts_path(folder, 4), [awkward_group()])
+    browser.open(write_report([folder], tmp_path / "odd.html"))
+    for mode in ("text", "ratio", "clip", "probability", "version"):
+        browser.wait(f"document.querySelectorAll('{BODIES}').length === 3")
+        browser.click(f"[data-mode={mode}]")
+    assert "1 value not finite" in browser.text("#curves")
     assert_quiet(browser)
 
 

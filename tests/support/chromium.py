@@ -68,11 +68,13 @@ class Page:
         found = f"[...document.querySelectorAll({json.dumps(selector)})]"
         return self.js(f"{found}.map((node) => node.innerText)")
 
-    def move(self, selector: str, *, x: float = 0.5, y: float = 0.5) -> tuple[float, float]:
+    def move(
+        self, selector: str, *, x: float = 0.5, y: float = 0.5, scroll: bool = True
+    ) -> tuple[float, float]:
         """Bring an element into view and the mouse over it, at shares of its size."""
         left, top, width, height = self.js(
             f"(() => {{ const node = document.querySelector({json.dumps(selector)});"
-            "node.scrollIntoView({ block: 'center', behavior: 'instant' });"
+            f"if ({json.dumps(scroll)}) node.scrollIntoView({{ block: 'center' }});"
             "const box = node.getBoundingClientRect();"
             "return [box.left, box.top, box.width, box.height]; })()"
         )

@@ -67,7 +67,7 @@ def _rows(lengths: Counter[int], width: int) -> Counter[int]:
 
 def _nice(width: int) -> int:
     """Return the next of 1, 2, 5, 10, 20, 50 ..."""
-    scale = 10 ** max(0, math.floor(math.log10(max(width, 1))))
+    scale = int(10 ** math.floor(math.log10(max(width, 1))))
     return next(scale * unit for unit in (1, 2, 5, 10) if scale * unit >= width)
 
 

@@ -77,6 +77,14 @@ def test_page_names_nothing_to_load_and_no_markup_from_strings(tmp_path: Path) -
         assert unsafe not in own, unsafe
 
 
+def test_every_style_variable_is_defined_once(tmp_path: Path) -> None:
+    """A missing one is no error in a browser: a font or colour silently falls back."""
+    page = render([record_run(tmp_path, num_steps=1)])
+    defined = re.findall(r"^  (--[a-z0-9-]+):", page, re.MULTILINE)
+    assert len(defined) == len(set(defined)) > 20
+    assert set(re.findall(r"var\((--[a-z0-9-]+)\)", page)) <= set(defined)
+
+
 @pytest.mark.parametrize(
     "text", ["</script><b>", "<!--<script", "a&lt;b", "\u2028\u2029", "\ud800"]
 )

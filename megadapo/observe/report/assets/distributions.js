@@ -36,7 +36,7 @@ function distributionNote() {
   if (!groups) return null;
   const responses = data.saved.reduce((sum, saved) => sum + saved.num_responses, 0);
   const saved = `Of ${plural(groups, "saved group")}, ${plural(responses, "response")}`;
-  return `${saved}; the line is the mean over all that were sampled.`;
+  return `${saved}, of every kind; the line is the mean over all that were sampled.`;
 }
 
 const formatLength = (low, high) =>

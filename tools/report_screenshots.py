@@ -1,0 +1,75 @@
+"""Pictures of `megadapo report RUN` for benchmarks/results: python tools/report_screenshots.py RUN
+
+Needs chromium on the PATH, and saved responses in the run.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from megadapo.observe.report import write_report  # noqa: E402 - the repository's own
+from tests.support.chromium import Page, chromium  # noqa: E402 - needs the path above
+
+RESULTS = REPOSITORY / "benchmarks" / "results"
+SIZE = (1440, 1080)
+# Charts and tooltips are drawn some frames after what causes them.
+SETTLE_S = 0.7
+
+
+def main(run: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        report = write_report([run], Path(folder) / "report.html")
+        with chromium(Path(folder)) as page:
+            page.resize(*SIZE)
+            for scheme in ("light", "dark"):
+                page.prefer(scheme)
+                page.open(report)
+                picture_curves(page, RESULTS / f"report-curves-{scheme}.png")
+                picture_responses(page, RESULTS / f"report-responses-{scheme}.png")
+                picture_distributions(page, RESULTS / f"report-distributions-{scheme}.png")
+                assert not page.errors, page.errors
+
+
+def picture_curves(page: Page, path: Path) -> None:
+    show(page, "#curves")
+    page.move("#curves .u-over", x=0.6, scroll=False)
+    take(page, path)
+
+
+def picture_distributions(page: Page, path: Path) -> None:
+    show(page, "#time")
+    page.move("#distributions .u-over", x=0.4, y=0.45, scroll=False)
+    take(page, path)
+
+
+def picture_responses(page: Page, path: Path) -> None:
+    """A trained group of the run's first third, coloured by ratio, with a token explained."""
+    steps = page.js("[...document.querySelector('[name=step]').options].map((o) => o.value)")
+    page.choose("[name=step]", steps[len(steps) // 3])
+    page.choose("[name=fate]", "trained")
+    time.sleep(SETTLE_S)
+    page.click("#responses .group-item:nth-child(2)")
+    show(page, "#responses")
+    page.move(".response-text .token[style*=ratio-high]", scroll=False)
+    take(page, path)
+
+
+def show(page: Page, section: str) -> None:
+    page.js(f"document.querySelector('{section}').scrollIntoView()")
+    time.sleep(SETTLE_S)
+
+
+def take(page: Page, path: Path) -> None:
+    time.sleep(SETTLE_S)
+    page.screenshot(path)
+    print(path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
