@@ -6,6 +6,8 @@ up exchanged, padded vocabulary rows, a head that is tied over stages, masters i
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from megadapo.weights.disk.megatron_folder import open_layout
 from tests.support.batches import RAGGED, random_batch
 from tests.support.probes import build
 from tests.support.ranks import Ranks, settings_for
+from tests.support.tiny_models import TRAINED, make_model
 
 TP2_PP2 = {"tensor": 2, "pipeline": 2, "sequence": True}
 VPP2_DP2 = {"pipeline": 2, "virtual": 2, "data": 2, "overlap": True, "bucket": 3000}
@@ -59,3 +62,24 @@ def test_a_checkpoint_of_any_split_reads_as_the_weights_that_the_ranks_hold(
         bits = [one.contiguous().view(torch.uint8) for one in (tensor, gathered[name])]
         assert torch.equal(*bits), name
         assert not torch.equal(tensor.float(), before[name]), f"{name} was not trained"
+
+
+def _save(rendezvous, settings, folder):
+    build(rendezvous, settings).save(folder)
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_by_a_file_not_by_the_model(ranks: Ranks, tmp_path: Path) -> None:
+    """Stacked layers invite to read all of a kind at once, and moments are twice the model."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    model = make_model(tmp_path / "model", "Qwen2", sizes=TRAINED, std=None, **sizes)
+    settings = settings_for(str(model), tensor=2, pipeline=2)
+    ranks.run(4, _save, settings, tmp_path / "trainer")
+    folders = (tmp_path / "trainer", model, tmp_path / "out")
+    program = [sys.executable, "-m", "tests.support.peak_memory", *folders, str(8 << 20)]
+    taken = int(subprocess.run(program, capture_output=True, check=True, text=True).stdout)
+    written = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert written > 120 << 20
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 10
+    # the stacked gates and ups alone, read at once and taken apart, would be more than all of it
+    assert taken < written / 2

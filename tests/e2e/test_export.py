@@ -1,0 +1,105 @@
+"""An exported model is the run's policy: it scores what the run scored, in engines of its own."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from subprocess import run as run_command
+
+import pytest
+from transformers import AutoTokenizer
+
+from megadapo.config import load_config
+from megadapo.data.prompts import load_prompts
+from megadapo.observe.metrics import read_evaluations
+from megadapo.rewards.dapo_math import validate_ground_truth
+from megadapo.rewards.verifier import Verifier
+from megadapo.rollout.evaluation import Evaluation, evaluate
+from tests.support import REPOSITORY
+from tests.support.engine_checks import (
+    Reference,
+    ask,
+    make_requests,
+    running_engines,
+    worst_error,
+)
+from tests.support.whole_runs import run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SPLIT = (
+    "--trainer.tensor_parallel=2",
+    "--trainer.pipeline_parallel=2",
+    "--trainer.sequence_parallel=true",
+    "--checkpoint.export_every=2",
+)
+
+
+def score(run_folder: Path, model: Path, log_folder: Path) -> tuple[Evaluation, float]:
+    """The run's own evaluation on engines that vLLM loads from `model`; and how far log-probs of
+    what they say are from transformers'."""
+    config = load_config(run_folder)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    problems = load_prompts(
+        config.data.held_out,
+        check_gold=partial(validate_ground_truth, rule=config.reward.rule),
+        tokenizer=tokenizer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        overlong_prompts=config.data.overlong_prompts,
+    )
+    settings = config.rollout.model_dump(include={"max_num_seqs", "num_threads"})
+    with running_engines(model, log_folder, **settings) as engines:
+        with Verifier(config.reward) as verifier:
+            evaluation = evaluate(
+                engines,
+                problems,
+                verifier,
+                config.evaluation,
+                tokenizer=tokenizer,
+                max_response_tokens=config.rollout.max_response_tokens,
+                seed=config.run.seed,
+            )
+        groups = make_requests(4, 2)
+        return evaluation, worst_error(Reference(model), groups, ask(engines, groups))
+
+
+def is_what_the_run_scored(run_folder: Path, step: int, found: Evaluation) -> bool:
+    recorded = {one.step: one for one in read_evaluations(run_folder)}[step]
+    return (recorded.accuracy, recorded.standard_error, recorded.response_length) == (
+        found.accuracy,
+        found.standard_error,
+        found.response_length_mean,
+    )
+
+
+def test_an_exported_checkpoint_scores_what_the_run_scored(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    """Of an earlier step than the last: the same seeds give the same responses only from the same
+    weights."""
+    words = ("export", uninterrupted, tmp_path / "model", "--step", "2")
+    result = run_command(
+        [sys.executable, "-m", "megadapo.cli", *map(str, words)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    evaluation, error = score(uninterrupted, tmp_path / "model", tmp_path)
+    assert is_what_the_run_scored(uninterrupted, 2, evaluation)
+    assert error < 1e-4
+    assert f"{evaluation.accuracy:.4f}" in (tmp_path / "model" / "README.md").read_text()
+
+
+@pytest.mark.full
+def test_a_split_run_leaves_its_model_behind(tmp_path: Path) -> None:
+    """TP 2 x PP 2, exported beside the run."""
+    folder = tmp_path / "split"
+    result = run(folder, *SPLIT, num_steps=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "1 exports in" in (folder / "log.txt").read_text()
+    evaluation, error = score(folder, folder / "exports" / "step-2", tmp_path)
+    assert is_what_the_run_scored(folder, 2, evaluation)
+    assert error < 1e-4
