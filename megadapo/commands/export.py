@@ -33,14 +33,15 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
     from rich.filesize import decimal
 
     from megadapo.run.export import export_checkpoint, find_source
     from megadapo.weights.disk.export import check_new
 
-    # before a large checkpoint is read for its hashes
     check_new(arguments.destination)
-    source = find_source(arguments.source, arguments.step)
+    with Console(stderr=True).status("comparing the checkpoint with its SHA-256"):
+        source = find_source(arguments.source, arguments.step)
     for line in source.passed_over:
         print(f"megadapo: passed over: {line}", file=sys.stderr)
     export = export_checkpoint(

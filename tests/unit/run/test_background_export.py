@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -12,7 +15,7 @@ from safetensors.torch import load_file
 from megadapo.config import RunConfig, from_dict
 from megadapo.errors import ConfigError, RunInterrupted
 from megadapo.run.run import Run
-from tests.support.exported_runs import trainer_tensors
+from tests.support.exported_runs import trainer_tensors, write_run
 
 
 def config_of(folder: Path, model: Path, *, num_steps: int, **checkpoint: int) -> RunConfig:
@@ -95,6 +98,36 @@ def test_a_failed_export_is_a_note_and_the_run_goes_on(tiny_model: Path, tmp_pat
     assert "0 exports in" in log and "1 failed" in log
     assert "no such folder" in (tmp_path / "logs" / "export-step-2.log").read_text()
     assert exported(tmp_path) == []
+
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from megadapo.run.background_export import BackgroundExports
+
+exports = BackgroundExports(Path(sys.argv[1]), print)
+exports.start(Path(sys.argv[1]) / "checkpoints" / "step-2", 2)
+print("started", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.fault
+def test_a_killed_run_takes_its_export_with_it(tiny_model: Path, tmp_path: Path) -> None:
+    """One that lives on would write into the folder that the resumed run's export writes to."""
+    run = write_run(tmp_path / "run", tiny_model, 2)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, run], stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdout.readline() == "started\n"
+    children = psutil.Process(driver.pid).children()
+    (child,) = (one for one in children if "megadapo.cli" in one.cmdline())
+    child.suspend()  # so that it cannot end by itself
+    driver.kill()
+    driver.communicate()
+    _, alive = psutil.wait_procs([child], timeout=20)
+    assert not alive
+    assert exported(run) == []
 
 
 def test_nothing_is_exported_unless_asked_for(tiny_model: Path, tmp_path: Path) -> None:
