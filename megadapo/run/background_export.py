@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from megadapo.cluster.orphans import kill_after_this_process
-from megadapo.run.checkpoint import step_of
+from megadapo.run.checkpoint import step_folders, step_of
 from megadapo.weights.disk.export import PARTIAL
 
 EXPORTS = "exports"
@@ -64,7 +64,7 @@ class BackgroundExports:
         going on from `step` will make anew."""
         for path in self.folder.glob(f"step-*{PARTIAL}"):
             shutil.rmtree(path)
-        for path in self.folder.glob("step-*"):
+        for path in step_folders(self.folder):
             if step_of(path) > step:
                 path.rename(path.with_name(f"aside-{path.name}-{uuid.uuid4().hex[:8]}"))
 

@@ -125,7 +125,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, sound or not, oldest first."""
-        return sorted(step_of(path) for path in self._committed())
+        return [step_of(path) for path in step_folders(self.folder)]
 
     def set_aside_after(self, step: int) -> list[Path]:
         """Rename checkpoints newer than `step`, which a run going on from `step` will make anew."""
@@ -137,14 +137,16 @@ class CheckpointStore:
         return moved
 
     def _committed(self) -> list[Path]:
-        """Folders named step-N, newest first."""
-        if not self.folder.is_dir():
-            return []
-        found = [path for path in self.folder.iterdir() if _STEP_NAME.fullmatch(path.name)]
-        return sorted(found, key=step_of, reverse=True)
+        return step_folders(self.folder)[::-1]
 
     def _unfinished(self) -> list[Path]:
         return sorted(self.folder.glob(f"{_TEMPORARY}*")) if self.folder.is_dir() else []
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """What in `folder` is named step-N and nothing more, the lowest step first."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if _STEP_NAME.fullmatch(path.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:

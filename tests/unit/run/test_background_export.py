@@ -82,10 +82,11 @@ def test_a_stopped_export_is_made_when_the_run_goes_on(tiny_model: Path, tmp_pat
     assert not (tmp_path / "exports" / "step-2").exists()
     (tmp_path / "exports" / "step-2.partial" / "model").mkdir(parents=True, exist_ok=True)
     (tmp_path / "exports" / "step-4").mkdir()
+    (tmp_path / "exports" / "step-4-fp8").mkdir()  # a user's own
     with Run.open(config_of(tmp_path, tiny_model, num_steps=2)):
         pass
-    aside, made = exported(tmp_path)
-    assert aside.startswith("aside-step-4-") and made == "step-2"
+    aside, made, users = exported(tmp_path)
+    assert aside.startswith("aside-step-4-") and (made, users) == ("step-2", "step-4-fp8")
     assert holds_weights_of(tmp_path, tiny_model, 2)
 
 
