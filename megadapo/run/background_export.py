@@ -96,7 +96,7 @@ class BackgroundExports:
             self._close(step)
         if self._num_written or self._num_failed:
             failed = f", {self._num_failed} failed" if self._num_failed else ""
-            self._note(f"{self._num_written} exports in {self.folder}{failed}")
+            self._note(f"exports: {self._num_written} in {self.folder}{failed}")
 
     def __enter__(self) -> Self:
         return self

@@ -99,7 +99,7 @@ def test_a_split_run_leaves_its_model_behind(tmp_path: Path) -> None:
     folder = tmp_path / "split"
     result = run(folder, *SPLIT, num_steps=2)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "1 exports in" in (folder / "log.txt").read_text()
+    assert "exports: 1 in" in (folder / "log.txt").read_text()
     evaluation, error = score(folder, folder / "exports" / "step-2", tmp_path)
     assert is_what_the_run_scored(folder, 2, evaluation)
     assert error < 1e-4

@@ -67,7 +67,7 @@ def test_every_due_checkpoint_is_exported_whatever_is_kept(
     assert exported(tmp_path) == ["step-2", "step-3"]
     assert all(holds_weights_of(tmp_path, tiny_model, step) for step in (2, 3))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
-    assert "2 exports in" in (tmp_path / "log.txt").read_text()
+    assert "exports: 2 in" in (tmp_path / "log.txt").read_text()
 
 
 def test_a_stopped_export_is_made_when_the_run_goes_on(tiny_model: Path, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_failed_export_is_a_note_and_the_run_goes_on(tiny_model: Path, tmp_pat
         advance(run, tiny_model, 2)
     log = (tmp_path / "log.txt").read_text()
     assert "the export of step 2 failed, and training goes on: exit code 3" in log
-    assert "0 exports in" in log and "1 failed" in log
+    assert "exports: 0 in" in log and "1 failed" in log
     assert "no such folder" in (tmp_path / "logs" / "export-step-2.log").read_text()
     assert exported(tmp_path) == []
 
