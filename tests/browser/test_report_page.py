@@ -132,6 +132,14 @@ def test_filters_by_step_fate_prompt_and_text(page: Page) -> None:
     page.wait("document.querySelector('#responses .group').innerText.includes('No response')")
 
 
+def test_a_click_on_a_distribution_opens_its_step(page: Page) -> None:
+    page.drag("#distributions .u-over", 0.05, 0.95)
+    wait_for_list(page, 1, 2, 3, 4, 5, 6)
+    page.click("#distributions .panel:nth-child(2) .u-over")
+    wait_for_list(page, 6)
+    assert page.js("document.querySelector('[name=step]').value") == "3"
+
+
 def test_groups_are_opened_by_click_and_by_the_arrows(page: Page) -> None:
     page.click(f"{ITEMS}:nth-child(3)")
     wait_for_bodies(page, "needle in hay", "hay")
@@ -253,7 +261,7 @@ def test_run_without_responses_says_so(browser: Page, tmp_path: Path) -> None:
 
 def test_odd_groups_and_a_single_step_are_shown(browser: Page, tmp_path: Path) -> None:
     """No token at all, lost log-probs, half a character, metrics that are not numbers."""
-    with MetricsLog(tmp_path / "odd", tensorboard=False) as log:
+    with MetricsLog(tmp_path / "odd") as log:
         log.record({"step": 1, "policy_version": 1, "policy/loss": math.nan, "accuracy/mean": 0.5})
     folder = tmp_path / "odd"
     write_rollouts(rollouts_path(folder, 4), [awkward_group()])

@@ -36,7 +36,7 @@ function distributionNote() {
   if (!groups) return null;
   const responses = data.saved.reduce((sum, saved) => sum + saved.num_responses, 0);
   const saved = `Of ${plural(groups, "saved group")}, ${plural(responses, "response")}`;
-  return `${saved}, of every kind; the line is the mean over all that were sampled.`;
+  return `${saved}, of every kind; the line is the mean over all that were sampled. Click to read.`;
 }
 
 const formatLength = (low, high) =>
@@ -71,7 +71,7 @@ function drawHeat(grid, title, unit, heat, mean, format, noun) {
     ctx.restore();
   };
   const colour = cssColour("--heat-line");
-  addPlot(box, {
+  const plot = addPlot(box, {
     // The outer bounds make the axis reach over the whole first and last column.
     table: uPlot.join([
       [
@@ -86,6 +86,33 @@ function drawHeat(grid, title, unit, heat, mean, format, noun) {
     under: [paint],
     read: (plot) => readHeat(plot, heat, bounds, format, noun),
   });
+  onClick(plot, () => openStep(columnAt(plot, bounds), heat.columns));
+}
+
+/** Call back for a click that is not the end of a drag. */
+function onClick(plot, callback) {
+  let pressed = 0;
+  plot.over.addEventListener("mousedown", (event) => (pressed = event.clientX));
+  plot.over.addEventListener(
+    "click",
+    (event) => Math.abs(event.clientX - pressed) < 4 && callback(),
+  );
+}
+
+/** Show the responses of a column, of its first step that has any on the page. */
+function openStep(column, columns) {
+  if (column < 0) return;
+  const [first, last] = columns[column];
+  const step = data.groups.map((group) => group.step).find((at) => at >= first && at <= last);
+  if (step === undefined) return;
+  view.step.value = String(step);
+  changed();
+  document.getElementById("responses").scrollIntoView();
+}
+
+function columnAt(plot, bounds) {
+  const x = plot.posToVal(plot.cursor.left, "x");
+  return bounds.findIndex(([left, right]) => x >= left && x < right);
 }
 
 /** Each column reaches half the way to its neighbours. */
@@ -102,9 +129,8 @@ function heatScale(highest, noun) {
 }
 
 function readHeat(plot, heat, bounds, format, noun) {
-  const x = plot.posToVal(plot.cursor.left, "x");
   const y = plot.posToVal(plot.cursor.top, "y");
-  const column = bounds.findIndex(([left, right]) => x >= left && x < right);
+  const column = columnAt(plot, bounds);
   const row = heat.edges.findIndex((edge, i) => y >= edge && y < heat.edges[i + 1]);
   if (column < 0 || row < 0) return [];
   const [first, last] = heat.columns[column];
