@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,16 @@ if TYPE_CHECKING:
     from megadapo.trainer.result import UpdateResult
 
 
-class _Trained:
+@dataclass(frozen=True)
+class _TrainedResponse:
+    """What only training gives of one response; None where it was not trained on."""
+
+    advantage: float | None = None
+    logprobs_old: np.ndarray | None = None
+    logprobs_update: np.ndarray | None = None
+
+
+class _TrainedBatch:
     """What training gave the saved responses of a batch, in the batch's order."""
 
     def __init__(self, sampled: SampledBatch, advantages: np.ndarray, update: UpdateResult) -> None:
@@ -34,20 +44,20 @@ class _Trained:
             sequence: slice(bounds[i], bounds[i + 1]) for i, sequence in enumerate(asked_for)
         }
 
-    def of(self, sampled: SampledGroup) -> Iterator[dict[str, object]]:
-        """The fields of each response of a group that only training fills."""
+    def of(self, sampled: SampledGroup) -> list[_TrainedResponse]:
+        """What training gave each response of a group."""
         if sampled.fate != "trained":
-            nothing = dict.fromkeys(("advantage", "logprobs_old", "logprobs_update"))
-            yield from [nothing] * len(sampled.group.samples)
-            return
+            return [_TrainedResponse()] * len(sampled.group.samples)
+        return [self._response(i) for i in self._sequences[sampled.group.order]]
+
+    def _response(self, sequence: int) -> _TrainedResponse:
         assert self._recorded is not None, "the update was not asked for the saved sequences"
-        for sequence in self._sequences[sampled.group.order]:
-            place = self._slices[sequence]
-            yield {
-                "advantage": float(self._advantages[sequence]),
-                "logprobs_old": self._recorded.old[place],
-                "logprobs_update": self._recorded.update[place],
-            }
+        place = self._slices[sequence]
+        return _TrainedResponse(
+            advantage=float(self._advantages[sequence]),
+            logprobs_old=self._recorded.old[place],
+            logprobs_update=self._recorded.update[place],
+        )
 
 
 def saved_sequences(sampled: SampledBatch) -> list[int]:
@@ -71,7 +81,7 @@ def saved_groups(
         advantages: [S] of each response of the batch.
         update: of the batch, with the log-probs of its `saved_sequences`.
     """
-    trained = _Trained(sampled, advantages, update)
+    trained = _TrainedBatch(sampled, advantages, update)
     decode = decoder_of(tokenizer)
     for entry in sampled.saved:
         group = entry.group
@@ -82,12 +92,12 @@ def saved_groups(
             from_reserve=entry.from_reserve,
             prompt=group.prompt,
             prompt_ids=group.samples[0].prompt_ids,
-            responses=_responses(entry, list(trained.of(entry)), config, decode),
+            responses=_responses(entry, trained.of(entry), config, decode),
         )
 
 
 def _responses(
-    entry: SampledGroup, trained: Sequence[dict[str, object]], config: RunConfig, decode: Decode
+    entry: SampledGroup, trained: Sequence[_TrainedResponse], config: RunConfig, decode: Decode
 ) -> tuple[SavedResponse, ...]:
     group = entry.group
     penalties = overlong_penalties(
@@ -109,7 +119,9 @@ def _responses(
             correct=group.correct[i],
             answer=group.answers[i],
             symbolic_correct=group.symbolic_correct[i],
-            **trained[i],
+            advantage=trained[i].advantage,
+            logprobs_old=trained[i].logprobs_old,
+            logprobs_update=trained[i].logprobs_update,
         )
         for i, sample in enumerate(group.samples)
     )
