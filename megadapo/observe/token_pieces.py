@@ -25,7 +25,15 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Decode:
     if backend is not None:
         # a tenth of the time of the tokenizer's own decode
         return partial(backend.decode, skip_special_tokens=True)
-    return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        text = tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str), "one list of tokens is one text"
+        return text
+
+    return decode
 
 
 def token_pieces(decode: Decode, token_ids: Sequence[int], text: str) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class SampledBatch:
     response_length_p95: float
     truncated_fraction: float
     """Share of responses that were cut at the length limit."""
-    response_lengths: np.ndarray  # [responses] int64
+    response_lengths: tuple[int, ...]
     """Tokens of each response generated."""
     engines: tuple[EngineShare, ...]
     """What each engine did that was given groups."""
@@ -93,7 +93,7 @@ class Tally:
             response_length_mean=float(lengths.mean()),
             response_length_p95=float(np.quantile(lengths, 0.95)),
             truncated_fraction=float(np.mean([sample.truncated for sample in samples])),
-            response_lengths=lengths,
+            response_lengths=tuple(lengths.tolist()),
             engines=tuple(share for _, share in sorted(self.engines.items())),
             saved=choose_saved(self._fates(kept), saved_groups),
         )

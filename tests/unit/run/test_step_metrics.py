@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from megadapo.config import from_dict
@@ -33,7 +32,7 @@ SAMPLED = SampledBatch(
     response_length_mean=10.0,
     response_length_p95=20.0,
     truncated_fraction=0.0,
-    response_lengths=np.array([5, 60, 90, 100]),
+    response_lengths=(5, 60, 90, 100),
     engines=(EngineShare(num_tokens=300, seconds=1.5), EngineShare(num_tokens=200, seconds=2.5)),
     saved=(),
 )
