@@ -23,6 +23,7 @@ from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig, from_dict
 from megadapo.data.arithmetic import Problem, generate, worked_answer
 from megadapo.data.batch import PackedBatch, Sample, pack_samples
+from megadapo.run.workers import trainer_settings
 from megadapo.trainer.trainer import Trainer
 
 DIRECT_SHARE = 0.7
@@ -62,7 +63,7 @@ def make_base_model(folder: Path, *, num_steps: int, lr: float, seed: int) -> li
         model_config(tokenizer).save_pretrained(blank)
         config = supervised_config(blank, num_steps=num_steps, lr=lr, seed=seed)
         cluster = Cluster.start(config.cluster, num_trainer_ranks=1, num_engines=0, engine_ranks=1)
-        trainer = Trainer.start(config, cluster)
+        trainer = Trainer.start(trainer_settings(config), cluster)
         losses = []
         with Progress() as progress:
             batches = progress.track(

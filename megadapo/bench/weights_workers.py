@@ -189,7 +189,9 @@ class Engines:
     def submit_update(self, infos: Sequence[dict[str, Any]]) -> list[Any]:
         return [self.actors[0].call.remote("update_weights", infos[0])]
 
-    def collect(self, refs: Sequence[Any], *, timeout_s: float) -> list[Any]:
+    def collect(
+        self, refs: Sequence[Any], *, doing: str, timeout_s: float, limit: str = ""
+    ) -> list[Any]:
         import ray
 
         return ray.get(list(refs), timeout=timeout_s)
@@ -198,7 +200,8 @@ class Engines:
         self._call("finish_weight_update")
 
     def _call(self, method: str, *args: Any) -> None:
-        self.collect([self.actors[0].call.remote(method, *args)], timeout_s=TIMEOUT_S)
+        ref = self.actors[0].call.remote(method, *args)
+        self.collect([ref], doing=method, timeout_s=TIMEOUT_S)
 
 
 def start_engine(model: Path, *, tensor_parallel: int) -> Engines:

@@ -31,8 +31,16 @@ class Slot:
 class Cluster:
     """The running Ray cluster with one slot per trainer rank and per engine rank."""
 
-    def __init__(self, group: PlacementGroup, trainer: list[Slot], engines: list[list[Slot]]):
-        self._group = group
+    def __init__(
+        self,
+        placement_group: PlacementGroup,
+        trainer: list[Slot],
+        engines: list[list[Slot]],
+        *,
+        uses_cuda: bool,
+    ) -> None:
+        self.uses_cuda = uses_cuda
+        self._placement_group = placement_group
         self._trainer = trainer
         self._engines = engines
 
@@ -61,7 +69,7 @@ class Cluster:
             for i in range(num_engines)
         ]
         _check_engines_on_one_node(engines)
-        return cls(group, slots[:num_trainer_ranks], engines)
+        return cls(group, slots[:num_trainer_ranks], engines, uses_cuda=config.uses_cuda)
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """Ray actor options for trainer rank `rank`."""
@@ -81,7 +89,7 @@ class Cluster:
         from ray.util.placement_group import remove_placement_group
 
         if ray.is_initialized():
-            remove_placement_group(self._group)
+            remove_placement_group(self._placement_group)
             ray.shutdown()
 
     def _options(self, slot: Slot) -> dict[str, Any]:
@@ -91,7 +99,7 @@ class Cluster:
             "num_cpus": 0,
             "num_gpus": GPU_SHARE if slot.gpu is not None else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=slot.bundle
+                self._placement_group, placement_group_bundle_index=slot.bundle
             ),
         }
 

@@ -52,6 +52,7 @@ def profile_training_step(
         num_sequences: responses of the mini-batch; 0 takes the recipe's.
     """
     from megadapo.cluster.cluster import Cluster
+    from megadapo.run.workers import trainer_settings
     from megadapo.trainer.trainer import Trainer
 
     num_sequences = num_sequences or config.algorithm.responses_per_mini_batch
@@ -63,7 +64,7 @@ def profile_training_step(
         engine_ranks=1,
     )
     try:
-        trainer = Trainer.start(config, cluster)
+        trainer = Trainer.start(trainer_settings(config), cluster)
         try:
             calls = (_profile_updates, config, num_sequences, num_steps, path)
             answers = trainer.call_all("apply", *calls)

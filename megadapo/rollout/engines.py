@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megadapo.errors import InfraError, MegadapoError
+from megadapo.cluster.calls import gather, late, result_of
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine import EngineSpec, RolloutEngine, WeightsFrom
 from megadapo.rollout.failure import describe_failure
@@ -91,7 +92,12 @@ class Engines:
             InfraError: as for `start`.
         """
         try:
-            self.collect(self._starting, timeout_s=self._config.start_timeout_s)
+            self.collect(
+                self._starting,
+                doing="start",
+                timeout_s=self._config.start_timeout_s,
+                limit="rollout.start_timeout_s",
+            )
         except BaseException:
             self.shutdown()
             raise
@@ -118,7 +124,8 @@ class Engines:
         self, init_infos: Sequence[dict[str, Any]], *, timeout_s: float
     ) -> None:
         """Give each engine what its weight-transfer engine needs to know once."""
-        self.collect(self.submit("init_weight_transfer", init_infos), timeout_s=timeout_s)
+        method = "init_weight_transfer"
+        self.collect(self.submit(method, init_infos), doing=method, timeout_s=timeout_s)
 
     def start_weight_update(self, *, timeout_s: float) -> None:
         """Begin an update on every engine; none generates until it is finished."""
@@ -149,7 +156,7 @@ class Engines:
     def call_all(self, method: str, *args: object, timeout_s: float) -> list[Any]:
         """Call a method with the same arguments on every engine and wait for all."""
         refs = [getattr(actor, method).remote(*args) for actor in self.actors]
-        return self.collect(refs, timeout_s=timeout_s)
+        return self.collect(refs, doing=method, timeout_s=timeout_s)
 
     def submit(self, method: str, arguments: Sequence[object]) -> list[ObjectRef]:
         """Call a method on engine i with arguments[i], without waiting."""
@@ -158,14 +165,22 @@ class Engines:
             for actor, argument in zip(self.actors, arguments, strict=True)
         ]
 
-    def collect(self, refs: Sequence[ObjectRef], *, timeout_s: float) -> list[Any]:
-        """Wait for one call per engine.
+    def collect(
+        self, refs: Sequence[ObjectRef], *, doing: str, timeout_s: float, limit: str = ""
+    ) -> list[Any]:
+        """Wait for one call per engine; arguments as for `cluster.calls.gather`.
 
         Raises:
             InfraError: an engine died, failed, or did not answer within `timeout_s` seconds.
         """
-        deadline = time.monotonic() + timeout_s
-        return [self._get(ref, index, deadline, timeout_s) for index, ref in enumerate(refs)]
+        return gather(
+            refs,
+            names=[f"rollout engine {index}" for index in range(len(refs))],
+            doing=doing,
+            timeout_s=timeout_s,
+            limit=limit,
+            describe_death=self._describe_death,
+        )
 
     def shutdown(self) -> None:
         """End every engine and its processes, and wait until they are gone."""
@@ -197,38 +212,23 @@ class Engines:
             left = max(0.0, deadline - time.monotonic())
             ready, _ = ray.wait(list(streams), num_returns=1, timeout=left)
             if not ready:
-                stuck = ", ".join(str(index) for index in sorted(streams.values()))
-                raise InfraError(
-                    f"rollout engine {stuck} did not finish a round within "
-                    f"{allowed_s:g} s (rollout.round_timeout_s)"
-                )
+                stuck = ", ".join(f"rollout engine {index}" for index in sorted(streams.values()))
+                raise late(stuck, "a round", allowed_s, "rollout.round_timeout_s")
             try:
                 ref = next(ready[0])
             except StopIteration:
                 del streams[ready[0]]
                 continue
-            yield from self._get(ref, streams[ready[0]], deadline, allowed_s)
+            index = streams[ready[0]]
+            yield from result_of(
+                ref,
+                name=f"rollout engine {index}",
+                doing="generate",
+                describe_death=partial(self._describe_death, index),
+            )
 
-    def _get(self, ref: ObjectRef, index: int, deadline: float, allowed_s: float) -> Any:
-        """The result of a call that has until `deadline`, which was `allowed_s` seconds ahead."""
-        import ray
-        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-
-        try:
-            return ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
-        except GetTimeoutError:
-            raise InfraError(
-                f"rollout engine {index} did not answer within {allowed_s:g} s "
-                f"(log: {self._specs[index].log_file})"
-            ) from None
-        except RayActorError:
-            raise InfraError(
-                describe_failure(f"rollout engine {index} died", "", self._specs[index].log_file)
-            ) from None
-        except RayTaskError as error:
-            if isinstance(error.cause, MegadapoError):
-                raise error.cause from None
-            raise
+    def _describe_death(self, index: int) -> str:
+        return describe_failure(f"rollout engine {index} died", "", self._specs[index].log_file)
 
 
 def _start_actor(spec: EngineSpec, options: dict[str, Any]) -> ActorHandle:

@@ -25,6 +25,7 @@ from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampler import Sampler
 from megadapo.run.checkpoint import Checkpoint
 from megadapo.trainer.result import UpdateResult
+from megadapo.trainer.settings import TrainerSettings
 from megadapo.trainer.trainer import Trainer
 from megadapo.weights.sync.publish import Publisher
 
@@ -163,12 +164,23 @@ def _start_processes(
         if one_by_one:
             engines.sleep()
     with phases.phase("start trainer"):
-        trainer = Trainer.start(config, cluster)
+        trainer = Trainer.start(trainer_settings(config), cluster)
         stack.callback(trainer.shutdown)
     if not one_by_one:
         with phases.phase("wait for engines"):
             engines.wait_until_ready()
     return trainer, engines
+
+
+def trainer_settings(config: RunConfig) -> TrainerSettings:
+    """What the trainer's ranks need to know of a run."""
+    return TrainerSettings(
+        model=config.model,
+        trainer=config.trainer,
+        objective=config.algorithm.objective,
+        temperature=config.rollout.temperature,
+        seed=config.run.seed,
+    )
 
 
 def _make_sampler(

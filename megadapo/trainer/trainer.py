@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megadapo.cluster.calls import gather
 from megadapo.data.batch import PackedBatch
-from megadapo.errors import InfraError, MegadapoError
+from megadapo.errors import MegadapoError
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.result import UpdateResult
 from megadapo.trainer.settings import TrainerSettings
@@ -22,13 +22,9 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from megadapo.cluster.cluster import Cluster
-    from megadapo.config import RunConfig
 
 LEAVE_TIMEOUT_S = 10.0
 """How long a rank may take to leave in good order before it is killed."""
-
-GRACE_S = 3.0
-"""How long the other ranks may take to fail as well, so that the root cause can be told."""
 
 
 class Trainer:
@@ -40,21 +36,14 @@ class Trainer:
         self._timeout_s = timeout_s
 
     @classmethod
-    def start(cls, config: RunConfig, cluster: Cluster) -> Trainer:
-        """Start the ranks that `config` asks for on the cluster's trainer slots.
+    def start(cls, settings: TrainerSettings, cluster: Cluster) -> Trainer:
+        """Start the ranks that the settings ask for on the cluster's trainer slots.
 
         Raises:
             MegadapoError: the model cannot be read or does not fit the layout, or a rank failed.
         """
-        settings = TrainerSettings(
-            model=config.model,
-            trainer=config.trainer,
-            objective=config.algorithm.objective,
-            temperature=config.rollout.temperature,
-            seed=config.run.seed,
-        )
-        options = [cluster.trainer_options(rank) for rank in range(config.trainer.num_ranks)]
-        return cls.start_ranks(settings, options, uses_cuda=config.cluster.uses_cuda)
+        options = [cluster.trainer_options(rank) for rank in range(settings.trainer.num_ranks)]
+        return cls.start_ranks(settings, options, uses_cuda=cluster.uses_cuda)
 
     @classmethod
     def start_ranks(
@@ -69,16 +58,15 @@ class Trainer:
             actor.options(**entry, runtime_env={"env_vars": environment}).remote(rank)
             for rank, entry in enumerate(options)
         ]
-        group = cls(ranks, timeout_s=settings.trainer.timeout_s)
-        meeting = group._gather(
-            [ranks[0].find_rendezvous.remote(len(ranks))], "start", settings.trainer.start_timeout_s
-        )[0]
+        trainer = cls(ranks, timeout_s=settings.trainer.timeout_s)
+        limit = ("start", settings.trainer.start_timeout_s, "trainer.start_timeout_s")
+        (meeting,) = trainer._gather([ranks[0].find_rendezvous.remote(len(ranks))], *limit)
         calls = [
             handle.start.remote(settings, replace(meeting, rank=rank))
             for rank, handle in enumerate(ranks)
         ]
-        group._gather(calls, "start", settings.trainer.start_timeout_s)
-        return group
+        trainer._gather(calls, *limit)
+        return trainer
 
     def update(
         self,
@@ -138,7 +126,7 @@ class Trainer:
             MegadapoError: what a rank raised; InfraError where one died or gave no answer in time.
         """
         calls = [getattr(rank, method).remote(*args) for rank in self.ranks]
-        return self._gather(calls, method, self._timeout_s)
+        return self._gather(calls, method, self._timeout_s, "trainer.timeout_s")
 
     def shutdown(self) -> None:
         """End all ranks; safe to call again, and after an error."""
@@ -153,30 +141,15 @@ class Trainer:
             )
             _kill(ranks)
 
-    def _gather(self, calls: list[Any], method: str, timeout_s: float) -> list[Any]:
+    def _gather(self, calls: list[Any], method: str, timeout_s: float, limit: str) -> list[Any]:
         """Results in order; the first failure ends all ranks, as the others wait for that one."""
-        import ray
-
-        deadline = time.monotonic() + timeout_s
-        rank_of = {call: rank for rank, call in enumerate(calls)}
-        results: list[Any] = [None] * len(calls)
+        names = [f"trainer rank {rank}" for rank in range(len(calls))]
         try:
-            while rank_of:
-                remaining = max(0.0, deadline - time.monotonic())
-                ready, _ = ray.wait(list(rank_of), num_returns=1, timeout=remaining)
-                if not ready:
-                    silent = ", ".join(str(rank) for rank in rank_of.values())
-                    raise InfraError(
-                        f"trainer rank {silent} did not finish {method} within {timeout_s:g} s"
-                    )
-                rank = rank_of.pop(ready[0])
-                results[rank] = _result(ready[0], rank, method)
-        except MegadapoError as first:
-            cause = _root_cause(first, rank_of, method)
+            return gather(calls, names=names, doing=method, timeout_s=timeout_s, limit=limit)
+        except MegadapoError:
             ranks, self.ranks = self.ranks, []
             _kill(ranks)
-            raise cause from None
-        return results
+            raise
 
 
 def rank_environment(trainer: TrainerConfig, *, uses_cuda: bool) -> dict[str, str]:
@@ -203,45 +176,6 @@ def _shared(batch: PackedBatch) -> Any:
     import ray
 
     return ray.put(batch)
-
-
-class _RankDied(InfraError):
-    """The process of a rank is gone."""
-
-
-def _root_cause(first: MegadapoError, rank_of: dict[Any, int], method: str) -> MegadapoError:
-    """The error that explains the others: a named one, else a death, else the first.
-
-    Ranks that lose their partner fail too, and often sooner than Ray knows of the death.
-    """
-    import ray
-
-    errors = [first]
-    if not rank_of:
-        return first
-    others, _ = ray.wait(list(rank_of), num_returns=len(rank_of), timeout=GRACE_S)
-    for call in others:
-        try:
-            _result(call, rank_of[call], method)
-        except MegadapoError as error:
-            errors.append(error)
-    named = [error for error in errors if not isinstance(error, InfraError)]
-    died = [error for error in errors if isinstance(error, _RankDied)]
-    return (named + died + errors)[0]
-
-
-def _result(call: Any, rank: int, method: str) -> Any:
-    import ray
-    from ray.exceptions import RayActorError, RayTaskError
-
-    try:
-        return ray.get(call)
-    except RayTaskError as error:
-        if isinstance(error.cause, MegadapoError):
-            raise error.cause from None
-        raise InfraError(f"trainer rank {rank} failed in {method}: {error.cause}") from None
-    except RayActorError as error:
-        raise _RankDied(f"trainer rank {rank} died during {method}: {error}") from None
 
 
 def _kill(ranks: list[ActorHandle]) -> None:

@@ -4,60 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megadapo.errors import DataError
-
 if TYPE_CHECKING:
-    from megadapo.config import RunConfig
     from megadapo.weights.layout.layout import ModelLayout
     from megadapo.weights.sync.plan import Plan
-
-MIB = 1 << 20
-
-
-def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> Plan:
-    """The plan of a run's updates, with ranks on nodes as the cluster places them."""
-    from megadapo.weights.layout.placement import replica_positions
-    from megadapo.weights.layout.stages import stage_layers
-    from megadapo.weights.sync.buckets import piece_bytes
-    from megadapo.weights.sync.plan import EngineShape
-    from megadapo.weights.sync.planning import make_plan
-
-    trainer, rollout = config.trainer, config.rollout
-    positions = replica_positions(
-        layout,
-        tp_size=trainer.tensor_parallel,
-        pp_size=trainer.pipeline_parallel,
-        stages=stage_layers(
-            layout.shape.num_layers,
-            pp_size=trainer.pipeline_parallel,
-            vpp_size=trainer.virtual_pipeline,
-            first=trainer.first_stage_layers,
-            last=trainer.last_stage_layers,
-        ),
-        num_dp=trainer.data_parallel,
-    )
-    nodes, engine_nodes = None, ("",) * rollout.num_engines
-    if config.cluster.placement == "colocated":
-        nodes = [f"node {rank // gpus_per_node}" for rank in range(len(positions))]
-        firsts = [engine * rollout.ranks_per_engine for engine in range(rollout.num_engines)]
-        # Engines on one node read the same memory, so they are one receiver.
-        engine_nodes = tuple(dict.fromkeys(f"node {first // gpus_per_node}" for first in firsts))
-    return make_plan(
-        layout,
-        positions,
-        EngineShape(
-            tp_size=rollout.tensor_parallel,
-            pp_size=rollout.pipeline_parallel,
-            expert_parallel=rollout.expert_parallel,
-            nodes=engine_nodes,
-        ),
-        itemsize=4 if config.model.dtype == "float32" else 2,
-        max_bundle_bytes=piece_bytes(int(config.weights.bucket_mib * MIB)),
-        source_nodes=nodes,
-    )
 
 
 def report(plan: Plan, layout: ModelLayout, *, bucket_bytes: int, num_links: int) -> list[str]:
@@ -95,20 +46,6 @@ def report(plan: Plan, layout: ModelLayout, *, bucket_bytes: int, num_links: int
     for (source, (engine, rank)), size in links.most_common(num_links):
         lines.append(f"  {source:>4} -> {engine}, {rank}   {_size(size)}")
     return lines
-
-
-def model_layout(config: RunConfig, model_config: Path | None) -> ModelLayout:
-    """The layout of the run's model, or of the `config.json` given in its place."""
-    from megadapo.weights.disk.sources import read_json
-    from megadapo.weights.layout.layout import layout_for
-
-    path = model_config or Path(config.model.path) / "config.json"
-    if not path.is_file():
-        raise DataError(
-            f"{path} is not there: name the model's config.json with --model-config "
-            "(`hf download MODEL config.json` fetches it)."
-        )
-    return layout_for(read_json(path))
 
 
 def _spread(what: str, sizes: Sequence[int]) -> str:

@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megadapo.errors import InfraError, MegadapoError
+from megadapo.cluster.calls import gather
+from megadapo.errors import MegadapoError
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.buckets import num_rounds, pack, piece_bytes
 from megadapo.weights.sync.places import find_places
@@ -22,9 +23,33 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-    from megadapo.rollout.engines import Engines
-
 MIB = 1 << 20
+DEADLINE = "weights.deadline_s"
+
+
+class UpdatableEngines(Protocol):
+    """What an update needs of the rollout engines; `rollout.engines.Engines` is one."""
+
+    actors: list[ActorHandle]
+
+    @property
+    def gpus(self) -> list[tuple[int, ...]]:
+        """GPU numbers of each engine on its node; empty on a CPU."""
+        ...
+
+    def init_weight_transfer(
+        self, init_infos: Sequence[dict[str, Any]], *, timeout_s: float
+    ) -> None: ...
+
+    def start_weight_update(self, *, timeout_s: float) -> None: ...
+
+    def submit_update(self, update_infos: Sequence[Any]) -> list[ObjectRef[Any]]: ...
+
+    def finish_weight_update(self, policy_version: int, *, timeout_s: float) -> None: ...
+
+    def collect(
+        self, refs: Sequence[ObjectRef[Any]], *, doing: str, timeout_s: float, limit: str = ""
+    ) -> list[Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +81,7 @@ class Publisher:
     def __init__(
         self,
         trainer_ranks: Sequence[ActorHandle],
-        engines: Engines,
+        engines: UpdatableEngines,
         config: WeightsConfig,
         *,
         tensor_parallel: int,
@@ -97,9 +122,8 @@ class Publisher:
         deadline = self._config.deadline_s
         sums = self._move(verify)
         if verify:
-            with _phase("checksums"):
-                refs = self._engines.submit_update([{"checksums": sums}] * self._num_engines)
-                self._engines.collect(refs, timeout_s=deadline)
+            refs = self._engines.submit_update([{"checksums": sums}] * self._num_engines)
+            self._collect(refs, "checksums")
         with _phase("finish"):
             self._engines.finish_weight_update(policy_version, timeout_s=deadline)
         self._num_published += 1
@@ -170,60 +194,51 @@ class Publisher:
                 [common | {"engine": number} for number in places.numbers],
                 timeout_s=self._config.deadline_s,
             )
-        self._wait(connecting, "weights: connect")
+        self._wait(connecting, "connect")
         self._call("opened")
         return plan
 
     def _engine_nodes(self) -> list[str]:
         refs = [actor.__ray_call__.remote(_host_name) for actor in self._engines.actors]
-        return self._engines.collect(refs, timeout_s=self._config.deadline_s)
+        return self._collect(refs, "find engines")
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every trainer rank's sender and wait for all."""
-        return self._wait(self._submit(method, *args, **kwargs), f"weights: {method}")
+        return self._wait(self._submit(method, *args, **kwargs), method)
 
-    def _submit(self, method: str, *args: Any, **kwargs: Any) -> list[ObjectRef]:
+    def _submit(self, method: str, *args: Any, **kwargs: Any) -> list[ObjectRef[Any]]:
         return [rank.weight_sender.remote(method, *args, **kwargs) for rank in self._ranks]
 
-    def _fill(self, number: int, verify: bool) -> list[ObjectRef]:
+    def _fill(self, number: int, verify: bool) -> list[ObjectRef[Any]]:
         return self._submit("fill", number, with_checksums=verify)
 
-    def _filled(self, number: int, refs: Sequence[ObjectRef]) -> list[list[int]]:
-        return self._wait(refs, f"weights: bucket {number} of {self._num_rounds}")
+    def _filled(self, number: int, refs: Sequence[ObjectRef[Any]]) -> list[list[int]]:
+        return self._wait(refs, f"bucket {number} of {self._num_rounds}")
 
-    def _take(self, number: int, verify: bool) -> list[ObjectRef]:
+    def _take(self, number: int, verify: bool) -> list[ObjectRef[Any]]:
         info = {"round": number, "with_checksums": verify}
         return self._engines.submit_update([info] * self._num_engines)
 
-    def _taken(self, number: int, refs: Sequence[ObjectRef]) -> None:
-        with _phase(f"bucket {number} of {self._num_rounds}"):
-            self._engines.collect(refs, timeout_s=self._config.deadline_s)
+    def _taken(self, number: int, refs: Sequence[ObjectRef[Any]]) -> None:
+        self._collect(refs, f"bucket {number} of {self._num_rounds}")
 
-    def _wait(self, refs: Sequence[ObjectRef], what: str) -> list[Any]:
+    def _wait(self, refs: Sequence[ObjectRef[Any]], what: str) -> list[Any]:
         """Results of one call per trainer rank, in time or not at all."""
-        import ray
-        from ray.exceptions import RayActorError, RayTaskError
-
-        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=self._config.deadline_s)
-        late = [str(rank) for rank, ref in enumerate(refs) if ref not in set(ready)]
-        results = []
-        for rank, ref in enumerate(refs):
-            if ref not in set(ready):
-                continue
-            try:
-                results.append(ray.get(ref))
-            except RayActorError as error:
-                raise InfraError(f"{what}: trainer rank {rank} died: {error}") from None
-            except RayTaskError as error:
-                if isinstance(error.cause, MegadapoError):
-                    raise type(error.cause)(f"{what}: {error.cause}") from None
-                raise InfraError(f"{what}: trainer rank {rank} failed: {error.cause}") from None
-        if late:
-            raise InfraError(
-                f"{what}: trainer rank {', '.join(late)} did not answer within "
-                f"{self._config.deadline_s:g} s (weights.deadline_s)."
+        with _phase(what):
+            return gather(
+                refs,
+                names=[f"trainer rank {rank}" for rank in range(len(refs))],
+                doing=what,
+                timeout_s=self._config.deadline_s,
+                limit=DEADLINE,
             )
-        return results
+
+    def _collect(self, refs: Sequence[ObjectRef[Any]], what: str) -> list[Any]:
+        """Results of one call per engine, in time or not at all."""
+        with _phase(what):
+            return self._engines.collect(
+                refs, doing=what, timeout_s=self._config.deadline_s, limit=DEADLINE
+            )
 
 
 def plan_bytes(plan: Plan) -> int:
@@ -240,11 +255,11 @@ def plan_bytes(plan: Plan) -> int:
 
 @contextmanager
 def _phase(what: str) -> Iterator[None]:
-    """Say in which phase of an update an engine failed or did not answer."""
+    """Say in which phase of an update a rank or an engine failed or did not answer."""
     try:
         yield
-    except InfraError as error:
-        raise InfraError(f"weights: {what}: {error}") from None
+    except MegadapoError as error:
+        raise type(error)(f"weights: {what}: {error}") from None
 
 
 def _host_name(actor: object) -> str:

@@ -1,0 +1,129 @@
+"""Waiting for calls of Ray actors, and naming the process that is to blame when one fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megadapo.errors import InfraError, MegadapoError
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+GRACE_S = 3.0
+"""How long other calls may take to fail as well, so that the root cause can be told."""
+
+
+class ProcessDied(InfraError):
+    """The process behind an actor is gone."""
+
+
+def gather(
+    calls: Sequence[ObjectRef[Any]],
+    *,
+    names: Sequence[str],
+    doing: str,
+    timeout_s: float,
+    limit: str = "",
+    describe_death: Callable[[int], str] | None = None,
+) -> list[Any]:
+    """The results of calls that run at once, in order.
+
+    Args:
+        calls: one call per actor.
+        names: what each actor is called in messages.
+        doing: what they do, for messages.
+        timeout_s: seconds until all of them must have answered.
+        limit: the key of the configuration that says so.
+        describe_death: what to say of the actor with this index when its process is gone.
+
+    Raises:
+        MegadapoError: what an actor raised; InfraError where one died, failed otherwise, or gave
+            no answer in time. Of several errors the one that explains the others.
+    """
+    import ray
+
+    deadline = time.monotonic() + timeout_s
+    index_of = {call: index for index, call in enumerate(calls)}
+    results: list[Any] = [None] * len(calls)
+    outcome = _Outcome(names, doing, describe_death)
+    while index_of:
+        remaining = max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait(list(index_of), num_returns=1, timeout=remaining)
+        if not ready:
+            silent = ", ".join(names[index] for index in index_of.values())
+            raise late(silent, doing, timeout_s, limit)
+        index = index_of.pop(ready[0])
+        try:
+            results[index] = outcome.of(ready[0], index)
+        except MegadapoError as first:
+            raise _root_cause(first, index_of, outcome) from None
+    return results
+
+
+def result_of(
+    call: ObjectRef[Any],
+    *,
+    name: str,
+    doing: str,
+    describe_death: Callable[[], str],
+) -> Any:
+    """The result of a call that has ended; errors as for `gather`."""
+    return _Outcome([name], doing, lambda _: describe_death()).of(call, 0)
+
+
+def late(names: str, doing: str, timeout_s: float, limit: str) -> InfraError:
+    """The error of processes that did not answer in time."""
+    key = f" ({limit})" if limit else ""
+    return InfraError(f"{names} did not finish {doing} within {timeout_s:g} s{key}")
+
+
+class _Outcome:
+    """Turns what Ray raises for a call into errors of ours."""
+
+    def __init__(
+        self, names: Sequence[str], doing: str, describe_death: Callable[[int], str] | None
+    ) -> None:
+        self._names = names
+        self._doing = doing
+        self._describe_death = describe_death
+
+    def of(self, call: ObjectRef[Any], index: int) -> Any:
+        import ray
+        from ray.exceptions import RayActorError, RayTaskError
+
+        name = self._names[index]
+        try:
+            return ray.get(call)
+        except RayTaskError as error:
+            if isinstance(error.cause, MegadapoError):
+                raise error.cause from None
+            raise InfraError(f"{name} failed in {self._doing}: {error.cause}") from None
+        except RayActorError as error:
+            if self._describe_death is not None:
+                raise ProcessDied(self._describe_death(index)) from None
+            raise ProcessDied(f"{name} died during {self._doing}: {error}") from None
+
+
+def _root_cause(
+    first: MegadapoError, index_of: dict[ObjectRef[Any], int], outcome: _Outcome
+) -> MegadapoError:
+    """The error that explains the others: a named one, else a death, else the first.
+
+    Processes that lose their partner fail too, and often sooner than Ray knows of the death.
+    """
+    import ray
+
+    if not index_of:
+        return first
+    errors = [first]
+    others, _ = ray.wait(list(index_of), num_returns=len(index_of), timeout=GRACE_S)
+    for call in others:
+        try:
+            outcome.of(call, index_of[call])
+        except MegadapoError as error:
+            errors.append(error)
+    named = [error for error in errors if not isinstance(error, InfraError)]
+    died = [error for error in errors if isinstance(error, ProcessDied)]
+    return (named + died + errors)[0]
