@@ -106,7 +106,6 @@ def _profile_updates(
 ) -> StepProfile | None:
     """Runs on every rank, as updates are collective; the profiled one returns what it saw."""
     import torch
-    from megatron.core import parallel_state as mpu
 
     batch = random_batch(config, num_sequences, vocab_size=rank.layout.shape.vocab_size)
 
@@ -119,7 +118,7 @@ def _profile_updates(
 
     update()  # compiles kernels and allocates
     seconds = min(update() for _ in range(num_steps))
-    if not (rank.has_results and mpu.get_data_parallel_rank() == 0):
+    if not (rank.has_results and rank.data_parallel_rank == 0):
         for _ in range(1 + num_steps):
             update()
         return None

@@ -199,6 +199,11 @@ class TrainerRank:
         """Whether this rank's sums count: one tensor-parallel rank of each last stage."""
         return mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0
 
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which copy of the model this rank belongs to."""
+        return mpu.get_data_parallel_rank()
+
     def logprobs_of(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
         with torch.no_grad():
             return compute_logprobs(self.chunks, self.head, micro_batches)
