@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from megadapo.errors import WeightError
 from megadapo.weights.disk.load import collect_runs, import_weights, match_params
 from megadapo.weights.disk.megatron_folder import open_layout
-from megadapo.weights.layout.layout import EnginePosition, layout_for
+from megadapo.weights.layout.layout import EnginePosition, layout_for, padded_vocab_size
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.stages import stage_layers
 from tests.support.tiny_models import FAMILY_NAMES, make_model
@@ -228,3 +229,42 @@ def test_engine_stages_follow_vllms_own_rule(model_folders):
         for pp_rank in range(pp_size):
             layers = layout.engine_layers(EnginePosition(pp_rank=pp_rank, pp_size=pp_size))
             assert (layers.start, layers.stop) == get_pp_indices(5, pp_rank, pp_size)
+
+
+@pytest.mark.parametrize("tp_size, rows", [(1, 320), (3, 384), (5, 320), (128, 384)])
+def test_the_trainers_vocabulary_is_padded_for_every_split(tp_size, rows):
+    """301 rows go up to a multiple of 64 that the ranks divide."""
+    assert padded_vocab_size(301, tp_size) == rows
+
+
+def test_a_position_that_names_no_padding_has_the_usual_one(model_folders):
+    layout = open_layout(model_folders["Llama"])
+    (position,) = replica_positions(layout)
+    assert position.padded_vocab_size == 320
+    unnamed = replace(position, padded_vocab_size=None)
+    assert list(layout.megatron_shards(unnamed)) == list(layout.megatron_shards(position))
+
+
+def test_only_experts_are_cut_by_expert_parallelism(model_folders):
+    """Dense rows cut by the experts' split would be whole where each rank holds a half."""
+    layout = open_layout(model_folders["Qwen3Moe"])
+    split = replica_positions(layout, tp_size=2, num_dp=1, ep_size=2, etp_size=1)[1]
+    dense = replica_positions(layout, tp_size=2)[1]
+    expected = {s.name: s.shape for s in layout.megatron_shards(dense) if "experts" not in s.name}
+    found = {s.name: s.shape for s in layout.megatron_shards(split) if "experts" not in s.name}
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "size, name",
+    [
+        ("tp_size", "TP"),
+        ("pp_size", "PP"),
+        ("vpp_size", "VPP"),
+        ("ep_size", "EP"),
+        ("num_dp", "DP"),
+    ],
+)
+def test_a_size_of_zero_is_refused_by_its_name(model_folders, size, name):
+    with pytest.raises(WeightError, match=f"^{name} must be at least 1, but it is 0"):
+        replica_positions(open_layout(model_folders["Llama"]), **{size: 0})

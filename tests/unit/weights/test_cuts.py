@@ -1,0 +1,78 @@
+"""The arithmetic of cuts, worked by hand: one row too many or too few corrupts a weight."""
+
+from __future__ import annotations
+
+import pytest
+
+from megadapo.errors import WeightError
+from megadapo.weights.layout.cuts import (
+    Run,
+    clip,
+    cut_each,
+    cut_evenly,
+    cut_heads,
+    cut_padded,
+    interleave_groups,
+    round_up,
+    whole,
+)
+
+AB = [Run("a", 10, 16), Run("b", 0, 4)]
+"""Ten rows end to end, the first of them in the middle of their tensor."""
+
+
+def test_a_part_goes_on_in_the_next_tensor() -> None:
+    assert cut_evenly(AB, 0, 2) == [Run("a", 10, 15)]
+    assert cut_evenly(AB, 1, 2) == [Run("a", 15, 16), Run("b", 0, 4)]
+    assert cut_evenly(AB, 2, 5) == [Run("a", 14, 16)]
+    with pytest.raises(WeightError, match=r"^a, b: 10 cannot be cut into 3 equal parts\.$"):
+        cut_evenly([AB[0], Run("b", 0, 2), Run("b", 2, 4)], 0, 3)
+
+
+def test_what_only_touches_the_range_is_not_in_it() -> None:
+    assert clip(AB, 6, 6) == clip(AB, 10, 12) == []
+    assert clip(AB, 0, 6) == AB[:1]
+    assert clip(AB, 6, 99) == AB[1:]
+    assert clip(AB, 5, 7) == [Run("a", 15, 16), Run("b", 0, 1)]
+
+
+def test_every_tensor_is_cut_for_itself() -> None:
+    assert whole(["a", "b"], [6, 4]) == [Run("a", 0, 6), Run("b", 0, 4)]
+    assert cut_each(["a", "b"], [6, 4], 1, 2) == [Run("a", 3, 6), Run("b", 2, 4)]
+
+
+def test_groups_of_queries_keep_their_own_key_and_value() -> None:
+    """Two groups of 4 q rows, 2 k rows and 2 v rows; three parts do not exist, four cut groups."""
+    sizes = ["q", "k", "v"], [8, 4, 4]
+    second = [Run("q", 4, 8), Run("k", 2, 4), Run("v", 2, 4)]
+    assert interleave_groups(*sizes, 2, 1, 2) == second
+    assert interleave_groups(*sizes, 2, 2, 4) == second[:1]
+    assert interleave_groups(*sizes, 2, 3, 4) == second[1:]
+
+
+def test_heads_are_cut_or_repeated() -> None:
+    """Equal numbers are cut; fewer heads than ranks are repeated for neighbouring ranks."""
+    assert [cut_heads("k", 12, 4, rank, 4) for rank in (0, 3)] == [
+        [Run("k", 0, 3)],
+        [Run("k", 9, 12)],
+    ]
+    assert cut_heads("k", 12, 4, 1, 2) == [Run("k", 6, 12)]
+    repeated = [cut_heads("k", 6, 2, rank, 4) for rank in range(4)]
+    assert repeated == [[Run("k", 0, 3)]] * 2 + [[Run("k", 3, 6)]] * 2
+    with pytest.raises(WeightError, match=r"^k: 2 KV heads do not divide 3 engine ranks\.$"):
+        cut_heads("k", 6, 2, 0, 3)
+
+
+def test_padding_belongs_to_no_run() -> None:
+    parts = [cut_padded("e", 10, 16, rank, 4) for rank in range(4)]
+    assert parts == [[Run("e", 0, 4)], [Run("e", 4, 8)], [Run("e", 8, 10)], []]
+    assert cut_padded("e", 16, 16, 1, 2) == [Run("e", 8, 16)]
+    for padded, size in ((15, 2), (8, 2)):
+        message = rf"^e: 10 rows padded to {padded} cannot be cut into {size} parts\.$"
+        with pytest.raises(WeightError, match=message):
+            cut_padded("e", 10, padded, 0, size)
+
+
+@pytest.mark.parametrize("value, rounded", [(0, 0), (1, 64), (64, 64), (65, 128)])
+def test_rounding_up(value: int, rounded: int) -> None:
+    assert round_up(value, 64) == rounded
