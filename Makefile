@@ -20,7 +20,7 @@ BROWSER := $(if $(shell command -v chromium),,and not browser)
 MUTMUT := build/mutmut-3.8.1
 MEGATRON := build/megatron-core-$(NEWER_MEGATRON)
 
-.PHONY: quickstart test test-all test-unit test-megatron mutants lint format lock install clean
+.PHONY: quickstart test test-all test-unit test-unit-kernels test-unit-others test-megatron mutants lint format lock install clean
 
 quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
@@ -31,8 +31,15 @@ test: install
 test-all: install
 	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=30 tests
 
+# the kernels' tests take half the time, so the others run beside them
 test-unit: install
-	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=12 tests/unit
+	$(MAKE) --no-print-directory --output-sync=target --jobs=2 test-unit-kernels test-unit-others
+
+test-unit-kernels:
+	$(BIN)/pytest -m "not gpu" --durations=6 tests/unit/kernels
+
+test-unit-others:
+	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=6 --ignore=tests/unit/kernels tests/unit
 
 test-megatron: install $(MEGATRON)
 	MEGADAPO_TEST_MEGATRON=$(NEWER_MEGATRON) PYTHONPATH="$(CURDIR)/$(MEGATRON)" \
