@@ -73,6 +73,17 @@ def test_padding_belongs_to_no_run() -> None:
             cut_padded("e", 10, padded, 0, size)
 
 
+def test_bounds_are_whole_numbers() -> None:
+    """A float equals its integer here, and slices no tensor there."""
+    runs = [
+        *cut_evenly(AB, 1, 2),
+        *interleave_groups(["q", "k", "v"], [8, 4, 4], 2, 1, 2),
+        *cut_heads("k", 6, 2, 1, 4),
+        *(run for rank in range(3) for run in cut_padded("e", 10, 16, rank, 4)),
+    ]
+    assert all(type(bound) is int for run in runs for bound in (run.start, run.stop))
+
+
 @pytest.mark.parametrize("value, rounded", [(0, 0), (1, 64), (64, 64), (65, 128)])
 def test_rounding_up(value: int, rounded: int) -> None:
     assert round_up(value, 64) == rounded
