@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.megatron_folder import open_layout
-from megadapo.weights.layout.layout import ShardPosition
 from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.layout.shards import ShardPosition
+from megadapo.weights.sync.parcels import Parcel
 from megadapo.weights.sync.sender import WeightSender
 from megadapo.weights.sync.shared_memory import SharedMemoryInbox, SharedMemoryOutbox
-from megadapo.weights.sync.transports import Parcel
 
 DTYPE = torch.bfloat16
 KV_CACHE_BYTES = 1 << 28

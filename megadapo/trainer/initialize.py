@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megadapo.weights.disk.load import fill_shard, match_params
-from megadapo.weights.layout.layout import ModelLayout, ShardPosition
+from megadapo.weights.layout.layout import ModelLayout
+from megadapo.weights.layout.shards import ShardPosition
 
 _WRITES_TO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.stages import layers_of_stages
-from megadapo.weights.layout.layout import ShardPosition
+from megadapo.weights.layout.shards import ShardPosition
 
 
 def shard_position(chunks: Sequence[GPTModel], trainer: TrainerConfig) -> ShardPosition:

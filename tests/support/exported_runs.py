@@ -16,7 +16,7 @@ from megadapo.observe.metrics import EvaluationRecord, MetricsLog
 from megadapo.run.checkpoint import CheckpointStore
 from megadapo.weights.disk.load import fill_shard
 from megadapo.weights.disk.megatron_folder import open_layout, open_source
-from megadapo.weights.layout.layout import ShardPosition
+from megadapo.weights.layout.shards import ShardPosition
 
 PADDED_ROWS = 64
 

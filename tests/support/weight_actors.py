@@ -18,8 +18,8 @@ from megadapo.rollout.engines import Engines
 from megadapo.rollout.requests import GroupRequest, SamplingSettings
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.megatron_folder import open_layout
-from megadapo.weights.layout.layout import ShardPosition
 from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.sender import WeightSender
 
 GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=12)

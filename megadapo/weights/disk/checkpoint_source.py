@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megadapo.errors import CheckpointError, WeightError
 from megadapo.weights.disk.checkpoint_metadata import read_metadata
 from megadapo.weights.disk.load import collect_runs
-from megadapo.weights.layout.layout import ModelLayout, Shard, ShardPosition
+from megadapo.weights.layout.layout import ModelLayout
+from megadapo.weights.layout.shards import Shard, ShardPosition
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _NOT_WEIGHTS = ("optimizer.", "chained_")

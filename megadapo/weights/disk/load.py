@@ -9,7 +9,8 @@ import torch
 
 from megadapo.errors import WeightError
 from megadapo.weights.disk.sources import TensorSource, check_tensors
-from megadapo.weights.layout.layout import ModelLayout, Shard, ShardPosition
+from megadapo.weights.layout.layout import ModelLayout
+from megadapo.weights.layout.shards import Shard, ShardPosition
 
 
 def import_weights(

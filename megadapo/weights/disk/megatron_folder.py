@@ -15,7 +15,8 @@ import torch
 from megadapo.errors import WeightError
 from megadapo.weights.disk.sources import SafetensorsFolder, TensorSource, read_json
 from megadapo.weights.layout.cuts import Run
-from megadapo.weights.layout.layout import ModelLayout, Shard, ShardPosition, layout_for
+from megadapo.weights.layout.layout import ModelLayout, layout_for
+from megadapo.weights.layout.shards import Shard, ShardPosition
 
 MANIFEST_NAME = "megatron.json"
 FORMAT = "megadapo-megatron-shards-1"

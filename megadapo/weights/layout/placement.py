@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megadapo.errors import WeightError
-from megadapo.weights.layout.layout import ModelLayout, ShardPosition, padded_vocab_size
+from megadapo.weights.layout.layout import ModelLayout, padded_vocab_size
+from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.layout.stages import stage_layers
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from megadapo.weights.layout.cuts import round_up
-from megadapo.weights.layout.layout import EnginePosition
+from megadapo.weights.layout.shards import EnginePosition
 
 ALIGNMENT = 16
 """Bytes that every slice in a bucket is aligned to."""

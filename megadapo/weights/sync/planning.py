@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from megadapo.errors import WeightError
 from megadapo.weights.layout.cuts import Run, round_up
-from megadapo.weights.layout.layout import EnginePosition, ModelLayout, Shard, ShardPosition
+from megadapo.weights.layout.layout import ModelLayout
+from megadapo.weights.layout.shards import EnginePosition, Shard, ShardPosition
 from megadapo.weights.sync.plan import (
     ALIGNMENT,
     LAYER,

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from megadapo.errors import WeightError
-from megadapo.weights.layout.layout import Shard
+from megadapo.weights.layout.shards import Shard
 from megadapo.weights.sync.buckets import (
     Placed,
     Schedule,

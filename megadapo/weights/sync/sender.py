@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from megadapo.weights.disk.load import match_params
-from megadapo.weights.layout.layout import ModelLayout, ShardPosition
+from megadapo.weights.layout.layout import ModelLayout
+from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.buckets import (
     Placed,
     Schedule,

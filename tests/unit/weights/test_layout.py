@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from megadapo.errors import WeightError
 from megadapo.weights.disk.load import collect_runs, import_weights, match_params
 from megadapo.weights.disk.megatron_folder import open_layout
-from megadapo.weights.layout.layout import EnginePosition, layout_for, padded_vocab_size
+from megadapo.weights.layout.layout import layout_for, padded_vocab_size
 from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.layout.shards import EnginePosition
 from megadapo.weights.layout.stages import stage_layers
 from tests.support.tiny_models import FAMILY_NAMES, make_model
 

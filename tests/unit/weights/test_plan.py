@@ -12,8 +12,9 @@ import torch
 
 from megadapo.errors import WeightError
 from megadapo.weights.disk.megatron_folder import open_layout
-from megadapo.weights.layout.layout import EnginePosition, layout_for
+from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.layout.shards import EnginePosition
 from megadapo.weights.sync.buckets import largest_buckets, num_rounds, pack, piece_bytes
 from megadapo.weights.sync.plan import EngineShape, plan_from_json
 from megadapo.weights.sync.planning import make_plan
