@@ -38,7 +38,7 @@ def main(run: Path) -> None:
 
 def picture_curves(page: Page, path: Path) -> None:
     show(page, "#curves")
-    page.move("#curves .u-over", x=0.6, scroll=False)
+    page.move("#curves .u-over", x=0.34, scroll=False)
     take(page, path)
 
 
