@@ -87,6 +87,17 @@ def test_every_curve_is_drawn_and_shows_its_values(page: Page) -> None:
     assert "0.5 s" in page.text("#time .chart-tip")
 
 
+@pytest.mark.parametrize("panel", [1, 4])
+@pytest.mark.parametrize("x", [0.01, 0.33, 0.66, 0.99])
+def test_tooltip_stays_in_the_window(page: Page, panel: int, x: float) -> None:
+    chart = f"#curves .panel:nth-child({panel})"
+    page.move(f"{chart} .u-over", x=x)
+    tip = f"document.querySelector('{chart} .chart-tip')"
+    page.wait(f"!{tip}.hidden")
+    left, right = page.js(f"(({{ left, right }}) => [left, right])({tip}.getBoundingClientRect())")
+    assert left >= 0 and right <= 1280
+
+
 def test_drag_zooms_every_chart(page: Page) -> None:
     page.drag("#curves .u-over", 0.4, 0.9)
     for index in (0, 5):

@@ -125,20 +125,24 @@ function tooltip(read) {
         plot.over.addEventListener("mouseleave", hide);
       },
       setCursor: (plot) => {
-        const { idx, left, top } = plot.cursor;
+        const { idx, left } = plot.cursor;
         const lines = hovered && idx !== null && left >= 0 ? (read ?? readSeries)(plot, idx) : [];
         node.hidden = lines.length === 0;
         if (node.hidden) return;
         node.replaceChildren(...lines);
-        placeNear(node, left, top, plot.over.clientWidth, plot.over.clientHeight);
+        placeNear(node, plot.cursor, plot.over);
       },
     },
   };
 }
 
-function placeNear(node, left, top, width, height) {
-  const x = left + 14 + node.offsetWidth > width ? left - 14 - node.offsetWidth : left + 14;
-  const y = Math.min(Math.max(top - node.offsetHeight / 2, -20), height - node.offsetHeight + 20);
+/** Place a tooltip beside the pointer, on the side on which the window has room for it. */
+function placeNear(node, { left, top }, over) {
+  const box = over.getBoundingClientRect();
+  const fits = box.left + left + 14 + node.offsetWidth < document.documentElement.clientWidth - 8;
+  const x = fits ? left + 14 : Math.max(left - 14 - node.offsetWidth, 8 - box.left);
+  const lowest = over.clientHeight - node.offsetHeight + 20;
+  const y = Math.min(Math.max(top - node.offsetHeight / 2, -20), lowest);
   node.style.transform = `translate(${Math.round(x)}px, ${Math.round(y)}px)`;
 }
 
