@@ -201,7 +201,10 @@ class ModelLayout:
         return cuts.cut_each(tensors, sizes, rank, size)
 
     def _cut_sizes(self, row: Weight) -> list[int]:
-        symbols = (row.columns,) if row.cut is Cut.COLUMNS else row.rows
+        symbols = row.rows
+        if row.cut is Cut.COLUMNS:
+            assert row.columns is not None, "a vector has no columns to cut"
+            symbols = (row.columns,)
         return [self.shape.size(symbol) for symbol in symbols]
 
     def _width(self, row: Weight) -> int | None:

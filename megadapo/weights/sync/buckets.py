@@ -172,5 +172,7 @@ def checksum(tensor: torch.Tensor) -> int:
         plain = chunk.sum()
         sums[0] += plain
         sums[1] += chunk.mul_(positions[: len(chunk)]).sum() + start * plain
-    plain, weighted = sums.tolist()
-    return (plain * 0x9E3779B1 + weighted) % CHECKSUM_MODULUS
+    total: int
+    weighted: int
+    total, weighted = sums.tolist()
+    return (total * 0x9E3779B1 + weighted) % CHECKSUM_MODULUS

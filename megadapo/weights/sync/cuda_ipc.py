@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megadapo.weights.sync.parcels import NUM_BUCKETS, Parcel
+from megadapo.weights.sync.parcels import NUM_BUCKETS, Offer, Parcel
 
 _HANDLE_FIELDS = (
     "device",
@@ -33,7 +33,7 @@ class CudaIpcOutbox:
         self._memory = torch.empty(NUM_BUCKETS, num_bytes, dtype=torch.uint8, device=device)
         self._num_bytes = num_bytes
 
-    def offer(self) -> dict:
+    def offer(self) -> Offer:
         """The storage's IPC handles; each receiver opens them once, when it connects."""
         shared = self._memory.untyped_storage()._share_cuda_()
         fields = {
@@ -43,7 +43,7 @@ class CudaIpcOutbox:
         uuid = str(torch.cuda.get_device_properties(self._memory.device).uuid)
         return fields | {"num_bytes": self._num_bytes, "gpu": uuid}
 
-    def connect(self, offers: Sequence[dict | None]) -> None:
+    def connect(self, offers: Sequence[Offer | None]) -> None:
         """Receivers need nothing but the offer."""
 
     def opened(self) -> None:
@@ -65,7 +65,7 @@ class CudaIpcOutbox:
 class CudaIpcInbox:
     """The buckets of the trainer ranks on this machine, opened on the GPU each lies on."""
 
-    def __init__(self, offers: Sequence[dict | None]) -> None:
+    def __init__(self, offers: Sequence[Offer | None]) -> None:
         self._memory = [None if offer is None else _open(offer) for offer in offers]
 
     def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
@@ -84,7 +84,7 @@ class CudaIpcInbox:
         torch.cuda.ipc_collect()
 
 
-def _open(offer: dict) -> torch.Tensor:
+def _open(offer: Offer) -> torch.Tensor:
     torch.cuda.init()
     values = [
         base64.b64decode(offer[name]) if isinstance(offer[name], str) else offer[name]

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 NUM_BUCKETS = 2
 """Buckets of a trainer rank; round k uses bucket k % 2."""
+
+Offer = dict[str, Any]
+"""What opens a trainer rank's buckets: plain values, which only the transport that made them
+reads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def find_places(
         engine_nodes: Node of every engine.
         engine_gpus: GPU numbers of every engine; empty on a CPU.
     """
-    devices = [
+    devices: list[set[Device]] = [
         {(node, gpu) for gpu in gpus} for node, gpus in zip(engine_nodes, engine_gpus, strict=True)
     ]
     if transport == "auto":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.layout.shards import EnginePosition
@@ -145,7 +146,7 @@ class Plan:
         """Number of an engine rank among all ranks, the trainer's counted first."""
         return self.num_sources + engine * self.engine.num_ranks + engine_rank
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         """Plain lists and dicts that `plan_from_json` reads."""
         return {
             "num_sources": self.num_sources,
@@ -157,7 +158,7 @@ class Plan:
         }
 
 
-def plan_from_json(data: dict) -> Plan:
+def plan_from_json(data: dict[str, Any]) -> Plan:
     """The plan that `Plan.to_json` wrote."""
     engine = data["engine"] | {"nodes": tuple(data["engine"]["nodes"])}
     return Plan(
@@ -170,15 +171,15 @@ def plan_from_json(data: dict) -> Plan:
     )
 
 
-def _fields(record: Copy | Transfer) -> list:
+def _fields(record: Copy | Transfer) -> list[Any]:
     return [getattr(record, name) for name in record.__slots__]
 
 
-def _bundle_row(bundle: Bundle) -> list:
+def _bundle_row(bundle: Bundle) -> list[Any]:
     copies = [_fields(copy) for copy in bundle.copies]
     return [list(bundle.owners), bundle.tp_rank, copies, bundle.num_bytes]
 
 
-def _read_bundle(row: list) -> Bundle:
+def _read_bundle(row: list[Any]) -> Bundle:
     owners, tp_rank, copies, num_bytes = row
     return Bundle(tuple(owners), tp_rank, tuple(Copy(*copy) for copy in copies), num_bytes)

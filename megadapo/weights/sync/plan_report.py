@@ -15,7 +15,9 @@ def report(plan: Plan, layout: ModelLayout, *, bucket_bytes: int, num_links: int
     """Bytes per rank and link, buckets and rounds of a plan, as lines of text."""
     from megadapo.weights.sync.buckets import largest_buckets, largest_waves, num_rounds, pack
 
-    sent, received, links = Counter(), Counter(), Counter()
+    sent: Counter[int] = Counter()
+    received: Counter[tuple[int, int]] = Counter()
+    links: Counter[tuple[int, tuple[int, int]]] = Counter()
     relayed = 0
     for transfer in plan.transfers:
         size = plan.bundle(transfer).num_bytes

@@ -25,7 +25,7 @@ from megadapo.weights.sync.plan import (
     Transfer,
 )
 
-Coordinate = tuple
+Coordinate = tuple[tuple[int, int, int | None], tuple[int, int, int, int]]
 """What tells trainer ranks of one stage apart: their tensor- and expert-parallel ranks."""
 
 
@@ -95,18 +95,18 @@ def _blocks(
     layout: ModelLayout, sources: Sequence[ShardPosition], engine: EngineShape
 ) -> list[_PlannedBlock]:
     """The blocks of the model in order, with who holds them and which stage receives them."""
-    holders: dict[object, dict[Coordinate, list[int]]] = {}
+    holders: dict[str | int, dict[Coordinate, list[int]]] = {}
     for rank, position in enumerate(sources):
-        held: list[object] = list(position.layer_indices)
+        held: list[str | int] = list(position.layer_indices)
         held += ["embedding"] if position.has_embedding else []
         held += ["final_norm", "head"] if position.has_head else []
         for what in held:
             ranks = holders.setdefault(what, {})
             ranks.setdefault(_coordinate(position), []).append(rank)
 
-    def block(what: object, *pp_ranks: int) -> _PlannedBlock:
+    def block(what: str | int, *pp_ranks: int) -> _PlannedBlock:
         if what not in holders:
-            raise WeightError(f"No trainer rank holds {what if isinstance(what, str) else what}.")
+            raise WeightError(f"No trainer rank holds {what}.")
         stage = tuple(tuple(ranks) for ranks in holders[what].values())
         if isinstance(what, str):
             return _PlannedBlock(what, None, stage, pp_ranks)
@@ -116,8 +116,8 @@ def _blocks(
     tied = layout.shape.tied
     blocks = [block("embedding", *(sorted({0, last}) if tied else [0]))]
     for pp_rank in range(engine.pp_size):
-        position = EnginePosition(pp_rank=pp_rank, pp_size=engine.pp_size)
-        blocks += [block(layer, pp_rank) for layer in layout.engine_layers(position)]
+        at = EnginePosition(pp_rank=pp_rank, pp_size=engine.pp_size)
+        blocks += [block(layer, pp_rank) for layer in layout.engine_layers(at)]
     blocks.append(block("final_norm", last))
     return blocks if tied else [*blocks, block("head", last)]
 
@@ -197,7 +197,7 @@ def _bundles(
     copies: Iterator[tuple[int, tuple[int, ...], Copy]], itemsize: int, max_bytes: int
 ) -> list[Bundle]:
     """Group copies that travel together, in pieces of at most `max_bytes`."""
-    open_bundles: dict[tuple, tuple[list[Copy], int]] = {}
+    open_bundles: dict[tuple[int, tuple[int, ...]], tuple[list[Copy], int]] = {}
     bundles = []
     for tp_rank, owners, whole in copies:
         for copy in _divide(whole, itemsize, max_bytes):
@@ -267,18 +267,19 @@ class _Assigner:
         def candidates() -> list[int]:
             return [rank for owner in owners for rank in stage[owner]]
 
-        if self._nodes is None:
+        nodes = self._nodes
+        if nodes is None:
             rank = self._least_loaded((stage, owners), candidates, size)
             return rank, rank
         node = self._engine.nodes[engine]
 
         def near() -> list[int]:
-            return [rank for rank in candidates() if self._nodes[rank] == node]
+            return [rank for rank in candidates() if nodes[rank] == node]
 
         if near():
             rank = self._least_loaded((stage, owners, node), near, size)
             return rank, rank
-        feeders = [rank for rank, at in enumerate(self._nodes) if at == node]
+        feeders = [rank for rank, at in enumerate(nodes) if at == node]
         if not feeders:
             raise WeightError(f"No trainer rank shares {node}, from which an engine could read.")
         origin = self._least_loaded((stage, owners), candidates, size)

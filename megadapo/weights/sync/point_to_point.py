@@ -14,15 +14,30 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import groupby
 from operator import attrgetter
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from megadapo.weights.config import NCCL_TIMEOUT_S
-from megadapo.weights.sync.parcels import NUM_BUCKETS, Parcel
+from megadapo.weights.sync.parcels import NUM_BUCKETS, Offer, Parcel
 
 TIMEOUT = timedelta(seconds=NCCL_TIMEOUT_S)
 """As long as any deadline of a weight update, which is what names a stuck rank."""
+
+
+class Messenger(Protocol):
+    """What is used of torch's process groups of one backend, whose types torch leaves out."""
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work: ...
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> dist.Work: ...
+
+    def _start_coalescing(self) -> None: ...
+
+    def _end_coalescing(self) -> dist.Work: ...
 
 
 class PointToPointOutbox:
@@ -33,8 +48,9 @@ class PointToPointOutbox:
         self._device, self._rank, self._num_ranks = device, rank, num_ranks
         self._sending: list[list[dist.Work]] = [[] for _ in range(NUM_BUCKETS)]
         self._store: dist.TCPStore | None = None
+        self._group: Messenger | None = None
 
-    def offer(self) -> dict:
+    def offer(self) -> Offer:
         """Rank 0 opens the meeting point; the others have nothing to add."""
         if self._rank != 0:
             return {}
@@ -42,7 +58,7 @@ class PointToPointOutbox:
         self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         return {"address": address, "port": self._store.port}
 
-    def connect(self, offers: Sequence[dict | None]) -> None:
+    def connect(self, offers: Sequence[Offer | None]) -> None:
         """Join the group of all trainer and engine ranks."""
         self._group, self._store = join_group(
             offers, self._device, rank=self._rank, num_ranks=self._num_ranks, store=self._store
@@ -69,12 +85,14 @@ class PointToPointOutbox:
         ]
 
     def _send(self, bucket: torch.Tensor, wave: Sequence[Parcel]) -> list[dist.Work]:
+        group = self._group
+        assert group is not None, "connect first"
         messages = [bucket.narrow(0, one.offset, one.num_bytes) for one in wave]
         sends = [
-            (lambda message=message, peer=one.target: self._group.send([message], peer, 0))
+            (lambda message=message, peer=one.target: group.send([message], peer, 0))
             for message, one in zip(messages, wave, strict=True)
         ]
-        return issue_together(self._group, self._device, sends)
+        return issue_together(group, self._device, sends)
 
     def close(self) -> None:
         """Leave the group and give the memory back."""
@@ -88,7 +106,7 @@ class PointToPointInbox:
 
     def __init__(
         self,
-        offers: Sequence[dict | None],
+        offers: Sequence[Offer | None],
         num_bytes: int,
         device: torch.device,
         *,
@@ -97,6 +115,8 @@ class PointToPointInbox:
     ) -> None:
         self._device = device
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._group: Messenger | None
+        self._store: dist.TCPStore | None
         self._group, self._store = join_group(offers, device, rank=rank, num_ranks=num_ranks)
 
     def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> Iterator[torch.Tensor]:
@@ -106,13 +126,15 @@ class PointToPointInbox:
 
     def _receive(self, wave: Sequence[Parcel]) -> list[torch.Tensor]:
         """Wait for the parcels of a wave."""
+        group = self._group
+        assert group is not None, "closed"
         sizes = [one.num_bytes for one in wave]
         received = list(self._memory[: sum(sizes)].split(sizes))
         receives = [
-            (lambda message=message, peer=one.feeder: self._group.recv([message], peer, 0))
+            (lambda message=message, peer=one.feeder: group.recv([message], peer, 0))
             for message, one in zip(received, wave, strict=True)
         ]
-        for work in issue_together(self._group, self._device, receives):
+        for work in issue_together(group, self._device, receives):
             work.wait()
         return received
 
@@ -129,13 +151,13 @@ def waves(parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:
 
 
 def join_group(
-    offers: Sequence[dict | None],
+    offers: Sequence[Offer | None],
     device: torch.device,
     *,
     rank: int,
     num_ranks: int,
     store: dist.TCPStore | None = None,
-) -> tuple[dist.ProcessGroup, dist.TCPStore]:
+) -> tuple[Messenger, dist.TCPStore]:
     """Meet all ranks where the first trainer rank offered; returns when everyone is there."""
     meeting = offers[0]
     assert meeting is not None, "trainer rank 0 always makes an offer"
@@ -146,16 +168,16 @@ def join_group(
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
-        group = dist.ProcessGroupNCCL(prefixed, rank, num_ranks, options)
+        group = cast(Messenger, dist.ProcessGroupNCCL(prefixed, rank, num_ranks, options))
     else:
-        group = dist.ProcessGroupGloo(prefixed, rank, num_ranks, TIMEOUT)
+        group = cast(Messenger, dist.ProcessGroupGloo(prefixed, rank, num_ranks, TIMEOUT))
     # The communicator comes into being with its first collective; a send must not wait for it.
     group.allreduce([torch.zeros(1, device=device)]).wait()
     return group, store
 
 
 def issue_together(
-    group: dist.ProcessGroup, device: torch.device, operations: Sequence[Callable[[], dist.Work]]
+    group: Messenger, device: torch.device, operations: Sequence[Callable[[], dist.Work]]
 ) -> list[dist.Work]:
     """Issue messages so that none waits for another; NCCL makes one operation of them."""
     if device.type != "cuda" or not operations:

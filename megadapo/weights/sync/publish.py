@@ -30,7 +30,7 @@ DEADLINE = "weights.deadline_s"
 class UpdatableEngines(Protocol):
     """What an update needs of the rollout engines; `rollout.engines.Engines` is one."""
 
-    actors: list[ActorHandle]
+    actors: list[ActorHandle[Any]]
 
     @property
     def gpus(self) -> list[tuple[int, ...]]:
@@ -80,7 +80,7 @@ class Publisher:
 
     def __init__(
         self,
-        trainer_ranks: Sequence[ActorHandle],
+        trainer_ranks: Sequence[ActorHandle[Any]],
         engines: UpdatableEngines,
         config: WeightsConfig,
         *,

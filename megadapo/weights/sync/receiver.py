@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -122,8 +122,8 @@ class WeightReceiver:
             self._checksums[key] = (name, checksum(_region(tensor, copy)))
         self._target.complete(name, tensor)
 
-    def verify(self, sent: dict[int, list[list[int]]]) -> None:
-        """Compare with the trainer's checksums: feeder -> round -> one number a slice.
+    def verify(self, sent: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Compare with the trainer's checksums: [feeder][round][slice].
 
         Raises WeightError that names the first parameters that differ.
         """

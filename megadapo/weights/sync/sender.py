@@ -21,6 +21,7 @@ from megadapo.weights.sync.buckets import (
     parcel_of,
     slice_view,
 )
+from megadapo.weights.sync.parcels import Offer
 from megadapo.weights.sync.plan import Plan, Transfer
 from megadapo.weights.sync.transports import Outbox, open_outbox
 
@@ -34,6 +35,19 @@ class SenderInfo:
     node: str
     gpu: int | None
     """Number of the rank's GPU on its node; None on a CPU."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What every update of one plan does on this rank."""
+
+    plan: Plan
+    dtype: torch.dtype
+    own: list[list[Placed]]
+    """What this rank's bucket of each round holds."""
+    relayed: dict[int, list[Placed]]
+    """Round -> what this rank hands to another rank's bucket, or gets for its own."""
+    outbox: Outbox
 
 
 class WeightSender:
@@ -58,8 +72,7 @@ class WeightSender:
         self._params = {shard.name: param for shard, param in pairs}
         self._position, self._layout, self._rank = position, layout, rank
         self._device = pairs[0][1].device
-        self._plan: Plan | None = None
-        self._outbox: Outbox | None = None
+        self._prepared: _Prepared | None = None
 
     def describe(self) -> SenderInfo:
         """Where this rank stands and runs."""
@@ -70,30 +83,31 @@ class WeightSender:
             gpu=_gpu_number(self._device) if self._device.type == "cuda" else None,
         )
 
-    def prepare(self, plan: Plan, *, bucket_bytes: int, dtype: torch.dtype, transport: str) -> dict:
+    def prepare(
+        self, plan: Plan, *, bucket_bytes: int, dtype: torch.dtype, transport: str
+    ) -> Offer:
         """Take the plan, allocate two buckets and offer them."""
         self.close()
         schedule = pack(plan, bucket_bytes)
-        self._plan, self._dtype, self._own = plan, dtype, schedule[self._rank]
-        self._relayed = _relayed(schedule, self._rank)
-        self._outbox = open_outbox(
+        outbox = open_outbox(
             transport,
             largest_buckets(plan, schedule)[self._rank],
             device=self._device,
             rank=self._rank,
             num_ranks=plan.num_ranks,
         )
-        return self._outbox.offer()
+        relayed = _relayed(schedule, self._rank)
+        self._prepared = _Prepared(plan, dtype, schedule[self._rank], relayed, outbox)
+        return outbox.offer()
 
-    def connect(self, offers: Sequence[dict | None]) -> None:
+    def connect(self, offers: Sequence[Offer | None]) -> None:
         """Meet the engine ranks, who are opening the offers at the same time."""
-        assert self._outbox is not None, "prepare first"
-        self._outbox.connect(offers)
+        self._ready.outbox.connect(offers)
 
     def opened(self) -> None:
         """Every receiver has opened the offer."""
-        if self._outbox is not None:
-            self._outbox.opened()
+        if self._prepared is not None:
+            self._prepared.outbox.opened()
 
     @torch.no_grad()
     def fill(self, round_number: int, *, with_checksums: bool = False) -> list[int]:
@@ -104,60 +118,71 @@ class WeightSender:
         Returns:
             The checksum of every slice in the bucket, in order, if asked for.
         """
-        assert self._plan is not None, "prepare first"
-        self._relay(round_number)
-        if round_number >= len(self._own):
+        ready = self._ready
+        self._relay(ready, round_number)
+        if round_number >= len(ready.own):
             return []
-        own = self._own[round_number]
-        bucket = self._outbox.bucket(round_number)
+        own = ready.own[round_number]
+        bucket = ready.outbox.bucket(round_number)
         sums = []
         for placed in own:
             if placed.transfer.origin == self._rank:
-                self._fill_one(bucket, placed.transfer, placed.offset)
+                self._fill_one(ready, bucket, placed.transfer, placed.offset)
             if with_checksums:
-                sums += self._checksums(bucket, placed)
-        self._outbox.post(round_number, [parcel_of(self._plan, placed) for placed in own])
+                sums += _checksums(ready, bucket, placed)
+        ready.outbox.post(round_number, [parcel_of(ready.plan, placed) for placed in own])
         return sums
 
     def close(self) -> None:
         """Give the buckets back."""
-        if self._outbox is not None:
-            self._outbox.close()
-        self._outbox = self._plan = None
+        if self._prepared is not None:
+            self._prepared.outbox.close()
+        self._prepared = None
 
-    def _fill_one(self, bucket: torch.Tensor, transfer: Transfer, start: int) -> None:
-        for offset, copy in self._plan.slices(transfer, start):
+    @property
+    def _ready(self) -> _Prepared:
+        assert self._prepared is not None, "prepare first"
+        return self._prepared
+
+    def _fill_one(
+        self, ready: _Prepared, bucket: torch.Tensor, transfer: Transfer, start: int
+    ) -> None:
+        for offset, copy in ready.plan.slices(transfer, start):
             param = self._params[copy.source_name]
             piece = param.narrow(copy.axis, copy.source_offset, copy.size)
-            slice_view(bucket, offset, copy, self._dtype).copy_(piece)
+            slice_view(bucket, offset, copy, ready.dtype).copy_(piece)
 
-    def _checksums(self, bucket: torch.Tensor, placed: Placed) -> list[int]:
-        return [
-            checksum(slice_view(bucket, offset, copy, self._dtype))
-            for offset, copy in self._plan.slices(placed.transfer, placed.offset)
-        ]
-
-    def _relay(self, round_number: int) -> None:
+    def _relay(self, ready: _Prepared, round_number: int) -> None:
         """Hand slices to the ranks that feed engines on other nodes, over the trainer's group.
 
         Both sides have a place for them in this round's bucket.
         """
-        relayed = self._relayed.get(round_number)
+        relayed = ready.relayed.get(round_number)
         if not relayed:
             return
-        bucket = self._outbox.bucket(round_number)
-        operations = [self._relay_one(bucket, placed) for placed in relayed]
+        bucket = ready.outbox.bucket(round_number)
+        operations = [self._relay_one(ready, bucket, placed) for placed in relayed]
         for work in torch.distributed.batch_isend_irecv(operations):
             work.wait()
 
-    def _relay_one(self, bucket: torch.Tensor, placed: Placed) -> torch.distributed.P2POp:
-        transfer, size = placed.transfer, self._plan.bundle(placed.transfer).num_bytes
+    def _relay_one(
+        self, ready: _Prepared, bucket: torch.Tensor, placed: Placed
+    ) -> torch.distributed.P2POp:
+        transfer, size = placed.transfer, ready.plan.bundle(placed.transfer).num_bytes
         if transfer.feeder == self._rank:
             place = bucket.narrow(0, placed.offset, size)
             return torch.distributed.P2POp(torch.distributed.irecv, place, transfer.origin)
-        self._fill_one(bucket, transfer, placed.staged_at)
+        assert placed.staged_at is not None, "only what has another feeder is relayed"
+        self._fill_one(ready, bucket, transfer, placed.staged_at)
         place = bucket.narrow(0, placed.staged_at, size)
         return torch.distributed.P2POp(torch.distributed.isend, place, transfer.feeder)
+
+
+def _checksums(ready: _Prepared, bucket: torch.Tensor, placed: Placed) -> list[int]:
+    return [
+        checksum(slice_view(bucket, offset, copy, ready.dtype))
+        for offset, copy in ready.plan.slices(placed.transfer, placed.offset)
+    ]
 
 
 def _relayed(schedule: Schedule, rank: int) -> dict[int, list[Placed]]:

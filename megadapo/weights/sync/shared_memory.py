@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megadapo.errors import InfraError
-from megadapo.weights.sync.parcels import NUM_BUCKETS, Parcel
+from megadapo.weights.sync.parcels import NUM_BUCKETS, Offer, Parcel
 
 MEMORY_FOLDER = Path("/dev/shm")
 
@@ -40,11 +40,11 @@ class SharedMemoryOutbox:
             os.close(handle)
         self._memory = _map(self._path, num_bytes)
 
-    def offer(self) -> dict:
+    def offer(self) -> Offer:
         """Path and size of the mapped file."""
         return {"path": str(self._path), "num_bytes": self._size}
 
-    def connect(self, offers: Sequence[dict | None]) -> None:
+    def connect(self, offers: Sequence[Offer | None]) -> None:
         """Receivers need nothing but the offer."""
 
     def opened(self) -> None:
@@ -67,7 +67,7 @@ class SharedMemoryOutbox:
 class SharedMemoryInbox:
     """The buckets of the trainer ranks on this machine."""
 
-    def __init__(self, offers: Sequence[dict | None]) -> None:
+    def __init__(self, offers: Sequence[Offer | None]) -> None:
         self._memory = [
             None if offer is None else _map(Path(offer["path"]), offer["num_bytes"])
             for offer in offers

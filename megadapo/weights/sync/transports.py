@@ -13,7 +13,7 @@ import torch
 
 from megadapo.errors import InfraError
 from megadapo.weights.sync.cuda_ipc import CudaIpcInbox, CudaIpcOutbox
-from megadapo.weights.sync.parcels import Parcel
+from megadapo.weights.sync.parcels import Offer, Parcel
 from megadapo.weights.sync.point_to_point import PointToPointInbox, PointToPointOutbox
 from megadapo.weights.sync.shared_memory import SharedMemoryInbox, SharedMemoryOutbox
 
@@ -21,11 +21,11 @@ from megadapo.weights.sync.shared_memory import SharedMemoryInbox, SharedMemoryO
 class Outbox(Protocol):
     """A trainer rank's side."""
 
-    def offer(self) -> dict:
+    def offer(self) -> Offer:
         """What the others need to open the buckets; plain values only."""
         ...
 
-    def connect(self, offers: Sequence[dict | None]) -> None:
+    def connect(self, offers: Sequence[Offer | None]) -> None:
         """Meet the receivers, who are opening the offers at the same time."""
         ...
 
@@ -74,7 +74,7 @@ def open_outbox(
 
 def open_inbox(
     transport: str,
-    offers: Sequence[dict | None],
+    offers: Sequence[Offer | None],
     *,
     num_bytes: int,
     device: torch.device,

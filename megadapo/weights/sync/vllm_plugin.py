@@ -7,8 +7,9 @@ quantised, experts) whole shards go through its layerwise reload.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, cast
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
@@ -19,6 +20,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -30,6 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from megadapo.errors import WeightError
 from megadapo.weights.layout.layout import ModelLayout, layout_for
+from megadapo.weights.sync.parcels import Offer
 from megadapo.weights.sync.plan import plan_from_json
 from megadapo.weights.sync.receiver import Target, WeightReceiver
 from megadapo.weights.sync.transports import Inbox, open_inbox
@@ -47,15 +50,15 @@ def register() -> None:
 class InitInfo(WeightTransferInitInfo):
     """What a worker is told once."""
 
-    plan: dict
+    plan: dict[str, Any]
     """`Plan.to_json`."""
-    shape: dict
+    shape: dict[str, Any]
     """The trainer's `ModelShape`, to be compared with this engine's."""
     engine: int
     """Number of this engine's receiver in the plan."""
     bucket_bytes: int
     transport: str
-    offers: list[dict | None]
+    offers: list[Offer | None]
     """Per trainer rank, what opens its buckets."""
 
 
@@ -74,13 +77,19 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class LiveParameters(Target):
     """Slices go into the parameters that the model computes with."""
 
-    parameters: dict[str, torch.Tensor]
+    parameters: Mapping[str, torch.Tensor]
 
     def begin(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.parameters[name]
 
     def complete(self, name: str, tensor: torch.Tensor) -> None:
         """Nothing is left to do."""
+
+
+class _Loadable(Protocol):
+    """A parameter, with the function that vLLM hangs on it to load it by."""
+
+    weight_loader: Callable[..., object]
 
 
 @dataclass
@@ -94,7 +103,7 @@ class LayerwiseReload(Target):
 
     def __post_init__(self) -> None:
         self._tied = _tied_layers(self.model)
-        self._replaced: list[tuple[torch.Tensor, Callable]] = []
+        self._replaced: list[tuple[_Loadable, Callable[..., object]]] = []
         if self.device.type == "cpu":
             _forget_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
@@ -125,7 +134,7 @@ class LayerwiseReload(Target):
         for param, loader in self._replaced:
             param.weight_loader = loader
         for layer in self._tied:
-            layer.quant_method.process_weights_after_loading(layer)
+            cast(QuantizeMethodBase, layer.quant_method).process_weights_after_loading(layer)
 
 
 def _tied_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -145,7 +154,7 @@ def _forget_expert_kernels(model: torch.nn.Module) -> None:
     and would otherwise compute with the unpacked weights of the update."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
 
@@ -187,7 +196,7 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             engine=init_info.engine,
             engine_rank=rank,
             bucket_bytes=init_info.bucket_bytes,
-            dtype=self.model_config.dtype,
+            dtype=self._dtype,
         )
         self.shutdown()
         self._inbox = open_inbox(
@@ -204,12 +213,13 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._inbox is None:
             raise WeightError("Weight update before init_weight_transfer_engine.")
         live = self._live_parameters()
-        self._target = live or LayerwiseReload(self.model, self.device, self.model_config.dtype)
+        self._target = live or LayerwiseReload(self.model, self.device, self._dtype)
         self._started = False
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Take one round, or compare checksums after the last."""
         if not self._started:
+            assert self._inbox is not None, "start_weight_update checks it"
             self._receiver.start(
                 self._target, self._inbox, with_checksums=update_info.with_checksums
             )
@@ -231,6 +241,13 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._inbox.close()
             self._inbox = None
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The type of the engine's weights, which vLLM has resolved by now."""
+        dtype = self.model_config.dtype
+        assert isinstance(dtype, torch.dtype), dtype
+        return dtype
+
     def _live_parameters(self) -> LiveParameters | None:
         """The parameters themselves, if vLLM computes with them as the layout describes them."""
         if self.device.type != "cuda" or self.vllm_config.quant_config is not None:
@@ -243,7 +260,7 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return LiveParameters(parameters)
 
 
-def _check_shape(layout: ModelLayout, trainer: dict) -> None:
+def _check_shape(layout: ModelLayout, trainer: dict[str, Any]) -> None:
     """Refuse an engine that serves another model than the trainer trains."""
     own = asdict(layout.shape)
     for name, value in trainer.items():

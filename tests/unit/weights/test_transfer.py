@@ -191,7 +191,7 @@ def test_a_damaged_slice_is_found_by_its_checksum_and_named(model_folders):
 
     def flip_a_bit(number, senders):
         if number == 1:
-            senders[0]._outbox.bucket(1)[17] ^= 4
+            senders[0]._ready.outbox.bucket(1)[17] ^= 4
 
     with pytest.raises(WeightError, match=r"differ for model\..*from trainer rank 0, bucket 1"):
         connection.run(damage=flip_a_bit)
