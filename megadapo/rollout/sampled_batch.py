@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megadapo.algorithm.selection import has_signal
 from megadapo.data.batch import Group
 from megadapo.observe.config import SavedGroups
 from megadapo.observe.saved_group import Fate
@@ -101,7 +100,8 @@ class Tally:
     def _fates(self, kept: Sequence[Group]) -> list[SampledGroup]:
         """Every group of the step with what became of it."""
         num_old = self.num_from_reserve
-        no_signal = [group for group in self.generated if not has_signal(group.correct)]
+        taken = {group.order for group in (*kept, *self.to_reserve, *self.dropped)}
+        no_signal = [group for group in self.generated if group.order not in taken]
         fates: tuple[tuple[Fate, bool, Sequence[Group]], ...] = (
             ("trained", True, kept[:num_old]),
             ("trained", False, kept[num_old:]),

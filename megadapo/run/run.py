@@ -221,7 +221,7 @@ class Run:
             self._display.note(text)
 
     def finish(self) -> RunSummary:
-        """SamplingSettings the plot and print the table of a run that has done all of its steps."""
+        """Draw the plot and print the table of a run that has done all of its steps."""
         self._open.close()
         plot_run(self.folder)
         return print_report(self.folder)

@@ -118,7 +118,7 @@ class TrainerWorker:
 
     @_named_failures
     def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of this rank's WeightSender, for weights/publish.py."""
+        """Call a method of this rank's WeightSender, for weights/sync/publish.py."""
         return getattr(self._started().weight_sender, method)(*args, **kwargs)
 
     @_named_failures
