@@ -1,0 +1,250 @@
+"""Would catch: a page that names what is not there, an example that no longer works, a dead link.
+
+Backticked names in the pages are looked up: files, functions in files, commands with their options,
+keys of the configuration, metrics, errors and make's targets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megadapo import errors
+from megadapo.cli import build_parser
+from megadapo.config.problems import known_keys
+from megadapo.config.run_config import RunConfig
+from megadapo.observe.metric_names import METRIC_NAMES
+from megadapo.observe.oracles import BOUNDED
+
+ROOT = Path(__file__).parents[2]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+MAX_README_LINES = 130
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_FILE = re.compile(r"((?:[\w.-]+/)*[\w.-]+\.(?:py|c|toml|lock|in|sh|txt))(?::([\w.]+))?")
+_FOLDER = re.compile(r"(?:[\w.-]+/)+")
+_DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
+_METRIC = re.compile(r"[a-z_]+/[a-z_0-9]+")
+
+MADE = ("log.txt", "build/", "rollouts/", "tensorboard/", "exports/", "checkpoints/", "logs/")
+"""What a run or make writes."""
+
+per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page that are in a language."""
+    return [text for name, text in _FENCE.findall(page.read_text()) if name == language]
+
+
+def spans(page: Path) -> list[str]:
+    """Everything in single backticks, line breaks undone."""
+    prose = _FENCE.sub("", page.read_text())
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+
+
+def find(name: str) -> Path | None:
+    """The file or folder of that name, below the repository or below the package."""
+    candidates = (ROOT / name, ROOT / "megadapo" / name)
+    return next((path for path in candidates if path.exists()), None)
+
+
+@per_page
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [t for t in _LINK.findall(page.read_text()) if not t.startswith("https://")]
+    missing = [t for t in targets if not (page.parent / t.partition("#")[0]).exists()]
+    assert not missing
+
+
+def test_pages_are_found_from_the_readme() -> None:
+    linked = {Path(target).name for target in _LINK.findall((ROOT / "README.md").read_text())}
+    assert {page.name for page in DOCS} <= linked
+
+
+@per_page
+def test_files_and_functions_exist(page: Path) -> None:
+    wrong = [span for span in spans(page) if not _exists(span)]
+    assert not wrong
+
+
+def _exists(span: str) -> bool:
+    if span in MADE:
+        return True
+    if _FOLDER.fullmatch(span):
+        return find(span) is not None
+    match = _FILE.fullmatch(span)
+    if match is None:
+        return True
+    path = find(match[1])
+    return path is not None and (match[2] is None or match[2] in definitions(path))
+
+
+@cache
+def definitions(path: Path) -> frozenset[str]:
+    """Functions, classes and Class.method of a module."""
+    return frozenset(_defined(ast.parse(path.read_text()).body, ""))
+
+
+def _defined(body: list[ast.stmt], prefix: str) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield prefix + node.name
+        if isinstance(node, ast.ClassDef):
+            yield from _defined(node.body, f"{prefix}{node.name}.")
+
+
+@per_page
+def test_keys_metrics_and_errors_exist(page: Path) -> None:
+    keys = set(known_keys(RunConfig))
+    sections = {key for key in keys if "." not in key}
+    areas = {name.partition("/")[0] for name in METRIC_NAMES if "/" in name}
+    wrong = []
+    for span in spans(page):
+        name = span.partition(" ")[0]
+        if re.fullmatch(r"\[[a-z_.]+\]", span):
+            wrong += [span] * (span[1:-1] not in keys)
+        elif _DOTTED.fullmatch(name) and name.partition(".")[0] in sections - {"data"}:
+            wrong += [span] * (name not in keys and not _FILE.fullmatch(name))
+        elif _METRIC.fullmatch(span) and span.partition("/")[0] in areas and find(span) is None:
+            wrong += [span] * (span not in METRIC_NAMES)
+        elif re.fullmatch(r"[A-Z]\w+Error|RunInterrupted", name):
+            wrong += [span] * (not hasattr(errors, name.partition(",")[0]))
+    assert not wrong
+
+
+def command_lines(page: Path) -> Iterator[list[str]]:
+    """The words of every `megadapo ...` of a page, up to what a block's second column says."""
+    in_blocks = [line for text in blocks(page, "") for line in text.splitlines()]
+    for line in [*spans(page), *in_blocks]:
+        command = re.split(r"\s{2,}|,", line.strip())[0]
+        if re.match(r"megadapo [a-z]", command):
+            yield shlex.split(command.replace("[", " ").replace("]", " "))[1:]
+
+
+@per_page
+def test_commands_and_their_options_exist(page: Path) -> None:
+    wrong = [" ".join(words) for words in command_lines(page) if not _is_command(words)]
+    assert not wrong
+
+
+def _is_command(words: list[str]) -> bool:
+    known = set(known_keys(RunConfig))
+    parser = build_parser()
+    while (inner := _subcommands(parser)) and words:
+        names, *words = words
+        if not all(name in inner for name in names.split("|")):
+            return False
+        parser = inner[names.split("|")[0]]
+    options = {text for action in parser._actions for text in action.option_strings}
+    for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+        is_key = option[2:] in known | {"section.key"} and parser.get_default("takes_overrides")
+        if not (option in options or is_key):
+            return False
+    return True
+
+
+def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def test_readme_has_every_command_and_two_screens() -> None:
+    readme = (ROOT / "README.md").read_text()
+    commands = _subcommands(build_parser())
+    missing = [name for name in commands if f"\nmegadapo {name}" not in readme]
+    assert not missing
+    assert len(readme.splitlines()) <= MAX_README_LINES
+
+
+@per_page
+def test_make_targets_exist(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^([\w-]+):", makefile, re.M)
+    named = [span.split()[1] for span in spans(page) if re.match(r"make [a-z]", span)]
+    assert not set(named) - set(targets)
+
+
+def test_the_packages_are_those_that_lint_knows() -> None:
+    page = ROOT / "docs" / "architecture.md"
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contract = settings["tool"]["importlinter"]["contracts"][0]
+    assert blocks(page, "layers") == ["\n".join(contract["layers"]) + "\n"]
+    named = re.findall(r"`(\w+)[/.]", "".join(re.findall(r"^\|[^|]*\|", page.read_text(), re.M)))
+    packages = {part for layer in contract["layers"] for part in layer.split(" | ")}
+    assert packages - {"cli"} <= set(named)
+
+
+def test_every_error_and_oracle_is_explained() -> None:
+    page = (ROOT / "docs" / "debugging.md").read_text()
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    for kind in kinds:
+        if kind is not errors.MegadapoError:
+            assert f"| `{kind.__name__}`, {kind.exit_code} |" in page
+    for key, metric, _ in BOUNDED:
+        assert f"`{metric}`, `oracles.{key}`" in page
+    assert "`oracles.max_skipped_steps`" in page
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources with every diff of docs/extending.md applied."""
+    folder = tmp_path_factory.mktemp("extended")
+    for name in ("megadapo", "kernels", "tests/support"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    (folder / "tests" / "__init__.py").touch()
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    for diff in blocks(ROOT / "docs" / "extending.md", "diff"):
+        done = subprocess.run(
+            ["git", "apply", "-"],
+            input=diff,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{done.stderr}\n{diff}"
+    return folder
+
+
+def test_the_examples_of_extending_work(extended: Path) -> None:
+    examples = blocks(ROOT / "docs" / "extending.md", "python")
+    assert len(examples) == 4
+    environment = os.environ | {"PYTHONPATH": str(extended), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(examples)],
+        cwd=extended,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_extending_counts_the_files_it_changes() -> None:
+    """By hand beside the diffs: a test, and the two generated files where a key is added."""
+    page = ROOT / "docs" / "extending.md"
+    per_section = [
+        len(set(re.findall(r"^\+\+\+ b/(\S+)", section, re.M)))
+        for section in page.read_text().split("\n## ")[1:]
+    ]
+    stated = [int(count) for count in re.findall(r"^\| a [^|]*\| (\d+) \|", page.read_text(), re.M)]
+    beside = [3, 0, 3, 3]
+    assert stated == [sum(pair) for pair in zip(per_section, beside, strict=True)]
