@@ -1,7 +1,8 @@
 """What vLLM's CPU worker lacks for pipeline parallelism, added by vLLM's worker extension.
 
 A later stage copies what it receives into buffers that vLLM allocates while it measures memory or
-compiles; an eager engine on the CPU does neither, and would stop at its first request.
+compiles; an eager engine on the CPU does neither, and would stop at its first request. Tried on
+vLLM 0.32; it runs in vLLM's workers, so it is apart from weights/sync/vllm_internals.py.
 """
 
 from __future__ import annotations

@@ -6,9 +6,6 @@ start, so weights, fp32 masters and Adam moments are the trainer's whole state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,10 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megadapo.errors import CheckpointError
+from megadapo.trainer.megatron_internals import own_step_counts
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Optimizer state by parameter, not by buffer: other formats load at the same split only."""
@@ -62,36 +58,8 @@ def load_checkpoint(
         raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
     for number, chunk in enumerate(chunks):
         chunk.module.load_state_dict(state["model"][str(number)], strict=True)
-    with _own_step_counts(optimizer):
+    with own_step_counts(optimizer):
         optimizer.load_state_dict(state["optimizer"])
-
-
-@contextmanager
-def _own_step_counts(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Load into torch's AdamW, whose step count is a tensor per parameter.
-
-    megatron-core 0.16 looks for the count among the stored tensors, where it is not, and gives all
-    parameters one count in common, which each of them would then advance.
-    """
-    parts = [
-        part
-        for part in optimizer.chained_optimizers
-        if isinstance(part.optimizer, torch.optim.AdamW)
-    ]
-    for part in parts:
-        part._set_main_param_and_optimizer_states = partial(_set_states, part)
-    yield
-    for part in parts:
-        del part._set_main_param_and_optimizer_states
-        for state in part.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-
-def _set_states(part: DistributedOptimizer, param: Tensor, stored: dict[str, Tensor]) -> None:
-    group, order = part.model_param_group_index_map[param]
-    main_param = part.optimizer.param_groups[group]["params"][order]
-    step = part.optimizer.state[main_param]["step"]
-    DistributedOptimizer._set_main_param_and_optimizer_states(part, param, stored | {"step": step})
 
 
 def _sharded_state(

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.megatron_internals import count_padding
 
 
 def wrap_for_gradients(
@@ -48,7 +49,7 @@ def wrap_for_gradients(
         for number, chunk in enumerate(chunks)
     ]
     for chunk in wrapped:
-        _count_padding(chunk)
+        count_padding(chunk)
     _set_sync_functions(config, wrapped)
     return wrapped
 
@@ -85,16 +86,3 @@ def _set_sync_functions(config: TransformerConfig, chunks: list[DistributedDataP
 def _for_schedule(functions: list[Callable[..., Any]]) -> Any:
     """The interleaved schedule takes a function per chunk, the others one function."""
     return functions if len(functions) > 1 else functions[0]
-
-
-def _count_padding(chunk: DistributedDataParallel) -> None:
-    """Let checkpoints keep the padding between a buffer's buckets.
-
-    megatron-core drops it when it gathers optimizer state, yet reads each parameter at its place
-    in the padded buffer: behind a padded bucket (a tied embedding has its own, over several
-    pipeline stages) masters and moments would be saved shifted, without an error.
-    """
-    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-        buffer.numel_unpadded = buffer.numel
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()

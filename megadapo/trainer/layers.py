@@ -25,7 +25,7 @@ from torch.nn import functional
 from megadapo.kernels.rmsnorm import rmsnorm
 from megadapo.kernels.rotary import rotary
 from megadapo.kernels.swiglu import swiglu
-from megadapo.trainer.megatron_versions import mlp_submodules
+from megadapo.trainer.megatron_internals import mlp_submodules
 
 SHORT_SEQUENCE = 32
 """Sequences up to this length share a bucket: the padding costs less than another call."""

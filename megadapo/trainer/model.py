@@ -16,7 +16,7 @@ from megadapo.models.description import ModelDescription
 from megadapo.models.rope import Rope
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.layers import local_block_spec
-from megadapo.trainer.megatron_versions import HookedGPTModel
+from megadapo.trainer.megatron_internals import HookedGPTModel
 from megadapo.trainer.model_layout import validate_architecture
 from megadapo.weights.layout.layout import padded_vocab_size
 

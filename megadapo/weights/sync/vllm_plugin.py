@@ -7,12 +7,13 @@ quantised, experts) whole shards go through its layerwise reload.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, cast
+import contextlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -20,15 +21,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
-from vllm.model_executor.model_loader.reload.layerwise import (
-    _get_original_loader,
-    make_online_process_loader,
-)
 
 from megadapo.errors import WeightError
 from megadapo.weights.layout.layout import ModelLayout, layout_for
@@ -36,14 +28,16 @@ from megadapo.weights.sync.parcels import Offer
 from megadapo.weights.sync.plan import plan_from_json
 from megadapo.weights.sync.receiver import Target, WeightReceiver
 from megadapo.weights.sync.transports import Inbox, open_inbox
+from megadapo.weights.sync.vllm_internals import LayerwiseReload
 
 NAME = "megadapo"
 
 
 def register() -> None:
     """Make the engine known to vLLM; called once in each of its processes, or more often."""
-    if NAME not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(NAME, __name__, MegadapoTransfer.__name__)
+    # vLLM refuses a name that it has; by the class itself that is all it can refuse
+    with contextlib.suppress(ValueError):
+        WeightTransferEngineFactory.register_engine(NAME, MegadapoTransfer)
 
 
 @dataclass
@@ -84,87 +78,6 @@ class LiveParameters(Target):
 
     def complete(self, name: str, tensor: torch.Tensor) -> None:
         """Nothing is left to do."""
-
-
-class _Loadable(Protocol):
-    """A parameter, with the function that vLLM hangs on it to load it by."""
-
-    weight_loader: Callable[..., object]
-
-
-@dataclass
-class LayerwiseReload(Target):
-    """Whole shards go through vLLM's loading, which repacks a layer once it is complete."""
-
-    model: torch.nn.Module
-    device: torch.device
-    dtype: torch.dtype
-    layers: dict[str, tuple[torch.nn.Module, str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._tied = _tied_layers(self.model)
-        self._replaced: list[tuple[_Loadable, Callable[..., object]]] = []
-        if self.device.type == "cpu":
-            _forget_expert_kernels(self.model)
-        initialize_layerwise_reload(self.model)
-        for prefix, layer in self.model.named_modules():
-            for name, _ in layer.named_parameters(recurse=False):
-                self.layers[f"{prefix}.{name}"] = (layer, name)
-
-    def begin(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
-    def complete(self, name: str, tensor: torch.Tensor) -> None:
-        layer, attribute = self.layers[name]
-        param = getattr(layer, attribute)
-        # vLLM replays the loader when the layer is complete; ours takes the shard as it is. It
-        # reuses the parameter in later reloads, so its own loader must come back.
-        self._replaced.append((param, _get_original_loader(param)))
-        param.weight_loader = _load_shard
-        param.weight_loader = make_online_process_loader(layer, attribute)
-        param.weight_loader(param, tensor)
-
-    def finish(self, model_config: ModelConfig) -> None:
-        """Let vLLM process what it put off, and what shares a parameter with a loaded layer.
-
-        The reload processes the first layer of a tied parameter only; on the CPU the head would
-        go on computing with the packed copy it made of the old weights.
-        """
-        finalize_layerwise_reload(self.model, model_config)
-        for param, loader in self._replaced:
-            param.weight_loader = loader
-        for layer in self._tied:
-            cast(QuantizeMethodBase, layer.quant_method).process_weights_after_loading(layer)
-
-
-def _tied_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Layers whose parameter belongs to an earlier layer too."""
-    seen: set[int] = set()
-    tied = []
-    for layer in model.modules():
-        own = {id(param) for param in layer.parameters(recurse=False)}
-        if own & seen:
-            tied.append(layer)
-        seen |= own
-    return tied
-
-
-def _forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Have experts packed anew: vLLM packs them for the CPU only while there is no kernel yet,
-    and would otherwise compute with the unpacked weights of the update."""
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if method is not None and getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
-
-
-def _load_shard(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
-    if param.shape != loaded_weight.shape:
-        raise WeightError(
-            f"The engine's parameter has shape {list(param.shape)}, its layout says "
-            f"{list(loaded_weight.shape)}."
-        )
-    param.data.copy_(loaded_weight)
 
 
 class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
