@@ -138,4 +138,7 @@ def _original_loader(param: torch.Tensor) -> Callable[..., object]:
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     loader: Callable[..., object] = getattr(param, "weight_loader", default_weight_loader)
-    return inspect.unwrap(loader, stop=lambda one: one.__name__ != "online_process_loader")
+    own: Callable[..., object] = inspect.unwrap(
+        loader, stop=lambda one: one.__name__ != "online_process_loader"
+    )
+    return own
