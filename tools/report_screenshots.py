@@ -20,6 +20,8 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 SIZE = (1440, 1080)
 # Charts and tooltips are drawn some frames after what causes them.
 SETTLE_S = 0.7
+CHANGED = ".response-text .token[style*=ratio-high]"
+"""A token that is coloured because its probability rose."""
 
 
 def main(run: Path) -> None:
@@ -49,15 +51,24 @@ def picture_distributions(page: Page, path: Path) -> None:
 
 
 def picture_responses(page: Page, path: Path) -> None:
-    """A trained group of the run's first third, coloured by ratio, with a token explained."""
-    steps = page.js("[...document.querySelector('[name=step]').options].map((o) => o.value)")
-    page.choose("[name=step]", steps[len(steps) // 3])
+    """A trained group with a token that the updates changed much, which is explained."""
     page.choose("[name=fate]", "trained")
-    time.sleep(SETTLE_S)
-    page.click("#responses .group-item:nth-child(2)")
+    _choose_changed_group(page)
     show(page, "#responses")
-    page.move(".response-text .token[style*=ratio-high]", scroll=False)
+    page.move(CHANGED, scroll=False)
     take(page, path)
+
+
+def _choose_changed_group(page: Page) -> None:
+    """The first update of a step changes no token that it looks at, the later ones do."""
+    for step in page.js("[...document.querySelector('[name=step]').options].map((o) => o.value)"):
+        page.choose("[name=step]", step)
+        time.sleep(SETTLE_S)
+        for number in range(page.js("document.querySelectorAll('.group-item').length")):
+            page.click(f"#responses .group-item:nth-child({number + 1})")
+            if page.js(f"document.querySelector('{CHANGED}') !== null"):
+                return
+    raise SystemExit("no saved response has a token whose probability rose")
 
 
 def show(page: Page, section: str) -> None:
