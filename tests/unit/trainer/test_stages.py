@@ -14,7 +14,7 @@ from megadapo.models.description import ModelDescription, describe_model
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model import transformer_config
 from megadapo.trainer.model_layout import validate_model_layout
-from megadapo.trainer.stages import layers_of_stages
+from megadapo.trainer.stages import layers_of_stages, stage_problems
 from megadapo.weights.layout.stages import stage_chunks
 
 QWEN = {
@@ -64,6 +64,26 @@ def test_the_ends_may_have_fewer_or_more_layers() -> None:
     assert [len(stage) for stage in layers_of_stages(28, trainer)] == [16, 12]
     trainer = TrainerConfig(pipeline_parallel=2, virtual_pipeline=2, last_stage_layers=2)
     assert layers_of_stages(6, trainer) == [(0, 1, 3, 4), (2, 5)]
+
+
+def test_one_stage_holds_every_layer() -> None:
+    """The only stage is the first and the last: a size looked up for a second one would fail."""
+    assert layers_of_stages(3, TrainerConfig()) == [(0, 1, 2)]
+
+
+def test_one_other_stage_takes_whatever_the_ends_leave() -> None:
+    """A lone stage between the ends, or beside one, has nobody to share with: any rest fits."""
+    trainer = TrainerConfig(pipeline_parallel=2, last_stage_layers=2)
+    assert layers_of_stages(5, trainer) == [(0, 1, 2), (3, 4)]
+    trainer = TrainerConfig(pipeline_parallel=3, first_stage_layers=1, last_stage_layers=1)
+    assert layers_of_stages(5, trainer) == [(0,), (1, 2, 3), (4,)]
+
+
+def test_two_stages_may_both_be_given_unless_they_are_interleaved() -> None:
+    """Refused with virtual stages only, which is what megatron-core cannot divide."""
+    ends = {"pipeline_parallel": 2, "first_stage_layers": 2, "last_stage_layers": 4}
+    assert layers_of_stages(6, TrainerConfig(**ends)) == [(0, 1), (2, 3, 4, 5)]
+    assert stage_problems(6, TrainerConfig(**ends, virtual_pipeline=2))
 
 
 def accepted_splits(num_layers: int) -> Iterator[TrainerConfig]:
@@ -147,3 +167,16 @@ def test_a_split_that_cannot_be_names_its_keys(
     message = refusal(num_layers, **split)
     for part in parts:
         assert part in message
+
+
+def test_a_problem_is_told_word_for_word() -> None:
+    assert stage_problems(28, TrainerConfig(pipeline_parallel=3)) == [
+        "trainer.pipeline_parallel = 3 does not divide the model's num_hidden_layers = 28; sizes "
+        "that fit this model: 1, 2, 4, 7, 14, 28 (or give the ends fewer layers: "
+        "trainer.first_stage_layers, trainer.last_stage_layers)"
+    ]
+    assert stage_problems(28, TrainerConfig(pipeline_parallel=4, first_stage_layers=6)) == [
+        "trainer.first_stage_layers = 6 of num_hidden_layers = 28: 22 layers are left for the "
+        "3 other stages of trainer.pipeline_parallel = 4; each of them must get as many, and at "
+        "least one"
+    ]
