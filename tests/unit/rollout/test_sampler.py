@@ -31,8 +31,9 @@ RARE = 58
 
 
 def make_sampler(
-    engines, *, bound=HALF, num_prompts=50, seed=0, saved_groups=0, **config
+    engines, *, bound=HALF, num_prompts=50, seed=0, saved_groups=None, **config
 ) -> Sampler:
+    named = {} if saved_groups is None else {"saved_groups": saved_groups}
     config = {"prompts_per_step": 8, "responses_per_prompt": 3, **config}
     return Sampler(
         engines,
@@ -42,7 +43,7 @@ def make_sampler(
         settings=SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS),
         tokenizer=PlainTokenizer(),
         seed=seed,
-        saved_groups=saved_groups,
+        **named,
     )
 
 
@@ -164,6 +165,12 @@ def test_every_group_of_a_step_can_be_saved_with_what_became_of_it():
         assert sum(sampled.from_reserve for sampled in batch.saved) == batch.num_from_reserve
     seen = Counter(sampled.fate for batch in batches for sampled in batch.saved)
     assert min(seen[fate] for fate in get_args(Fate)) > 0, "not all fates were tried"
+
+
+def test_nothing_is_saved_unless_a_number_is_named():
+    """Another default would hold texts that nobody asked for."""
+    (batch,) = take(make_sampler(ScriptedEngines()), 1)
+    assert batch.num_kept == 8 and batch.saved == ()
 
 
 def test_what_is_saved_changes_nothing_else():
