@@ -14,11 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
-from megadapo.algorithm.reference import token_losses
+from megadapo.algorithm.reference import kl_estimates, token_losses
 from megadapo.kernels.launch import uses_triton
 from megadapo.kernels.policy_head_terms import (
+    CLIPPED_HIGH,
+    CLIPPED_LOW,
     DROPPED,
+    DUAL_CLIPPED,
     KL_KINDS,
+    TokenTerms,
     kl_kind,
     policy_terms,
     token_terms,
@@ -27,7 +31,23 @@ from megadapo.kernels.policy_head_types import PolicyInputs
 
 UNCLIPPED = {"clip_low": 1.0 - 1e-10, "clip_high": 1e10}
 """A window that e^-20 and e^20 lie in: no clip cuts a gradient that the clamp must cut."""
-LOG_RATIOS = (-30.0, -20.5, -19.5, -3.0, -0.5, -0.125, 0.0, 0.125, 0.5, 3.0, 19.5, 20.5, 30.0)
+LOG_RATIOS = (
+    -30.0,
+    -20.5,
+    -20.0,
+    -19.5,
+    -3.0,
+    -0.5,
+    -0.125,
+    0.0,
+    0.125,
+    0.5,
+    3.0,
+    19.5,
+    20.0,
+    20.5,
+    30.0,
+)
 
 
 @triton.jit
@@ -40,6 +60,8 @@ def _terms_kernel(
     LOGPROBS_REF,
     LOSS,
     D_LOGPROBS,
+    RATIO,
+    KL,
     FLAGS,
     ratio_low,
     ratio_high,
@@ -67,6 +89,8 @@ def _terms_kernel(
     )
     tl.store(LOSS + row, loss)
     tl.store(D_LOGPROBS + row, d_logprob)
+    tl.store(RATIO + row, ratio)
+    tl.store(KL + row, kl)
     tl.store(FLAGS + row, flags.to(tl.uint8))
 
 
@@ -86,16 +110,14 @@ def make_inputs(log_ratios: tuple[float, ...], ref_gaps: tuple[float, ...]) -> d
     }
 
 
-def terms(values: dict[str, Tensor], objective: PolicyObjective) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, d_logprobs, flags), each [R]."""
+def terms(values: dict[str, Tensor], objective: PolicyObjective) -> TokenTerms:
     inputs = PolicyInputs(
         loss_weights=torch.ones_like(values["logprobs"]),
         **{k: v for k, v in values.items() if k not in ("logprobs", "entropy")},
     )
     if not uses_triton(values["logprobs"]):
-        got = policy_terms(values["logprobs"], values["entropy"], inputs, objective)
-        return got.loss, got.d_logprobs, got.flags
-    loss, d_logprobs = torch.empty_like(inputs.advantages), torch.empty_like(inputs.advantages)
+        return policy_terms(values["logprobs"], values["entropy"], inputs, objective)
+    loss, d_logprobs, ratio, kl = torch.empty(4, len(inputs.advantages)).unbind()
     flags = torch.empty(len(loss), dtype=torch.uint8)
     _terms_kernel[(len(loss),)](
         LOGPROBS=values["logprobs"],
@@ -106,6 +128,8 @@ def terms(values: dict[str, Tensor], objective: PolicyObjective) -> tuple[Tensor
         LOGPROBS_REF=inputs.logprobs_ref,
         LOSS=loss,
         D_LOGPROBS=d_logprobs,
+        RATIO=ratio,
+        KL=kl,
         FLAGS=flags,
         ratio_low=1.0 - objective.clip_low,
         ratio_high=1.0 + objective.clip_high,
@@ -115,7 +139,7 @@ def terms(values: dict[str, Tensor], objective: PolicyObjective) -> tuple[Tensor
         HAS_DUAL_CLIP=objective.dual_clip is not None,
         KL_KIND=KL_KINDS[kl_kind(objective, inputs.logprobs_ref)],
     )
-    return loss, d_logprobs, flags
+    return TokenTerms(loss=loss, d_logprobs=d_logprobs, ratio=ratio, kl=kl, flags=flags)
 
 
 def definition(values: dict[str, Tensor], objective: PolicyObjective) -> tuple[Tensor, Tensor]:
@@ -131,11 +155,11 @@ def definition(values: dict[str, Tensor], objective: PolicyObjective) -> tuple[T
 
 def check(values: dict[str, Tensor], objective: PolicyObjective) -> None:
     """Element by element, so that a gradient of 2e-9 that must be 0 cannot hide."""
-    loss, d_logprobs, flags = terms(values, objective)
+    got = terms(values, objective)
     expected_loss, expected_grad = definition(values, objective)
-    assert not (flags & DROPPED).any()
-    torch.testing.assert_close(loss.double(), expected_loss, rtol=4e-6, atol=1e-6)
-    torch.testing.assert_close(d_logprobs.double(), expected_grad, rtol=4e-6, atol=1e-12)
+    assert not (got.flags & DROPPED).any()
+    torch.testing.assert_close(got.loss.double(), expected_loss, rtol=4e-6, atol=1e-6)
+    torch.testing.assert_close(got.d_logprobs.double(), expected_grad, rtol=4e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("dual_clip", [None, 3.0, 1e9])
@@ -152,8 +176,8 @@ def test_no_gradient_beyond_the_clamp(log_ratio: float, sign: float) -> None:
     values = make_inputs((log_ratio,), (0.0,))
     values["advantages"] = torch.full_like(values["advantages"], sign)
     assert abs(log_ratio) > MAX_LOG_RATIO
-    _, d_logprobs, flags = terms(values, PolicyObjective(**UNCLIPPED))
-    assert not flags.any() and not d_logprobs.any()
+    got = terms(values, PolicyObjective(**UNCLIPPED))
+    assert not got.flags.any() and not got.d_logprobs.any()
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
@@ -166,3 +190,74 @@ def test_kl_and_entropy_terms(kind: str) -> None:
     values = make_inputs((-0.5, 0.0, 0.125), LOG_RATIOS)
     values["advantages"] = torch.zeros_like(values["advantages"])
     check(values, objective)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_ratio_and_kl_are_reported_as_defined(kind: str) -> None:
+    """A report of something else would leave the training right and its curves wrong."""
+    objective = PolicyObjective(kl_coef=0.1, kl_kind=kind)
+    values = make_inputs(LOG_RATIOS, (-30.0, -0.5, 0.0, 0.5))
+    got = terms(values, objective)
+    log_ratio = (values["logprobs"] - values["logprobs_old"]).double()
+    expected = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    torch.testing.assert_close(got.ratio.double(), expected, rtol=4e-6, atol=0.0)
+    kl = kl_estimates(values["logprobs"].double(), values["logprobs_ref"].double(), objective)
+    torch.testing.assert_close(got.kl.double(), kl, rtol=4e-6, atol=1e-6)
+
+
+def test_flags_name_the_side_that_was_clipped() -> None:
+    """Catches a fraction that counts the other side, or a token without an advantage."""
+    values = make_inputs((-3.0, -0.125, 0.125, 0.5, 3.0), (0.0,))
+    negative = (CLIPPED_LOW, 0, 0, 0, DUAL_CLIPPED)
+    positive = (0, 0, 0, CLIPPED_HIGH, CLIPPED_HIGH)
+    expected = [
+        flag for low, high in zip(negative, positive, strict=True) for flag in (low, 0, high)
+    ]
+    assert terms(values, PolicyObjective(dual_clip=3.0)).flags.tolist() == expected
+    without = [0 if flag == DUAL_CLIPPED else flag for flag in expected]
+    assert terms(values, PolicyObjective()).flags.tolist() == without
+
+
+def test_a_window_without_width_keeps_the_gradient_of_the_first_update() -> None:
+    """There every ratio is 1, the window's edge: cut at the edge, nothing would ever be learned."""
+    values = make_inputs((0.0,), (0.0,))
+    got = terms(values, PolicyObjective(clip_low=0.0, clip_high=0.0))
+    assert not got.flags.any()
+    assert torch.equal(got.d_logprobs, -values["advantages"] * values["importance_weights"])
+
+
+@pytest.mark.parametrize("name", ["logprobs_old", "importance_weights", "logprobs_ref"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_token_without_finite_inputs_is_dropped(name: str, value: float) -> None:
+    """It alone: one such token must not make the sum NaN, nor take its neighbours along."""
+    objective = PolicyObjective(kl_coef=0.1, entropy_coef=0.02, dual_clip=3.0)
+    values = make_inputs((-0.5, 0.125, 3.0), (0.25,))
+    whole = terms(values, objective)
+    values[name][4] = value
+    got = terms(values, objective)
+    assert (got.flags == DROPPED).tolist() == [row == 4 for row in range(9)]
+    for part in ("loss", "d_logprobs", "ratio", "kl"):
+        expected = getattr(whole, part).clone()
+        expected[4] = 0.0
+        assert torch.equal(getattr(got, part), expected)
+
+
+def test_terms_without_reference_and_importance_weights() -> None:
+    """As with a reference that agrees and weights of 1, in fp32 and uint8."""
+    values = make_inputs(LOG_RATIOS, (0.0,))
+    values["importance_weights"] = torch.ones_like(values["importance_weights"])
+    objective = PolicyObjective(kl_coef=0.1, entropy_coef=0.02)
+    inputs = PolicyInputs(
+        logprobs_old=values["logprobs_old"],
+        advantages=values["advantages"],
+        loss_weights=torch.ones_like(values["logprobs"]),
+        logprobs_ref=None,
+        importance_weights=None,
+    )
+    got = policy_terms(values["logprobs"], values["entropy"], inputs, objective)
+    expected = terms(values, objective)
+    for name, value in vars(got).items():
+        assert value.dtype == (torch.uint8 if name == "flags" else torch.float32)
+        torch.testing.assert_close(value, getattr(expected, name), rtol=4e-6, atol=1e-6)
+    assert kl_kind(objective, None) == "none"
+    assert kl_kind(objective, values["logprobs_ref"]) == "k3"
