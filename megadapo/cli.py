@@ -20,6 +20,7 @@ from megadapo.commands import (
     plot,
     profile,
     report,
+    rollout,
     show,
     train,
     weights,
@@ -29,7 +30,7 @@ from megadapo.errors import ConfigError, MegadapoError
 EXIT_KEYBOARD_INTERRUPT = 130
 
 COMMANDS = (
-    *(train, eval, export, convert, weights, bench, profile),
+    *(train, rollout, eval, export, convert, weights, bench, profile),
     *(show, plot, report, config, doctor),
 )
 """One module a command, in the order --help lists them."""

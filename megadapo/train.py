@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megadapo.algorithm.advantages import advantages
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
@@ -10,34 +12,40 @@ from megadapo.errors import RunInterrupted
 from megadapo.observe.metrics import EvaluationRecord
 from megadapo.observe.oracles import check_oracles
 from megadapo.observe.summary import RunSummary
+from megadapo.run.replay import check_replay
 from megadapo.run.run import Run
-from megadapo.run.step_metrics import step_metrics, step_notes, verifier_note
+from megadapo.run.step_metrics import step_metrics, step_notes
 from megadapo.run.step_rollouts import saved_groups, saved_sequences
 from megadapo.run.workers import Workers, start_workers
 
 
-def train(config: RunConfig) -> RunSummary:
+def train(config: RunConfig, *, replay: Path | None = None) -> RunSummary:
     """Run, or go on with, the training that `config` describes, to its last step.
+
+    Args:
+        replay: folder of saved rollouts that are trained on in the place of new ones.
 
     Raises:
         RunInterrupted: it was asked to stop; every completed step is saved.
         MegadapoError: whatever else ended it early; the last checkpoint stands.
     """
+    notes = [] if replay is None else [check_replay(config, replay)]
     with Run.open(config) as run:
+        run.note(*notes)
         if not run.finished:
-            with start_workers(config, run, run.checkpoint) as workers:
+            with start_workers(config, run, run.checkpoint, replay=replay) as workers:
                 _train(config, run, workers)
     return run.finish()
 
 
 def _train(config: RunConfig, run: Run, workers: Workers) -> None:
     with run.phase("publish weights"):
-        workers.publish(policy_version=run.step)
+        workers.rollouts.publish(policy_version=run.step)
     _evaluate(run, workers, run.step)
     try:
         for step in run.steps():
             with run.phase("rollout", interruptible=True):
-                sampled = workers.sampler.next_batch()
+                sampled = workers.rollouts.next_batch()
             with run.phase("train"):
                 response_advantages = advantages(
                     sampled.groups,
@@ -56,9 +64,9 @@ def _train(config: RunConfig, run: Run, workers: Workers) -> None:
             )
             run.save_rollouts(step, saved)
             with run.phase("sync"):
-                workers.publish(policy_version=step)
+                workers.rollouts.publish(policy_version=step)
             evaluation = _evaluate(run, workers, step)
-            version = workers.engines.policy_version
+            version = workers.rollouts.policy_version
             run.record(
                 step_metrics(
                     step, sampled, update, evaluation, policy_version=version, config=config
@@ -66,10 +74,10 @@ def _train(config: RunConfig, run: Run, workers: Workers) -> None:
             )
             run.note(*step_notes(step, sampled, update, config.sampling.prompts_per_step))
             check_oracles(run.records, config.oracles)
-            run.complete(step, workers.state_dict())
+            run.complete(step, workers.rollouts.state_dict())
             if run.saves:
                 run.save(workers.trainer.save)
-        run.note(verifier_note(workers.verifier.counts))
+        run.note(*workers.rollouts.closing_notes())
     except RunInterrupted:
         # the trainer is as the last completed step left it: only rollouts are interruptible
         run.save(workers.trainer.save)
@@ -81,6 +89,7 @@ def _evaluate(run: Run, workers: Workers, step: int) -> EvaluationRecord | None:
     if not run.evaluates(step):
         return None
     with run.phase("evaluate"):
-        evaluation = workers.evaluate(step)
-    run.record_evaluation(evaluation)
+        evaluation = workers.rollouts.evaluate(step)
+    if evaluation is not None:
+        run.record_evaluation(evaluation)
     return evaluation

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from megadapo.config import RunConfig
 
 OVERRIDES = (
@@ -54,3 +58,15 @@ def load_checked(arguments: argparse.Namespace) -> tuple[RunConfig, list[str]]:
         overrides = [f"run.folder={arguments.config}", "run.resume=auto", *overrides]
     config = load_config(arguments.config, [*overrides, *arguments.overrides])
     return config, check_run(config)
+
+
+class Spinner:
+    """Says on the console which part is being started."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with self._console.status(name):
+            yield

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from megadapo.commands.common import Commands, add_command, add_config, load_checked
+from megadapo.commands.common import Commands, Spinner, add_command, add_config, load_checked
 from megadapo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from megadapo.config import RunConfig
     from megadapo.observe.metrics import EvaluationRecord
 
@@ -56,10 +52,11 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
     for note in notes:
         console.print(note, markup=False, soft_wrap=True)
     step = 0 if checkpoint is None else checkpoint.step
-    with start_workers(config, _Spinner(console), checkpoint) as workers:
-        workers.publish(policy_version=step)
+    with start_workers(config, Spinner(console), checkpoint) as workers:
+        workers.rollouts.publish(policy_version=step)
         with console.status("evaluate"):
-            record = workers.evaluate(step)
+            record = workers.rollouts.evaluate(step)
+    assert record is not None, "engines can always be asked"
     console.print(
         f"avg@{record.samples_per_problem} on {record.num_problems} problems: "
         f"{record.accuracy:.4f} ± {record.standard_error:.4f}, "
@@ -67,15 +64,3 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
         highlight=False,
     )
     return record
-
-
-class _Spinner:
-    """Says on the console which part is being started."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        with self._console.status(name):
-            yield

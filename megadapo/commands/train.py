@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from megadapo.commands.common import Commands, add_command, add_config, load_checked
 
@@ -13,6 +14,13 @@ def add(commands: Commands) -> None:
         commands, "train", "train a model, or go on with a run", takes_overrides=True
     )
     add_config(parser)
+    parser.add_argument(
+        "--replay",
+        type=Path,
+        metavar="RUN/rollouts",
+        help="train on the rollouts that another run saved, step by step, without engines; "
+        'observe.saved_groups = "all" is what saves whole batches',
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -26,11 +34,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         from megadapo.config import to_toml
 
+        if arguments.replay is not None:
+            from megadapo.run.replay import check_replay
+
+            notes.append(check_replay(config, arguments.replay))
         print(to_toml(config), end="")
         for note in notes:
             print(f"megadapo: {note}", file=sys.stderr)
         return 0
     from megadapo.train import train
 
-    train(config)
+    train(config, replay=arguments.replay)
     return 0

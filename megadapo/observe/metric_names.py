@@ -62,4 +62,8 @@ what it generated, over the engines that were given any. train/rank_tokens_* is 
 had to compute, prompts included, and time/rank_logprobs_* how long it took for the old log-probs of
 that, a pass in which no data-parallel rank waits for another. reward/* is over all responses
 generated, as accuracy/mean is; reward/shaped_mean is reward/mean + reward/overlong_penalty_mean.
+
+Where saved rollouts are trained on again, what needs engines is null (tokens/generated,
+tokens_per_s, time/sync_s, time/reward_s, *engine*, eval/accuracy), what is said of the groups is of
+those saved, and parity/* is against the saved log-probs.
 """

@@ -27,12 +27,21 @@ _TEMPORARY = "tmp-"
 
 def rollouts_path(run_folder: Path, step: int) -> Path:
     """Return where the groups of a step are saved."""
-    return run_folder / ROLLOUTS_FOLDER / f"step-{step}.jsonl.zst"
+    return step_file(run_folder / ROLLOUTS_FOLDER, step)
 
 
 def saved_steps(run_folder: Path) -> list[int]:
     """Return the steps of a run that have saved groups, ascending."""
-    folder = run_folder / ROLLOUTS_FOLDER
+    return steps_in(run_folder / ROLLOUTS_FOLDER)
+
+
+def step_file(folder: Path, step: int) -> Path:
+    """Return where the groups of a step are in a folder of saved rollouts."""
+    return folder / f"step-{step}.jsonl.zst"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps that a folder of saved rollouts has, ascending."""
     if not folder.is_dir():
         return []
     matches = (_FILE_NAME.fullmatch(path.name) for path in folder.iterdir())

@@ -17,7 +17,9 @@
 Log-probs are float32 in the fewest digits that give the same float32 back, and null where there is
 no finite one: neither the engine's nor the trainer's reason for that matters, such a token is not
 trained on. What only training gives (advantage, logprobs_old, logprobs_update) is null in groups
-that were not trained on. The meaning of each field is said at `SavedGroup` and `SavedResponse`.
+that were not trained on; where no trainer was there, "trained" are those that it would have been
+given, with an advantage and null log-probs. The meaning of each field is said at `SavedGroup` and
+`SavedResponse`.
 """
 
 from __future__ import annotations

@@ -35,9 +35,10 @@ class SampledBatch:
     """Surplus groups with a signal, kept for the next step."""
     num_dropped: int
     """Surplus groups with a signal for which the reserve had no room."""
-    num_tokens: int
-    """Response tokens generated."""
-    reward_seconds: float
+    num_tokens: int | None
+    """Response tokens generated; None where the groups were not generated but read."""
+    reward_seconds: float | None
+    """Time spent scoring; None where the groups were not scored but read."""
     accuracy: float
     """Share of correct responses."""
     reward_mean: float

@@ -146,13 +146,18 @@ class Run:
         self._rollouts.wait()
         seconds, self._seconds = self._seconds, defaultdict(float)
         step_s = sum(seconds[name] for name in ("rollout", "train", "sync"))
-        times = {
+        times: dict[str, float | None] = {
             f"time/{name}_s": seconds[name]
             for name in ("rollout", "train", "sync", "evaluate", "checkpoint")
         }
-        generated = values.get("tokens/generated") or 0
+        generated, speed = values.get("tokens/generated"), None
+        if generated is None:
+            # a step that generates nothing has no engines to send weights to
+            times["time/sync_s"] = None
+        else:
+            speed = generated / step_s
         record = self._metrics.record(
-            {**values, **times, "time/step_s": step_s, "tokens_per_s": generated / step_s}
+            {**values, **times, "time/step_s": step_s, "tokens_per_s": speed}
         )
         self.records.append(record)
         self._display.step(record)

@@ -88,7 +88,13 @@ def step_notes(
     step: int, sampled: SampledBatch, update: UpdateResult, prompts_per_step: int
 ) -> Iterator[str]:
     """What was left out of a step, a line for each reason; a healthy step has none."""
-    if sampled.num_kept < prompts_per_step:
+    if sampled.num_kept < prompts_per_step and sampled.num_tokens is None:
+        yield (
+            f"step {step}: only {sampled.num_kept} of {prompts_per_step} groups are saved as "
+            'trained on (observe.saved_groups = "all" saves whole batches): a smaller batch was '
+            "trained on"
+        )
+    elif sampled.num_kept < prompts_per_step:
         yield (
             f"step {step}: only {sampled.num_kept} of {prompts_per_step} groups have a signal "
             f"among {sampled.num_sampled} asked for ({sampled.num_all_correct} all right, "

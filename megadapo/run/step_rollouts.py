@@ -33,10 +33,12 @@ class _TrainedResponse:
 class _TrainedBatch:
     """What training gave the saved responses of a batch, in the batch's order."""
 
-    def __init__(self, sampled: SampledBatch, advantages: np.ndarray, update: UpdateResult) -> None:
+    def __init__(
+        self, sampled: SampledBatch, advantages: np.ndarray, update: UpdateResult | None
+    ) -> None:
         self._sequences = _sequences_by_order(sampled)
         self._advantages = advantages
-        self._recorded = update.recorded
+        self._update = update
         lengths = [len(sample.response_ids) for group in sampled.groups for sample in group.samples]
         asked_for = saved_sequences(sampled)
         bounds = np.cumsum([0] + [lengths[sequence] for sequence in asked_for])
@@ -51,12 +53,15 @@ class _TrainedBatch:
         return [self._response(i) for i in self._sequences[sampled.group.order]]
 
     def _response(self, sequence: int) -> _TrainedResponse:
-        assert self._recorded is not None, "the update was not asked for the saved sequences"
-        place = self._slices[sequence]
+        advantage = float(self._advantages[sequence])
+        if self._update is None:
+            return _TrainedResponse(advantage=advantage)
+        recorded, place = self._update.recorded, self._slices[sequence]
+        assert recorded is not None, "the update was not asked for the saved sequences"
         return _TrainedResponse(
-            advantage=float(self._advantages[sequence]),
-            logprobs_old=self._recorded.old[place],
-            logprobs_update=self._recorded.update[place],
+            advantage=advantage,
+            logprobs_old=recorded.old[place],
+            logprobs_update=recorded.update[place],
         )
 
 
@@ -71,7 +76,7 @@ def saved_groups(
     step: int,
     sampled: SampledBatch,
     advantages: np.ndarray,
-    update: UpdateResult,
+    update: UpdateResult | None,
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[SavedGroup]:
@@ -79,7 +84,8 @@ def saved_groups(
 
     Args:
         advantages: [S] of each response of the batch.
-        update: of the batch, with the log-probs of its `saved_sequences`.
+        update: of the batch, with the log-probs of its `saved_sequences`; None where it was not
+            trained on.
     """
     trained = _TrainedBatch(sampled, advantages, update)
     decode = decoder_of(tokenizer)

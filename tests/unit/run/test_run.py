@@ -178,6 +178,17 @@ def test_evaluations_and_checkpoints_are_timed_in_the_next_record(tmp_path):
     assert all(r["time/step_s"] < 0.02 for r in read_metrics(tmp_path))
 
 
+def test_a_step_that_generates_nothing_has_neither_speed_nor_sync(tmp_path):
+    """Zero tokens a second would be taken for engines that hang."""
+    with Run.open(config_of(tmp_path)) as run:
+        for name in ("rollout", "train", "sync"):
+            with run.phase(name):
+                pass
+        record = run.record({"step": 1})
+    assert record["tokens_per_s"] is None and record["time/sync_s"] is None
+    assert record["time/step_s"] >= record["time/rollout_s"] + record["time/train_s"] > 0
+
+
 def test_what_a_step_saved_is_there_with_its_record_and_redone_after_a_resume(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         for step in run.steps():

@@ -117,6 +117,14 @@ def test_the_spread_over_engines_and_ranks_is_shown():
     assert times == (0.5, 0.75)
 
 
+def test_a_step_that_generated_nothing_says_so_and_not_zero():
+    """A replay would look like engines that stand still."""
+    found = metrics(replace(SAMPLED, num_tokens=None, reward_seconds=None, engines=()))
+    names = ("tokens/generated", "time/reward_s", "time/engine_max_s", "rollout/engine_tokens_min")
+    assert [found[name] for name in names] == [None] * 4
+    assert found["accuracy/mean"] == 0.5
+
+
 def notes(sampled: SampledBatch = SAMPLED, update: UpdateResult = UPDATE, size: int = 0) -> str:
     return "\n".join(step_notes(3, sampled, update, size))
 
@@ -127,6 +135,7 @@ def test_a_healthy_step_says_nothing():
 
 def test_each_reason_for_leaving_something_out_is_said_with_its_count():
     assert "only 0 of 8 groups" in notes(size=8)
+    assert "0 of 8 groups are saved" in notes(replace(SAMPLED, num_tokens=None), size=8)
     assert "5 surplus groups dropped" in notes(replace(SAMPLED, num_dropped=5))
     assert "7 response tokens" in notes(update=replace(UPDATE, num_dropped_tokens=7))
     assert "2 updates skipped" in notes(update=replace(UPDATE, skipped_updates=2))

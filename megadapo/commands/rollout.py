@@ -1,0 +1,105 @@
+"""`megadapo rollout`: sample and score as training does, without a trainer."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from megadapo.commands.common import Commands, Spinner, add_command, load_checked
+from megadapo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megadapo.config import RunConfig
+    from megadapo.run.rollout_only import RolloutStep
+
+ABOUT = """Sample and score the batches of a run's first steps from the weights in model.path,
+without a trainer, and save them in run.folder + "-rollout", as observe.saved_groups says. The
+batch of step 1 is that of training; later ones differ, as no weights change here. For a checkpoint:
+megadapo export RUN FOLDER, then --model.path=FOLDER."""
+
+COLUMNS = (
+    *("step", "sampled", "kept", "all right", "all wrong", "accuracy", "length", "p95"),
+    *("truncated", "reward s", "disagreed"),
+)
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands, "rollout", "sample and score without a trainer", takes_overrides=True
+    )
+    parser.description = ABOUT
+    parser.add_argument("config", help="recipe (TOML), or the folder of a run")
+    parser.add_argument(
+        "--steps", type=int, default=1, metavar="N", help="batches to sample; default: 1"
+    )
+    parser.set_defaults(run=run, resume=None)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.steps < 1:
+        raise ConfigError(f"--steps {arguments.steps}: at least 1 is needed")
+    config, _ = load_checked(arguments)
+    sample_steps(config, num_steps=arguments.steps)
+    return 0
+
+
+def sample_steps(config: RunConfig, *, num_steps: int) -> list[RolloutStep]:
+    """Sample steps 1 to `num_steps`, print a line for each and a table of all, and return them.
+
+    Raises:
+        MegadapoError: whatever ended it early; what was sampled is saved.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from megadapo.run.rollout_only import RolloutOnly, rollout_folder
+
+    console = Console()
+    columns = (TextColumn("sample"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    done: list[RolloutStep] = []
+    with (
+        RolloutOnly.start(config, Spinner(console)) as rollouts,
+        Progress(*columns, console=console, transient=True) as progress,
+    ):
+        for step in progress.track(range(1, num_steps + 1)):
+            done.append(rollouts.sample(step))
+            line = _line(done[-1])
+            progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+    _print_table(done, console)
+    if config.observe.saved_groups != 0:
+        look = f"Read the responses:  megadapo show {rollout_folder(config)}"
+        console.print(look, markup=False, highlight=False, soft_wrap=True)
+    return done
+
+
+def _cells(done: RolloutStep) -> tuple[str, ...]:
+    """One step's text under each of COLUMNS."""
+    sampled = done.sampled
+    return (
+        str(done.step),
+        *(str(sampled.num_sampled), str(sampled.num_kept)),
+        *(str(sampled.num_all_correct), str(sampled.num_all_wrong)),
+        f"{sampled.accuracy:.4f}",
+        *(f"{sampled.response_length_mean:.1f}", f"{sampled.response_length_p95:.1f}"),
+        f"{sampled.truncated_fraction:.4f}",
+        f"{sampled.reward_seconds:.2f}",
+        str(done.num_disagreements),
+    )
+
+
+def _line(done: RolloutStep) -> str:
+    pairs = zip(COLUMNS, _cells(done), strict=True)
+    return " ".join(f"{name.replace(' ', '_')}={text}" for name, text in pairs)
+
+
+def _print_table(steps: list[RolloutStep], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(title="groups, and the responses of all groups sampled")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for done in steps:
+        table.add_row(*_cells(done))
+    console.print(table)

@@ -1,0 +1,141 @@
+"""Sampling and scoring as a run does it, without a trainer: for looking at prompts and rewards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from megadapo.algorithm.advantages import advantages
+from megadapo.config import RunConfig, to_dict
+from megadapo.config.recipe import RESOLVED_FILE
+from megadapo.errors import ConfigError
+from megadapo.observe.metrics import METRICS_FILE
+from megadapo.observe.rollouts import rollouts_path, saved_steps, write_rollouts
+from megadapo.rewards.verifier import Verifier
+from megadapo.rollout.engines import Engines
+from megadapo.rollout.sampled_batch import SampledBatch
+from megadapo.rollout.sampler import Sampler
+from megadapo.run.checkpoint import CHECKPOINTS
+from megadapo.run.sampling import Phases, Questions, start_cluster
+from megadapo.run.step_rollouts import saved_groups
+
+SUFFIX = "-rollout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutStep:
+    """One step's batch and what the verifier made of it."""
+
+    step: int
+    sampled: SampledBatch
+    num_disagreements: int
+    """Responses on which the string rule and the symbolic comparison differ."""
+
+
+class RolloutOnly:
+    """Engines with the model's own weights, and the sampler of a run that begins with them."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        sampler: Sampler,
+        verifier: Verifier,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._sampler = sampler
+        self._verifier = verifier
+        self._tokenizer = tokenizer
+
+    @classmethod
+    @contextmanager
+    def start(cls, config: RunConfig, phases: Phases) -> Iterator[RolloutOnly]:
+        """Start verifier and engines; they have ended when this returns.
+
+        Raises:
+            ConfigError: there are no weights to sample from, or a run is in the way.
+            DataError: prompts, gold answers or the tokenizer cannot be used.
+            InfraError: a process did not start.
+        """
+        folder = prepare_folder(config)
+        with ExitStack() as stack:
+            questions = Questions.start(config, phases, stack)
+            cluster = start_cluster(config, phases, stack, trains=False, samples=True)
+            with phases.phase("start engines"):
+                engines = Engines.start(
+                    config.rollout,
+                    cluster,
+                    model=config.model.path,
+                    dtype=config.model.dtype,
+                    max_prompt_tokens=config.data.max_prompt_tokens,
+                    log_folder=folder,
+                    weights_from="folder",
+                    shares_gpus=False,
+                )
+                stack.callback(engines.shutdown)
+            sampler = questions.sampler(config, engines)
+            yield cls(config, folder, sampler, questions.verifier, questions.tokenizer)
+
+    def sample(self, step: int) -> RolloutStep:
+        """Sample and score the batch of a step, and save its groups.
+
+        Raises:
+            SamplingError: too few groups have a signal.
+            InfraError: an engine failed, or the disk is full.
+        """
+        config, before = self._config, self._verifier.num_disagreements
+        sampled = self._sampler.next_batch()
+        if sampled.saved:
+            values = advantages(
+                sampled.groups,
+                config.algorithm,
+                max_response_tokens=config.rollout.max_response_tokens,
+            )
+            saved = saved_groups(step, sampled, values, None, config, self._tokenizer)
+            write_rollouts(rollouts_path(self._folder, step), saved)
+        return RolloutStep(
+            step=step,
+            sampled=sampled,
+            num_disagreements=self._verifier.num_disagreements - before,
+        )
+
+
+def rollout_folder(config: RunConfig) -> Path:
+    """Return where rollouts without a trainer go: beside the run, never into it."""
+    folder = config.run.folder
+    return folder.with_name(folder.name + SUFFIX)
+
+
+def prepare_folder(config: RunConfig) -> Path:
+    """Make the folder, empty of rollouts of before, and return it.
+
+    Raises:
+        ConfigError: the model has no weights, a run is in the way, or it cannot be made.
+    """
+    if config.model.init == "random":
+        raise ConfigError(
+            'model.init = "random" leaves engines without weights: name a model that has some in '
+            "model.path, such as a folder that megadapo export wrote"
+        )
+    folder = rollout_folder(config)
+    for name in (METRICS_FILE, CHECKPOINTS):
+        if (folder / name).exists():
+            raise ConfigError(
+                f"{folder} holds a run ({name}): choose another run.folder; rollouts go to "
+                f"run.folder + {SUFFIX}"
+            )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for step in saved_steps(folder):
+            rollouts_path(folder, step).unlink()
+        (folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
+    return folder

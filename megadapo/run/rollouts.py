@@ -1,0 +1,125 @@
+"""Where the loop gets its groups from and sends its weights to: engines, or what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megadapo.config import RunConfig
+from megadapo.errors import CheckpointError
+from megadapo.observe.metrics import EvaluationRecord
+from megadapo.rollout.engines import Engines
+from megadapo.rollout.evaluation import evaluate
+from megadapo.rollout.sampled_batch import SampledBatch
+from megadapo.rollout.sampler import Sampler
+from megadapo.run.sampling import Questions
+from megadapo.run.step_metrics import verifier_note
+from megadapo.weights.sync.publish import Publisher
+
+SAMPLER_STATE = "sampler"
+
+
+class Rollouts(Protocol):
+    """A source of batches that takes the weights trained on them."""
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights published last."""
+        ...
+
+    def next_batch(self) -> SampledBatch:
+        """Return the groups of the step after the published weights."""
+        ...
+
+    def sleep(self) -> None:
+        """Leave the memory of shared GPUs to the trainer until the next publish."""
+        ...
+
+    def publish(self, policy_version: int) -> None:
+        """Take the trainer's weights."""
+        ...
+
+    def evaluate(self, step: int) -> EvaluationRecord | None:
+        """Score the published weights on the held-out problems; None where nothing can."""
+        ...
+
+    def closing_notes(self) -> Iterator[str]:
+        """Yield what is to be said after the last step."""
+        ...
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what a checkpoint must hold for going on after the last batch."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveRollouts:
+    """The engines and what feeds them."""
+
+    config: RunConfig
+    engines: Engines
+    sampler: Sampler
+    questions: Questions
+    publisher: Publisher
+
+    @property
+    def policy_version(self) -> int:
+        return self.engines.policy_version
+
+    def next_batch(self) -> SampledBatch:
+        return self.sampler.next_batch()
+
+    def sleep(self) -> None:
+        self.engines.sleep()
+
+    def publish(self, policy_version: int) -> None:
+        """Put the trainer's weights into the engines, which then sample as that version."""
+        self.engines.wake_weights()
+        self.publisher.publish(policy_version)
+        self.engines.wake_cache()
+
+    def evaluate(self, step: int) -> EvaluationRecord:
+        """Score the engines' present weights on the held-out problems."""
+        config = self.config
+        result = evaluate(
+            self.engines,
+            self.questions.held_out,
+            self.questions.verifier,
+            config.evaluation,
+            tokenizer=self.questions.tokenizer,
+            max_response_tokens=config.rollout.max_response_tokens,
+            seed=config.run.seed,
+        )
+        return EvaluationRecord(
+            step=step,
+            policy_version=self.policy_version,
+            accuracy=result.accuracy,
+            standard_error=result.standard_error,
+            num_problems=result.num_problems,
+            samples_per_problem=result.samples_per_problem,
+            response_length=result.response_length_mean,
+        )
+
+    def closing_notes(self) -> Iterator[str]:
+        yield verifier_note(self.questions.verifier.counts)
+
+    def state_dict(self) -> dict[str, object]:
+        return {SAMPLER_STATE: self.sampler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            CheckpointError: the state is damaged, or of a run that did not sample.
+        """
+        if SAMPLER_STATE not in state:
+            raise CheckpointError(
+                "the checkpoint does not say where sampling stands, as it is of a replay: go on "
+                "with --replay, or sample in another run.folder"
+            )
+        self.sampler.load_state_dict(state[SAMPLER_STATE])

@@ -1,0 +1,115 @@
+"""The parts of a run that sample and score: prompts, verifier, engines, sampler. No trainer."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megadapo.cluster.cluster import Cluster
+from megadapo.config import RunConfig
+from megadapo.data.prompts import Prompt, PromptStream, load_prompts
+from megadapo.errors import DataError
+from megadapo.rewards.dapo_math import validate_ground_truth
+from megadapo.rewards.verifier import Verifier
+from megadapo.rollout.engines import Engines
+from megadapo.rollout.requests import SamplingSettings
+from megadapo.rollout.sampler import Sampler
+
+
+class Phases(Protocol):
+    """Where start-up says what it is doing; a Run is one."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """What is asked and how it is scored: all that sampling needs beside engines."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    verifier: Verifier
+
+    @classmethod
+    def start(cls, config: RunConfig, phases: Phases, stack: ExitStack) -> Questions:
+        """Load the prompts and start the verifier, which ends with `stack`.
+
+        Raises:
+            DataError: prompts, gold answers or the tokenizer cannot be used.
+            InfraError: a process of the verifier did not start.
+        """
+        with phases.phase("load prompts"):
+            tokenizer = load_tokenizer(config)
+            prompts = _load_prompts(config, config.data.train, tokenizer)
+            held_out = []
+            if config.data.held_out is not None:
+                held_out = _load_prompts(config, config.data.held_out, tokenizer)
+        with phases.phase("start verifier"):
+            verifier = stack.enter_context(Verifier(config.reward))
+        return cls(tokenizer=tokenizer, prompts=prompts, held_out=held_out, verifier=verifier)
+
+    def sampler(self, config: RunConfig, engines: Engines) -> Sampler:
+        """Return the sampler of a run at its first step."""
+        return Sampler(
+            engines,
+            PromptStream(self.prompts, config.run.seed, shuffle=config.data.shuffle),
+            self.verifier,
+            config.sampling,
+            settings=SamplingSettings(
+                temperature=config.rollout.temperature,
+                top_p=config.rollout.top_p,
+                max_tokens=config.rollout.max_response_tokens,
+            ),
+            tokenizer=self.tokenizer,
+            seed=config.run.seed,
+            saved_groups=config.observe.saved_groups,
+        )
+
+
+def start_cluster(
+    config: RunConfig, phases: Phases, stack: ExitStack, *, trains: bool, samples: bool
+) -> Cluster:
+    """Start or join Ray with slots for trainer ranks, engines or both; left with `stack`.
+
+    Raises:
+        InfraError: the cluster does not have what the layout asks for in time.
+    """
+    with phases.phase("start Ray"):
+        cluster = Cluster.start(
+            config.cluster,
+            num_trainer_ranks=config.trainer.num_ranks if trains else 0,
+            num_engines=config.rollout.num_engines if samples else 0,
+            engine_ranks=config.rollout.ranks_per_engine,
+        )
+        stack.callback(cluster.shutdown)
+    return cluster
+
+
+def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of model.path.
+
+    Raises:
+        DataError: it has none that can be used.
+    """
+    path = config.model.path
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"model.path = {path}: no usable tokenizer: {error}") from error
+
+
+def _load_prompts(
+    config: RunConfig, source: str, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    return load_prompts(
+        source,
+        check_gold=partial(validate_ground_truth, rule=config.reward.rule),
+        tokenizer=tokenizer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        overlong_prompts=config.data.overlong_prompts,
+    )

@@ -1,0 +1,235 @@
+"""Would catch: a replay that trains on other groups, in another order, or in another step than the
+run did that saved them, or that takes in what its configuration cannot have sampled."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megadapo.config import RunConfig, from_dict
+from megadapo.data.prompts import PromptStream
+from megadapo.errors import CheckpointError, ConfigError, DataError
+from megadapo.observe.rollouts import read_rollouts, rollouts_path, write_rollouts
+from megadapo.observe.saved_group import SavedGroup
+from megadapo.rollout.requests import SamplingSettings
+from megadapo.rollout.reserve import encode_group
+from megadapo.rollout.sampled_batch import SampledBatch
+from megadapo.rollout.sampler import Sampler
+from megadapo.run.replay import ReplayedRollouts, check_replay
+from megadapo.run.rollouts import LiveRollouts
+from megadapo.run.step_rollouts import saved_groups
+from tests.support.scripted_engines import (
+    POLICY_VERSION,
+    PlainTokenizer,
+    RightAtLeast,
+    ScriptedEngines,
+    make_prompts,
+)
+from tests.unit.run.test_step_rollouts import CONFIG, MAX_TOKENS
+from tests.unit.run.test_step_rollouts import tokenizer as tokenizer
+
+STEPS = range(POLICY_VERSION, POLICY_VERSION + 3)
+"""The second one is that of ScriptedEngines' policy."""
+SIZES = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+
+
+def config_of(folder: Path, **sections: dict[str, object]) -> RunConfig:
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(SIZES))
+    table = {
+        "run": {"folder": str(folder / "replay"), "num_steps": STEPS[-1]},
+        "model": {"path": str(model)},
+        "data": {"train": "arithmetic:train:64", "max_prompt_tokens": 64},
+        "rollout": {"max_response_tokens": MAX_TOKENS},
+        "sampling": {
+            "prompts_per_step": 8,
+            "responses_per_prompt": 3,
+            "oversampling": 3.0,
+            "reserve_limit": 5,
+        },
+        "algorithm": {"overlong_buffer": 4, "responses_per_mini_batch": 12},
+        "trainer": {"optimizer": {"warmup_steps": 0}},
+        "observe": {"saved_groups": "all"},
+    }
+    return from_dict({name: {**values, **sections.get(name, {})} for name, values in table.items()})
+
+
+def sample(config: RunConfig) -> list[SampledBatch]:
+    """A batch for each of STEPS; those after the first begin with groups of the reserve."""
+    sampler = Sampler(
+        ScriptedEngines(),
+        PromptStream(make_prompts(50), 0),
+        RightAtLeast(28),
+        config.sampling,
+        settings=SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS),
+        tokenizer=PlainTokenizer(),
+        seed=0,
+        saved_groups=config.observe.saved_groups,
+    )
+    return [sampler.next_batch() for _ in STEPS]
+
+
+@pytest.fixture
+def source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> list[SampledBatch]:
+    """The batches of a run whose rollouts lie in tmp_path/rollouts, all of them."""
+    batches = sample(config_of(tmp_path))
+    save(tmp_path, batches, tokenizer)
+    return batches
+
+
+def save(folder: Path, batches: list[SampledBatch], tokenizer: PreTrainedTokenizerFast) -> None:
+    for step, batch in zip(STEPS, batches, strict=True):
+        values = np.zeros(sum(len(group.samples) for group in batch.groups))
+        groups = saved_groups(step, batch, values, None, CONFIG, tokenizer)
+        write_rollouts(rollouts_path(folder, step), groups)
+
+
+def replayed(config: RunConfig, folder: Path, *, first_step: int = STEPS[0]) -> list[SampledBatch]:
+    """The batches as the loop asks for them."""
+    rollouts = ReplayedRollouts(config, folder / "rollouts", first_step=first_step)
+    batches = []
+    for step in range(first_step, STEPS[-1] + 1):
+        rollouts.publish(step - 1)
+        batches.append(rollouts.next_batch())
+    return batches
+
+
+def contents(batch: SampledBatch) -> list[object]:
+    """A batch without what generating it took; floats as the encoding of a checkpoint."""
+    timed = {"num_tokens", "reward_seconds", "engines", "groups", "saved", "num_from_reserve"}
+    return [
+        [encode_group(group) for group in batch.groups],
+        [(encode_group(entry.group), entry.fate) for entry in batch.saved],
+        {name: value for name, value in vars(batch).items() if name not in timed},
+    ]
+
+
+def test_every_batch_comes_back_as_it_was_sampled(
+    tmp_path: Path, source: list[SampledBatch]
+) -> None:
+    """Another order puts responses into other mini-batches, and every number after it is off."""
+    batches = replayed(config_of(tmp_path), tmp_path)
+    assert [contents(batch) for batch in batches] == [contents(batch) for batch in source]
+    assert any(batch.num_from_reserve for batch in source)
+    assert all(b.num_tokens is None and b.reward_seconds is None for b in batches)
+    assert all(b.engines == () for b in batches)
+    # what the present weights sampled is known by its policy version alone
+    of_policy = STEPS.index(POLICY_VERSION + 1)
+    assert [b.num_from_reserve for b in batches] == [
+        b.num_from_reserve if i == of_policy else 8 for i, b in enumerate(source)
+    ]
+
+
+def test_a_replay_goes_on_in_the_step_after_its_checkpoint(
+    tmp_path: Path, source: list[SampledBatch]
+) -> None:
+    last = replayed(config_of(tmp_path), tmp_path, first_step=STEPS[-1])
+    assert [contents(batch) for batch in last] == [contents(source[-1])]
+
+
+def test_publishing_counts_and_nothing_else_happens(
+    tmp_path: Path, source: list[SampledBatch]
+) -> None:
+    rollouts = ReplayedRollouts(config_of(tmp_path), tmp_path / "rollouts", first_step=STEPS[0])
+    rollouts.sleep()
+    assert rollouts.policy_version == STEPS[0] - 1
+    rollouts.publish(STEPS[0])
+    assert rollouts.policy_version == STEPS[0]
+    assert rollouts.evaluate(1) is None
+    assert rollouts.state_dict() == {} and list(rollouts.closing_notes()) == []
+
+
+def test_of_a_partial_save_what_is_there_is_a_batch(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = config_of(tmp_path, observe={"saved_groups": 5})
+    batches = sample(config)
+    save(tmp_path, batches, tokenizer)
+    for batch, whole in zip(replayed(config, tmp_path), batches, strict=True):
+        kept = {s.group.order for s in whole.saved if s.fate == "trained"}
+        assert 0 < len(kept) < 8
+        assert [g.order for g in batch.groups] == [g.order for g in whole.groups if g.order in kept]
+
+
+def test_the_run_that_is_replayed_is_not_overwritten(
+    tmp_path: Path, source: list[SampledBatch]
+) -> None:
+    """Opening a run deletes rollouts of steps that no checkpoint stands for."""
+    config = config_of(tmp_path, run={"folder": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"choose another run\.folder"):
+        check_replay(config, tmp_path / "model" / ".." / "rollouts")
+
+
+def test_a_run_longer_than_what_is_saved_is_refused(
+    tmp_path: Path, source: list[SampledBatch]
+) -> None:
+    assert "parity" in check_replay(config_of(tmp_path), tmp_path / "rollouts")
+    longer = config_of(tmp_path, run={"num_steps": 9})
+    with pytest.raises(
+        ConfigError, match=r"3 steps are, 3 to 5.*num_steps.*saved_groups = \"all\""
+    ):
+        check_replay(longer, tmp_path / "rollouts")
+    with pytest.raises(ConfigError, match=r"there is no step-N\.jsonl\.zst"):
+        check_replay(longer, tmp_path)
+    rollouts_path(tmp_path, STEPS[1]).unlink()
+    with pytest.raises(ConfigError, match=f"step {STEPS[1]} is not saved"):
+        ReplayedRollouts(config_of(tmp_path), tmp_path / "rollouts", first_step=STEPS[0])
+
+
+def damage(folder: Path, group: SavedGroup, **values: object) -> None:
+    write_rollouts(rollouts_path(folder, STEPS[0]), [replace(group, **values)])
+
+
+def test_groups_that_cannot_be_of_this_run_are_refused_by_name(
+    tmp_path: Path, source: list[SampledBatch]
+) -> None:
+    """Foreign tokens would end as an index error in a rank, far from their file."""
+    saved = list(read_rollouts(rollouts_path(tmp_path, STEPS[0])))
+    group = next(g for g in saved if g.fate == "trained")
+    first, *others = group.responses
+    strange = {
+        "is of step 1": {"step": 1},
+        "has 2 responses": {"responses": group.responses[:2]},
+        "has 0 responses": {"responses": ()},
+        "a prompt of 0 tokens": {"prompt_ids": ()},
+        "a prompt of 65 tokens": {"prompt_ids": (1,) * 65},
+        "tokens that a model with 128": {"prompt_ids": (128,)},
+        "does not know": {
+            "responses": (replace(first, token_ids=-1 - first.token_ids), *others),
+        },
+        "no group that was trained on|holds no group": {"fate": "all_wrong"},
+    }
+    for said, values in strange.items():
+        damage(tmp_path, group, **values)
+        with pytest.raises(DataError, match=f"step-{STEPS[0]}.jsonl.zst.*({said})"):
+            replayed(config_of(tmp_path), tmp_path)
+    damage(tmp_path, group)
+    shorter = config_of(
+        tmp_path,
+        rollout={"max_response_tokens": max(group.group.lengths) - 1},
+        algorithm={"overlong_buffer": 0},
+    )
+    with pytest.raises(DataError, match=r"a response of \d+ tokens, but rollout\.max_response"):
+        replayed(shorter, tmp_path)
+
+
+def test_sampling_does_not_go_on_from_a_checkpoint_of_a_replay(tmp_path: Path) -> None:
+    """It would ask the first prompts again, with the first seeds, and count them as new."""
+    live = LiveRollouts.__new__(LiveRollouts)
+    with pytest.raises(CheckpointError, match="go on with --replay"):
+        live.load_state_dict({})
