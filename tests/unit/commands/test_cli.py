@@ -21,6 +21,8 @@ from megadapo.errors import (
     OracleError,
     RunInterrupted,
 )
+from megadapo.observe.rollouts import write_rollouts
+from tests.support.saved_groups import saved_group
 
 RECIPE = """
 [run]
@@ -240,6 +242,33 @@ def test_naming_a_run_folder_goes_on_with_it(
     assert 'resume = "auto"' in printed and f'folder = "{folder}"' in printed
     assert main(["train", str(folder), "--dry-run", "--resume=never"]) == 0
     assert 'resume = "never"' in capsys.readouterr().out
+
+
+def test_a_replay_that_cannot_be_is_refused_before_anything_starts(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "source" / "rollouts"
+    argv = ["train", str(recipe), "--dry-run", f"--replay={saved}"]
+    assert "there is no step-N.jsonl.zst" in fails(capsys, 2, *argv)
+    write_rollouts(saved / "step-3.jsonl.zst", [saved_group(step=3)])
+    assert main(argv) == 0
+    assert f"replaying {saved}" in capsys.readouterr().err
+    message = fails(capsys, 2, *argv, f"--run.folder={tmp_path / 'source'}")
+    assert "choose another run.folder" in message
+
+
+def test_rollouts_without_a_trainer_are_refused_where_they_would_do_harm(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without weights they would say nothing of the model; in a run's folder they replace its."""
+    argv = ["rollout", str(recipe), f"--run.folder={tmp_path / 'run'}"]
+    assert "at least 1" in fails(capsys, 2, *argv, "--steps=0")
+    assert "leaves engines without weights" in fails(capsys, 2, *argv, "--model.init=random")
+    folder = tmp_path / "run-rollout"
+    write_rollouts(folder / "rollouts" / "step-3.jsonl.zst", [saved_group(step=3)])
+    (folder / "checkpoints").mkdir()
+    assert "holds a run (checkpoints)" in fails(capsys, 2, *argv)
+    assert (folder / "rollouts" / "step-3.jsonl.zst").is_file()
 
 
 @pytest.mark.parametrize(
