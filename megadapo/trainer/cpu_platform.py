@@ -51,19 +51,27 @@ def install_cpu_platform() -> None:
     _answer_for_tensors()
     _import_megatron_uncompiled()
     _answer_for_random_states()
-    torch.cuda.megadapo_cpu_platform = True
+    _replace(torch.cuda, megadapo_cpu_platform=True)
 
 
 def _answer_for_devices() -> None:
     stream = _Stream()
-    # handed on as `device=torch.cuda.current_device()`, so it may be a device, not only a number
-    torch.cuda.current_device = lambda: CPU
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.empty_cache = lambda: None
-    torch.cuda.current_stream = lambda device=None: stream
-    torch.cuda.default_stream = lambda device=None: stream
-    for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    _replace(
+        torch.cuda,
+        # handed on as `device=torch.cuda.current_device()`, so it may be a device
+        current_device=lambda: CPU,
+        synchronize=lambda device=None: None,
+        empty_cache=lambda: None,
+        current_stream=lambda device=None: stream,
+        default_stream=lambda device=None: stream,
+    )
+    _replace(torch, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+
+
+def _replace(library: object, **answers: object) -> None:
+    """Put other attributes in the place of a library's own, whose types they need not have."""
+    for name, answer in answers.items():
+        setattr(library, name, answer)
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -89,11 +97,10 @@ def _answer_for_tensors() -> None:
             return cpu_type(self).replace("torch.", "torch.cuda.", 1)
         return cpu_type(self, dtype, **kwargs)
 
-    torch.Tensor.type = type_as_cuda
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.nn.Module.cuda = lambda self, device=None: self
-    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor"):
-        setattr(torch.cuda, name, getattr(torch, name))
+    _replace(torch.Tensor, type=type_as_cuda, cuda=lambda self, *args, **kwargs: self)
+    _replace(torch.nn.Module, cuda=lambda self, device=None: self)
+    names = ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor")
+    _replace(torch.cuda, **{name: getattr(torch, name) for name in names})
 
 
 def _import_megatron_uncompiled() -> None:
@@ -102,24 +109,28 @@ def _import_megatron_uncompiled() -> None:
     None of them runs here, and loading the compiler would double the start of every rank.
     """
     compiler = torch.compile
-    torch.compile = lambda function: function
+    _replace(torch, compile=lambda function: function)
     try:
         importlib.import_module("megatron.core")
         importlib.import_module("megatron.core.models.gpt")
     finally:
-        torch.compile = compiler
+        _replace(torch, compile=compiler)
 
 
 def _answer_for_random_states() -> None:
     """The CPU's generator takes the place of the CUDA generator."""
-    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    _replace(
+        torch.cuda,
+        get_rng_state=lambda device=None: torch.get_rng_state(),
+        set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+        manual_seed=lambda seed: torch.default_generator.manual_seed(seed),
+    )
     from megatron.core.tensor_parallel import random
 
-    random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: (
-        torch.get_rng_state()
-    )
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
-        state
+    _replace(
+        random,
+        _get_cuda_rng_state=lambda device=None, clone=False, graph_safe=False: (
+            torch.get_rng_state()
+        ),
+        _set_cuda_rng_state=lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
     )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
@@ -24,6 +23,13 @@ class HeadTask:
     """[T] fp32; None asks for log-probs instead of the loss."""
 
 
+class OutputLayer(Protocol):
+    """What is used of megatron-core's output layer."""
+
+    weight: Tensor
+    sequence_parallel: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyHead:
     """The `output_processor`: rows that predict something go through the kernel, no others."""
@@ -39,7 +45,7 @@ class PolicyHead:
         self,
         *,
         hidden_states: Tensor,  # [T, 1, H], or [T / TP, 1, H] with sequence parallelism
-        output_layer: torch.nn.Module,
+        output_layer: OutputLayer,
         output_weight: Tensor | None,
         context: HeadTask,
         **model_inputs: Any,

@@ -6,6 +6,7 @@ padded into one causal batch, so memory and work follow the sequences, not their
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,7 @@ class Bucket:
 
 
 @dataclass
-class PackedSequences(PackedSeqParams):
+class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
     """Where sequences begin and end, plus what our own layers need to respect it."""
 
     cos: Tensor | None = None  # [T, D / 2] of the rotary embedding
@@ -129,6 +130,10 @@ class _FromPadded(torch.autograd.Function):
         return padded.index_copy_(0, rows, grad), None
 
 
+_to_padded: Callable[[Tensor, Tensor, int], Tensor] = _ToPadded.apply
+_from_padded: Callable[[Tensor, Tensor], Tensor] = _FromPadded.apply
+
+
 class RMSNorm(torch.nn.Module):
     """x / rms(x) * weight with fp32 statistics; works on sequence-parallel activations."""
 
@@ -140,13 +145,13 @@ class RMSNorm(torch.nn.Module):
             torch.ones(hidden_size, dtype=config.params_dtype, device=device)
         )
         # its gradient is a partial sum on each tensor-parallel rank, which megatron adds up
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # a mark of megatron-core's
 
     def forward(self, x: Tensor) -> Tensor:
         return rmsnorm(x, self.weight, self.eps)
 
 
-class SwiGLU(MegatronModule):
+class SwiGLU(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
     """silu(gate) * up of the MLP's first product, where both lie beside each other."""
 
     def forward(self, gate_up: Tensor) -> Tensor:
@@ -186,14 +191,14 @@ class PackedAttention(torch.nn.Module):
         """Attention output [T, heads * D]."""
         packed = packed_seq_params
         assert packed is not None and packed.padded_rows is not None
+        assert packed.cos is not None and packed.sin is not None
         query = rotary(query, packed.cos, packed.sin)
         key = rotary(key, packed.cos, packed.sin)
         padded = [
-            _ToPadded.apply(x, packed.padded_rows, packed.num_padded_rows)
-            for x in (query, key, value)
+            _to_padded(x, packed.padded_rows, packed.num_padded_rows) for x in (query, key, value)
         ]
         outputs = [self._bucket_attention(bucket, *padded) for bucket in packed.buckets]
-        return _FromPadded.apply(torch.cat(outputs), packed.padded_rows).flatten(1)
+        return _from_padded(torch.cat(outputs), packed.padded_rows).flatten(1)
 
     def _bucket_attention(self, bucket: Bucket, *padded: Tensor) -> Tensor:
         """[rows, heads, D]; gaps lie behind their sequence, so causality hides them."""

@@ -46,11 +46,12 @@ class MiniBatchSums:
 
 
 def _all_reduce(
-    values: list[float], op: torch.distributed.ReduceOp, device: torch.device
+    values: list[float], op: torch.distributed.ReduceOp.RedOpType, device: torch.device
 ) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(tensor, op=op)
-    return tensor.tolist()
+    reduced: list[float] = tensor.tolist()
+    return reduced
 
 
 def summarize(
@@ -68,7 +69,8 @@ def summarize(
     """
 
     def total(name: str) -> float:
-        return sum(getattr(sums, name) for sums in mini_batches)
+        values: list[float] = [getattr(sums, name) for sums in mini_batches]
+        return sum(values)
 
     tokens, compared = total("num_tokens"), total("num_compared")
     return UpdateResult(

@@ -48,7 +48,7 @@ class MicroBatchBuilder:
     def build(
         self,
         batch: PackedBatch,
-        sequences: Sequence[int],
+        sequences: Sequence[int] | np.ndarray,
         *,
         predicted: np.ndarray,
         policy_version: int | None,
@@ -98,7 +98,8 @@ def response_tokens(batch: PackedBatch) -> np.ndarray:
     lengths = np.diff(batch.cu_seqlens)
     starts = np.repeat(batch.cu_seqlens[:-1], lengths)
     prompt_lengths = np.repeat(batch.prompt_lengths, lengths)
-    return np.arange(len(batch.tokens)) - starts >= prompt_lengths
+    sampled: np.ndarray = np.arange(len(batch.tokens)) - starts >= prompt_lengths
+    return sampled
 
 
 def trained_tokens(batch: PackedBatch) -> tuple[np.ndarray, int]:

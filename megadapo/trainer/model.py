@@ -123,7 +123,7 @@ def uses_transformer_engine() -> bool:
         return False
     from megatron.core.models.gpt import gpt_layer_specs
 
-    return gpt_layer_specs.HAVE_TE
+    return bool(gpt_layer_specs.HAVE_TE)
 
 
 def inverse_frequencies(model: ModelDescription) -> Tensor:

@@ -56,17 +56,17 @@ def _store(
 ) -> torch.distributed.TCPStore:
     """Where ranks exchange addresses; torch's own listener would take calls on every interface."""
     is_host = rendezvous.rank == 0
-    options = {}
+    master_listen_fd = None
     if is_host:
         listener = listener or socket.create_server((rendezvous.address, rendezvous.port))
-        options["master_listen_fd"] = listener.detach()
+        master_listen_fd = listener.detach()
     return torch.distributed.TCPStore(
         rendezvous.address,
         rendezvous.port,
         rendezvous.world_size,
         is_host,
         timeout=timeout,
-        **options,
+        master_listen_fd=master_listen_fd,
     )
 
 

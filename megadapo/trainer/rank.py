@@ -197,12 +197,12 @@ class TrainerRank:
     @property
     def has_results(self) -> bool:
         """Whether this rank's sums count: one tensor-parallel rank of each last stage."""
-        return mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0
+        return bool(mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0)
 
     @property
     def data_parallel_rank(self) -> int:
         """Which copy of the model this rank belongs to."""
-        return mpu.get_data_parallel_rank()
+        return int(mpu.get_data_parallel_rank())
 
     def logprobs_of(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
         with torch.no_grad():

@@ -77,7 +77,7 @@ def _run_schedule(
 ) -> list[Any]:
     """What the head returned for each task, on the last stage; every rank has as many tasks."""
     forward_backward = get_forward_backward_func()
-    return forward_backward(
+    outputs: list[Any] = forward_backward(
         forward_step_func=partial(_forward_step, head),
         # each chunk meets every micro-batch, in the same order
         data_iterator=[iter(tasks) for _ in chunks] if len(chunks) > 1 else iter(tasks),
@@ -88,6 +88,7 @@ def _run_schedule(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+    return outputs
 
 
 def _forward_step(
@@ -123,10 +124,11 @@ def _add(sums: MiniBatchSums, task: HeadTask, output: PolicyHeadOutput) -> None:
     sums.clipped_low += output.clip_low_count.item()
     sums.clipped_high += output.clip_high_count.item()
     sums.token_probability += output.probability_sum.item()
-    rows = task.micro_batch.rows
+    rows, logprobs_old = task.micro_batch.rows, task.logprobs_old
+    assert logprobs_old is not None, "there is no loss without them"
     sums.logprob += output.logprobs[rows].sum(dtype=torch.float64).item()
     sums.max_ratio_error = max(sums.max_ratio_error, output.ratio_max_error.item())
-    difference = (task.logprobs_old[rows] - task.micro_batch.logprobs_rollout).abs()
+    difference = (logprobs_old[rows] - task.micro_batch.logprobs_rollout).abs()
     difference = difference[task.micro_batch.is_current]
     if len(difference):
         sums.num_compared += len(difference)

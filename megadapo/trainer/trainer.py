@@ -14,7 +14,7 @@ from megadapo.cluster.calls import gather
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import MegadapoError
 from megadapo.trainer.config import TrainerConfig
-from megadapo.trainer.result import UpdateResult
+from megadapo.trainer.result import RankUpdate, UpdateResult
 from megadapo.trainer.settings import TrainerSettings
 from megadapo.trainer.worker import TrainerWorker
 
@@ -30,7 +30,7 @@ LEAVE_TIMEOUT_S = 10.0
 class Trainer:
     """All ranks of the trainer as one; after an error it is shut down and of no more use."""
 
-    def __init__(self, ranks: list[ActorHandle], *, timeout_s: float) -> None:
+    def __init__(self, ranks: list[ActorHandle[Any]], *, timeout_s: float) -> None:
         self.ranks = ranks
         """One actor handle per rank."""
         self._timeout_s = timeout_s
@@ -53,8 +53,8 @@ class Trainer:
         import ray
 
         environment = rank_environment(settings.trainer, uses_cuda=uses_cuda)
-        actor = ray.remote(TrainerWorker)
-        ranks = [
+        actor: Any = ray.remote(TrainerWorker)  # with options, Ray loses its type
+        ranks: list[ActorHandle[Any]] = [
             actor.options(**entry, runtime_env={"env_vars": environment}).remote(rank)
             for rank, entry in enumerate(options)
         ]
@@ -84,7 +84,9 @@ class Trainer:
             step: rollout step, counted from 1: it decides the learning rate.
             record: sequences of the batch, ascending, whose log-probs the result holds.
         """
-        updates = self.call_all("update", _shared(batch), policy_version, step, record)
+        updates: list[RankUpdate] = self.call_all(
+            "update", _shared(batch), policy_version, step, record
+        )
         recorded = [update.recorded for update in updates if update.recorded is not None]
         return replace(
             updates[0].result,
@@ -97,7 +99,8 @@ class Trainer:
 
         Same head and micro-batching as `update`; sequences in no mini-batch stay NaN.
         """
-        parts = [part for part in self.call_all("logprobs", _shared(batch)) if part is not None]
+        answers: list[np.ndarray | None] = self.call_all("logprobs", _shared(batch))
+        parts = [part for part in answers if part is not None]
         merged = parts[0].copy()
         for part in parts[1:]:
             np.copyto(merged, part, where=np.isfinite(part))
@@ -178,7 +181,7 @@ def _shared(batch: PackedBatch) -> Any:
     return ray.put(batch)
 
 
-def _kill(ranks: list[ActorHandle]) -> None:
+def _kill(ranks: list[ActorHandle[Any]]) -> None:
     import ray
 
     for rank in ranks:

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -26,17 +26,18 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 
-def _named_failures(method: Callable[P, R]) -> Callable[P, R]:
+def _named_failures(
+    method: Callable[Concatenate[TrainerWorker, P], R],
+) -> Callable[Concatenate[TrainerWorker, P], R]:
     """Turn failures of libraries, which may not pickle, into InfraError that names the rank."""
 
     @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(worker: TrainerWorker, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return method(*args, **kwargs)
+            return method(worker, *args, **kwargs)
         except MegadapoError:
             raise
         except Exception as error:  # a boundary: nothing may be lost between actor and driver
-            worker: TrainerWorker = args[0]
             logger.exception("trainer rank %d failed in %s", worker.rank, method.__name__)
             raise InfraError(
                 f"trainer rank {worker.rank} failed in {method.__name__}: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -170,8 +171,9 @@ class _Gatherer:
         """Hand the tensors of the owning stage to the other stages."""
         for name, tensor in full.items():
             if self._position.pp_size > 1:
-                source = dist.get_global_rank(self._groups.pp, owner)
-                dist.broadcast(tensor, src=source, group=self._groups.pp)
+                stages = self._groups.pp
+                assert stages is not None, "several stages have a group"
+                dist.broadcast(tensor, src=dist.get_global_rank(stages, owner), group=stages)
             yield name, tensor
 
 
@@ -181,9 +183,9 @@ def _at_tp_rank(position: ShardPosition, rank: int, row: Weight) -> ShardPositio
     return replace(position, etp_rank=rank, etp_size=position.expert_tp[1])
 
 
-def _all_gather_object(value: object, group: dist.ProcessGroup | None) -> list:
+def _all_gather_object(value: object, group: dist.ProcessGroup | None) -> list[Any]:
     if group is None:
         return [value]
-    values: list = [None] * dist.get_world_size(group)
+    values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -50,7 +50,7 @@ def match_params(
     pairs, unknown, problems = [], set(params), []
     for shard in layout.megatron_shards(position):
         name = shard.name if shard.name in params else shard.alias
-        if name not in params:
+        if name is None or name not in params:
             problems.append(f"{shard.name} is missing from the model")
             continue
         unknown.discard(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -107,7 +108,7 @@ def rank_file_name(position: ShardPosition) -> str:
     return f"tp{position.tp_rank:03d}-pp{position.pp_rank:03d}-ep{position.ep_rank:03d}.safetensors"
 
 
-def manifest_of(positions: list[ShardPosition]) -> dict:
+def manifest_of(positions: list[ShardPosition]) -> dict[str, Any]:
     """What `megatron.json` holds: the position of every file."""
     files = {rank_file_name(position): asdict(position) for position in positions}
     return {"format": FORMAT, "files": files}

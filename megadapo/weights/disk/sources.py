@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -75,15 +75,16 @@ class SafetensorsFolder:
     def read(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor:
         """Positions `start` to `stop` along `axis` of one tensor."""
         piece = self._slice(name)
-        return piece[start:stop] if axis == 0 else piece[:, start:stop]
+        tensor: torch.Tensor = piece[start:stop] if axis == 0 else piece[:, start:stop]
+        return tensor
 
-    def _slice(self, name: str):
+    def _slice(self, name: str) -> Any:  # safetensors has no name for its type
         if name not in self._file_of:
             raise WeightError(f"{self.folder} has no tensor {name}.")
         return self._handles[self._file_of[name]].get_slice(name)
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or a WeightError that names it."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -130,15 +131,22 @@ def _drop_tied_head(
         raise WeightError(f"{where}: tie_word_embeddings is true, but {head} != {embedding}.")
 
 
-def _open(path: Path):
+def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
         raise WeightError(f"{path} is not a readable safetensors file: {error}") from error
 
 
+_TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
 def _torch_dtype(name: str) -> torch.dtype:
-    known = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-    if name not in known:
+    if name not in _TORCH_DTYPES:
         raise WeightError(f"Tensors of type {name} cannot be trained; convert the checkpoint.")
-    return getattr(torch, known[name])
+    return _TORCH_DTYPES[name]
