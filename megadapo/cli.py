@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megadapo import __version__
 from megadapo.commands import (
@@ -56,7 +56,8 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     """
     arguments, rest = build_parser().parse_known_args(argv)
     arguments.overrides = _overrides(arguments, rest)
-    return arguments.run(arguments)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    return run(arguments)
 
 
 def build_parser() -> argparse.ArgumentParser:

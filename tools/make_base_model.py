@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2Tokenizer
 
 from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig, from_dict
-from megadapo.data.arithmetic import Problem, generate, worked_answer
+from megadapo.data.arithmetic import Kind, Problem, generate, worked_answer
 from megadapo.data.batch import PackedBatch, Sample, pack_samples
 from megadapo.run.workers import trainer_settings
 from megadapo.trainer.trainer import Trainer
@@ -85,7 +85,10 @@ def make_tokenizer(problems: list[Problem]) -> Qwen2Tokenizer:
     rng = random.Random(0)
     texts = (worked_answer(problem, rng, kind="steps") for problem in problems[:500])
     # Qwen2's own class: AutoTokenizer picks it by the model's type and would split otherwise
-    return Qwen2Tokenizer().train_new_from_iterator(texts, vocab_size=512, show_progress=False)
+    tokenizer: Qwen2Tokenizer = Qwen2Tokenizer().train_new_from_iterator(
+        texts, vocab_size=512, show_progress=False
+    )
+    return tokenizer
 
 
 def model_config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
@@ -150,7 +153,7 @@ def supervised_batches(
 
 
 def _sample(problem: Problem, rng: random.Random, tokenizer: Qwen2Tokenizer) -> Sample:
-    kind = "direct" if rng.random() < DIRECT_SHARE else "steps"
+    kind: Kind = "direct" if rng.random() < DIRECT_SHARE else "steps"
     wrong = kind == "direct" and rng.random() < DIRECT_WRONG_SHARE
     text = worked_answer(problem, rng, kind=kind, wrong=wrong)
     response = [*tokenizer.encode(text), tokenizer.eos_token_id]

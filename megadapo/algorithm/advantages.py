@@ -26,7 +26,9 @@ def advantages(
     )
 
 
-def group_advantages(rewards: Sequence[float], *, normalize_by_std: bool = True) -> np.ndarray:
+def group_advantages(
+    rewards: Sequence[float] | np.ndarray, *, normalize_by_std: bool = True
+) -> np.ndarray:
     """(R_i - mean) / std over the G responses to one prompt.
 
     The standard deviation is the unbiased one (G - 1), as in verl and NeMo-RL. A group whose
@@ -46,5 +48,7 @@ def group_advantages(rewards: Sequence[float], *, normalize_by_std: bool = True)
         raise ValueError(f"rewards of a group must be finite, got {values.tolist()}")
     if (values == values[0]).all():
         return np.zeros_like(values)
-    centered = values - values.mean()
-    return centered / values.std(ddof=1) if normalize_by_std else centered
+    centered: np.ndarray = values - values.mean()
+    if normalize_by_std:
+        centered /= values.std(ddof=1)
+    return centered

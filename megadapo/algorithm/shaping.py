@@ -24,7 +24,7 @@ def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
 
 
 def overlong_penalties(
-    lengths: Sequence[int], config: AlgorithmConfig, *, max_response_tokens: int
+    lengths: Sequence[int] | np.ndarray, config: AlgorithmConfig, *, max_response_tokens: int
 ) -> np.ndarray:
     """What each response of the given length is punished with: [G] float64, none positive."""
     penalties = [
@@ -39,4 +39,5 @@ def shaped_rewards(
 ) -> np.ndarray:
     """The correctness rewards of a group plus each response's overlong punishment, [G] float64."""
     penalties = overlong_penalties(group.lengths, config, max_response_tokens=max_response_tokens)
-    return np.asarray(group.rewards, dtype=np.float64) + penalties
+    shaped: np.ndarray = np.asarray(group.rewards, dtype=np.float64) + penalties
+    return shaped

@@ -134,7 +134,8 @@ def _relative(got: Tensor, expected: Tensor) -> float:
     error = torch.zeros((), dtype=torch.float64, device=got.device)
     for part, truth in zip(got.split(4096), expected.split(4096), strict=True):
         error += (part.double() - truth).square().sum()
-    return (error.sqrt() / expected.norm()).item()
+    relative: float = (error.sqrt() / expected.norm()).item()
+    return relative
 
 
 def _results(

@@ -118,6 +118,7 @@ def _liger_grpo(device: torch.device) -> Loss:
             temperature=inputs.shape.temperature,
         )
         targets = inputs.targets.view(NUM_SEQUENCES, -1)
+        value: Tensor
         value, _ = head(
             inputs.hidden.view(*targets.shape, -1),
             inputs.weight,
@@ -160,6 +161,7 @@ def _liger_triton_grpo(device: torch.device) -> Loss:
         # it wants one more position per sequence than it scores
         hidden = inputs.hidden.view(*targets.shape, -1)
         hidden = torch.cat([hidden, hidden[:, -1:]], dim=1)
+        value: Tensor
         value, *_ = triton_grpo_loss(
             hidden @ inputs.weight.t(),
             inputs.logprobs_old.view(targets.shape),
@@ -288,11 +290,13 @@ def _load_file(name: str, folder: Path, *parts: str) -> types.ModuleType:
 def _pretend_verl_device_module() -> None:
     """verl's kernel asks verl.utils.device for the device; importing that needs all of verl."""
     device = types.ModuleType("verl.utils.device")
-    device.is_cuda_available = True
-    device.get_device_capability = torch.cuda.get_device_capability
-    device.get_device_name = lambda: "cuda"
-    device.get_torch_device = lambda: torch.cuda
+    vars(device).update(
+        is_cuda_available=True,
+        get_device_capability=torch.cuda.get_device_capability,
+        get_device_name=lambda: "cuda",
+        get_torch_device=lambda: torch.cuda,
+    )
     for name in ("verl", "verl.utils", "verl.utils.kernel"):
         sys.modules.setdefault(name, types.ModuleType(name))
     sys.modules["verl.utils.device"] = device
-    sys.modules["verl.utils.kernel"].kernels = None
+    vars(sys.modules["verl.utils.kernel"])["kernels"] = None

@@ -115,5 +115,7 @@ def reference(inputs: HeadInputs) -> HeadAnswer:
         )
         part.backward()
         loss += part.detach()
+        assert hidden.grad is not None
         d_hidden.append(hidden.grad)
+    assert weight.grad is not None
     return HeadAnswer(loss=loss, d_hidden=torch.cat(d_hidden), d_weight=weight.grad)

@@ -62,7 +62,8 @@ def time_once(call: Callable[[], object], device: torch.device, clock: Clock = "
         call()
         stop.record()
         torch.cuda.synchronize(device)
-        return start.elapsed_time(stop)
+        elapsed_ms: float = start.elapsed_time(stop)
+        return elapsed_ms
     now = time.process_time if clock == "cpu" else time.perf_counter
     begin = now()
     call()

@@ -105,7 +105,7 @@ def _write_model(folder: Path, setting: Setting) -> Path:
         tie_word_embeddings=False,
         dtype=torch.bfloat16,
     )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder
 
 
@@ -119,8 +119,7 @@ def _measure(model: Path, setting: Setting, folder: Path) -> tuple[list[Measurem
 
     bucket_bytes = int(setting.bucket_mib * MIB)
     engines = start_engine(model, tensor_parallel=setting.engine_tp)
-    sizes = {"tp_size": setting.trainer_tp, "pp_size": setting.trainer_pp}
-    ranks = start_ranks(model, folder, **sizes)
+    ranks = start_ranks(model, folder, tp_size=setting.trainer_tp, pp_size=setting.trainer_pp)
     publisher = Publisher(
         ranks,
         engines,
@@ -152,7 +151,7 @@ def _measure(model: Path, setting: Setting, folder: Path) -> tuple[list[Measurem
     return measurements, _copy_seconds(num_full // setting.engine_tp)
 
 
-def _first_update(ranks: list[ActorHandle], update: Callable[[], int]) -> tuple[int, int]:
+def _first_update(ranks: list[ActorHandle[Any]], update: Callable[[], int]) -> tuple[int, int]:
     """Bytes moved by an update, and the most memory it took on a trainer rank, buckets included."""
     import ray
 
@@ -172,7 +171,9 @@ def _alternate(updates: list[Callable[[], int]], repeat: int) -> list[float]:
     return best
 
 
-def _gather_and_load(ranks: list[ActorHandle], engine: ActorHandle, bucket_bytes: int) -> int:
+def _gather_and_load(
+    ranks: list[ActorHandle[Any]], engine: ActorHandle[Any], bucket_bytes: int
+) -> int:
     """Fill a bucket with full tensors, have the engine load it, and so on: no overlap."""
     import ray
 

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,21 @@ from megadapo.weights.sync.parcels import Parcel
 from megadapo.weights.sync.sender import WeightSender
 from megadapo.weights.sync.shared_memory import SharedMemoryInbox, SharedMemoryOutbox
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
 DTYPE = torch.bfloat16
 KV_CACHE_BYTES = 1 << 28
 TIMEOUT_S = 600.0
 
 
-def start_ranks(model: Path, folder: Path, **sizes: int) -> list[Any]:
+def start_ranks(model: Path, folder: Path, *, tp_size: int, pp_size: int) -> list[Any]:
     """Trainer ranks with the weights of `model`, joined by Gloo."""
     import ray
 
-    positions = replica_positions(open_layout(model), **sizes)
-    actor = ray.remote(num_cpus=0)(HoldingRank)
+    positions = replica_positions(open_layout(model), tp_size=tp_size, pp_size=pp_size)
+    actor: Any = ray.remote(num_cpus=0)(HoldingRank)
     ranks = [actor.remote(model, position, rank) for rank, position in enumerate(positions)]
     ray.get([rank.join.remote(folder / "meeting", len(ranks)) for rank in ranks])
     return ranks
@@ -73,7 +77,8 @@ class HoldingRank:
                 self._params, self._layout, self._position, self._groups
             )
             self._next = next(self._gathering)
-        tensors, used = [], 0
+        tensors: list[tuple[str, list[int], int]] = []
+        used = 0
         while self._next is not None and (
             not tensors or used + self._next[1].nbytes <= bucket_bytes
         ):
@@ -110,6 +115,9 @@ class HoldingRank:
 class GatheredLoad:
     """What vLLM's worker is extended by, to load full tensors as baselines do."""
 
+    vllm_config: VllmConfig
+    model_runner: GPUModelRunner
+
     def start_load(self) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -129,8 +137,9 @@ class GatheredLoad:
             # vLLM keeps what it is given until a layer is complete, longer than the bucket lasts.
             tensor = data[offset : offset + num_bytes].clone()
             weights.append((name, tensor.view(DTYPE).view(shape)))
+        model: Any = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.get_model().load_weights(weights)
+            model.load_weights(weights)
 
     def finish_load(self) -> None:
         from vllm.config import set_current_vllm_config
@@ -210,11 +219,13 @@ def start_engine(model: Path, *, tensor_parallel: int) -> Engines:
 
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    actor = ray.remote(num_cpus=0)(Engine).remote(str(model), tensor_parallel)
+    actor: Any = ray.remote(num_cpus=0)(Engine).remote(str(model), tensor_parallel)
     ray.get(actor.__ray_ready__.remote())
     return Engines(actor)
 
 
 def _status_bytes(key: str) -> int:
     status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"^{key}:\s+(\d+) kB", status, re.MULTILINE)[1])
+    match = re.search(rf"^{key}:\s+(\d+) kB", status, re.MULTILINE)
+    assert match is not None, f"Linux says {key} of every process"
+    return 1024 * int(match[1])

@@ -137,7 +137,9 @@ def _reserve(config: ClusterConfig, num_slots: int) -> PlacementGroup:
     from ray.util.placement_group import placement_group
 
     bundle = {"CPU": 1, "GPU": 1} if config.uses_cuda else {"CPU": 1}
-    group = placement_group([dict(bundle) for _ in range(num_slots)], strategy="PACK")
+    group: PlacementGroup = placement_group(
+        [dict(bundle) for _ in range(num_slots)], strategy="PACK"
+    )
     if not group.wait(timeout_seconds=config.start_timeout_s):
         have = ray.cluster_resources()
         raise InfraError(

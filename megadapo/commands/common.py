@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +18,7 @@ OVERRIDES = (
     "megadapo config explains them all."
 )
 
-Commands = argparse._SubParsersAction
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What `add_subparsers` returns: argparse has no public name for it."""
 
 

@@ -67,7 +67,7 @@ class Problem:
         }
 
 
-def generate(split: Split, num_problems: int, seed: int) -> list[Problem]:
+def generate(split: str, num_problems: int, seed: int) -> list[Problem]:
     """Draw distinct problems of one split, the same ones for the same arguments.
 
     A larger `num_problems` extends a smaller one: the first problems stay the same.

@@ -146,4 +146,5 @@ def _on_response(
     parts: list[np.ndarray] = []
     for prompt_length, piece in zip(prompt_lengths, pieces, strict=True):
         parts += [np.full(prompt_length, fill), piece]
-    return np.concatenate(parts).astype(np.float32)
+    spread: np.ndarray = np.concatenate(parts).astype(np.float32)
+    return spread

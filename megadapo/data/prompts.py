@@ -8,7 +8,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import jinja2
 
@@ -150,6 +150,13 @@ class PromptStream:
         self._fingerprint = hashlib.sha256("".join(p.id for p in prompts).encode()).hexdigest()
         self._start(epoch=0, position=0)
 
+    def _start(self, epoch: int, position: int) -> None:
+        self._epoch = epoch
+        self._position = position
+        self._order = list(range(len(self._prompts)))
+        if self._shuffle:
+            random.Random(f"prompts/{self._seed}/{epoch}").shuffle(self._order)
+
     @property
     def epoch(self) -> int:
         """Number of times that every prompt has been taken."""
@@ -199,13 +206,6 @@ class PromptStream:
         if epoch < 0 or not 0 <= position < len(self._prompts):
             raise DataError(f"the saved place in the prompts is out of range: {state}")
         self._start(epoch, position)
-
-    def _start(self, epoch: int, position: int) -> None:
-        self._epoch = epoch
-        self._position = position
-        self._order = list(range(len(self._prompts)))
-        if self._shuffle:
-            random.Random(f"prompts/{self._seed}/{epoch}").shuffle(self._order)
 
 
 class _Collection:
@@ -259,11 +259,13 @@ class _Collection:
 def _apply_chat_template(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     chat = [{"role": role, "content": content} for role, content in prompt.messages]
     try:
-        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     except jinja2.TemplateError as error:
         raise DataError(
             f"{_describe(prompt)} does not suit the tokenizer's chat template: {error}"
         ) from error
+    # of one chat, neither as text nor with an attention mask
+    return cast(list[int], ids)
 
 
 def _fitting(

@@ -74,7 +74,9 @@ class MetricsLog:
         for path in (self._steps, self._evaluations):
             _rewrite(path, lambda entry: True)
         records = read_metrics(folder)
-        self._last_step = int(records[-1]["step"]) if records else -1
+        last_step = records[-1]["step"] if records else -1
+        assert last_step is not None, "every record has its step"
+        self._last_step = int(last_step)
 
     def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
         """Write one step's object with every metric name; names not given are null."""

@@ -20,13 +20,14 @@ from megadapo.observe.metrics import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.typing import RcKeyType
 
 PLOT_FILE = "plot.png"
 
 # Okabe and Ito's palette: told apart with every common colour vision.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _GREY = "#666666"
-_STYLE = {
+_STYLE: dict[RcKeyType, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +24,7 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Decode:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         # a tenth of the time of the tokenizer's own decode
-        return partial(backend.decode, skip_special_tokens=True)
+        return cast(Decode, partial(backend.decode, skip_special_tokens=True))
 
     def decode(token_ids: Sequence[int]) -> str:
         text = tokenizer.decode(

@@ -33,11 +33,15 @@ def bytes_moved() -> Iterator[Counter[str]]:
 
 class _OperatorMeter(TorchDispatchMode):
     def __init__(self, meter: Counter[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it out
         self._meter = meter
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         results = func(*args, **(kwargs or {}))
         name = func._schema.name

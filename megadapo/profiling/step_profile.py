@@ -67,7 +67,7 @@ def profile_training_step(
         trainer = Trainer.start(trainer_settings(config), cluster)
         try:
             calls = (_profile_updates, config, num_sequences, num_steps, path)
-            answers = trainer.call_all("apply", *calls)
+            answers: list[StepProfile | None] = trainer.call_all("apply", *calls)
             return next(answer for answer in answers if answer is not None)
         finally:
             trainer.shutdown()

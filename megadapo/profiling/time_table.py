@@ -120,6 +120,7 @@ def _row(
         for rate, limit in ((tflops, roofline.tflops), (gb_per_s, roofline.gb_per_s))
         if rate is not None
     ]
+    assert event.key is not None, "averages are taken by key"
     return KernelTime(
         name=event.key,
         calls=event.count,

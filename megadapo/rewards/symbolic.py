@@ -198,7 +198,9 @@ class _Worker:
             # A Ctrl-C in the terminal is for the run, not for its workers.
             start_new_session=True,
         )
-        self.replies = self._process.stdout.fileno()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self.replies = self._stdout.fileno()
 
     def assign(self, pair: Pair, timeout_s: float) -> None:
         """Start a comparison; a worker that has ended is found out by the next `read`."""
@@ -207,7 +209,7 @@ class _Worker:
         cpu_s = math.ceil(timeout_s) + 1
         request = json.dumps({"answer": pair[0], "gold": pair[1], "cpu_s": cpu_s}) + "\n"
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(request.encode())
+            self._stdin.write(request.encode())
 
     def finish(self) -> None:
         """Become idle."""
@@ -223,14 +225,15 @@ class _Worker:
                 return None
             self._unread += chunk
         line, self._unread = self._unread, b""
-        return json.loads(line)
+        reply: dict[str, str] = json.loads(line)
+        return reply
 
     def kill(self) -> None:
         """End the process at once, whatever it is doing."""
         self._process.kill()
         self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        self._stdin.close()
+        self._stdout.close()
 
 
 def _environment() -> dict[str, str]:

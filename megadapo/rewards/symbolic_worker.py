@@ -72,7 +72,7 @@ def _parse(text: str) -> list[Any]:
     text = text.strip().strip("*").strip()
     marked = text if "$" in text or r"\boxed" in text else f"${text}$"
     for candidate in (marked, text):
-        found = parse(candidate, parsing_timeout=None, raise_on_error=True)
+        found: list[Any] = parse(candidate, parsing_timeout=None, raise_on_error=True)
         # A result of strings alone is text that was not understood.
         if any(not isinstance(expression, str) for expression in found):
             return found

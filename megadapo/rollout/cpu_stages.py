@@ -7,9 +7,10 @@ vLLM 0.32; it runs in vLLM's workers, so it is apart from weights/sync/vllm_inte
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
+    from vllm.model_executor.models.interfaces import SupportsPP
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 EXTENSION = f"{__name__}.StageBuffers"
@@ -22,12 +23,16 @@ class StageBuffers:
 
     def allocate_stage_buffers(self) -> None:
         """Make room for the hidden states of the stage before; the first stage needs none."""
+        import torch
         from vllm.distributed import get_pp_group
 
         runner = self.model_runner
         if not get_pp_group().is_first_rank:
-            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            model = cast("SupportsPP", runner.model)
+            dtype = runner.model_config.dtype
+            assert isinstance(dtype, torch.dtype), "vLLM has resolved it by now"
+            runner.intermediate_tensors = model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens,
-                dtype=runner.model_config.dtype,
+                dtype=dtype,
                 device=runner.device,
             )

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -23,16 +23,21 @@ from megadapo.rollout.platform import EnginePlatform
 from megadapo.rollout.requests import (
     GroupRequest,
     GroupResponse,
+    LogprobTable,
     Response,
     SamplingSettings,
     sampled_logprobs,
 )
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
+
+WeightDtype = Literal["float32", "bfloat16"]
+"""Type of an engine's weights and activations."""
 
 WeightsFrom = Literal["folder", "trainer"]
 """Whether an engine loads the model's weights, or waits for a trainer to publish its own."""
@@ -48,7 +53,7 @@ class EngineSpec:
     index: int
     model: str
     """Hugging Face folder or Hub name."""
-    dtype: str
+    dtype: WeightDtype
     max_model_len: int
     """Longest prompt and response together, in tokens."""
     weights_from: WeightsFrom
@@ -204,7 +209,7 @@ class RolloutEngine:
     async def _collect(
         self, key: int, waiting: Sequence[RequestOutputCollector], version: int
     ) -> GroupResponse:
-        outputs = [await collector.get() for collector in waiting]
+        outputs = cast("list[RequestOutput]", [await collector.get() for collector in waiting])
         texts = self._decode([output.outputs[0].token_ids for output in outputs])
         responses = tuple(
             _response(output, text, version) for output, text in zip(outputs, texts, strict=True)
@@ -213,7 +218,7 @@ class RolloutEngine:
 
     def _decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         assert self._llm is not None
-        tokenizer = self._llm.get_tokenizer()
+        tokenizer = cast("PreTrainedTokenizerBase", self._llm.get_tokenizer())
         return tokenizer.batch_decode(
             [list(ids) for ids in token_ids],
             skip_special_tokens=True,
@@ -310,10 +315,11 @@ def _response(output: RequestOutput, text: str, policy_version: int) -> Response
     completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
         raise InfraError(f"vLLM ended a response with {completion.finish_reason!r}")
+    table = cast(LogprobTable | None, completion.logprobs)  # flat_logprobs asked for it
     return Response(
         token_ids=np.asarray(completion.token_ids, dtype=np.int32),
-        logprobs=sampled_logprobs(completion.token_ids, completion.logprobs),
-        finish_reason=completion.finish_reason,
+        logprobs=sampled_logprobs(completion.token_ids, table),
+        finish_reason=cast(Literal["stop", "length"], completion.finish_reason),
         text=text,
         policy_version=policy_version,
     )

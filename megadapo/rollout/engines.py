@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import gather, late, result_of
 from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.engine import EngineSpec, RolloutEngine, WeightsFrom
+from megadapo.rollout.engine import EngineSpec, RolloutEngine, WeightDtype, WeightsFrom
 from megadapo.rollout.failure import describe_failure
 from megadapo.rollout.platform import EnginePlatform
 from megadapo.rollout.requests import GroupRequest, GroupResponse, SamplingSettings
@@ -27,7 +27,7 @@ SHUTDOWN_TIMEOUT_S = 30.0
 class Engines:
     """All engines of a run. Every method either succeeds on all of them or raises InfraError."""
 
-    def __init__(self, actors: Sequence[ActorHandle], specs: Sequence[EngineSpec]) -> None:
+    def __init__(self, actors: Sequence[ActorHandle[Any]], specs: Sequence[EngineSpec]) -> None:
         self.actors = list(actors)
         self.policy_version = 0
         self._specs = list(specs)
@@ -41,7 +41,7 @@ class Engines:
         cluster: Cluster,
         *,
         model: str,
-        dtype: str,
+        dtype: WeightDtype,
         max_prompt_tokens: int,
         log_folder: Path,
         weights_from: WeightsFrom = "trainer",
@@ -52,7 +52,7 @@ class Engines:
 
         Args:
             model: Hugging Face folder or Hub name.
-            dtype: type of weights and activations, "float32" or "bfloat16".
+            dtype: type of weights and activations.
             log_folder: where every engine writes its own log file.
             weights_from: "trainer" leaves the weights random until they are published.
             shares_gpus: whether a trainer works on the same GPUs.
@@ -131,7 +131,7 @@ class Engines:
         """Begin an update on every engine; none generates until it is finished."""
         self.call_all("start_weight_update", timeout_s=timeout_s)
 
-    def submit_update(self, update_infos: Sequence[Any]) -> list[ObjectRef]:
+    def submit_update(self, update_infos: Sequence[Any]) -> list[ObjectRef[Any]]:
         """Let engine i take update_infos[i] while the trainer sends; `collect` the results."""
         return self.submit("update_weights", update_infos)
 
@@ -158,7 +158,7 @@ class Engines:
         refs = [getattr(actor, method).remote(*args) for actor in self.actors]
         return self.collect(refs, doing=method, timeout_s=timeout_s)
 
-    def submit(self, method: str, arguments: Sequence[object]) -> list[ObjectRef]:
+    def submit(self, method: str, arguments: Sequence[object]) -> list[ObjectRef[Any]]:
         """Call a method on engine i with arguments[i], without waiting."""
         return [
             getattr(actor, method).remote(argument)
@@ -166,7 +166,7 @@ class Engines:
         ]
 
     def collect(
-        self, refs: Sequence[ObjectRef], *, doing: str, timeout_s: float, limit: str = ""
+        self, refs: Sequence[ObjectRef[Any]], *, doing: str, timeout_s: float, limit: str = ""
     ) -> list[Any]:
         """Wait for one call per engine; arguments as for `cluster.calls.gather`.
 
@@ -187,7 +187,7 @@ class Engines:
         import ray
         from ray.exceptions import RayError
 
-        refs = [actor.shutdown.remote() for actor in self.actors]
+        refs: list[ObjectRef[Any]] = [actor.shutdown.remote() for actor in self.actors]
         for ref in refs:
             try:
                 ray.get(ref, timeout=SHUTDOWN_TIMEOUT_S)
@@ -210,12 +210,13 @@ class Engines:
         deadline = time.monotonic() + allowed_s
         while streams:
             left = max(0.0, deadline - time.monotonic())
+            ready: list[Any]
             ready, _ = ray.wait(list(streams), num_returns=1, timeout=left)
             if not ready:
                 stuck = ", ".join(f"rollout engine {index}" for index in sorted(streams.values()))
                 raise late(stuck, "a round", allowed_s, "rollout.round_timeout_s")
             try:
-                ref = next(ready[0])
+                ref: ObjectRef[Any] = next(ready[0])
             except StopIteration:
                 del streams[ready[0]]
                 continue
@@ -231,8 +232,11 @@ class Engines:
         return describe_failure(f"rollout engine {index} died", "", self._specs[index].log_file)
 
 
-def _start_actor(spec: EngineSpec, options: dict[str, Any]) -> ActorHandle:
+def _start_actor(spec: EngineSpec, options: dict[str, Any]) -> ActorHandle[Any]:
     import ray
 
-    actor = ray.remote(RolloutEngine).options(max_restarts=0, max_task_retries=0, **options)
-    return actor.remote(spec)
+    actor: Any = ray.remote(RolloutEngine)  # with options, Ray loses its type
+    handle: ActorHandle[Any] = actor.options(max_restarts=0, max_task_retries=0, **options).remote(
+        spec
+    )
+    return handle
