@@ -13,12 +13,13 @@ from torch import Tensor
 
 def uses_triton(tensor: Tensor) -> bool:
     """CUDA always; elsewhere only under Triton's interpreter, which is how its tests run."""
-    return tensor.device.type == "cuda" or triton.knobs.runtime.interpret
+    return tensor.device.type == "cuda" or bool(triton.knobs.runtime.interpret)
 
 
 def block_size(num_columns: int, *, largest: int = 4096, smallest: int = 128) -> int:
     """Columns per step of a row kernel: a power of two that depends on the row's length alone."""
-    return max(smallest, min(largest, triton.next_power_of_2(num_columns)))
+    power: int = triton.next_power_of_2(num_columns)
+    return max(smallest, min(largest, power))
 
 
 def warps_for(block: int, *, largest: int = 8) -> int:

@@ -8,6 +8,7 @@ recomputes the logits in its backward pass. Both share plan, row passes and bits
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,6 +72,9 @@ class _PolicyHead(torch.autograd.Function):
         return d_hidden, d_weight, None, None
 
 
+_policy_head: Callable[[Tensor, Tensor, PolicyCall, bool], tuple[Tensor, ...]] = _PolicyHead.apply
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: HeadCall) -> tuple[Tensor, Tensor]:
@@ -107,6 +111,9 @@ class _TokenLogprobs(torch.autograd.Function):
         return d_hidden, d_weight, None
 
 
+_token_logprobs: Callable[[Tensor, Tensor, HeadCall], tuple[Tensor, Tensor]] = _TokenLogprobs.apply
+
+
 def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -136,7 +143,7 @@ def token_logprobs(
         check_inputs=check_inputs,
     )
     call = plan_call(hidden, weight, targets, options)
-    logprobs, entropy = _TokenLogprobs.apply(hidden.contiguous(), weight, call)
+    logprobs, entropy = _token_logprobs(hidden.contiguous(), weight, call)
     return call.spread(logprobs), call.spread(entropy)
 
 
@@ -211,6 +218,6 @@ def policy_head_loss(
     )
     call = plan_call(hidden, weight, targets, options, inputs)
     policy = PolicyCall(head=call, inputs=inputs.map(call.take), objective=objective)
-    loss, *values = _PolicyHead.apply(hidden.contiguous(), weight, policy, torch.is_grad_enabled())
+    loss, *values = _policy_head(hidden.contiguous(), weight, policy, torch.is_grad_enabled())
     outputs = RowOutputs(**dict(zip(RowOutputs.__dataclass_fields__, values, strict=True)))
     return head_output(loss, outputs, policy)

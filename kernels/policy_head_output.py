@@ -42,7 +42,8 @@ class PolicyHeadOutput:
 
     def mean(self, name: str) -> Tensor:
         """One of the sums or counts over `num_tokens`; 0 when there are none."""
-        return getattr(self, name) / self.num_tokens.clamp(min=1)
+        total: Tensor = getattr(self, name)
+        return total / self.num_tokens.clamp(min=1)
 
     @property
     def ratio_mean(self) -> Tensor:

@@ -23,7 +23,7 @@ K_PIECE = 4096
 @contextmanager
 def _bf16_products_on_cpu(enabled: bool) -> Iterator[None]:
     """Let oneDNN multiply fp32 tensors that hold exact bf16 values with its bf16 instructions."""
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch swaps the module
     before = matmul.fp32_precision
     if enabled:
         matmul.fp32_precision = "bf16"

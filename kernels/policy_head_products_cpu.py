@@ -27,7 +27,7 @@ def has_fp32_product(a: Tensor, b: Tensor) -> bool:
     """Whether `fp32_product` can multiply a [M, K] by b [N, K]."""
     fits = a.device.type == "cpu" and a.dtype == b.dtype == torch.bfloat16
     # the kernels refuse where oneDNN is switched off, and nothing could catch that
-    fits = fits and torch.backends.mkldnn.enabled
+    fits = fits and bool(torch.backends.mkldnn.enabled)
     return fits and b.shape[1] % 2 == 0 and b.stride(0) % 2 == 0 and load_product() is not None
 
 

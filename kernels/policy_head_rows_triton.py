@@ -30,17 +30,17 @@ _DROPPED = tl.constexpr(DROPPED)
 
 @triton.jit
 def row_stats_kernel(
-    LOGITS,  # [R, V/p] fp32
-    TARGETS,  # [R] int64, global ids
-    STATS,  # [S/p, 4, R] fp32
-    logits_stride,
-    num_rows,
-    shard_size,
-    vocab_start,
-    vocab_size,
-    inv_temperature,
+    LOGITS: tl.tensor,  # [R, V/p] fp32
+    TARGETS: tl.tensor,  # [R] int64, global ids
+    STATS: tl.tensor,  # [S/p, 4, R] fp32
+    logits_stride: tl.tensor,
+    num_rows: tl.tensor,
+    shard_size: tl.tensor,
+    vocab_start: tl.tensor,
+    vocab_size: tl.tensor,
+    inv_temperature: tl.tensor,
     BLOCK: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     shard = tl.program_id(1).to(tl.int64)
     first = shard * shard_size
@@ -78,7 +78,9 @@ def row_stats_kernel(
 
 
 @triton.jit
-def _merge_row(STATS, row, num_rows, num_shards):
+def _merge_row(
+    STATS: tl.tensor, row: tl.tensor, num_rows: tl.tensor, num_shards: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """`merge_stats` for one row."""
     maximum = tl.full((), _NEVER, tl.float32)
     for shard in range(num_shards):
@@ -100,23 +102,23 @@ def _merge_row(STATS, row, num_rows, num_shards):
 
 @triton.jit
 def _write_row_grad(
-    LOGITS,
-    D_LOGITS,
-    logits_stride,
-    d_logits_stride,
-    row,
-    target,
-    num_columns,
-    num_valid,
-    maximum,
-    log_total,
-    entropy,
-    d_logprob,
-    d_entropy,
-    inv_temperature,
+    LOGITS: tl.tensor,
+    D_LOGITS: tl.tensor,
+    logits_stride: tl.tensor,
+    d_logits_stride: tl.tensor,
+    row: tl.tensor,
+    target: tl.tensor,
+    num_columns: tl.tensor,
+    num_valid: tl.tensor,
+    maximum: tl.tensor,
+    log_total: tl.tensor,
+    entropy: tl.tensor,
+    d_logprob: tl.tensor,
+    d_entropy: tl.tensor,
+    inv_temperature: tl.tensor,
     HAS_ENTROPY_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     """d_logits = (d_logprob (onehot - p) - d_entropy p (log p + H)) * inv_temperature, one row."""
     offsets = tl.arange(0, BLOCK)
     source = LOGITS + row * logits_stride
@@ -139,41 +141,41 @@ def _write_row_grad(
 
 @triton.jit
 def policy_rows_kernel(
-    LOGITS,  # [R, V/p] fp32
-    D_LOGITS,  # [R, V/p], may be LOGITS
-    TARGETS,  # [R] int64
-    STATS,  # [S, 4, R] fp32
-    LOGPROBS_OLD,
-    ADVANTAGES,
-    LOSS_WEIGHTS,
-    LOGPROBS_REF,
-    IMPORTANCE_WEIGHTS,
-    LOGPROBS,
-    ENTROPY,
-    LOSS,
-    RATIO,
-    KL,
-    FLAGS,
-    logits_stride,
-    d_logits_stride,
-    num_rows,
-    num_shards,
-    num_columns,
-    num_valid,
-    vocab_start,
-    inv_temperature,
-    ratio_low,
-    ratio_high,
-    dual_clip,
-    entropy_coef,
-    kl_coef,
+    LOGITS: tl.tensor,  # [R, V/p] fp32
+    D_LOGITS: tl.tensor,  # [R, V/p], may be LOGITS
+    TARGETS: tl.tensor,  # [R] int64
+    STATS: tl.tensor,  # [S, 4, R] fp32
+    LOGPROBS_OLD: tl.tensor,
+    ADVANTAGES: tl.tensor,
+    LOSS_WEIGHTS: tl.tensor,
+    LOGPROBS_REF: tl.tensor,
+    IMPORTANCE_WEIGHTS: tl.tensor,
+    LOGPROBS: tl.tensor,
+    ENTROPY: tl.tensor,
+    LOSS: tl.tensor,
+    RATIO: tl.tensor,
+    KL: tl.tensor,
+    FLAGS: tl.tensor,
+    logits_stride: tl.tensor,
+    d_logits_stride: tl.tensor,
+    num_rows: tl.tensor,
+    num_shards: tl.tensor,
+    num_columns: tl.tensor,
+    num_valid: tl.tensor,
+    vocab_start: tl.tensor,
+    inv_temperature: tl.tensor,
+    ratio_low: tl.tensor,
+    ratio_high: tl.tensor,
+    dual_clip: tl.tensor,
+    entropy_coef: tl.tensor,
+    kl_coef: tl.tensor,
     HAS_DUAL_CLIP: tl.constexpr,
     KL_KIND: tl.constexpr,
     HAS_IMPORTANCE_WEIGHTS: tl.constexpr,
     HAS_ENTROPY_GRAD: tl.constexpr,
     WRITES_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     maximum, log_total, logprob, entropy = _merge_row(STATS, row, num_rows, num_shards)
     importance_weight = 1.0
@@ -228,27 +230,27 @@ def policy_rows_kernel(
 
 @triton.jit
 def logprob_rows_kernel(
-    LOGITS,  # [R, V/p] fp32
-    D_LOGITS,  # [R, V/p], may be LOGITS
-    TARGETS,  # [R] int64
-    STATS,  # [S, 4, R] fp32
-    LOGPROBS,
-    ENTROPY,
-    D_LOGPROBS,
-    D_ENTROPY,
-    logits_stride,
-    d_logits_stride,
-    num_rows,
-    num_shards,
-    num_columns,
-    num_valid,
-    vocab_start,
-    inv_temperature,
+    LOGITS: tl.tensor,  # [R, V/p] fp32
+    D_LOGITS: tl.tensor,  # [R, V/p], may be LOGITS
+    TARGETS: tl.tensor,  # [R] int64
+    STATS: tl.tensor,  # [S, 4, R] fp32
+    LOGPROBS: tl.tensor,
+    ENTROPY: tl.tensor,
+    D_LOGPROBS: tl.tensor,
+    D_ENTROPY: tl.tensor,
+    logits_stride: tl.tensor,
+    d_logits_stride: tl.tensor,
+    num_rows: tl.tensor,
+    num_shards: tl.tensor,
+    num_columns: tl.tensor,
+    num_valid: tl.tensor,
+    vocab_start: tl.tensor,
+    inv_temperature: tl.tensor,
     WRITES_OUTPUTS: tl.constexpr,
     WRITES_GRAD: tl.constexpr,
     HAS_ENTROPY_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     maximum, log_total, logprob, entropy = _merge_row(STATS, row, num_rows, num_shards)
     if WRITES_OUTPUTS:

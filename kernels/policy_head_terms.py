@@ -113,33 +113,33 @@ def _kl_terms(
 
 
 @triton.jit
-def clamp_log_ratio(x):
+def clamp_log_ratio(x: tl.tensor) -> tl.tensor:
     # comparisons, not min and max: a NaN must reach the loss, where it is caught
     x = tl.where(x > _MAX_LOG_RATIO, _MAX_LOG_RATIO, x)
     return tl.where(x < -_MAX_LOG_RATIO, -_MAX_LOG_RATIO, x)
 
 
 @triton.jit
-def is_finite(x):
+def is_finite(x: tl.tensor) -> tl.tensor:
     return tl.abs(x) < float("inf")
 
 
 @triton.jit
 def token_terms(
-    logprob,
-    entropy,
-    logprob_old,
-    advantage,
-    importance_weight,
-    logprob_ref,
-    ratio_low,
-    ratio_high,
-    dual_clip,
-    entropy_coef,
-    kl_coef,
+    logprob: tl.tensor,
+    entropy: tl.tensor,
+    logprob_old: tl.tensor,
+    advantage: tl.tensor,
+    importance_weight: tl.tensor,
+    logprob_ref: tl.tensor,
+    ratio_low: tl.tensor,
+    ratio_high: tl.tensor,
+    dual_clip: tl.tensor,
+    entropy_coef: tl.tensor,
+    kl_coef: tl.tensor,
     HAS_DUAL_CLIP: tl.constexpr,
     KL_KIND: tl.constexpr,
-):
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """`policy_terms` for one token: (loss, d_logprob, ratio, kl, flags)."""
     log_ratio = logprob - logprob_old
     inside = tl.abs(log_ratio) <= _MAX_LOG_RATIO

@@ -95,8 +95,13 @@ class PolicyInputs:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PolicyInputs:
         """The same with every tensor changed."""
+        ref, weights = self.logprobs_ref, self.importance_weights
         return PolicyInputs(
-            **{name: None if value is None else change(value) for name, value in vars(self).items()}
+            logprobs_old=change(self.logprobs_old),
+            advantages=change(self.advantages),
+            loss_weights=change(self.loss_weights),
+            logprobs_ref=None if ref is None else change(ref),
+            importance_weights=None if weights is None else change(weights),
         )
 
     def rows(self, rows: slice) -> PolicyInputs:

@@ -6,6 +6,9 @@ weight's gradient is summed in a fixed order, without atomics: the same bits on 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +33,15 @@ def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 @triton.jit
-def rmsnorm_fwd_kernel(X, WEIGHT, Y, INVERSE_RMS, num_columns, eps, BLOCK: tl.constexpr):
+def rmsnorm_fwd_kernel(
+    X: tl.tensor,
+    WEIGHT: tl.tensor,
+    Y: tl.tensor,
+    INVERSE_RMS: tl.tensor,
+    num_columns: tl.tensor,
+    eps: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -44,8 +55,16 @@ def rmsnorm_fwd_kernel(X, WEIGHT, Y, INVERSE_RMS, num_columns, eps, BLOCK: tl.co
 
 @triton.jit
 def rmsnorm_bwd_kernel(
-    X, WEIGHT, D_Y, INVERSE_RMS, D_X, PARTIAL, num_rows, num_columns, BLOCK: tl.constexpr
-):
+    X: tl.tensor,
+    WEIGHT: tl.tensor,
+    D_Y: tl.tensor,
+    INVERSE_RMS: tl.tensor,
+    D_X: tl.tensor,
+    PARTIAL: tl.tensor,
+    num_rows: tl.tensor,
+    num_columns: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -131,7 +150,7 @@ def _backward_torch(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps):  # noqa: ANN001, ANN205
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         run = _forward_triton if uses_triton(x) else _forward_torch
         y, inverse_rms = run(rows, weight, eps)
@@ -140,11 +159,14 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_y):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weight, inverse_rms = ctx.saved_tensors
         run = _backward_triton if uses_triton(d_y) else _backward_torch
         d_x, d_weight = run(rows, weight, inverse_rms, d_y.reshape(rows.shape).contiguous())
         return d_x.view(d_y.shape), d_weight.to(weight.dtype), None
+
+
+_rmsnorm: Callable[[Tensor, Tensor, float], Tensor] = _RMSNorm.apply
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -156,4 +178,4 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
         raise ValueError(f"weight must be [{x.shape[-1]}] for x {list(x.shape)}")
     if uses_triton(x) and x.shape[-1] > _LARGEST_ROW:
         raise ValueError(f"the kernel takes rows of up to {_LARGEST_ROW}, got {x.shape[-1]}")
-    return _RMSNorm.apply(x, weight, eps)
+    return _rmsnorm(x, weight, eps)

@@ -6,6 +6,9 @@ backward pass is the rotation by the opposite angle.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -28,20 +31,20 @@ def rotary_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @triton.jit
 def rotary_kernel(
-    X,  # [T, heads, D], last dimension contiguous
-    COS,  # [T, D_rotary / 2]
-    SIN,
-    Y,  # [T, heads, D] contiguous
-    token_stride,
-    head_stride,
-    num_heads,
-    head_size,
-    half,
-    sign,
+    X: tl.tensor,  # [T, heads, D], last dimension contiguous
+    COS: tl.tensor,  # [T, D_rotary / 2]
+    SIN: tl.tensor,
+    Y: tl.tensor,  # [T, heads, D] contiguous
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
+    num_heads: tl.tensor,
+    head_size: tl.tensor,
+    half: tl.tensor,
+    sign: tl.tensor,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-):
+) -> None:
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     columns = tl.arange(0, BLOCK_HALF)[None, :]
@@ -103,14 +106,18 @@ def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin):  # noqa: ANN001, ANN205
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _rotate(x, cos, sin, 1.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_y):  # noqa: ANN001, ANN205
-        return _rotate(d_y, *ctx.saved_tensors, -1.0), None, None
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(d_y, cos, sin, -1.0), None, None
+
+
+_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = _Rotary.apply
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
@@ -131,4 +138,4 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         )
     if 2 * cos.shape[1] > x.shape[2]:
         raise ValueError(f"{2 * cos.shape[1]} rotated columns do not fit heads of {x.shape[2]}")
-    return _Rotary.apply(x, cos.contiguous(), sin.contiguous())
+    return _rotary(x, cos.contiguous(), sin.contiguous())

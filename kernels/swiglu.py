@@ -5,6 +5,9 @@ Source: Shazeer, "GLU Variants Improve Transformer" (arXiv 2002.05202).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +27,9 @@ def swiglu_ref(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def swiglu_fwd_kernel(GATE_UP, Y, size, BLOCK: tl.constexpr):
+def swiglu_fwd_kernel(
+    GATE_UP: tl.tensor, Y: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -36,7 +41,9 @@ def swiglu_fwd_kernel(GATE_UP, Y, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def swiglu_bwd_kernel(GATE_UP, D_Y, D_GATE_UP, size, BLOCK: tl.constexpr):
+def swiglu_bwd_kernel(
+    GATE_UP: tl.tensor, D_Y: tl.tensor, D_GATE_UP: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -104,7 +111,7 @@ def _backward_torch(gate_up: Tensor, d_y: Tensor) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up):  # noqa: ANN001, ANN205
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         rows = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
         ctx.save_for_backward(rows)
         y = _forward_triton(rows) if uses_triton(rows) else _forward_torch(rows)
@@ -112,11 +119,14 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_y):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, d_y: Tensor) -> Tensor:
         (rows,) = ctx.saved_tensors
         d_rows = d_y.reshape(rows.shape[0], rows.shape[1] // 2).contiguous()
         run = _backward_triton if uses_triton(rows) else _backward_torch
         return run(rows, d_rows).view(*d_y.shape[:-1], rows.shape[1])
+
+
+_swiglu: Callable[[Tensor], Tensor] = _SwiGLU.apply
 
 
 def _no_rows(gate_up: Tensor) -> Tensor:
@@ -130,4 +140,4 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up must end in an even dimension, got {list(gate_up.shape)}")
-    return _SwiGLU.apply(gate_up)
+    return _swiglu(gate_up)
