@@ -25,7 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 
-class _GPTModelWithHook(GPTModel):
+class _GPTModelWithHook(GPTModel):  # type: ignore[misc]  # megatron-core has no types
     """GPTModel of 0.16 with the `output_processor` of later versions."""
 
     def forward(
