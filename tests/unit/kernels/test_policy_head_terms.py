@@ -226,6 +226,15 @@ def test_a_window_without_width_keeps_the_gradient_of_the_first_update() -> None
     assert torch.equal(got.d_logprobs, -values["advantages"] * values["importance_weights"])
 
 
+def test_a_ratio_at_the_second_bound_is_not_clipped_yet() -> None:
+    """As at the window's edges: a bound that counts itself would count one token more."""
+    values = make_inputs((1.125,), (0.0,))
+    bound = terms(values, PolicyObjective()).ratio[0].item()
+    at_bound = terms(values, PolicyObjective(dual_clip=bound))
+    assert at_bound.flags[0] == 0 and at_bound.d_logprobs[0] != 0.0
+    assert terms(values, PolicyObjective(dual_clip=bound - 0.125)).flags[0] == DUAL_CLIPPED
+
+
 @pytest.mark.parametrize("name", ["logprobs_old", "importance_weights", "logprobs_ref"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_token_without_finite_inputs_is_dropped(name: str, value: float) -> None:

@@ -254,18 +254,3 @@ def test_only_experts_are_cut_by_expert_parallelism(model_folders):
     expected = {s.name: s.shape for s in layout.megatron_shards(dense) if "experts" not in s.name}
     found = {s.name: s.shape for s in layout.megatron_shards(split) if "experts" not in s.name}
     assert found == expected
-
-
-@pytest.mark.parametrize(
-    "size, name",
-    [
-        ("tp_size", "TP"),
-        ("pp_size", "PP"),
-        ("vpp_size", "VPP"),
-        ("ep_size", "EP"),
-        ("num_dp", "DP"),
-    ],
-)
-def test_a_size_of_zero_is_refused_by_its_name(model_folders, size, name):
-    with pytest.raises(WeightError, match=f"^{name} must be at least 1, but it is 0"):
-        replica_positions(open_layout(model_folders["Llama"]), **{size: 0})
