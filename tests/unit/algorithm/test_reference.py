@@ -46,6 +46,41 @@ def test_dual_clip_bounds_a_bad_token_only() -> None:
     assert loss_and_grad(5.0, -1.0, dual_clip=3.0) == pytest.approx((3.0, 0.0), abs=1e-12)
     assert loss_and_grad(2.0, -1.0, dual_clip=3.0) == pytest.approx((2.0, 2.0), abs=1e-12)
     assert loss_and_grad(0.5, 1.0, dual_clip=3.0) == pytest.approx((-0.5, -0.5), abs=1e-12)
+    assert loss_and_grad(0.5, 0.5, dual_clip=3.0) == pytest.approx((-0.25, -0.25), abs=1e-12)
+
+
+def test_the_bound_of_the_dual_clip_grows_with_the_advantage() -> None:
+    """Equation 5 bounds the ratio, not the loss."""
+    assert loss_and_grad(5.0, -2.0, dual_clip=3.0) == pytest.approx((6.0, 0.0), abs=1e-12)
+    assert loss_and_grad(5.0, -0.5, dual_clip=3.0) == pytest.approx((1.5, 0.0), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "log_ratio, clamped, advantage", [(25.0, 20.0, -1.0), (-25.0, -20.0, 1.0), (0.5, 0.5, -1.0)]
+)
+def test_the_ratio_is_clamped_on_both_sides(
+    log_ratio: float, clamped: float, advantage: float
+) -> None:
+    """Also a ratio of two log-probs that are not 0: their difference counts, nothing else."""
+    logprobs = torch.tensor([-1.5], dtype=torch.float64, requires_grad=True)
+    losses = token_losses(
+        logprobs,
+        logprobs.detach() - log_ratio,
+        torch.tensor([advantage], dtype=torch.float64),
+        objective=PolicyObjective(),
+    )
+    losses.sum().backward()
+    loss = -math.exp(clamped) * advantage
+    assert losses.item() == pytest.approx(loss, rel=1e-9, abs=0.0)
+    assert logprobs.grad.item() == pytest.approx(loss if clamped == log_ratio else 0.0, rel=1e-9)
+
+
+@pytest.mark.parametrize("gap, value", [(25.0, -20.0), (-25.0, 20.0)])
+def test_the_gap_to_the_reference_is_clamped_on_both_sides(gap: float, value: float) -> None:
+    """Unclamped, k3 of a token that the reference finds likely would overflow in fp32."""
+    objective = PolicyObjective(kl_coef=1.0, kl_kind="k1")
+    got = kl_estimates(torch.tensor([-30.0]), torch.tensor([-30.0 + gap]), objective)
+    assert got.item() == value
 
 
 @pytest.mark.parametrize("kind, value", [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)])
@@ -120,6 +155,16 @@ def test_tokens_that_do_not_enter(name: str, value: float) -> None:
     assert got.item() == expected.item()
     assert tokens["logprobs"].grad.isfinite().all()
     assert not tokens["logprobs"].grad[[2, 5]].any()
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_a_token_enters_only_with_a_loss_weight(weight: float) -> None:
+    """A prompt's or a padding token may hold anything: 0 x NaN would be the whole loss."""
+    tokens = make_tokens()
+    tokens["loss_weights"][5] = weight
+    tokens["logprobs"][5] = math.nan
+    got = policy_loss(**tokens, objective=PolicyObjective())
+    assert got.isnan() == (weight != 0.0)
 
 
 def test_a_broken_log_prob_reaches_the_loss() -> None:

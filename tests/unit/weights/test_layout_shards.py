@@ -36,38 +36,38 @@ ALL_NAMES = (
 
 TRAINER_RANK_1_OF_2 = """\
 embedding.word_embeddings.weight (64, 8): model.embed_tokens.weight[64:70]
-decoder.layers.0.input_layernorm.weight or decoder.layers.0.self_attention.linear_qkv.layer_norm_weight (8,): input_layernorm.weight[0:8]
-decoder.layers.0.self_attention.linear_qkv.weight (8, 8): self_attn.q_proj.weight[4:8] self_attn.k_proj.weight[2:4] self_attn.v_proj.weight[2:4]
-decoder.layers.0.self_attention.linear_qkv.bias (8,): self_attn.q_proj.bias[4:8] self_attn.k_proj.bias[2:4] self_attn.v_proj.bias[2:4]
-decoder.layers.0.self_attention.linear_proj.weight (8, 4): self_attn.o_proj.weight[4:8]
-decoder.layers.0.pre_mlp_layernorm.weight or decoder.layers.0.mlp.linear_fc1.layer_norm_weight (8,): post_attention_layernorm.weight[0:8]
-decoder.layers.0.mlp.linear_fc1.weight (12, 8): mlp.gate_proj.weight[6:12] mlp.up_proj.weight[6:12]
-decoder.layers.0.mlp.linear_fc2.weight (8, 6): mlp.down_proj.weight[6:12]
+decoder.layers.0.input_layernorm.weight or decoder.layers.0.self_attention.linear_qkv.layer_norm_weight (8,): .input_layernorm.weight[0:8]
+decoder.layers.0.self_attention.linear_qkv.weight (8, 8): .self_attn.q_proj.weight[4:8] .self_attn.k_proj.weight[2:4] .self_attn.v_proj.weight[2:4]
+decoder.layers.0.self_attention.linear_qkv.bias (8,): .self_attn.q_proj.bias[4:8] .self_attn.k_proj.bias[2:4] .self_attn.v_proj.bias[2:4]
+decoder.layers.0.self_attention.linear_proj.weight (8, 4): .self_attn.o_proj.weight[4:8]
+decoder.layers.0.pre_mlp_layernorm.weight or decoder.layers.0.mlp.linear_fc1.layer_norm_weight (8,): .post_attention_layernorm.weight[0:8]
+decoder.layers.0.mlp.linear_fc1.weight (12, 8): .mlp.gate_proj.weight[6:12] .mlp.up_proj.weight[6:12]
+decoder.layers.0.mlp.linear_fc2.weight (8, 6): .mlp.down_proj.weight[6:12]
 decoder.final_layernorm.weight (8,): model.norm.weight[0:8]
 output_layer.weight (64, 8): lm_head.weight[64:70]"""  # noqa: E501
 
 ENGINE_RANK_1_OF_2 = """\
 model.embed_tokens.weight (64, 8): model.embed_tokens.weight[64:70]
-model.layers.0.input_layernorm.weight (8,): input_layernorm.weight[0:8]
-model.layers.0.self_attn.qkv_proj.weight (8, 8): self_attn.q_proj.weight[4:8] self_attn.k_proj.weight[2:4] self_attn.v_proj.weight[2:4]
-model.layers.0.self_attn.qkv_proj.bias (8,): self_attn.q_proj.bias[4:8] self_attn.k_proj.bias[2:4] self_attn.v_proj.bias[2:4]
-model.layers.0.self_attn.o_proj.weight (8, 4): self_attn.o_proj.weight[4:8]
-model.layers.0.post_attention_layernorm.weight (8,): post_attention_layernorm.weight[0:8]
-model.layers.0.mlp.gate_up_proj.weight (12, 8): mlp.gate_proj.weight[6:12] mlp.up_proj.weight[6:12]
-model.layers.0.mlp.down_proj.weight (8, 6): mlp.down_proj.weight[6:12]
+model.layers.0.input_layernorm.weight (8,): .input_layernorm.weight[0:8]
+model.layers.0.self_attn.qkv_proj.weight (8, 8): .self_attn.q_proj.weight[4:8] .self_attn.k_proj.weight[2:4] .self_attn.v_proj.weight[2:4]
+model.layers.0.self_attn.qkv_proj.bias (8,): .self_attn.q_proj.bias[4:8] .self_attn.k_proj.bias[2:4] .self_attn.v_proj.bias[2:4]
+model.layers.0.self_attn.o_proj.weight (8, 4): .self_attn.o_proj.weight[4:8]
+model.layers.0.post_attention_layernorm.weight (8,): .post_attention_layernorm.weight[0:8]
+model.layers.0.mlp.gate_up_proj.weight (12, 8): .mlp.gate_proj.weight[6:12] .mlp.up_proj.weight[6:12]
+model.layers.0.mlp.down_proj.weight (8, 6): .mlp.down_proj.weight[6:12]
 model.norm.weight (8,): model.norm.weight[0:8]
 lm_head.weight (64, 8): lm_head.weight[64:70]"""  # noqa: E501
 
 
 def told(shards: Iterable[Shard]) -> str:
-    """One line per shard; of layer 0's tensors the name below it."""
+    """One line per shard; `.name` is a tensor of layer 0."""
     lines = []
     for shard in shards:
         name = shard.name if shard.alias is None else f"{shard.name} or {shard.alias}"
         if shard.num_experts:
             name += f"[{shard.expert} of {shard.num_experts}]"
         runs = (
-            f"{run.tensor.removeprefix('model.layers.0.')}[{run.start}:{run.stop}]"
+            f"{run.tensor.removeprefix('model.layers.0')}[{run.start}:{run.stop}]"
             for run in shard.runs
         )
         lines.append(f"{name} {shard.shape}: {' '.join(runs)}")
@@ -81,7 +81,13 @@ def names(shards: Iterable[Shard]) -> list[str]:
 def test_a_trainer_rank_holds_exactly_this() -> None:
     layout = layout_of()
     position = replica_positions(layout, tp_size=2)[1]
-    assert told(layout.megatron_shards(position)) == TRAINER_RANK_1_OF_2
+    shards = list(layout.megatron_shards(position))
+    assert told(shards) == TRAINER_RANK_1_OF_2
+    columns = {shard.name for shard in shards if shard.axis == 1}
+    assert columns == {
+        "decoder.layers.0.self_attention.linear_proj.weight",
+        "decoder.layers.0.mlp.linear_fc2.weight",
+    }
 
 
 def test_an_engine_rank_holds_exactly_this() -> None:
@@ -98,11 +104,13 @@ def test_a_trainer_rank_holds_its_experts_under_their_own_numbers() -> None:
     one, two = (f"{mlp}local_experts.{{n}}.linear_fc{part}.weight" for part in (1, 2))
     assert told(experts).splitlines() == [
         f"{one.format(n=0)} or {mlp}linear_fc1.weight0 (12, 8):"
-        " mlp.experts.2.gate_proj.weight[0:6] mlp.experts.2.up_proj.weight[0:6]",
+        " .mlp.experts.2.gate_proj.weight[0:6] .mlp.experts.2.up_proj.weight[0:6]",
         f"{one.format(n=1)} or {mlp}linear_fc1.weight1 (12, 8):"
-        " mlp.experts.3.gate_proj.weight[0:6] mlp.experts.3.up_proj.weight[0:6]",
-        f"{two.format(n=0)} or {mlp}linear_fc2.weight0 (8, 6): mlp.experts.2.down_proj.weight[0:6]",
-        f"{two.format(n=1)} or {mlp}linear_fc2.weight1 (8, 6): mlp.experts.3.down_proj.weight[0:6]",
+        " .mlp.experts.3.gate_proj.weight[0:6] .mlp.experts.3.up_proj.weight[0:6]",
+        f"{two.format(n=0)} or {mlp}linear_fc2.weight0 (8, 6):"
+        " .mlp.experts.2.down_proj.weight[0:6]",
+        f"{two.format(n=1)} or {mlp}linear_fc2.weight1 (8, 6):"
+        " .mlp.experts.3.down_proj.weight[0:6]",
     ]
 
 
@@ -111,7 +119,7 @@ def test_an_engine_rank_holds_its_experts_in_one_stack(expert_parallel: bool) ->
     """Whole ones from its own on, or a half of each."""
     position = EnginePosition(tp_rank=1, tp_size=2, expert_parallel=expert_parallel)
     experts = (s for s in layout_of("Qwen3Moe").engine_layer(position, "0") if "exp" in s.name)
-    mlp, stack = "model.layers.0.mlp.experts.routed_experts", "mlp.experts"
+    mlp, stack = "model.layers.0.mlp.experts.routed_experts", ".mlp.experts"
     local, first, rows = (2, 2, slice(0, 6)) if expert_parallel else (4, 0, slice(3, 6))
     height, cut = rows.stop - rows.start, f"[{rows.start}:{rows.stop}]"
     assert told(experts).splitlines() == [
