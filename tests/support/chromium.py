@@ -39,7 +39,8 @@ class Page:
             answer = json.loads(self._connection.recv(timeout=_WAIT_S))
             if answer.get("id") == self._next_id:
                 assert "error" not in answer, f"{method}: {answer['error']}"
-                return answer["result"]
+                result: dict[str, Any] = answer["result"]
+                return result
             self._note(answer)
 
     def open(self, path: Path) -> None:
@@ -62,11 +63,11 @@ class Page:
             time.sleep(0.05)
 
     def text(self, selector: str) -> str:
-        return self.js(f"document.querySelector({json.dumps(selector)}).innerText")
+        return str(self.js(f"document.querySelector({json.dumps(selector)}).innerText"))
 
     def texts(self, selector: str) -> list[str]:
         found = f"[...document.querySelectorAll({json.dumps(selector)})]"
-        return self.js(f"{found}.map((node) => node.innerText)")
+        return list(self.js(f"{found}.map((node) => node.innerText)"))
 
     def move(
         self, selector: str, *, x: float = 0.5, y: float = 0.5, scroll: bool = True
@@ -185,4 +186,4 @@ def _page_address(profile: Path, process: subprocess.Popen[bytes]) -> str:
     port = port_file.read_text().split()[0]
     with urlopen(f"http://127.0.0.1:{port}/json/list") as answer:
         targets = json.load(answer)
-    return next(t["webSocketDebuggerUrl"] for t in targets if t["type"] == "page")
+    return str(next(t["webSocketDebuggerUrl"] for t in targets if t["type"] == "page"))
