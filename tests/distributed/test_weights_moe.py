@@ -11,6 +11,7 @@ import torch.multiprocessing as mp
 
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.layout import padded_vocab_size
 from megadapo.weights.layout.placement import replica_positions
 from tests.support.tiny_models import make_model
 
@@ -71,7 +72,7 @@ def megatron_logits(rank: int, num_ranks: int, folder: Path, meeting: Path) -> N
         transformer_layer_spec=get_gpt_layer_local_spec(
             num_experts=shape.num_experts, qk_layernorm=True, normalization="RMSNorm"
         ),
-        vocab_size=384,
+        vocab_size=padded_vocab_size(shape.vocab_size, 1),
         max_sequence_length=64,
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
