@@ -10,8 +10,9 @@ import pytest
 from tests.support.ranks import Ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ranks() -> Iterator[Ranks]:
+    # they end before other folders' tests: an idle group's threads still wake up all the time
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         started = Ranks()

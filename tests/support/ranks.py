@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.metadata
 import multiprocessing
 import os
@@ -114,6 +115,8 @@ def _serve(end: Connection) -> None:
         except BaseException:  # whatever it was, the test must see it
             answer = (False, traceback.format_exc())
         leave_groups()
+        # a trainer is full of cycles, and holds its groups' threads until they are collected
+        gc.collect()
         end.send(answer)
 
 

@@ -1,0 +1,1 @@
+"""What two to four trainer processes compute together."""
