@@ -56,7 +56,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind,engine", [
-    ("tied", {"num_engines": 2}),
+    # every whole run publishes a tied model, and holds engine against trainer at each step
+    pytest.param("tied", {"num_engines": 2}, marks=pytest.mark.full),
     ("untied", {"tensor_parallel": 2}),
     ("experts", {}),
     pytest.param("tied", {"pipeline_parallel": 2}, marks=pytest.mark.full),
