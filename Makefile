@@ -1,7 +1,7 @@
 # make quickstart   a small model learns to reason on two CPU cores
 # make test         the test suite; make test-all adds the minutes-long ones; both test the
 #                   report's page too where chromium is installed
-# make test-unit    what runs in one process, in two minutes
+# make test-unit    tests/unit alone, in two halves at once
 # make test-megatron  the trainer's tests on the newest megatron-core it is known to run on
 # make mutants      small wrong changes to the pure packages: does a test notice each one?
 # All make .venv from requirements/cpu.lock first, once. make lock renews that file.
@@ -20,7 +20,7 @@ BROWSER := $(if $(shell command -v chromium),,and not browser)
 MUTMUT := build/mutmut-3.8.1
 MEGATRON := build/megatron-core-$(NEWER_MEGATRON)
 
-.PHONY: quickstart test test-all test-unit test-unit-kernels test-unit-others test-megatron mutants lint format lock install clean
+.PHONY: quickstart test test-all test-unit test-unit-tensors test-unit-others test-megatron mutants lint format lock install clean
 
 quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
@@ -33,13 +33,13 @@ test-all: install
 
 # the kernels' tests take half the time, so the others run beside them
 test-unit: install
-	$(MAKE) --no-print-directory --output-sync=target --jobs=2 test-unit-kernels test-unit-others
+	$(MAKE) --no-print-directory --output-sync=target --jobs=2 test-unit-tensors test-unit-others
 
-test-unit-kernels:
-	$(BIN)/pytest -m "not gpu" --durations=6 tests/unit/kernels
+test-unit-tensors:
+	$(BIN)/pytest -m "not gpu" --durations=6 tests/unit/kernels tests/unit/weights
 
 test-unit-others:
-	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=6 --ignore=tests/unit/kernels tests/unit
+	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=6 --ignore=tests/unit/kernels --ignore=tests/unit/weights tests/unit
 
 test-megatron: install $(MEGATRON)
 	MEGADAPO_TEST_MEGATRON=$(NEWER_MEGATRON) PYTHONPATH="$(CURDIR)/$(MEGATRON)" \
@@ -55,7 +55,7 @@ $(MEGATRON): | $(STAMP)
 	rm -r $@.wheel
 	mv $@.part $@
 
-# half an hour on two cores; mutmut has an environment of its own, which sees that of the tests
+# mutmut has an environment of its own, which sees that of the tests
 mutants: install $(MUTMUT)/.installed
 	$(MUTMUT)/bin/python tools/mutants.py
 
