@@ -31,7 +31,7 @@ test: install
 test-all: install
 	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=30 tests
 
-# the kernels' tests take half the time, so the others run beside them
+# what computes with tensors takes half the time, so the rest runs beside it
 test-unit: install
 	$(MAKE) --no-print-directory --output-sync=target --jobs=2 test-unit-tensors test-unit-others
 
