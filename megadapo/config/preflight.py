@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from megadapo.cluster.gpus import has_gpu
 from megadapo.config import RunConfig
-from megadapo.data.arithmetic import SCHEME
+from megadapo.data.arithmetic import is_built_in
 from megadapo.data.sources import SUFFIXES, read_rows
 from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoError
 from megadapo.models.description import ModelDescription, describe_model
@@ -157,7 +157,7 @@ def _check_data(config: RunConfig) -> list[str]:
         sources["data.held_out"] = config.data.held_out
     problems, notes = [], []
     for key, source in sources.items():
-        if not source.startswith(SCHEME) and _is_hub_dataset(source):
+        if not is_built_in(source) and _is_hub_dataset(source):
             notes.append(f"{key} = {source} is on the Hub and not checked")
             continue
         try:

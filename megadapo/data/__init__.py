@@ -1,1 +1,1 @@
-"""Prompts, the built-in arithmetic task, and the packed batch."""
+"""Prompts, the built-in arithmetic tasks, and the packed batch."""

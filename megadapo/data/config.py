@@ -15,7 +15,8 @@ class DataConfig(Section, title="data"):
 
     train: str
     """Training prompts: a parquet or JSONL file or a folder of them, a Hub dataset
-    ORG/NAME[@REVISION][/PATH], or arithmetic:SPLIT:NUM[:SEED]."""
+    ORG/NAME[@REVISION][/PATH], or a built-in task: arithmetic:SPLIT:NUM[:SEED] (sums of three
+    terms) or arithmetic-chain:SPLIT:NUM[:SEED] (3 to 40 terms, so lengths have a long tail)."""
     held_out: str | None = None
     """Evaluation prompts, named in the same ways; none means that the run is not evaluated."""
     max_prompt_tokens: PositiveInt = 2048

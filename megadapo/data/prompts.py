@@ -71,7 +71,8 @@ def load_prompts(
 
     Args:
         source: a parquet or JSONL file or a folder of them, a Hub dataset
-            ORG/NAME[@REVISION][/PATH], or arithmetic:SPLIT:NUM[:SEED].
+            ORG/NAME[@REVISION][/PATH], or a built-in task: arithmetic:SPLIT:NUM[:SEED] or
+            arithmetic-chain:SPLIT:NUM[:SEED].
         check_gold: returns a gold that can be scored, or raises DataError saying why it cannot;
             `rewards.dapo_math.validate_ground_truth` for the rule of the run.
         tokenizer: together with max_prompt_tokens, measures every prompt as `render` makes it.

@@ -1,4 +1,4 @@
-"""Where prompts come from: raw rows of parquet and JSONL files, the Hub, and the built-in task.
+"""Where prompts come from: raw rows of parquet and JSONL files, the Hub, and the built-in tasks.
 
 A row knows the file and line it stands in, so that whatever is wrong with it can be found.
 """
@@ -72,12 +72,12 @@ class Row:
 
 
 def read_rows(source: str) -> Iterator[Row]:
-    """Give the rows of a file, a folder of files, a Hub dataset or the arithmetic task, in order.
+    """Give the rows of a file, a folder of files, a Hub dataset or an arithmetic task, in order.
 
     Raises:
         DataError: the source does not exist, cannot be read, or does not have the columns.
     """
-    if source.startswith(arithmetic.SCHEME):
+    if arithmetic.is_built_in(source):
         for number, problem in enumerate(arithmetic.from_source(source)):
             yield Row(f"{source}, row {number}", problem.row())
         return

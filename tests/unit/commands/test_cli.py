@@ -133,6 +133,7 @@ def test_overrides_are_refused_where_they_mean_nothing(
         ("data.train=./none/at/all", 3, "data.train"),
         ("data.train=arithmetic:train:0", 3, "data.train"),
         ("data.held_out=arithmetic:wrong:9", 3, "data.held_out"),
+        ("data.held_out=arithmetic-chain:wrong:9", 3, "data.held_out"),
         ("run.resume=nowhere", 4, "run.resume"),
         ("run.folder=/dev/null/run", 2, "/dev/null is a file"),
         ("trainer.tensor_parallel=4", 2, "num_key_value_heads"),

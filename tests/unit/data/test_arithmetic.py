@@ -1,8 +1,12 @@
-"""The built-in task: the learning curve of the quickstart rests on these properties."""
+"""The built-in tasks: the learning curve of the quickstart rests on these properties, and what is
+measured of long tails on those of the chains."""
 
 from __future__ import annotations
 
+import itertools
 import random
+import re
+from collections.abc import Iterable
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,64 +18,111 @@ from megadapo.rewards.dapo_math import score
 
 RECORDED_TRAIN = ["81+99+34=?", "53+44+60=?", "82+51+15=?"]
 RECORDED_HELD_OUT = ["88+95+50=?", "31+93+61=?", "77+99+38=?"]
+RECORDED_CHAINS = [
+    "48+51+60+70+80=?",
+    "18+86+21+78+24+79=?",
+    "46+64+23+66+74+40+91+34+48+70+20+73=?",
+]
+TASKS = tuple(arithmetic.TASKS)
 
 
-def test_no_held_out_sum_can_be_drawn_for_training_even_with_its_terms_reordered() -> None:
-    train = {tuple(sorted((p.a, p.b, p.c))) for p in generate("train", 8192, seed=0)}
-    held_out = {tuple(sorted((p.a, p.b, p.c))) for p in generate("held_out", 2048, seed=1)}
+def sums_in_any_order(problems: Iterable[Problem]) -> set[tuple[int, ...]]:
+    return {tuple(sorted(problem.terms)) for problem in problems}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_no_held_out_sum_can_be_drawn_for_training_even_with_its_terms_reordered(task: str) -> None:
+    train = sums_in_any_order(generate("train", 8192, seed=0, task=task))
+    held_out = sums_in_any_order(generate("held_out", 2048, seed=1, task=task))
     assert len(train) > 7000 and len(held_out) > 1500
     assert not train & held_out
 
 
+def test_no_sum_is_held_out_by_one_task_and_trained_on_by_the_other() -> None:
+    train = sums_in_any_order(generate("train", 8192, seed=0))
+    chains = generate("held_out", 8192, seed=0, task="arithmetic-chain")
+    assert not train & sums_in_any_order(chains)
+
+
 def test_the_held_out_share_of_all_sums_is_one_in_ten() -> None:
     # A split that is (nearly) empty or (nearly) everything would still be disjoint.
-    sums = [Problem(a, b, c) for a in range(10, 40) for b in range(a, 40) for c in range(b, 40)]
+    sums = [Problem(terms) for terms in itertools.combinations_with_replacement(range(10, 40), 3)]
     share = sum(problem.split == "held_out" for problem in sums) / len(sums)
     assert share == pytest.approx(0.1, abs=0.02)
 
 
-def test_problems_depend_on_the_seed_alone_and_do_not_repeat() -> None:
-    problems = generate("train", 1000, seed=7)
-    assert problems == generate("train", 1000, seed=7)
-    assert problems[:100] == generate("train", 100, seed=7)
-    assert problems[:100] != generate("train", 100, seed=8)
+@pytest.mark.parametrize("task", TASKS)
+def test_problems_depend_on_the_seed_alone_and_do_not_repeat(task: str) -> None:
+    problems = generate("train", 1000, seed=7, task=task)
+    assert problems == generate("train", 1000, seed=7, task=task)
+    assert problems[:100] == generate("train", 100, seed=7, task=task)
+    assert problems[:100] != generate("train", 100, seed=8, task=task)
     assert len(set(problems)) == 1000
-    assert all(10 <= term <= 99 for p in problems for term in (p.a, p.b, p.c))
+    assert all(10 <= term <= 99 for problem in problems for term in problem.terms)
+    assert {problem.row()["data_source"] for problem in problems} == {task}
 
 
 def test_problems_are_the_same_on_every_machine_and_python() -> None:
     # Recorded: a changed generator would silently make runs and results incomparable.
     assert [p.text for p in generate("train", 3, seed=0)] == RECORDED_TRAIN
     assert [p.text for p in generate("held_out", 3, seed=0)] == RECORDED_HELD_OUT
+    chains = generate("train", 3, seed=0, task="arithmetic-chain")
+    assert [p.text for p in chains] == RECORDED_CHAINS
+
+
+def test_three_terms_are_three_and_chains_have_a_long_tail() -> None:
+    assert {len(problem.terms) for problem in generate("train", 1000, seed=0)} == {3}
+    chains = generate("train", 16_384, seed=0, task="arithmetic-chain")
+    nums = sorted(len(problem.terms) for problem in chains)
+    assert (nums[0], nums[-1]) == (3, 40)
+    mean, p50, p95 = sum(nums) / len(nums), nums[len(nums) // 2], nums[len(nums) * 19 // 20]
+    assert p50 == 7 and 8 < mean < 9.5 and 18 < p95 < 22
+    # which term comes next follows from the last one only where none comes twice
+    assert all(len(set(problem.terms)) == len(problem.terms) for problem in chains)
+
+
+def test_worked_chains_have_20_to_500_tokens() -> None:
+    # Counted as the shipped tokenizers do: a digit or sign is a token, words are few.
+    rng = random.Random(0)
+    for num_terms, low, high in ((3, 20, 30), (7, 60, 80), (40, 450, 500)):
+        for _ in range(50):
+            problem = Problem(tuple(rng.sample(range(10, 100), num_terms)))
+            text = worked_answer(problem, rng, kind="steps")
+            assert low < len(re.findall(r"\d|[^\d\s]+|\s", text)) < high
 
 
 @pytest.mark.parametrize("kind", ["direct", "steps"])
-def test_right_answers_score_and_wrong_ones_do_not(kind: arithmetic.Kind) -> None:
+@pytest.mark.parametrize("task", TASKS)
+def test_right_answers_score_and_wrong_ones_do_not(kind: arithmetic.Kind, task: str) -> None:
     rng = random.Random(0)
-    for problem in generate("train", 300, seed=0):
+    for problem in generate("train", 300, seed=0, task=task):
         gold = problem.row()["reward_model"]["ground_truth"]
         assert score(worked_answer(problem, rng, kind=kind), gold).correct
         wrong = score(worked_answer(problem, rng, kind=kind, wrong=True), gold)
         assert not wrong.correct and wrong.answer.isdecimal()
 
 
-def test_steps_show_two_sums_and_a_slip_is_carried_through() -> None:
+@pytest.mark.parametrize("task", TASKS)
+def test_steps_show_every_sum_and_a_slip_is_carried_through(task: str) -> None:
     rng = random.Random(1)
-    num_true_sums = []
-    for problem in generate("train", 200, seed=3):
+    slips = set()
+    for problem in generate("train", 200, seed=3, task=task):
         for wrong in (False, True):
             work, answer = worked_answer(problem, rng, kind="steps", wrong=wrong).split("\n")
             sums = [part.split("=") for part in work.split(";")]
-            holds = [sum(map(int, left.split("+"))) == int(right) for left, right in sums]
-            assert answer == f"Answer: {sums[1][1]}"
-            assert sums[1][0].startswith(f"{sums[0][1]}+"), "the second sum starts from the first"
-            assert all(holds) is not wrong
-            num_true_sums.append(sum(holds))
-    assert set(num_true_sums) == {1, 2}
+            lefts = [tuple(map(int, left.split("+"))) for left, _ in sums]
+            rights = [int(right) for _, right in sums]
+            assert answer == f"Answer: {rights[-1]}"
+            assert [a for a, _ in lefts] == [problem.terms[0], *rights[:-1]]
+            assert [b for _, b in lefts] == list(problem.terms[1:])
+            wrong_at = [i for i, left in enumerate(lefts) if sum(left) != rights[i]]
+            assert len(wrong_at) == wrong
+            slips.update(wrong_at)
+    assert slips == set(range(2)) if task == "arithmetic" else len(slips) > 10
 
 
 def test_a_direct_answer_is_shorter_than_a_worked_one() -> None:
-    problem, rng = Problem(12, 34, 56), random.Random(0)
+    problem, rng = Problem((12, 34, 56)), random.Random(0)
     assert worked_answer(problem, rng, kind="direct") == "Answer: 102"
     assert worked_answer(problem, rng, kind="steps") == "12+34=46;46+56=102\nAnswer: 102"
 
@@ -89,6 +140,14 @@ def test_the_export_has_the_columns_of_dapo_math_17k(tmp_path) -> None:
 def test_a_source_names_split_number_and_seed() -> None:
     assert arithmetic.from_source("arithmetic:train:20") == generate("train", 20, seed=0)
     assert arithmetic.from_source("arithmetic:held_out:20:5") == generate("held_out", 20, seed=5)
+    chains = generate("train", 20, seed=5, task="arithmetic-chain")
+    assert arithmetic.from_source("arithmetic-chain:train:20:5") == chains
+
+
+def test_a_source_is_built_in_by_the_name_before_its_colon() -> None:
+    assert all(map(arithmetic.is_built_in, ("arithmetic:", "arithmetic-chain:train:1")))
+    others = ("arithmetic", "arithmetic-chains:train:1", "arithmetic/chain", ":train:1", "")
+    assert not any(map(arithmetic.is_built_in, others))
 
 
 @pytest.mark.parametrize(
@@ -105,6 +164,9 @@ def test_a_source_names_split_number_and_seed() -> None:
         "arithmetic:train:10:x",
         "arithmetic:train:10:1:2",
         "arithmetic:train:\u0661\u0660",
+        "arithmetic-chain:train:0",
+        "arithmetic-chain:test:10",
+        "arithmetic-long:train:10",
     ],
 )
 def test_a_source_that_names_no_task_is_refused(source: str) -> None:
