@@ -22,7 +22,7 @@ from transformers import Qwen2Config, Qwen2Tokenizer
 from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig, from_dict
 from megadapo.data.arithmetic import Kind, Problem, generate, worked_answer
-from megadapo.data.batch import PackedBatch, Sample, pack_samples
+from megadapo.data.batch import NO_VERSION, PackedBatch, Sample, pack_samples
 from megadapo.run.workers import trainer_settings
 from megadapo.trainer.trainer import Trainer
 
@@ -160,10 +160,10 @@ def _sample(problem: Problem, rng: random.Random, tokenizer: Qwen2Tokenizer) -> 
     return Sample(
         prompt_ids=tuple(tokenizer.encode(problem.text)),
         response_ids=np.array(response, dtype=np.int32),
-        # no engine sampled these tokens; -1 is no version of a policy, so nothing is compared
+        # no engine sampled these tokens, so nothing is compared
         logprobs_rollout=np.zeros(len(response), dtype=np.float32),
         finish_reason="stop",
-        policy_version=-1,
+        policy_versions=np.full(len(response), NO_VERSION, dtype=np.int32),
         text=text,
     )
 

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from megadapo.algorithm.mini_batches import mini_batches
 from megadapo.data.prompts import Prompt
+
+NO_VERSION = -1
+"""The policy version of a token that was given, not sampled."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,8 +29,8 @@ class Sample:
     logprobs_rollout: np.ndarray  # [n] float32
     """The engine's log-prob of each response token; NaN where it gave none."""
     finish_reason: Literal["stop", "length"]
-    policy_version: int
-    """Number of the weight publication the engine sampled from."""
+    policy_versions: np.ndarray  # [n] int32
+    """Number of the weight publication that the engine sampled each token from."""
     text: str
     """The response decoded without special tokens."""
 
@@ -77,7 +81,7 @@ class PackedBatch:
     logprobs_rollout: np.ndarray  # [T] float32, NaN on prompt tokens
     advantages: np.ndarray  # [T] float32, 0 on prompt tokens
     loss_weights: np.ndarray  # [T] float32, 0 on prompt tokens and on left-out responses
-    policy_versions: np.ndarray  # [S] int32
+    policy_versions: np.ndarray  # [T] int32, -1 on prompt tokens
     mini_batches: tuple[np.ndarray, ...]  # sequence indices of each optimizer update, in order
 
     @property
@@ -129,7 +133,9 @@ def pack_samples(
         ),
         advantages=_spread(prompt_lengths, lengths, advantages),
         loss_weights=_spread(prompt_lengths, lengths, loss_weights),
-        policy_versions=np.array([s.policy_version for s in samples], dtype=np.int32),
+        policy_versions=_on_response(
+            prompt_lengths, [s.policy_versions for s in samples], fill=NO_VERSION, dtype=np.int32
+        ),
         mini_batches=mini_batches(len(samples), mini_batch_size),
     )
 
@@ -141,10 +147,14 @@ def _spread(prompt_lengths: np.ndarray, lengths: np.ndarray, values: np.ndarray)
 
 
 def _on_response(
-    prompt_lengths: np.ndarray, pieces: Sequence[np.ndarray], *, fill: float
+    prompt_lengths: np.ndarray,
+    pieces: Sequence[np.ndarray],
+    *,
+    fill: float,
+    dtype: DTypeLike = np.float32,
 ) -> np.ndarray:
     parts: list[np.ndarray] = []
     for prompt_length, piece in zip(prompt_lengths, pieces, strict=True):
-        parts += [np.full(prompt_length, fill), piece]
-    spread: np.ndarray = np.concatenate(parts).astype(np.float32)
+        parts += [np.full(prompt_length, fill, dtype=piece.dtype), piece]
+    spread: np.ndarray = np.concatenate(parts).astype(dtype)
     return spread

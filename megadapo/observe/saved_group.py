@@ -9,17 +9,19 @@
                     "logprobs_rollout": [float | null, ...],
                     "logprobs_old": [float | null, ...] | null,
                     "logprobs_update": [float | null, ...] | null,
-                    "finish_reason": "stop" | "length", "policy_version": int,
+                    "finish_reason": "stop" | "length",
+                    "policy_versions": [[int, int], ...],
                     "reward": float, "penalty": float, "shaped_reward": float,
                     "advantage": float | null, "correct": bool, "answer": str,
                     "symbolic_correct": bool | null}, ...]}
 
 Log-probs are float32 in the fewest digits that give the same float32 back, and null where there is
 no finite one: neither the engine's nor the trainer's reason for that matters, such a token is not
-trained on. What only training gives (advantage, logprobs_old, logprobs_update) is null in groups
-that were not trained on; where no trainer was there, "trained" are those that it would have been
-given, with an advantage and null log-probs. The meaning of each field is said at `SavedGroup` and
-`SavedResponse`.
+trained on. Policy versions are runs of tokens, [version, number of tokens]; older files have one
+`"policy_version": int` for the whole response. What only training gives (advantage, logprobs_old,
+logprobs_update) is null in groups that were not trained on; where no trainer was there, "trained"
+are those that it would have been given, with an advantage and null log-probs. The meaning of each
+field is said at `SavedGroup` and `SavedResponse`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from megadapo.data.batch import Group, Sample
+from megadapo.data.policy_versions import decode_versions, encode_versions
 from megadapo.data.prompts import Prompt
 
 Fate = Literal["trained", "to_reserve", "dropped", "all_correct", "all_wrong"]
@@ -52,7 +55,7 @@ class SavedResponse:
     logprobs_update: np.ndarray | None
     """[n] float32: the trainer's in the update that the response was trained in."""
     finish_reason: Literal["stop", "length"]
-    policy_version: int
+    policy_versions: np.ndarray  # [n] int32: the weight publication that sampled each token
     reward: float
     """The verifier's, before any shaping."""
     penalty: float
@@ -144,7 +147,6 @@ _ARRAYS = ("token_ids", "tokens", "logprobs_rollout", "logprobs_old", "logprobs_
 _TYPES = {
     "text": str,
     "finish_reason": str,
-    "policy_version": int,
     "reward": int | float,
     "penalty": int | float,
     "shaped_reward": int | float,
@@ -158,6 +160,7 @@ _TYPES = {
 def _encode_response(response: SavedResponse) -> dict[str, Any]:
     return vars(response) | {
         "token_ids": response.token_ids.tolist(),
+        "policy_versions": encode_versions(response.policy_versions),
         "tokens": list(response.tokens),
         "logprobs_rollout": _encode_floats(response.logprobs_rollout),
         "logprobs_old": _encode_floats(response.logprobs_old),
@@ -166,6 +169,9 @@ def _encode_response(response: SavedResponse) -> dict[str, Any]:
 
 
 def _decode_response(entry: Mapping[str, Any]) -> SavedResponse:
+    entry = dict(entry)
+    if "policy_version" in entry:  # written where a response had one version
+        entry["policy_versions"] = entry.pop("policy_version")
     for name, kind in _TYPES.items():
         if not isinstance(entry[name], kind):
             raise TypeError(f"{name} is a {type(entry[name]).__name__}")
@@ -174,6 +180,7 @@ def _decode_response(entry: Mapping[str, Any]) -> SavedResponse:
         raise ValueError(f"lists of a response have different lengths: {sorted(lengths)}")
     arrays = {
         "token_ids": np.array(entry["token_ids"], dtype=np.int32),
+        "policy_versions": decode_versions(entry["policy_versions"], len(entry["token_ids"])),
         "tokens": tuple(map(_text, entry["tokens"])),
         "logprobs_rollout": _decode_floats(entry["logprobs_rollout"]),
         "logprobs_old": _decode_floats(entry["logprobs_old"]),
@@ -209,6 +216,6 @@ def _sample(response: SavedResponse, prompt_ids: tuple[int, ...]) -> Sample:
         response_ids=response.token_ids,
         logprobs_rollout=response.logprobs_rollout,
         finish_reason=response.finish_reason,
-        policy_version=response.policy_version,
+        policy_versions=response.policy_versions,
         text=response.text,
     )

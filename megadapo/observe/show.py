@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
+from megadapo.data.policy_versions import encode_versions
 from megadapo.errors import DataError
 from megadapo.observe.rollouts import read_rollouts, rollouts_path, saved_steps
 from megadapo.observe.saved_group import Fate, SavedGroup, SavedResponse
@@ -159,8 +160,13 @@ def _header(number: int, response: SavedResponse) -> Text:
         text.append(f", advantage {response.advantage:+.4f}")
     text.append(f", {len(response.token_ids)} tokens, ")
     text.append(printable(response.finish_reason), "bold yellow" if response.truncated else "")
-    text.append(f", policy_version {response.policy_version}", "dim")
+    text.append(f", policy_version {_versions(response)}", "dim")
     return text
+
+
+def _versions(response: SavedResponse) -> str:
+    versions = [str(version) for version, _ in encode_versions(response.policy_versions)]
+    return " then ".join(versions) or "-"
 
 
 def _indented(text: str) -> Padding:

@@ -87,7 +87,7 @@ def random_batch(config: RunConfig, num_sequences: int, *, vocab_size: int) -> P
             response_ids=rng.integers(0, vocab_size, length).astype(np.int32),
             logprobs_rollout=np.full(length, -np.log(vocab_size), dtype=np.float32),
             finish_reason="stop",
-            policy_version=0,
+            policy_versions=np.zeros(length, dtype=np.int32),
             text="",
         )
         for length in lengths

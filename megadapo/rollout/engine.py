@@ -321,7 +321,7 @@ def _response(output: RequestOutput, text: str, policy_version: int) -> Response
         logprobs=sampled_logprobs(completion.token_ids, table),
         finish_reason=cast(Literal["stop", "length"], completion.finish_reason),
         text=text,
-        policy_version=policy_version,
+        policy_versions=np.full(len(completion.token_ids), policy_version, dtype=np.int32),
     )
 
 

@@ -39,10 +39,11 @@ class Response:
 
     token_ids: np.ndarray  # [n] int32, with the end-of-sequence token where there is one
     logprobs: np.ndarray  # [n] float32, at the sampling temperature; NaN where there is none
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "unfinished"]
+    """Unfinished where the engine was told to stop before the response came to its end."""
     text: str
     """Decoded without special tokens."""
-    policy_version: int
+    policy_versions: np.ndarray  # [n] int32, the weight publication that sampled each token
 
 
 @dataclass(frozen=True, kw_only=True)

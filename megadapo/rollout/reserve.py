@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megadapo.data.batch import Group, Sample
+from megadapo.data.policy_versions import decode_versions, encode_versions
 from megadapo.data.prompts import Prompt
 from megadapo.errors import CheckpointError
 
@@ -88,18 +89,21 @@ def _encode_sample(sample: Sample) -> dict[str, Any]:
         "response_ids": _pack(sample.response_ids, "<i4"),
         "logprobs": _pack(sample.logprobs_rollout, "<f4"),
         "finish_reason": sample.finish_reason,
-        "policy_version": sample.policy_version,
+        "policy_versions": encode_versions(sample.policy_versions),
         "text": sample.text,
     }
 
 
 def _decode_sample(entry: Mapping[str, Any], prompt_ids: tuple[int, ...]) -> Sample:
+    response_ids = _unpack(entry["response_ids"], "<i4")
+    # a state of a run that knew one version a response has `policy_version`
+    versions = entry["policy_versions"] if "policy_versions" in entry else entry["policy_version"]
     return Sample(
         prompt_ids=prompt_ids,
-        response_ids=_unpack(entry["response_ids"], "<i4"),
+        response_ids=response_ids,
         logprobs_rollout=_unpack(entry["logprobs"], "<f4"),
         finish_reason=entry["finish_reason"],
-        policy_version=entry["policy_version"],
+        policy_versions=decode_versions(versions, len(response_ids)),
         text=entry["text"],
     )
 

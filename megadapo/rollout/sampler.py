@@ -16,7 +16,7 @@ from megadapo.errors import CheckpointError, SamplingError
 from megadapo.observe.config import SavedGroups
 from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.config import SamplingConfig
-from megadapo.rollout.requests import GroupResponse, SamplingSettings, response_seeds
+from megadapo.rollout.requests import GroupResponse, Response, SamplingSettings, response_seeds
 from megadapo.rollout.reserve import Reserve
 from megadapo.rollout.sampled_batch import SampledBatch, Tally
 from megadapo.rollout.scoring import (
@@ -168,19 +168,21 @@ def _group(question: Question, response: GroupResponse, scores: list[Score]) -> 
     return Group(
         order=question.key,
         prompt=question.prompt,
-        samples=tuple(
-            Sample(
-                prompt_ids=question.prompt_ids,
-                response_ids=sample.token_ids,
-                logprobs_rollout=sample.logprobs,
-                finish_reason=sample.finish_reason,
-                policy_version=sample.policy_version,
-                text=sample.text,
-            )
-            for sample in response.responses
-        ),
+        samples=tuple(_sample(question, sample) for sample in response.responses),
         rewards=tuple(score.reward for score in scores),
         correct=tuple(score.correct for score in scores),
         answers=tuple(score.answer for score in scores),
         symbolic_correct=tuple(score.symbolic_correct for score in scores),
+    )
+
+
+def _sample(question: Question, response: Response) -> Sample:
+    assert response.finish_reason != "unfinished", "only whole responses are scored"
+    return Sample(
+        prompt_ids=question.prompt_ids,
+        response_ids=response.token_ids,
+        logprobs_rollout=response.logprobs,
+        finish_reason=response.finish_reason,
+        policy_versions=response.policy_versions,
+        text=response.text,
     )

@@ -118,7 +118,9 @@ class ReplayedRollouts:
     def _is_fresh(self, saved: SavedGroup) -> bool:
         """Whether the weights that sampled a group are, by their number, the present ones."""
         current = self._policy_version
-        return not saved.from_reserve and any(r.policy_version == current for r in saved.responses)
+        return not saved.from_reserve and any(
+            (response.policy_versions == current).any() for response in saved.responses
+        )
 
     def _check(self, saved: SavedGroup, step: int, path: Path) -> None:
         for problem in self._problems(saved, step):

@@ -118,7 +118,7 @@ def _responses(
             tokens=token_pieces(decode, sample.response_ids.tolist(), sample.text),
             logprobs_rollout=sample.logprobs_rollout,
             finish_reason=sample.finish_reason,
-            policy_version=sample.policy_version,
+            policy_versions=sample.policy_versions,
             reward=group.rewards[i],
             penalty=float(penalties[i]),
             shaped_reward=float(group.rewards[i] + penalties[i]),

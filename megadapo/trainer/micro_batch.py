@@ -57,12 +57,11 @@ class MicroBatchBuilder:
 
         Args:
             predicted: [tokens of the batch] bool, which tokens the head predicts.
-            policy_version: which sequences count as sampled from the present weights.
+            policy_version: which tokens count as sampled from the present weights.
         """
         starts, stops = batch.cu_seqlens[:-1], batch.cu_seqlens[1:]
         lengths = [int(stops[i] - starts[i]) for i in sequences]
         source = _concatenate([np.arange(starts[i], stops[i]) for i in sequences])
-        versions = np.repeat(batch.policy_versions[list(sequences)], lengths)
         padding = -len(source) % self._token_multiple if lengths else self._token_multiple
         if padding:
             lengths.append(padding)
@@ -84,7 +83,7 @@ class MicroBatchBuilder:
             advantages=at_rows(batch.advantages),
             loss_weights=at_rows(batch.loss_weights),
             logprobs_rollout=self._tensor(batch.logprobs_rollout[of_rows]),
-            is_current=self._tensor(versions[chosen] == policy_version),
+            is_current=self._tensor(batch.policy_versions[of_rows] == policy_version),
             num_tokens=len(source),
         )
 

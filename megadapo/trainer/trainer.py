@@ -80,7 +80,7 @@ class Trainer:
 
         Args:
             policy_version: of the present weights; engine and trainer log-probs are compared on
-                the sequences it sampled.
+                the tokens it sampled.
             step: rollout step, counted from 1: it decides the learning rate.
             record: sequences of the batch, ascending, whose log-probs the result holds.
         """

@@ -35,7 +35,7 @@ def random_batch(
         logprobs_rollout=np.where(is_response, -4.0, np.nan).astype(np.float32),
         advantages=np.where(is_response, advantages, 0.0).astype(np.float32),
         loss_weights=np.where(is_response, weights, 0.0).astype(np.float32),
-        policy_versions=np.full(len(lengths), policy_version, dtype=np.int32),
+        policy_versions=np.where(is_response, policy_version, -1).astype(np.int32),
         mini_batches=tuple(mini_batches),
     )
 

@@ -97,7 +97,7 @@ def _response(
         logprobs_old=old if trained else None,
         logprobs_update=old + change if trained else None,
         finish_reason="length" if cut else "stop",
-        policy_version=version,
+        policy_versions=np.full(len(text), version, dtype=np.int32),
         reward=1.0 if correct else -1.0,
         penalty=0.0,
         shaped_reward=1.0 if correct else -1.0,

@@ -22,7 +22,7 @@ def saved_response(text: str = "1 + 1 = 2", **values: object) -> SavedResponse:
         "logprobs_old": logprobs * np.float32(1.01),
         "logprobs_update": logprobs * np.float32(0.99),
         "finish_reason": "stop",
-        "policy_version": 3,
+        "policy_versions": np.full(size, 3, dtype=np.int32),
         "reward": 1.0,
         "penalty": -1 / 3,
         "shaped_reward": 1.0 - 1 / 3,

@@ -55,7 +55,7 @@ def respond(seed: int, settings: SamplingSettings) -> Response:
         logprobs=logprobs,
         finish_reason="length" if length == settings.max_tokens else "stop",
         text="".join(str(i - 3) for i in ids),
-        policy_version=POLICY_VERSION,
+        policy_versions=np.full(length, POLICY_VERSION, dtype=np.int32),
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megadapo.data.policy_versions import encode_versions
 from megadapo.observe.report.distributions import Distributions, HeatMap
 from megadapo.observe.rollouts import read_rollouts, rollouts_path, saved_steps
 from megadapo.observe.saved_group import SavedGroup, SavedResponse
@@ -151,6 +152,7 @@ def _shown(group: SavedGroup) -> dict[str, object]:
 def _shown_response(response: SavedResponse) -> dict[str, object]:
     return vars(response) | {
         "token_ids": response.token_ids.tolist(),
+        "policy_versions": encode_versions(response.policy_versions),
         "logprobs_rollout": _rounded(response.logprobs_rollout),
         "logprobs_old": _rounded(response.logprobs_old),
         "logprobs_update": _rounded(response.logprobs_update),

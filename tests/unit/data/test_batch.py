@@ -22,7 +22,7 @@ def group(order: int, lengths: list[int], correct: list[bool], finish: str = "st
             response_ids=np.arange(10, 10 + n, dtype=np.int32),
             logprobs_rollout=-0.1 * np.arange(n, dtype=np.float32),
             finish_reason=finish,
-            policy_version=order,
+            policy_versions=np.full(n, order, dtype=np.int32),
             text="",
         )
         for n in lengths
@@ -61,7 +61,8 @@ def test_tokens_lie_where_cu_seqlens_says():
     assert batch.cu_seqlens.tolist() == [0, 5, 8, 11, 16]
     assert batch.tokens.tolist() == [1, 10, 11, 12, 13, 1, 10, 11, 1, 2, 10, 1, 2, 10, 11, 12]
     assert batch.prompt_lengths.tolist() == [1, 1, 2, 2]
-    assert batch.policy_versions.tolist() == [0, 0, 1, 1]
+    versions = [-1, 0, 0, 0, 0, -1, 0, 0, -1, -1, 1, -1, -1, 1, 1, 1]
+    assert batch.policy_versions.tolist() == versions
     assert batch.num_response_tokens == 10
 
 

@@ -92,7 +92,17 @@ def test_a_group_is_rebuilt_as_sampling_made_it(tmp_path: Path) -> None:
         assert sample.prompt_ids == saved.prompt_ids
         assert sample.response_ids is response.token_ids
         assert sample.logprobs_rollout is response.logprobs_rollout
-        assert (sample.text, sample.policy_version) == (response.text, response.policy_version)
+        assert sample.policy_versions is response.policy_versions
+        assert sample.text == response.text
+
+
+def test_a_file_with_one_version_a_response_is_still_read(tmp_path: Path) -> None:
+    """The saved groups of older runs could otherwise be neither shown nor replayed."""
+    entry = encode_saved(saved_group(saved_response("abcd")))
+    del entry["responses"][0]["policy_versions"]
+    entry["responses"][0]["policy_version"] = 6
+    (back,) = read_rollouts(compressed(rollouts_path(tmp_path, 1), json.dumps(entry) + "\n"))
+    assert back.responses[0].policy_versions.tolist() == [6, 6, 6, 6]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])

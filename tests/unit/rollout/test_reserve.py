@@ -19,7 +19,7 @@ def make_group(order: int) -> Group:
                 ([math.nan, -math.inf, -1.5, -0.1] * 3)[:length], dtype=np.float32
             ),
             finish_reason=reason,
-            policy_version=4,
+            policy_versions=np.repeat([3, 4], [length // 2, length - length // 2]).astype(np.int32),
             text="5 \u00e9\n\x00",
         )
         for length, reason in ((1, "stop"), (7, "length"))
@@ -64,6 +64,7 @@ def test_groups_survive_json_exactly():
             assert sample.prompt_ids == same.prompt_ids
             np.testing.assert_array_equal(sample.response_ids, same.response_ids)
             np.testing.assert_array_equal(sample.logprobs_rollout, same.logprobs_rollout)
+            np.testing.assert_array_equal(sample.policy_versions, same.policy_versions)
 
 
 def test_a_state_without_the_verifiers_answers_still_loads():
@@ -74,6 +75,14 @@ def test_a_state_without_the_verifiers_answers_still_loads():
     del entry["answers"], entry["symbolic_correct"]
     group = decode_group(entry)
     assert (group.answers, group.symbolic_correct) == (("", ""), (None, None))
+
+
+def test_a_state_with_one_version_a_response_still_loads():
+    entry = encode_group(make_group(1))
+    for sample in entry["samples"]:
+        del sample["policy_versions"]
+        sample["policy_version"] = 6
+    assert [s.policy_versions.tolist() for s in decode_group(entry).samples] == [[6], [6] * 7]
 
 
 def test_a_smaller_limit_after_a_resume_keeps_the_oldest():
@@ -91,6 +100,7 @@ def test_a_smaller_limit_after_a_resume_keeps_the_oldest():
         lambda entry: entry["samples"][0].update(response_ids="AA!AAAA=="),
         lambda entry: entry["samples"][0].update(logprobs="AAAA"),
         lambda entry: entry.update(prompt=None),
+        lambda entry: entry["samples"][0].update(policy_versions=[[4, 2]]),
     ],
 )
 def test_damage_is_refused(damage):

@@ -139,7 +139,7 @@ def all_responses(batch, sampler, engines) -> list[str]:
 def test_samples_carry_what_the_engine_said():
     group = make_sampler(ScriptedEngines()).next_batch().groups[0]
     for sample in group.samples:
-        assert sample.policy_version == POLICY_VERSION
+        assert sample.policy_versions.tolist() == [POLICY_VERSION] * len(sample.response_ids)
         assert len(sample.logprobs_rollout) == len(sample.response_ids)
         assert np.isnan(sample.logprobs_rollout[0])
         assert sample.text == "".join(str(i - 3) for i in sample.response_ids)

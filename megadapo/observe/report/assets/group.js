@@ -151,6 +151,9 @@ function responseCard(index, group, response, number, clip) {
   );
 }
 
+const versionsText = (response) =>
+  response.policy_versions.map(([version]) => version).join(" then ") || "none";
+
 function responseFacts(response) {
   const signed = (value) =>
     value === null ? "-" : `${value > 0 ? "+" : ""}${formatNumber(value)}`;
@@ -161,7 +164,7 @@ function responseFacts(response) {
     ["answer", response.answer || "none"],
     ["reward", shaped],
     ["advantage", signed(response.advantage)],
-    ["version", String(response.policy_version)],
+    ["version", versionsText(response)],
   ];
   return el(
     "dl",

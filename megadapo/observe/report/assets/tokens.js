@@ -37,9 +37,14 @@ function key(label, variable) {
 }
 
 const versionsOf = (group) =>
-  [...new Set(group.responses.map((r) => r.policy_version))].sort((a, b) => b - a);
+  [...new Set(group.responses.flatMap((r) => r.policy_versions.map(([version]) => version)))].sort(
+    (a, b) => b - a,
+  );
 const versionVariable = (group, version) =>
   `--series-${(versionsOf(group).indexOf(version) % NUM_COLOURS) + 1}`;
+/** Which version sampled each token of a response, from its runs. */
+const tokenVersions = (response) =>
+  response.policy_versions.flatMap(([version, count]) => Array(count).fill(version));
 const versionKeys = (group) =>
   versionsOf(group).map((version) => key(`version ${version}`, versionVariable(group, version)));
 
@@ -97,14 +102,16 @@ function responseBody(response, group, mode, clip, query) {
 }
 
 function fillTokens(body, response, group, mode, clip, limit) {
-  const version = mode === "version" ? [versionVariable(group, response.policy_version), 40] : null;
+  const versions = mode === "version" ? tokenVersions(response) : null;
   const spans = response.tokens.slice(0, limit).map((token, index) => {
     const span = el(
       "span",
       { class: token.includes("\n") ? "token line-end" : "token", "data-index": index },
       token,
     );
-    const shade = version ?? tokenShade(mode, tokenFacts(response, index, clip), clip);
+    const shade = versions
+      ? [versionVariable(group, versions[index]), 40]
+      : tokenShade(mode, tokenFacts(response, index, clip), clip);
     if (shade && shade[1] >= 1) span.style.backgroundColor = mixedIn(...shade);
     return span;
   });
