@@ -72,7 +72,7 @@ def _train(config: RunConfig, run: Run, workers: Workers) -> None:
                     step, sampled, update, evaluation, policy_version=version, config=config
                 )
             )
-            run.note(*step_notes(step, sampled, update, config.sampling.prompts_per_step))
+            run.note(*step_notes(step, sampled, update, config))
             check_oracles(run.records, config.oracles)
             run.complete(step, workers.rollouts.state_dict())
             if run.saves:

@@ -20,12 +20,13 @@ def loss_weights(groups: Sequence[ScoredGroup], config: AlgorithmConfig) -> np.n
 
     Overlong filtering leaves truncated responses out: their weight is 0, and no count has them.
     """
+    sizes = [len(group.lengths) for group in groups]
     lengths = np.array([n for group in groups for n in group.lengths], dtype=np.int64)
     truncated = np.array([cut for group in groups for cut in group.truncated], dtype=bool)
     keep = ~(truncated & config.overlong_filtering)
-    group_of = np.repeat(np.arange(len(groups)), [len(group.lengths) for group in groups])
+    group_of = np.repeat(np.arange(len(groups)), sizes)
     weights = np.zeros(len(lengths))
-    for indices in mini_batches(len(lengths), config.responses_per_mini_batch):
+    for indices in mini_batches(sizes, config.responses_per_mini_batch):
         weights[indices] = sequence_weights(
             lengths[indices], group_of[indices], config.loss_aggregation, keep=keep[indices]
         )

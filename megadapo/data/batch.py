@@ -109,7 +109,12 @@ def pack(
         mini_batch_size: responses behind one optimizer update.
     """
     samples = [sample for group in groups for sample in group.samples]
-    return pack_samples(samples, advantages, loss_weights, mini_batch_size=mini_batch_size)
+    return _packed(
+        samples,
+        advantages,
+        loss_weights,
+        mini_batches([len(group.samples) for group in groups], mini_batch_size),
+    )
 
 
 def pack_samples(
@@ -120,6 +125,16 @@ def pack_samples(
     mini_batch_size: int,
 ) -> PackedBatch:
     """Pack S responses that need not belong to groups; arguments as for `pack`."""
+    updates = mini_batches([1] * len(samples), mini_batch_size)
+    return _packed(samples, advantages, loss_weights, updates)
+
+
+def _packed(
+    samples: Sequence[Sample],
+    advantages: np.ndarray,
+    loss_weights: np.ndarray,
+    updates: tuple[np.ndarray, ...],
+) -> PackedBatch:
     prompt_lengths = np.array([len(s.prompt_ids) for s in samples], dtype=np.int64)
     lengths = np.array([len(s.response_ids) for s in samples], dtype=np.int64)
     return PackedBatch(
@@ -136,7 +151,7 @@ def pack_samples(
         policy_versions=_on_response(
             prompt_lengths, [s.policy_versions for s in samples], fill=NO_VERSION, dtype=np.int32
         ),
-        mini_batches=mini_batches(len(samples), mini_batch_size),
+        mini_batches=updates,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from megadapo.algorithm.mini_batches import mini_batch_sizes
 from megadapo.algorithm.shaping import overlong_penalties
 from megadapo.config import RunConfig
 from megadapo.observe.metrics import EvaluationRecord
@@ -85,20 +86,21 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, int | float | None]
 
 
 def step_notes(
-    step: int, sampled: SampledBatch, update: UpdateResult, prompts_per_step: int
+    step: int, sampled: SampledBatch, update: UpdateResult, config: RunConfig
 ) -> Iterator[str]:
     """What was left out of a step, a line for each reason; a healthy step has none."""
+    prompts_per_step = config.sampling.prompts_per_step
     if sampled.num_kept < prompts_per_step and sampled.num_tokens is None:
         yield (
             f"step {step}: only {sampled.num_kept} of {prompts_per_step} groups are saved as "
-            'trained on (observe.saved_groups = "all" saves whole batches): a smaller batch was '
-            "trained on"
+            'trained on (observe.saved_groups = "all" saves whole batches): '
+            f"{_smaller_batch(sampled.num_kept, config)}"
         )
     elif sampled.num_kept < prompts_per_step:
         yield (
             f"step {step}: only {sampled.num_kept} of {prompts_per_step} groups have a signal "
             f"among {sampled.num_sampled} asked for ({sampled.num_all_correct} all right, "
-            f"{sampled.num_all_wrong} all wrong): a smaller batch was trained on"
+            f"{sampled.num_all_wrong} all wrong): {_smaller_batch(sampled.num_kept, config)}"
         )
     if sampled.num_dropped:
         yield f"step {step}: {sampled.num_dropped} surplus groups dropped, the reserve is full"
@@ -109,6 +111,17 @@ def step_notes(
         )
     if update.skipped_updates:
         yield f"step {step}: {update.skipped_updates} updates skipped, loss or gradient not finite"
+
+
+def _smaller_batch(num_groups: int, config: RunConfig) -> str:
+    """How the updates of a step with too few groups differ from the planned ones."""
+    planned = config.algorithm.responses_per_mini_batch // config.sampling.responses_per_prompt
+    sizes = mini_batch_sizes(num_groups, planned)
+    found = " or ".join(str(size) for size in sorted(set(sizes)))
+    return (
+        f"a smaller batch was trained on, in {len(sizes)} updates of {found} groups where "
+        f"{planned} are planned"
+    )
 
 
 def verifier_note(counts: VerifierCounts) -> str:

@@ -8,7 +8,7 @@ import pytest
 from megadapo.algorithm.advantages import advantages
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.loss_weights import loss_weights
-from megadapo.data.batch import Group, PackedBatch, Sample, pack
+from megadapo.data.batch import Group, PackedBatch, Sample, pack, pack_samples
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError
 
@@ -94,8 +94,16 @@ def test_loss_weights_count_tokens_of_the_mini_batch_and_not_of_the_step():
 
 
 def test_mini_batches_cover_every_sequence_once_in_order():
-    batch = packed(responses_per_mini_batch=3)
-    assert [m.tolist() for m in batch.mini_batches] == [[0, 1, 2], [3]]
+    """Of three groups, at most two an update; without groups, every response is its own."""
+    three = [*GROUPS, group(2, [2, 2], [True, False])]
+    config = AlgorithmConfig(responses_per_mini_batch=4, overlong_buffer=0)
+    batch = packed_step(three, config)
+    assert [m.tolist() for m in batch.mini_batches] == [[0, 1, 2, 3], [4, 5]]
+    # loss weights count over those same responses
+    assert batch.loss_weights.sum() == pytest.approx(2.0, rel=1e-6)
+    samples = [sample for one in three for sample in one.samples]
+    loose = pack_samples(samples, np.ones(6), np.ones(6), mini_batch_size=4)
+    assert [m.tolist() for m in loose.mini_batches] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_soft_punishment_changes_advantages_and_filtering_changes_weights():

@@ -16,6 +16,7 @@ from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.scoring import EngineShare
 from megadapo.run.step_metrics import step_metrics, step_notes, verifier_note
 from megadapo.trainer.result import RankShare, UpdateResult
+from tests.support.saved_groups import saved_group
 
 SAMPLED = SampledBatch(
     groups=(),
@@ -72,7 +73,12 @@ CONFIG = from_dict(
         "model": {"path": "somewhere"},
         "data": {"train": "arithmetic:train:64"},
         "rollout": {"max_response_tokens": 100},
-        "algorithm": {"overlong_buffer": 40, "overlong_factor": 0.5},
+        "sampling": {"prompts_per_step": 8, "responses_per_prompt": 2},
+        "algorithm": {
+            "overlong_buffer": 40,
+            "overlong_factor": 0.5,
+            "responses_per_mini_batch": 4,
+        },
     }
 )
 TIMES = {
@@ -125,8 +131,9 @@ def test_a_step_that_generated_nothing_says_so_and_not_zero():
     assert found["accuracy/mean"] == 0.5
 
 
-def notes(sampled: SampledBatch = SAMPLED, update: UpdateResult = UPDATE, size: int = 0) -> str:
-    return "\n".join(step_notes(3, sampled, update, size))
+def notes(num_groups: int = 8, update: UpdateResult = UPDATE, **values: object) -> str:
+    sampled = replace(SAMPLED, groups=(saved_group().group,) * num_groups, **values)
+    return "\n".join(step_notes(3, sampled, update, CONFIG))
 
 
 def test_a_healthy_step_says_nothing():
@@ -134,11 +141,18 @@ def test_a_healthy_step_says_nothing():
 
 
 def test_each_reason_for_leaving_something_out_is_said_with_its_count():
-    assert "only 0 of 8 groups" in notes(size=8)
-    assert "0 of 8 groups are saved" in notes(replace(SAMPLED, num_tokens=None), size=8)
-    assert "5 surplus groups dropped" in notes(replace(SAMPLED, num_dropped=5))
+    assert "only 5 of 8 groups" in notes(5)
+    assert "5 of 8 groups are saved" in notes(5, num_tokens=None)
+    assert "5 surplus groups dropped" in notes(num_dropped=5)
     assert "7 response tokens" in notes(update=replace(UPDATE, num_dropped_tokens=7))
     assert "2 updates skipped" in notes(update=replace(UPDATE, skipped_updates=2))
+
+
+@pytest.mark.parametrize("num_tokens", [500, None])
+def test_a_step_with_too_few_groups_says_what_its_updates_are_made_of(num_tokens: int | None):
+    """Updates of another size than planned, at the same learning rate, must not go unseen."""
+    assert "in 3 updates of 1 or 2 groups where 2 are planned" in notes(5, num_tokens=num_tokens)
+    assert "in 2 updates of 2 groups" in notes(4, num_tokens=num_tokens)
 
 
 def test_disagreements_of_the_two_opinions_are_counted_apart():

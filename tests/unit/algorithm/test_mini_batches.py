@@ -1,0 +1,68 @@
+"""Updates of even sizes that never cut a group, and stale groups in all of them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from megadapo.algorithm.mini_batches import mini_batch_sizes, mini_batches, spread_stale
+
+
+def test_a_full_step_is_cut_as_planned() -> None:
+    assert mini_batch_sizes(12, 4) == [4, 4, 4]
+    assert [m.tolist() for m in mini_batches([2] * 4, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 4, 32])
+@pytest.mark.parametrize("num_groups", [0, 1, 2, 5, 9, 13, 33, 97])
+def test_sizes_differ_by_at_most_one_group(num_groups: int, limit: int) -> None:
+    """A last update of one group would move the weights as far as one of thirty-two."""
+    sizes = mini_batch_sizes(num_groups, limit)
+    assert sum(sizes) == num_groups and len(sizes) == -(-num_groups // limit)
+    assert not sizes or limit >= max(sizes) >= min(sizes) >= max(max(sizes) - 1, 1)
+
+
+def test_no_group_is_cut() -> None:
+    assert [m.tolist() for m in mini_batches([3] * 3, 6)] == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+    # a group that is larger than an update is one
+    assert [m.tolist() for m in mini_batches([4, 4], 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert mini_batches([], 4) == ()
+
+
+def test_indices_of_uneven_groups_follow_each_other() -> None:
+    found = mini_batches([1, 3, 2], 6)
+    assert np.concatenate(found).tolist() == list(range(6))
+    assert [len(m) for m in found] == [4, 2]
+
+
+@pytest.mark.parametrize("is_stale", [[False] * 10, [True] * 10, []])
+def test_groups_of_one_kind_keep_their_order(is_stale: list[bool]) -> None:
+    """Strictly on-policy runs must give the bits that they always gave."""
+    assert spread_stale(is_stale, 4) == list(range(len(is_stale)))
+
+
+def test_each_update_has_its_share_of_stale_groups() -> None:
+    """In front they would all be in the updates whose ratio is still 1, where no clip acts."""
+    source = random.Random(0)
+    for num_groups, limit in itertools.product([1, 2, 5, 8, 13, 64], [1, 3, 4, 16]):
+        for num_stale in {0, 1, num_groups // 3, num_groups // 2, num_groups}:
+            is_stale = [True] * num_stale + [False] * (num_groups - num_stale)
+            source.shuffle(is_stale)
+            order = spread_stale(is_stale, limit)
+            assert sorted(order) == list(range(num_groups))
+            start = 0
+            for size in mini_batch_sizes(num_groups, limit):
+                members = order[start : start + size]
+                share = sum(is_stale[index] for index in members)
+                assert abs(share - size * num_stale / num_groups) <= 1.0
+                start += size
+            for kind in (True, False):
+                of_kind = [index for index in order if is_stale[index] == kind]
+                assert of_kind == sorted(of_kind)
+
+
+def test_stale_groups_first_become_stale_groups_everywhere() -> None:
+    assert spread_stale([True, True, False, False, False, False], 3) == [0, 2, 3, 1, 4, 5]
