@@ -63,6 +63,8 @@ def _train(config: RunConfig, run: Run, workers: Workers) -> None:
                 step, sampled, response_advantages, update, config, workers.tokenizer
             )
             run.save_rollouts(step, saved)
+            with run.phase("rollout"):
+                workers.rollouts.wait()
             with run.phase("sync"):
                 workers.rollouts.publish(policy_version=step)
             evaluation = _evaluate(run, workers, step)

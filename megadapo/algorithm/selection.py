@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def has_signal(correct: Sequence[bool]) -> bool:
-    """True where 0 < number correct < G.
+def has_signal(
+    correct: Sequence[bool], *, min_accuracy: float = 0.0, max_accuracy: float = 1.0
+) -> bool:
+    """True where min_accuracy < number correct / G < max_accuracy.
 
     Looks at correctness and never at the shaped reward: wrong answers that differ only in length
     have different shaped rewards, and training on them teaches length alone.
     """
-    return any(correct) and not all(correct)
+    return min_accuracy < sum(correct) / len(correct) < max_accuracy

@@ -87,7 +87,13 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: expected an object with the sections of a configuration")
-    return {_RENAMED.get(name) or name: section for name, section in table.items()}
+    table = {_RENAMED.get(name) or name: section for name, section in table.items()}
+    sampling = table.get("sampling")
+    if isinstance(sampling, dict) and "oversampling" in sampling:
+        # of rounds that no sampler makes any more, with a reserve that knew no staleness
+        kept = {key: sampling[key] for key in sampling.keys() - {"oversampling", "reserve_limit"}}
+        table["sampling"] = kept
+    return table
 
 
 def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:

@@ -47,6 +47,11 @@ class RunConfig(Section, title="megadapo"):
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
 
+    @property
+    def groups_per_mini_batch(self) -> int:
+        """Groups behind one optimizer update of a whole batch."""
+        return self.algorithm.responses_per_mini_batch // self.sampling.responses_per_prompt
+
     def conflicts(self) -> Iterator[str]:
         return conflicts_between(dict(self))
 

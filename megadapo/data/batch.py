@@ -62,6 +62,11 @@ class Group:
         return tuple(len(sample.response_ids) for sample in self.samples)
 
     @property
+    def oldest_version(self) -> int:
+        """The earliest policy version among the tokens of all responses."""
+        return min(int(sample.policy_versions.min()) for sample in self.samples)
+
+    @property
     def truncated(self) -> tuple[bool, ...]:
         """Whether each response was cut at the length limit."""
         return tuple(sample.truncated for sample in self.samples)

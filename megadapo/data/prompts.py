@@ -140,7 +140,10 @@ def render(
 
 
 class PromptStream:
-    """Endless prompts in an order that depends on the seed alone, epoch after epoch."""
+    """Endless prompts in an order that depends on the seed alone, epoch after epoch.
+
+    A prompt's place in the stream, counted from 0 over all epochs, is the order it is asked in.
+    """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, *, shuffle: bool = True) -> None:
         if not prompts:
@@ -149,47 +152,30 @@ class PromptStream:
         self._seed = seed
         self._shuffle = shuffle
         self._fingerprint = hashlib.sha256("".join(p.id for p in prompts).encode()).hexdigest()
-        self._start(epoch=0, position=0)
+        self._permutations: dict[int, list[int]] = {}
 
-    def _start(self, epoch: int, position: int) -> None:
-        self._epoch = epoch
-        self._position = position
-        self._order = list(range(len(self._prompts)))
-        if self._shuffle:
-            random.Random(f"prompts/{self._seed}/{epoch}").shuffle(self._order)
+    def __len__(self) -> int:
+        """Prompts of an epoch."""
+        return len(self._prompts)
 
-    @property
-    def epoch(self) -> int:
-        """Number of times that every prompt has been taken."""
-        return self._epoch
+    def epoch(self, order: int) -> int:
+        """Number of times that every prompt comes before this place."""
+        return order // len(self._prompts)
 
-    def next(self, num_prompts: int) -> list[Prompt]:
-        """Take the next prompts; a new epoch starts as soon as one is used up."""
-        taken: list[Prompt] = []
-        while len(taken) < num_prompts:
-            stop = self._position + num_prompts - len(taken)
-            taken += [self._prompts[i] for i in self._order[self._position : stop]]
-            if stop < len(self._order):
-                self._position = stop
-            else:
-                self._start(self._epoch + 1, 0)
-        return taken
+    def at(self, order: int) -> Prompt:
+        """The prompt at this place."""
+        epoch, position = divmod(order, len(self._prompts))
+        return self._prompts[self._permutation(epoch)[position]]
 
     def state_dict(self) -> dict[str, object]:
-        """Return the place in the stream, as JSON can hold it."""
-        return {
-            "fingerprint": self._fingerprint,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "epoch": self._epoch,
-            "position": self._position,
-        }
+        """Return what names the stream, as JSON can hold it."""
+        return {"fingerprint": self._fingerprint, "seed": self._seed, "shuffle": self._shuffle}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continue where `state_dict` was taken.
+    def check_state(self, state: Mapping[str, object]) -> None:
+        """Refuse a state of another stream.
 
         Raises:
-            DataError: the state belongs to other prompts or another order, or is damaged.
+            DataError: the state belongs to other prompts or another order.
         """
         for name, what in (
             ("fingerprint", "the prompts have changed since the checkpoint was saved"),
@@ -201,12 +187,18 @@ class PromptStream:
                     f"{what} ({name} {state.get(name)!r} there, {self.state_dict()[name]!r} "
                     "here); resume with the same data, or start a new run"
                 )
-        epoch, position = state.get("epoch"), state.get("position")
-        if type(epoch) is not int or type(position) is not int:
-            raise DataError(f"the saved place in the prompts is damaged: {state}")
-        if epoch < 0 or not 0 <= position < len(self._prompts):
-            raise DataError(f"the saved place in the prompts is out of range: {state}")
-        self._start(epoch, position)
+
+    def _permutation(self, epoch: int) -> list[int]:
+        """The order of an epoch; those of the two epochs looked at last stay in memory."""
+        known = self._permutations.get(epoch)
+        if known is None:
+            known = list(range(len(self._prompts)))
+            if self._shuffle:
+                random.Random(f"prompts/{self._seed}/{epoch}").shuffle(known)
+            if len(self._permutations) == 2:
+                del self._permutations[min(self._permutations)]
+            self._permutations[epoch] = known
+        return known
 
 
 class _Collection:

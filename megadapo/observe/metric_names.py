@@ -12,6 +12,9 @@ METRIC_NAMES = (
     "time/reward_s",
     "time/evaluate_s",
     "time/checkpoint_s",
+    "time/group_p50_s",
+    "time/group_p95_s",
+    "time/group_max_s",
     "time/engine_min_s",
     "time/engine_max_s",
     "time/rank_logprobs_min_s",
@@ -22,7 +25,9 @@ METRIC_NAMES = (
     "reward/shaped_mean",
     "accuracy/mean",
     "response_length/mean",
+    "response_length/p50",
     "response_length/p95",
+    "response_length/max",
     "response_length/truncated_fraction",
     "groups/sampled",
     "groups/kept",
@@ -30,8 +35,19 @@ METRIC_NAMES = (
     "groups/all_wrong",
     "groups/from_reserve",
     "groups/to_reserve",
+    "groups/dropped",
+    "groups/stopped",
+    "groups/carried",
+    "groups/resting",
     "tokens/generated",
+    "tokens/stopped",
     "tokens/trained",
+    "rollout/engine_busy_share",
+    "rollout/slot_use",
+    "rollout/preemptions",
+    "rollout/kv_use_max",
+    "rollout/tokens_per_s_min",
+    "rollout/tokens_per_s_max",
     "rollout/engine_tokens_min",
     "rollout/engine_tokens_max",
     "train/rank_tokens_min",
@@ -57,8 +73,16 @@ are not part of it: they are the seconds spent on those since the record before,
 process started. So an evaluation is in its own step's record, and a checkpoint, which is written
 after the record of its step, in the next one's.
 
-time/engine_* is how long an engine was busy with the step's groups and rollout/engine_tokens_*
-what it generated, over the engines that were given any. train/rank_tokens_* is what a trainer rank
+time/group_* is from a group's submission to its last token. time/engine_* is how long an engine was
+busy in the step and rollout/engine_tokens_* what it generated; rollout/engine_busy_share is the
+share of the engines' time in which they had anything to do, rollout/slot_use that of
+rollout.max_num_seqs that was running on average.
+
+groups/sampled are those that came back and count in the step, and everything said of responses is
+said of theirs. groups/stopped were ended unfinished, groups/dropped had a signal and were not used,
+tokens/stopped were generated for nothing: with sampling.max_staleness = 0 these three depend on the
+engines' speed, as times do, and nothing else does. groups/carried go on in the next step.
+groups/resting were left out, see sampling.rest_after. train/rank_tokens_* is what a trainer rank
 had to compute, prompts included, and time/rank_logprobs_* how long it took for the old log-probs of
 that, a pass in which no data-parallel rank waits for another. reward/* is over all responses
 generated, as accuracy/mean is; reward/shaped_mean is reward/mean + reward/overlong_penalty_mean.

@@ -1,7 +1,7 @@
 """One saved group: what it holds, and the JSON line it is in `RUN/rollouts/step-N.jsonl.zst`:
 
     {"step": int, "order": int, "from_reserve": bool,
-     "fate": "trained" | "to_reserve" | "dropped" | "all_correct" | "all_wrong",
+     "fate": "trained" | "to_reserve" | "dropped" | "all_correct" | "all_wrong" | "out_of_band",
      "prompt": {"id": str, "messages": [[role, content], ...], "ground_truth": str,
                 "data_source": str},
      "prompt_ids": [int, ...],
@@ -36,9 +36,10 @@ from megadapo.data.batch import Group, Sample
 from megadapo.data.policy_versions import decode_versions, encode_versions
 from megadapo.data.prompts import Prompt
 
-Fate = Literal["trained", "to_reserve", "dropped", "all_correct", "all_wrong"]
+Fate = Literal["trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band"]
 """What became of a group: trained on in this step, kept for the next one, thrown away for want of
-room in the reserve, or without a signal because all its responses are right, or wrong."""
+room in the reserve, or without a signal because all its responses are right, or wrong, or a share
+of them outside sampling.min_accuracy to sampling.max_accuracy."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -72,20 +72,77 @@ class RolloutConfig(Section, title="rollout"):
 class SamplingConfig(Section, title="sampling"):
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): how a step's batch is filled."""
 
+    mode: Literal["sync", "rounds", "partial", "one_step_off"] = "sync"
+    """sync: the first groups with a signal in asking order, every earlier one is waited for;
+    rounds: fixed rounds that wait for their longest answer; partial: unfinished answers go on in
+    the next step, with its weights; one_step_off: as sync, while the trainer updates."""
     prompts_per_step: PositiveInt = 512
     """Groups in one step's batch, each neither all right nor all wrong."""
     responses_per_prompt: Annotated[int, Field(ge=2)] = 16
     """Responses of a group (G)."""
-    oversampling: Annotated[float, Field(ge=1.0)] = 1.2
-    """Groups asked for per group expected to be needed; surplus goes to the reserve."""
+    prompts_per_round: PositiveInt | None = None
+    """Groups asked for at a time where mode is "rounds"; none: prompts_per_step."""
     max_asked_per_prompt: Annotated[float, Field(ge=1.0)] = 10.0
     """Bound on the groups asked for in a step, as a multiple of prompts_per_step."""
     on_shortfall: Literal["train", "stop"] = "train"
     """At that bound: train on the groups found, if there are any, or stop with a message."""
+    selection: Literal["signal", "all"] = "signal"
+    """Keep groups with a signal, or all of them, as plain GRPO does."""
+    min_accuracy: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """A group has a signal where the share of right responses is above this."""
+    max_accuracy: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """A group has a signal where the share of right responses is below this."""
+    max_staleness: NonNegativeInt = 0
+    """Weight publications a token may be older than the weights it is trained on; 0: surplus
+    groups are dropped, and their prompts asked again with the next weights."""
     reserve_limit: NonNegativeInt | None = None
     """Surplus groups kept for the next step; none: half of prompts_per_step."""
+    rest_after: PositiveInt | None = None
+    """A prompt whose latest groups were all right so many times in a row is left out; none: no
+    prompt is."""
+    rest_epochs: PositiveInt = 2
+    """Epochs for which such a prompt is left out."""
+    longest_first: bool = False
+    """Let engines begin with the prompts whose latest answers were longest."""
 
     def conflicts(self) -> Iterator[str]:
+        yield from self._round_conflicts()
+        yield from self._staleness_conflicts()
+        if self.min_accuracy >= self.max_accuracy:
+            yield (
+                f"sampling.min_accuracy = {self.min_accuracy} must be below "
+                f"sampling.max_accuracy = {self.max_accuracy}"
+            )
+
+    def _round_conflicts(self) -> Iterator[str]:
+        if self.prompts_per_round is not None and self.mode != "rounds":
+            yield (
+                f"sampling.prompts_per_round = {self.prompts_per_round} means nothing with "
+                f'sampling.mode = "{self.mode}": set sampling.mode = "rounds", or leave it out'
+            )
+        if self.round_size > self.max_asked_per_step:
+            yield (
+                f"sampling.prompts_per_round = {self.round_size} is more than "
+                f"sampling.max_asked_per_prompt x sampling.prompts_per_step = "
+                f"{self.max_asked_per_step}: a step would end before its first round"
+            )
+
+    def _staleness_conflicts(self) -> Iterator[str]:
+        if self.mode in ("partial", "one_step_off") and self.max_staleness == 0:
+            yield (
+                f'sampling.mode = "{self.mode}" trains on tokens of earlier weights: set '
+                "sampling.max_staleness to at least 1"
+            )
+        if self.mode == "rounds" and self.max_staleness > 0:
+            yield (
+                f"sampling.max_staleness = {self.max_staleness} means nothing with "
+                'sampling.mode = "rounds", which throws surplus groups away: set it to 0'
+            )
+        if self.reserve_limit is not None and (self.max_staleness == 0 or self.mode != "sync"):
+            yield (
+                f"sampling.reserve_limit = {self.reserve_limit} is for surplus groups of "
+                'sampling.mode = "sync" with sampling.max_staleness above 0: leave it out'
+            )
         if self.reserve_limit is not None and self.reserve_limit >= self.prompts_per_step:
             yield (
                 f"sampling.reserve_limit = {self.reserve_limit} must be below "
@@ -94,9 +151,29 @@ class SamplingConfig(Section, title="sampling"):
             )
 
     @property
+    def sampler_staleness(self) -> int:
+        """Weight publications a token may be behind the engines' weights when its step ends."""
+        return self.max_staleness - (self.mode == "one_step_off")
+
+    @property
+    def forgets_surplus(self) -> bool:
+        """Whether groups after the last one of a batch are asked for again in the next step."""
+        return self.sampler_staleness == 0 and self.mode != "rounds"
+
+    @property
     def reserve_size(self) -> int:
         """Largest number of groups in the reserve."""
+        if self.sampler_staleness == 0:
+            return 0
+        if self.mode == "partial":
+            # nothing that was begun may be lost; what is open is bounded instead
+            return self.max_staleness * self.prompts_per_step
         return self.prompts_per_step // 2 if self.reserve_limit is None else self.reserve_limit
+
+    @property
+    def round_size(self) -> int:
+        """Groups of one round."""
+        return self.prompts_per_round or self.prompts_per_step
 
     @property
     def max_asked_per_step(self) -> int:

@@ -11,10 +11,15 @@ import numpy as np
 
 from megadapo.data.prompts import Prompt, render
 from megadapo.errors import DataError
-from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.config import EvaluationConfig
-from megadapo.rollout.requests import GroupResponse, SamplingSettings, response_seeds
-from megadapo.rollout.scoring import Question, SupportsGenerate, SupportsScore, run_round
+from megadapo.rollout.requests import SamplingSettings, response_seeds
+from megadapo.rollout.scoring import (
+    Answer,
+    Inquiry,
+    Question,
+    SupportsGenerate,
+    SupportsScore,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,16 +83,19 @@ def evaluate(
         )
         for key, prompt in enumerate(problems)
     ]
-    outcome = run_round(engines, verifier, questions, settings, _problem_result)
-    return _summary(outcome.results, config.samples_per_problem)
+    results: dict[int, _ProblemResult] = {}
+    with Inquiry(engines, verifier) as inquiry:
+        inquiry.ask(questions, settings)
+        while answers := inquiry.answers():
+            results |= {answer.question.key: _problem_result(answer) for answer in answers}
+    in_order = [results[question.key] for question in questions]
+    return _summary(in_order, config.samples_per_problem)
 
 
-def _problem_result(
-    question: Question, response: GroupResponse, scores: list[Score]
-) -> _ProblemResult:
-    samples = response.responses
+def _problem_result(answer: Answer) -> _ProblemResult:
+    samples = answer.response.responses
     return _ProblemResult(
-        accuracy=sum(score.correct for score in scores) / len(scores),
+        accuracy=sum(score.correct for score in answer.scores) / len(answer.scores),
         num_tokens=sum(len(sample.token_ids) for sample in samples),
         num_truncated=sum(sample.finish_reason == "length" for sample in samples),
     )

@@ -24,26 +24,32 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupRequest:
-    """One prompt, asked for once per seed."""
-
-    key: int
-    """Names the group among those of a round; also decides which engine generates it."""
-    prompt_ids: tuple[int, ...]
-    seeds: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Response:
     """One response, as the engine gave it."""
 
     token_ids: np.ndarray  # [n] int32, with the end-of-sequence token where there is one
     logprobs: np.ndarray  # [n] float32, at the sampling temperature; NaN where there is none
     finish_reason: Literal["stop", "length", "unfinished"]
-    """Unfinished where the engine was told to stop before the response came to its end."""
+    """"unfinished": it was stopped, and can be continued by a request that has it as `begun`."""
     text: str
     """Decoded without special tokens."""
-    policy_versions: np.ndarray  # [n] int32, the weight publication that sampled each token
+    policy_versions: np.ndarray  # [n] int32, of the weights that gave each token
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRequest:
+    """One prompt, asked for once per seed."""
+
+    key: int
+    """Names the group among those in flight."""
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    settings: SamplingSettings
+    priority: int = 0
+    """An engine works on lower ones first."""
+    begun: tuple[Response, ...] = ()
+    """What an earlier request got, one per seed: finished responses are handed back as they are,
+    the others are continued. Empty: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,49 @@ class GroupResponse:
     responses: tuple[Response, ...]
     engine: int = 0
     """Number of the engine that generated them."""
+    seconds: float = 0.0
+    """From submission until the last token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopReport:
+    """What became of the groups that were stopped."""
+
+    keys: tuple[int, ...]
+    unfinished: tuple[GroupResponse, ...]
+    """What they have so far, where it was to be kept; a response that had finished says so."""
+    num_tokens: int
+    """Tokens that were generated for them, without those they had begun with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    """What an engine tells the driver, again and again."""
+
+    groups: tuple[GroupResponse, ...]
+    """Finished since the report before."""
+    num_ended: int
+    """Responses that have ended since the engine started, those that were stopped included."""
+    num_tokens: int
+    """Tokens generated since the engine started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineActivity:
+    """What one engine did over a stretch of time."""
+
+    num_tokens: int
+    """Tokens generated, those of stopped responses included."""
+    seconds: float
+    """Length of the stretch."""
+    busy_seconds: float
+    """Of these with at least one running response."""
+    slot_use: float
+    """Mean running responses / rollout.max_num_seqs, over the whole stretch."""
+    num_preemptions: int
+    """Responses put back for want of key-value cache."""
+    kv_use_max: float
+    """Largest share of the key-value cache in use."""
 
 
 class LogprobTable(Protocol):
@@ -77,6 +126,14 @@ def response_seeds(num_responses: int, *parts: str | int) -> tuple[int, ...]:
     return tuple(int.from_bytes(digest[:8], "little") >> (64 - SEED_BITS) for digest in digests)
 
 
+def continued_seed(seed: int, token_ids: np.ndarray) -> int:
+    """Return the seed of what follows `token_ids`: an engine's noise starts anew with a request."""
+    if not len(token_ids):
+        return seed
+    digest = hashlib.sha256(str(seed).encode() + token_ids.tobytes()).digest()
+    return int.from_bytes(digest[:8], "little") >> (64 - SEED_BITS)
+
+
 def sampled_logprobs(token_ids: Sequence[int], table: LogprobTable | None) -> np.ndarray:
     """Return the log-prob of each sampled token, [n] float32.
 
@@ -85,6 +142,10 @@ def sampled_logprobs(token_ids: Sequence[int], table: LogprobTable | None) -> np
     """
     values = np.full(len(token_ids), np.nan, dtype=np.float32)
     if table is None:
+        return values
+    each_has_one = list(table.start_indices) == list(range(len(token_ids)))
+    if each_has_one and list(table.token_ids) == list(token_ids):
+        values[:] = table.logprobs
         return values
     bounds = zip(token_ids, table.start_indices, table.end_indices, strict=False)
     for position, (token, start, end) in enumerate(bounds):

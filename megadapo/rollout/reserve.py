@@ -1,10 +1,12 @@
-"""The reserve: groups with a signal that were one too many, kept for the next step and saved."""
+"""What waits for the next step and is saved: surplus groups, and groups that are unfinished."""
 
 from __future__ import annotations
 
 import base64
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from megadapo.data.batch import Group, Sample
 from megadapo.data.policy_versions import decode_versions, encode_versions
 from megadapo.data.prompts import Prompt
 from megadapo.errors import CheckpointError
+from megadapo.rollout.requests import Response
 
 
 class Reserve:
@@ -25,14 +28,24 @@ class Reserve:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def take(self, num_groups: int) -> list[Group]:
-        """Take up to so many groups, the oldest first."""
-        return [self._groups.popleft() for _ in range(min(num_groups, len(self._groups)))]
+    def take(self, num_groups: int, *, oldest_version: int) -> tuple[list[Group], list[Group]]:
+        """Take up to so many groups, the first-asked ones, and all that are too old to be used.
+
+        Args:
+            oldest_version: policy version that every token of a usable group has at least.
+
+        Returns:
+            The groups to be used, and those that have grown too old.
+        """
+        expired = [group for group in self._groups if group.oldest_version < oldest_version]
+        usable = [group for group in self._groups if group.oldest_version >= oldest_version]
+        self._groups = deque(usable[num_groups:])
+        return usable[:num_groups], expired
 
     def put(self, groups: Sequence[Group]) -> int:
         """Keep as many of the groups as there is room for and return their number."""
         kept = groups[: max(0, self._limit - len(self._groups))]
-        self._groups.extend(kept)
+        self._groups = deque(sorted([*self._groups, *kept], key=lambda group: group.order))
         return len(kept)
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -50,6 +63,31 @@ class Reserve:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the saved reserve of groups is damaged: {error!r}") from error
         self._groups = deque(groups[: self._limit])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfinished:
+    """A group that was stopped and goes on in the next step."""
+
+    order: int
+    responses: tuple[Response, ...]
+    """What there is of each; finished ones among them."""
+
+    @property
+    def oldest_version(self) -> float:
+        """The earliest policy version among its tokens; infinite where it has none."""
+        versions = [int(r.policy_versions.min()) for r in self.responses if len(r.token_ids)]
+        return min(versions, default=math.inf)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values; its numbers stay exact."""
+        return {"order": self.order, "responses": [_encode_response(r) for r in self.responses]}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Unfinished:
+        """Return what `to_json` was given."""
+        responses = tuple(_decode_response(response) for response in entry["responses"])
+        return cls(order=int(entry["order"]), responses=responses)
 
 
 def encode_group(group: Group) -> dict[str, Any]:
@@ -104,6 +142,27 @@ def _decode_sample(entry: Mapping[str, Any], prompt_ids: tuple[int, ...]) -> Sam
         logprobs_rollout=_unpack(entry["logprobs"], "<f4"),
         finish_reason=entry["finish_reason"],
         policy_versions=decode_versions(versions, len(response_ids)),
+        text=entry["text"],
+    )
+
+
+def _encode_response(response: Response) -> dict[str, Any]:
+    return {
+        "response_ids": _pack(response.token_ids, "<i4"),
+        "logprobs": _pack(response.logprobs, "<f4"),
+        "finish_reason": response.finish_reason,
+        "policy_versions": encode_versions(response.policy_versions),
+        "text": response.text,
+    }
+
+
+def _decode_response(entry: Mapping[str, Any]) -> Response:
+    token_ids = _unpack(entry["response_ids"], "<i4")
+    return Response(
+        token_ids=token_ids,
+        logprobs=_unpack(entry["logprobs"], "<f4"),
+        finish_reason=entry["finish_reason"],
+        policy_versions=decode_versions(entry["policy_versions"], len(token_ids)),
         text=entry["text"],
     )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,49 +11,71 @@ import numpy as np
 from megadapo.data.batch import Group
 from megadapo.observe.config import SavedGroups
 from megadapo.observe.saved_group import Fate
-from megadapo.rollout.scoring import EngineShare
-from megadapo.rollout.selection import SampledGroup, accuracy_histogram, choose_saved
+from megadapo.rollout.requests import EngineActivity
+from megadapo.rollout.selection import SampledGroup, choose_saved
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledBatch:
     """The groups of one step and what was seen while they were sought.
 
-    Everything but `groups`, `num_kept` and `num_from_reserve` is about the responses generated in
-    this step, those of groups that were thrown away included; those of reserved groups were
-    counted in the step that generated them.
+    Accuracy, rewards, lengths and times are about the groups counted in `num_sampled`, those that
+    were thrown away included; groups of earlier steps were counted when they came back.
     """
 
     groups: tuple[Group, ...]
     num_sampled: int
-    """Groups generated: all right + all wrong + those with a signal."""
+    """Groups that came back in this step: all right + all wrong + out of band + with a signal.
+    Where nothing stale is used, without those asked for after the last group of the batch: they
+    are asked for again, and which of them had come back depends on the engines' speed."""
     num_all_correct: int
     num_all_wrong: int
     num_from_reserve: int
-    """Groups of the batch that an earlier step had generated."""
+    """Groups of the batch that earlier weights sampled, wholly or in part."""
     num_to_reserve: int
     """Surplus groups with a signal, kept for the next step."""
     num_dropped: int
-    """Surplus groups with a signal for which the reserve had no room."""
+    """Groups with a signal that the reserve had no room for, or that had grown too old in it."""
+    num_surplus: int
+    """Groups with a signal behind the last one of the batch, where no reserve is kept."""
+    num_stopped: int
+    """Groups that were ended unfinished."""
+    num_carried: int
+    """Unfinished groups that go on in the next step."""
+    num_resting: int
+    """Prompts left out because their latest answers were all right."""
     num_tokens: int | None
-    """Response tokens generated; None where the groups were not generated but read."""
+    """Response tokens of the groups in `num_sampled`; None where they were not generated but
+    read."""
+    num_tokens_stopped: int | None
+    """Response tokens generated in vain, of groups stopped or dropped unseen."""
     reward_seconds: float | None
     """Time spent scoring; None where the groups were not scored but read."""
     accuracy: float
     """Share of correct responses."""
     reward_mean: float
     """Mean reward of the verifier, before any shaping."""
-    response_length_mean: float
-    """Mean length in tokens, the end-of-sequence token included."""
-    response_length_p95: float
     truncated_fraction: float
     """Share of responses that were cut at the length limit."""
     response_lengths: tuple[int, ...]
-    """Tokens of each response generated."""
-    engines: tuple[EngineShare, ...]
-    """What each engine did that was given groups."""
+    """Tokens of each response, the end-of-sequence token included."""
+    group_seconds: tuple[float, ...]
+    """From each group's submission to its last token."""
+    engines: tuple[EngineActivity, ...]
+    """What each engine did in the step."""
     saved: tuple[SampledGroup, ...]
     """The groups to be saved, those thrown away included."""
+
+    @property
+    def response_length_mean(self) -> float:
+        """In tokens; NaN where no response came back."""
+        return _share(sum(self.response_lengths), len(self.response_lengths))
+
+    @property
+    def response_length_p95(self) -> float:
+        """In tokens; NaN where no response came back."""
+        lengths = self.response_lengths
+        return float(np.quantile(lengths, 0.95)) if lengths else float("nan")
 
     @property
     def num_kept(self) -> int:
@@ -61,58 +83,138 @@ class SampledBatch:
         return len(self.groups)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What is remembered of a group that came back: numbers, no texts."""
+
+    order: int
+    prompt_id: str
+    num_correct: int
+    num_responses: int
+    reward_sum: float
+    lengths: tuple[int, ...]
+    num_truncated: int
+    has_signal: bool
+    seconds: float
+
+    @classmethod
+    def of(cls, group: Group, *, has_signal: bool, seconds: float) -> Outcome:
+        return cls(
+            order=group.order,
+            prompt_id=group.prompt.id,
+            num_correct=sum(group.correct),
+            num_responses=len(group.correct),
+            reward_sum=float(sum(group.rewards)),
+            lengths=group.lengths,
+            num_truncated=sum(group.truncated),
+            has_signal=has_signal,
+            seconds=seconds,
+        )
+
+
+def accuracy_histogram(outcomes: Iterable[Outcome]) -> Counter[int]:
+    """Count groups by their number of correct responses."""
+    return Counter(outcome.num_correct for outcome in outcomes)
+
+
 @dataclass
 class Tally:
-    """What one step has generated so far."""
+    """What one step has come to so far."""
 
-    num_from_reserve: int
-    generated: list[Group] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
     to_reserve: list[Group] = field(default_factory=list)
     dropped: list[Group] = field(default_factory=list)
+    surplus: list[Group] = field(default_factory=list)
+    num_surplus_unseen: int = 0
+    num_stopped: int = 0
+    num_carried: int = 0
+    num_resting: int = 0
+    num_tokens_stopped: int = 0
     reward_seconds: float = 0.0
-    engines: dict[int, EngineShare] = field(default_factory=lambda: defaultdict(EngineShare))
+    engines: Sequence[EngineActivity] = ()
+    thrown_away: ThrownAway = field(default_factory=lambda: ThrownAway(0))
 
-    def batch(self, kept: Sequence[Group], saved_groups: SavedGroups) -> SampledBatch:
-        """The step's batch of the groups `kept`, of which those of the reserve come first."""
-        samples = [sample for group in self.generated for sample in group.samples]
-        lengths = np.array([len(sample.response_ids) for sample in samples])
-        size = len(self.generated[0].samples)
-        histogram = accuracy_histogram(self.generated)
+    def batch(
+        self, kept: Sequence[Group], stale: Sequence[Group], saved_groups: SavedGroups
+    ) -> SampledBatch:
+        """The step's batch of the groups `kept`, those in `stale` not wholly of this version."""
+        lengths = [n for outcome in self.outcomes for n in outcome.lengths]
+        num_responses = len(lengths)
+        size = self.outcomes[0].num_responses if self.outcomes else 0
+        histogram = accuracy_histogram(self.outcomes)
+        fates = [*self._fates(kept, stale), *self.thrown_away.groups(self.outcomes)]
         return SampledBatch(
             groups=tuple(kept),
-            num_sampled=len(self.generated),
-            num_all_correct=histogram[size],
+            num_sampled=len(self.outcomes),
+            num_all_correct=histogram[size] if size else 0,
             num_all_wrong=histogram[0],
-            num_from_reserve=self.num_from_reserve,
+            num_from_reserve=len(stale),
             num_to_reserve=len(self.to_reserve),
             num_dropped=len(self.dropped),
-            num_tokens=int(lengths.sum()),
+            num_surplus=len(self.surplus) + self.num_surplus_unseen,
+            num_stopped=self.num_stopped,
+            num_carried=self.num_carried,
+            num_resting=self.num_resting,
+            num_tokens=sum(lengths),
+            num_tokens_stopped=self.num_tokens_stopped,
             reward_seconds=self.reward_seconds,
-            accuracy=float(np.mean([group.correct for group in self.generated])),
-            reward_mean=float(np.mean([group.rewards for group in self.generated])),
-            response_length_mean=float(lengths.mean()),
-            response_length_p95=float(np.quantile(lengths, 0.95)),
-            truncated_fraction=float(np.mean([sample.truncated for sample in samples])),
-            response_lengths=tuple(lengths.tolist()),
-            engines=tuple(share for _, share in sorted(self.engines.items())),
-            saved=choose_saved(self._fates(kept), saved_groups),
+            accuracy=_share(sum(o.num_correct for o in self.outcomes), num_responses),
+            reward_mean=_share(sum(o.reward_sum for o in self.outcomes), num_responses),
+            truncated_fraction=_share(sum(o.num_truncated for o in self.outcomes), num_responses),
+            response_lengths=tuple(lengths),
+            group_seconds=tuple(outcome.seconds for outcome in self.outcomes),
+            engines=tuple(self.engines),
+            saved=choose_saved(fates, saved_groups),
         )
 
-    def _fates(self, kept: Sequence[Group]) -> list[SampledGroup]:
-        """Every group of the step with what became of it."""
-        num_old = self.num_from_reserve
-        taken = {group.order for group in (*kept, *self.to_reserve, *self.dropped)}
-        no_signal = [group for group in self.generated if group.order not in taken]
-        fates: tuple[tuple[Fate, bool, Sequence[Group]], ...] = (
-            ("trained", True, kept[:num_old]),
-            ("trained", False, kept[num_old:]),
-            ("to_reserve", False, self.to_reserve),
-            ("dropped", False, self.dropped),
-            ("all_correct", False, [group for group in no_signal if all(group.correct)]),
-            ("all_wrong", False, [group for group in no_signal if not any(group.correct)]),
+    def _fates(self, kept: Sequence[Group], stale: Sequence[Group]) -> list[SampledGroup]:
+        """What became of every group with a signal."""
+        old = {group.order for group in stale}
+        fates: tuple[tuple[Fate, Sequence[Group]], ...] = (
+            ("trained", kept),
+            ("to_reserve", self.to_reserve),
+            ("dropped", self.dropped),
+            ("dropped", self.surplus),
         )
         return [
-            SampledGroup(group=group, fate=fate, from_reserve=from_reserve)
-            for fate, from_reserve, groups in fates
+            SampledGroup(group=group, fate=fate, from_reserve=group.order in old)
+            for fate, groups in fates
             for group in groups
         ]
+
+
+class ThrownAway:
+    """Of the groups without a signal, the few that may be saved; the others' texts are gone."""
+
+    def __init__(self, limit: SavedGroups) -> None:
+        """`limit`: groups that a step saves in all."""
+        self._limit = limit
+        self._groups: dict[Fate, list[Group]] = defaultdict(list)
+
+    def add(self, group: Group) -> None:
+        """Keep the group as long as it is among the first asked for of its fate."""
+        fate = _fate(group)
+        groups = self._groups[fate]
+        groups.append(group)
+        if self._limit != "all" and len(groups) > self._limit:
+            groups.remove(max(groups, key=lambda one: one.order))
+
+    def groups(self, counted: Sequence[Outcome]) -> list[SampledGroup]:
+        """Those of them that count in the step."""
+        orders = {outcome.order for outcome in counted}
+        return [
+            SampledGroup(group=group, fate=fate, from_reserve=False)
+            for fate, groups in self._groups.items()
+            for group in groups
+            if group.order in orders
+        ]
+
+
+def _fate(group: Group) -> Fate:
+    if all(group.correct):
+        return "all_correct"
+    return "out_of_band" if any(group.correct) else "all_wrong"
+
+
+def _share(part: float, whole: int) -> float:
+    return part / whole if whole else float("nan")

@@ -1,39 +1,59 @@
-"""Dynamic sampling: ask in rounds until the batch is full of groups with a signal.
+"""Dynamic sampling: questions go out and come back scored until the batch is full.
 
-DAPO (arXiv 2503.14476) section 3.2. Groups are taken in the order they were asked for, never in
-the order they finished: a batch of early finishers would be a batch of short answers.
+DAPO (arXiv 2503.14476) section 3.2. Prompts go to the engines as slots get free, so that none
+waits for another; which groups make the batch follows from the order they were asked in alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megadapo.algorithm.selection import has_signal
 from megadapo.data.batch import Group, Sample
-from megadapo.data.prompts import Prompt, PromptStream, render
+from megadapo.data.prompts import PromptStream, render
 from megadapo.errors import CheckpointError, SamplingError
 from megadapo.observe.config import SavedGroups
-from megadapo.rewards.dapo_math import Score
+from megadapo.rollout.asking import YieldEstimate
 from megadapo.rollout.config import SamplingConfig
-from megadapo.rollout.requests import GroupResponse, Response, SamplingSettings, response_seeds
-from megadapo.rollout.reserve import Reserve
-from megadapo.rollout.sampled_batch import SampledBatch, Tally
+from megadapo.rollout.difficulty import Difficulty
+from megadapo.rollout.drawing import Drawing
+from megadapo.rollout.plans import PartialPlan, Plan, RoundsPlan, SyncPlan
+from megadapo.rollout.requests import Response, SamplingSettings, response_seeds
+from megadapo.rollout.reserve import Reserve, Unfinished
+from megadapo.rollout.sampled_batch import (
+    Outcome,
+    SampledBatch,
+    Tally,
+    ThrownAway,
+    accuracy_histogram,
+)
 from megadapo.rollout.scoring import (
+    Answer,
+    Inquiry,
     Question,
     SupportsGenerate,
     SupportsScore,
-    run_round,
 )
-from megadapo.rollout.selection import (
-    YieldEstimate,
-    accuracy_histogram,
-    describe_shortfall,
-    round_size,
-)
+from megadapo.rollout.selection import describe_shortfall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class _Step:
+    """One step under way."""
+
+    plan: Plan
+    inquiry: Inquiry
+    tally: Tally
+    kept: dict[int, Group]
+    """Groups with a signal, by order."""
+    stopped: list[int] = field(default_factory=list)
+    """Orders that were taken back unfinished."""
 
 
 class Sampler:
@@ -50,60 +70,71 @@ class Sampler:
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
         saved_groups: SavedGroups = 0,
+        scoring: Callable[[], Executor] | None = None,
     ) -> None:
-        """Start with an empty reserve.
+        """Start at the first prompt, with an empty reserve.
 
         Args:
             seed: the run's; with a group's place in asking order it decides every response.
             saved_groups: how many groups each batch names for being saved.
+            scoring: makes what a step's groups are scored in; by default a thread.
         """
         self._engines = engines
-        self._prompts = prompts
         self._verifier = verifier
         self._config = config
         self._settings = settings
         self._tokenizer = tokenizer
         self._seed = seed
         self._saved_groups = saved_groups
-        self._next_order = 0
-        self._yield = YieldEstimate()
+        self._scoring = scoring
+        self._difficulty = Difficulty(rest_after=config.rest_after, rest_epochs=config.rest_epochs)
+        self._drawing = Drawing(prompts, self._difficulty)
         self._reserve = Reserve(config.reserve_size)
+        self._unfinished: list[Unfinished] = []
 
     def next_batch(self) -> SampledBatch:
-        """Return prompts_per_step groups with a signal, those in the reserve first.
+        """Return prompts_per_step groups with a signal.
 
         Raises:
             SamplingError: the bound on groups asked for was met with too few, and either none at
                 all was found or `sampling.on_shortfall` is "stop".
             InfraError: an engine failed.
         """
-        needed = self._config.prompts_per_step
-        kept = self._reserve.take(needed)
-        tally = Tally(num_from_reserve=len(kept))
-        while (missing := needed - len(kept)) and (allowed := self._num_allowed(tally)):
-            size = round_size(
-                missing,
-                self._yield.value,
-                oversampling=self._config.oversampling,
-                num_allowed=allowed,
+        self._engines.activity()  # what came before does not belong to the step
+        tally = Tally(thrown_away=ThrownAway(self._saved_groups))
+        reserved = self._take_reserved(tally)
+        executor = None if self._scoring is None else self._scoring()
+        with Inquiry(self._engines, self._verifier, executor) as inquiry:
+            step = _Step(
+                plan=self._plan(self._config.prompts_per_step - len(reserved)),
+                inquiry=inquiry,
+                tally=tally,
+                kept={},
             )
-            with_signal = [group for group in self._ask(size, tally) if has_signal(group.correct)]
-            self._yield.update(size, len(with_signal))
-            kept += with_signal[:missing]
-            surplus = with_signal[missing:]
-            num_stored = self._reserve.put(surplus)
-            tally.to_reserve += surplus[:num_stored]
-            tally.dropped += surplus[num_stored:]
-        self._check(kept, tally)
-        return tally.batch(kept, self._saved_groups)
+            self._go_on(step)
+            while not step.plan.is_full:
+                self._ask(step)
+                answers = inquiry.answers()
+                if not answers:
+                    break
+                for answer in answers:
+                    self._settle(step, answer)
+                self._drop_hopeless(step)
+            self._stop(step)
+        tally.reward_seconds = inquiry.reward_seconds
+        tally.engines = self._engines.activity()
+        return self._finish(step, reserved)
+
+    def wait(self) -> None:
+        """Nothing is sampled behind the caller's back."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where sampling stands, as JSON can hold it; the reserve's tokens included."""
+        """Return where sampling stands, as JSON can hold it; tokens that wait included."""
         return {
-            "next_order": self._next_order,
-            "prompts": self._prompts.state_dict(),
-            "yield": self._yield.state_dict(),
+            "drawing": self._drawing.state_dict(),
+            "difficulty": self._difficulty.state_dict(),
             "reserve": self._reserve.state_dict(),
+            "unfinished": [entry.to_json() for entry in self._unfinished],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -114,33 +145,72 @@ class Sampler:
             DataError: it belongs to other prompts.
         """
         try:
-            self._next_order = int(state["next_order"])
-            self._yield.load_state_dict(state["yield"])
+            self._drawing.load_state_dict(state["drawing"])
+            self._difficulty.load_state_dict(state["difficulty"])
             self._reserve.load_state_dict(state["reserve"])
-            prompts = state["prompts"]
-        except (KeyError, TypeError, ValueError) as error:
+            self._unfinished = [Unfinished.from_json(entry) for entry in state["unfinished"]]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the saved state of sampling is damaged: {error!r}") from error
-        self._prompts.load_state_dict(prompts)
 
-    def _num_allowed(self, tally: Tally) -> int:
-        return self._config.max_asked_per_step - len(tally.generated)
+    def _plan(self, num_needed: int) -> Plan:
+        config = self._config
+        max_asked = config.max_asked_per_step
+        if config.mode == "rounds":
+            return RoundsPlan(num_needed, max_asked, round_size=config.round_size)
+        if config.mode == "partial":
+            return PartialPlan(
+                num_needed,
+                max_asked,
+                num_usable=num_needed + config.max_staleness * config.prompts_per_step,
+            )
+        return SyncPlan(num_needed, max_asked)
 
-    def _ask(self, num_groups: int, tally: Tally) -> list[Group]:
-        """Run one round and return its groups in asking order."""
-        first = self._next_order
-        questions = [
-            self._question(order, prompt)
-            for order, prompt in enumerate(self._prompts.next(num_groups), start=first)
-        ]
-        self._next_order += num_groups
-        outcome = run_round(self._engines, self._verifier, questions, self._settings, _group)
-        tally.generated += outcome.results
-        tally.reward_seconds += outcome.reward_seconds
-        for engine, share in outcome.engines.items():
-            tally.engines[engine].add(share)
-        return outcome.results
+    def _take_reserved(self, tally: Tally) -> list[Group]:
+        """The reserve's groups, oldest first, without those that have grown too old."""
+        oldest = self._engines.policy_version - self._config.sampler_staleness
+        groups, expired = self._reserve.take(self._config.prompts_per_step, oldest_version=oldest)
+        tally.dropped += expired
+        return groups
 
-    def _question(self, order: int, prompt: Prompt) -> Question:
+    def _go_on(self, step: _Step) -> None:
+        """Ask again for what the step before left unfinished, the oldest first."""
+        plan, unfinished = step.plan, sorted(self._unfinished, key=lambda entry: entry.order)
+        self._unfinished = []
+        if not unfinished:
+            return
+        assert isinstance(plan, PartialPlan), "only partial rollouts leave anything unfinished"
+        due = self._engines.policy_version - self._config.sampler_staleness
+        for entry in unfinished:
+            estimate = self._estimate(entry.order)
+            plan.carry(entry.order, estimate, due=entry.oldest_version <= due)
+        questions = [self._question(entry.order, entry) for entry in unfinished]
+        step.inquiry.ask(questions, self._settings)
+
+    def _ask(self, step: _Step) -> None:
+        """Ask for as many groups as the plan wants and the engines have room for."""
+        room = self._engines.room // self._config.responses_per_prompt
+        room = max(room, not step.inquiry.open)
+        if not room:
+            return
+        orders = []
+        while len(orders) < room and step.plan.wants(self._estimate(self._drawing.next_order)):
+            order = self._drawing.draw()
+            step.plan.ask(order, self._estimate(order))
+            orders.append(order)
+        if self._config.longest_first:
+            orders.sort(key=self._expected_length, reverse=True)
+        if orders:
+            step.inquiry.ask([self._question(order) for order in orders], self._settings)
+
+    def _estimate(self, order: int) -> YieldEstimate:
+        """The yield of prompts like the one at this place."""
+        return self._difficulty.estimate(self._drawing.prompt(order).id)
+
+    def _expected_length(self, order: int) -> float:
+        return self._difficulty.mean_length(self._drawing.prompt(order).id)
+
+    def _question(self, order: int, unfinished: Unfinished | None = None) -> Question:
+        prompt = self._drawing.prompt(order)
         return Question(
             key=order,
             prompt=prompt,
@@ -148,7 +218,94 @@ class Sampler:
             seeds=response_seeds(
                 self._config.responses_per_prompt, self._seed, "train", order, prompt.id
             ),
+            priority=order,
+            begun=() if unfinished is None else unfinished.responses,
         )
+
+    def _settle(self, step: _Step, answer: Answer) -> None:
+        """Keep a group that came back, or remember no more of it than its numbers."""
+        group = _group(answer)
+        keep = self._config.selection == "all" or has_signal(
+            group.correct,
+            min_accuracy=self._config.min_accuracy,
+            max_accuracy=self._config.max_accuracy,
+        )
+        step.plan.settle(group.order, keep)
+        seconds = answer.response.seconds
+        step.tally.outcomes.append(Outcome.of(group, has_signal=keep, seconds=seconds))
+        self._difficulty.see(group.prompt.id, keep)
+        if keep:
+            step.kept[group.order] = group
+        else:
+            step.tally.thrown_away.add(group)
+
+    def _drop_hopeless(self, step: _Step) -> None:
+        """Free the slots of groups that cannot get into the batch any more."""
+        if step.plan.is_full or not (orders := step.plan.hopeless()):
+            return
+        step.plan.drop(orders)
+        step.stopped += orders
+        step.tally.num_tokens_stopped += step.inquiry.drop(orders)
+
+    def _stop(self, step: _Step) -> None:
+        """End what is still generated, and keep it where it goes on in the next step."""
+        partial = self._config.mode == "partial"
+        orders = list(step.plan.open)
+        report = step.inquiry.stop(keep=partial)
+        if partial:
+            self._unfinished = [
+                Unfinished(order=one.key, responses=one.responses) for one in report.unfinished
+            ]
+            step.tally.num_carried = len(orders)
+        else:
+            step.stopped += orders
+            step.tally.num_tokens_stopped += report.num_tokens
+        step.tally.num_stopped = len(step.stopped)
+
+    def _finish(self, step: _Step, reserved: Sequence[Group]) -> SampledBatch:
+        """The batch, with surplus groups put where they belong and all estimates brought up."""
+        chosen = step.plan.chosen()
+        step.tally.outcomes.sort(key=lambda outcome: outcome.order)
+        surplus = [group for order, group in sorted(step.kept.items()) if order not in set(chosen)]
+        if step.plan.is_full and self._config.forgets_surplus:
+            self._begin_after(chosen[-1], step)
+        else:
+            self._put_aside(surplus, step.tally)
+            self._drawing.draw_again(step.stopped)
+        self._remember(step.tally)
+        kept = [*reserved, *(step.kept[order] for order in chosen)]
+        kept.sort(key=lambda group: group.order)
+        self._check(kept, step.tally)
+        version = self._engines.policy_version
+        stale = [group for group in kept if group.oldest_version < version]
+        return step.tally.batch(kept, stale, self._saved_groups)
+
+    def _put_aside(self, surplus: Sequence[Group], tally: Tally) -> None:
+        """Keep surplus groups for the next step, as far as there is room."""
+        if self._config.mode == "rounds":
+            tally.surplus += surplus
+            return
+        num_stored = self._reserve.put(surplus)
+        tally.to_reserve += surplus[:num_stored]
+        tally.dropped += surplus[num_stored:]
+
+    def _begin_after(self, last: int, step: _Step) -> None:
+        """Forget what was asked for after the batch's last group: the next step asks anew.
+
+        Which of those groups came back depends on the engines' speed, so nothing may follow from
+        them.
+        """
+        tally = step.tally
+        unseen = [outcome for outcome in tally.outcomes if outcome.order > last]
+        tally.outcomes = [outcome for outcome in tally.outcomes if outcome.order <= last]
+        tally.num_surplus_unseen = sum(outcome.has_signal for outcome in unseen)
+        tally.num_tokens_stopped += sum(n for outcome in unseen for n in outcome.lengths)
+        self._drawing.begin_at(last + 1)
+
+    def _remember(self, tally: Tally) -> None:
+        """Bring the estimates up to the groups that every repetition of the step would see."""
+        tally.num_resting, self._drawing.num_resting = self._drawing.num_resting, 0
+        self._difficulty.end_step(tally.outcomes, self._drawing.epoch)
 
     def _check(self, kept: Sequence[Group], tally: Tally) -> None:
         needed = self._config.prompts_per_step
@@ -158,17 +315,18 @@ class Sampler:
             describe_shortfall(
                 len(kept),
                 needed,
-                accuracy_histogram(tally.generated),
+                accuracy_histogram(tally.outcomes),
                 self._config.responses_per_prompt,
             )
         )
 
 
-def _group(question: Question, response: GroupResponse, scores: list[Score]) -> Group:
+def _group(answer: Answer) -> Group:
+    question, scores = answer.question, answer.scores
     return Group(
         order=question.key,
         prompt=question.prompt,
-        samples=tuple(_sample(question, sample) for sample in response.responses),
+        samples=tuple(_sample(question, response) for response in answer.response.responses),
         rewards=tuple(score.reward for score in scores),
         correct=tuple(score.correct for score in scores),
         answers=tuple(score.answer for score in scores),
@@ -177,7 +335,8 @@ def _group(question: Question, response: GroupResponse, scores: list[Score]) -> 
 
 
 def _sample(question: Question, response: Response) -> Sample:
-    assert response.finish_reason != "unfinished", "only whole responses are scored"
+    if response.finish_reason == "unfinished":
+        raise ValueError("a response that goes on cannot be trained on")
     return Sample(
         prompt_ids=question.prompt_ids,
         response_ids=response.token_ids,

@@ -1,31 +1,66 @@
-"""One round of rollouts: generate groups and score each one while the others still run."""
+"""From questions to scored answers: groups are scored one by one while the others still run."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from types import TracebackType
+from typing import Protocol, Self
 
 from megadapo.data.prompts import Prompt
 from megadapo.rewards.dapo_math import Score
-from megadapo.rollout.requests import GroupRequest, GroupResponse, SamplingSettings
+from megadapo.rollout.requests import (
+    EngineActivity,
+    GroupRequest,
+    GroupResponse,
+    Response,
+    SamplingSettings,
+    StopReport,
+)
 
-T = TypeVar("T")
+SCORING_POLL_S = 0.005
+"""How long to wait for the engines at a time while scores are on their way."""
 
 
 class SupportsGenerate(Protocol):
-    """What a round needs of the engines; `rollout.engines.Engines` is one."""
+    """What sampling needs of the engines; `rollout.engines.Engines` is one."""
 
-    def generate(
-        self, groups: Sequence[GroupRequest], settings: SamplingSettings
-    ) -> Iterator[GroupResponse]: ...
+    @property
+    def policy_version(self) -> int:
+        """Of the weights the engines hold."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """Responses that may be submitted so that no slot is left empty and few have to wait."""
+        ...
+
+    @property
+    def num_in_flight(self) -> int:
+        """Groups submitted and not handed back."""
+        ...
+
+    def submit(self, groups: Sequence[GroupRequest]) -> None:
+        """Give each group, whole, to the engine with the least to do; returns at once."""
+        ...
+
+    def finished(self, timeout_s: float | None = None) -> list[GroupResponse]:
+        """Wait until a group has finished and return all that have; nothing after the timeout."""
+        ...
+
+    def stop(self, keys: Collection[int] | None = None, *, keep: bool) -> StopReport:
+        """End the groups with these keys, or all; `keep`: hand over what they have so far."""
+        ...
+
+    def activity(self) -> list[EngineActivity]:
+        """What each engine did since this was last asked."""
+        ...
 
 
 class SupportsScore(Protocol):
-    """What a round needs of the verifier; rewards.verifier.Verifier is one."""
+    """What sampling needs of the verifier; rewards.verifier.Verifier is one."""
 
     def score_batch(
         self, responses: Sequence[str], ground_truths: Sequence[str]
@@ -34,92 +69,120 @@ class SupportsScore(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One prompt of a round, as the model and as the scorer see it."""
+    """One prompt, as the model and as the scorer see it."""
 
     key: int
+    """Names the question among those that are open."""
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
     """One per response."""
+    priority: int = 0
+    """An engine with too few slots takes the lowest first."""
+    begun: tuple[Response, ...] = ()
+    """What an earlier request for the same responses had got when it was stopped."""
 
-
-@dataclass
-class EngineShare:
-    """What one engine did in a round, or in several."""
-
-    num_tokens: int = 0
-    """Response tokens generated."""
-    seconds: float = 0.0
-    """From the start of a round until the engine's last group was there."""
-
-    def add(self, other: EngineShare) -> None:
-        self.num_tokens += other.num_tokens
-        self.seconds += other.seconds
+    def request(self, settings: SamplingSettings) -> GroupRequest:
+        return GroupRequest(
+            key=self.key,
+            prompt_ids=self.prompt_ids,
+            seeds=self.seeds,
+            settings=settings,
+            priority=self.priority,
+            begun=self.begun,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundResult(Generic[T]):
-    """What became of a round."""
+class Answer:
+    """A question with all of its responses and their scores."""
 
-    results: list[T]
-    """One per question, in the order of their keys."""
-    reward_seconds: float
-    """Time spent scoring; most of it passes while responses are still generated."""
-    engines: dict[int, EngineShare]
-    """What each engine did, by its number; engines that were given nothing are left out."""
+    question: Question
+    response: GroupResponse
+    scores: tuple[Score, ...]
 
 
-def run_round(
-    engines: SupportsGenerate,
-    verifier: SupportsScore,
-    questions: Sequence[Question],
-    settings: SamplingSettings,
-    combine: Callable[[Question, GroupResponse, list[Score]], T],
-) -> RoundResult[T]:
-    """Ask every question once per seed, and combine responses and scores of each.
+class Inquiry:
+    """Open questions; answers come back scored, in the order in which they are ready.
 
-    `combine` makes the result of one question and is called in another thread.
+    Use as a context manager: on leaving, nothing is scored any more.
     """
-    by_key = {question.key: question for question in questions}
-    requests = [
-        GroupRequest(key=question.key, prompt_ids=question.prompt_ids, seeds=question.seeds)
-        for question in questions
-    ]
-    scorer = _Scorer(verifier, by_key, combine)
-    shares: dict[int, EngineShare] = defaultdict(EngineShare)
-    start = time.perf_counter()
-    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scoring")
-    try:
-        futures = {}
-        for response in engines.generate(requests, settings):
-            share = shares[response.engine]
-            share.num_tokens += sum(len(sample.token_ids) for sample in response.responses)
-            share.seconds = time.perf_counter() - start
-            futures[response.key] = executor.submit(scorer.score, response)
-        results = [futures[key].result() for key in sorted(by_key)]
-    finally:
-        executor.shutdown(cancel_futures=True)
-    return RoundResult(results=results, reward_seconds=scorer.seconds, engines=dict(shares))
-
-
-class _Scorer(Generic[T]):
-    """Scores groups one after the other and adds up the time."""
 
     def __init__(
-        self,
-        verifier: SupportsScore,
-        questions: Mapping[int, Question],
-        combine: Callable[[Question, GroupResponse, list[Score]], T],
+        self, engines: SupportsGenerate, verifier: SupportsScore, executor: Executor | None = None
     ) -> None:
-        self.seconds = 0.0
+        """`executor`: where groups are scored, one after the other; by default a thread."""
+        self.reward_seconds = 0.0
+        """Time spent scoring; most of it passes while responses are still generated."""
+        self._engines = engines
         self._verifier = verifier
-        self._questions = questions
-        self._combine = combine
+        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="scoring")
+        self._open: dict[int, Question] = {}
+        self._scoring: list[Future[Answer]] = []
 
-    def score(self, response: GroupResponse) -> T:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+    @property
+    def open(self) -> Collection[Question]:
+        """The questions without an answer."""
+        return self._open.values()
+
+    def ask(self, questions: Sequence[Question], settings: SamplingSettings) -> None:
+        """Ask every question once per seed."""
+        self._open.update((question.key, question) for question in questions)
+        self._engines.submit([question.request(settings) for question in questions])
+
+    def answers(self) -> list[Answer]:
+        """Wait until there is an answer, and return all there are; nothing is open: none.
+
+        Raises:
+            InfraError: an engine failed.
+        """
+        while self._open:
+            if ready := self._take_scored():
+                return ready
+            if self._engines.num_in_flight:
+                timeout_s = SCORING_POLL_S if self._scoring else None
+                for response in self._engines.finished(timeout_s):
+                    question = self._open[response.key]
+                    self._scoring.append(self._executor.submit(self._score, question, response))
+            else:
+                wait(self._scoring, return_when=FIRST_COMPLETED)
+        return []
+
+    def drop(self, keys: Collection[int]) -> int:
+        """Take questions back whose answers nobody needs; return the tokens spent on them."""
+        report = self._engines.stop(keys, keep=False)
+        for key in keys:
+            del self._open[key]
+        return report.num_tokens
+
+    def stop(self, *, keep: bool) -> StopReport:
+        """End all that is still generated; `keep`: the report has what there is of it."""
+        report = self._engines.stop(keep=keep)
+        self._open.clear()
+        return report
+
+    def _take_scored(self) -> list[Answer]:
+        done = [future for future in self._scoring if future.done()]
+        # asked again, a future could be done by then that was not taken
+        self._scoring = [future for future in self._scoring if future not in done]
+        answers = [future.result() for future in done]
+        # what was dropped while it was scored is not an answer any more
+        return [a for a in answers if self._open.pop(a.question.key, None) is not None]
+
+    def _score(self, question: Question, response: GroupResponse) -> Answer:
         start = time.perf_counter()
-        question = self._questions[response.key]
         texts = [sample.text for sample in response.responses]
         scores = self._verifier.score_batch(texts, [question.prompt.ground_truth] * len(texts))
-        self.seconds += time.perf_counter() - start
-        return self._combine(question, response, scores)
+        self.reward_seconds += time.perf_counter() - start
+        return Answer(question=question, response=response, scores=tuple(scores))

@@ -1,34 +1,20 @@
-"""Dynamic sampling as arithmetic: how many groups to ask for, what to save, and what to say of too
-few.
-
-No engines, no clocks: what is asked for next depends on what earlier rounds returned alone, so a
-resumed run asks for the same.
-"""
+"""Which groups of a step are saved, and what is said of a step that found too few."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
 
+from megadapo.algorithm.mini_batches import spread_stale
 from megadapo.data.batch import Group
 from megadapo.observe.config import SavedGroups
 from megadapo.observe.saved_group import Fate
 
-MAX_ASKED_PER_NEEDED = 4
-"""A round asks for at most so many groups per missing one, so that one unlucky round does not
-spend the whole step's bound on the next."""
-
-MEMORY = 0.5
-"""Weight that each round keeps in the yield when a newer one comes in."""
-
-
 _TURNS: tuple[Fate, ...] = (
     *("trained", "all_wrong", "trained", "all_correct"),
-    *("trained", "to_reserve", "trained", "dropped"),
+    *("trained", "to_reserve", "trained", "dropped", "out_of_band"),
 )
 """Which fate the next group to be saved has, as long as there are any left of it."""
 
@@ -70,49 +56,17 @@ def choose_saved(groups: Sequence[SampledGroup], limit: SavedGroups) -> tuple[Sa
     return tuple(sampled for sampled in ordered if sampled.group.order in chosen)
 
 
-class YieldEstimate:
-    """Share of groups with a signal, over the latest rounds."""
-
-    def __init__(self) -> None:
-        self._asked = 0.0
-        self._with_signal = 0.0
-
-    @property
-    def value(self) -> float:
-        """In (0, 1]; 1 before the first round."""
-        return (self._with_signal + 1.0) / (self._asked + 1.0)
-
-    def update(self, num_asked: int, num_with_signal: int) -> None:
-        """Take in one round."""
-        self._asked = MEMORY * self._asked + num_asked
-        self._with_signal = MEMORY * self._with_signal + num_with_signal
-
-    def state_dict(self) -> dict[str, float]:
-        return {"asked": self._asked, "with_signal": self._with_signal}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._asked = float(state["asked"])
-        self._with_signal = float(state["with_signal"])
-
-
-def round_size(
-    num_missing: int, expected_yield: float, *, oversampling: float, num_allowed: int
-) -> int:
-    """Return how many groups to ask for so that `num_missing` of them should have one.
+def in_training_order(
+    groups: Sequence[Group], policy_version: int, groups_per_mini_batch: int
+) -> tuple[Group, ...]:
+    """Return a step's groups in asking order, with those of earlier weights spread over it.
 
     Args:
-        num_missing: groups the batch still lacks, at least 1.
-        expected_yield: share of groups that should have one, in (0, 1].
-        oversampling: margin above the expected need, at least 1.
-        num_allowed: groups that may still be asked for in this step.
+        policy_version: of the weights that are trained.
     """
-    wanted = math.ceil(num_missing * oversampling / expected_yield)
-    return min(wanted, MAX_ASKED_PER_NEEDED * num_missing, num_allowed)
-
-
-def accuracy_histogram(groups: Iterable[Group]) -> Counter[int]:
-    """Count groups by their number of correct responses."""
-    return Counter(sum(group.correct) for group in groups)
+    ordered = sorted(groups, key=lambda group: group.order)
+    is_stale = [group.oldest_version < policy_version for group in ordered]
+    return tuple(ordered[i] for i in spread_stale(is_stale, groups_per_mini_batch))
 
 
 def describe_shortfall(

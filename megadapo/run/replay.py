@@ -23,7 +23,11 @@ from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.observe.metrics import EvaluationRecord
 from megadapo.observe.rollouts import ROLLOUTS_FOLDER, read_rollouts, step_file, steps_in
 from megadapo.observe.saved_group import SavedGroup
-from megadapo.rollout.sampled_batch import SampledBatch, Tally
+from megadapo.rollout.sampled_batch import Outcome, SampledBatch, Tally, ThrownAway
+from megadapo.rollout.selection import in_training_order
+
+WITHOUT_SIGNAL = ("all_correct", "all_wrong", "out_of_band")
+"""Fates of groups that were never fit for a batch."""
 
 
 def check_replay(config: RunConfig, folder: Path) -> str:
@@ -85,13 +89,31 @@ class ReplayedRollouts:
             raise DataError(f"{path}: holds no group that was trained on")
         generated = [s for s in saved if not s.from_reserve] or trained
         tally = Tally(
-            num_from_reserve=sum(not self._is_fresh(s) for s in trained),
-            generated=_groups(generated),
+            outcomes=[
+                Outcome.of(s.group, has_signal=s.fate not in WITHOUT_SIGNAL, seconds=0.0)
+                for s in generated
+            ],
             to_reserve=_groups(s for s in saved if s.fate == "to_reserve"),
             dropped=_groups(s for s in saved if s.fate == "dropped"),
+            thrown_away=ThrownAway(self._config.observe.saved_groups),
         )
-        batch = tally.batch(_groups(trained), self._config.observe.saved_groups)
-        return replace(batch, num_tokens=None, reward_seconds=None)
+        for thrown in (s.group for s in saved if s.fate in WITHOUT_SIGNAL):
+            tally.thrown_away.add(thrown)
+        stale = _groups(s for s in trained if not self._is_fresh(s))
+        batch = tally.batch(_groups(trained), stale, self._config.observe.saved_groups)
+        return replace(
+            batch,
+            num_tokens=None,
+            num_tokens_stopped=None,
+            reward_seconds=None,
+            group_seconds=(),
+            groups=in_training_order(
+                batch.groups, self._policy_version, self._config.groups_per_mini_batch
+            ),
+        )
+
+    def wait(self) -> None:
+        """Nothing is sampled."""
 
     def sleep(self) -> None:
         """Nothing shares the trainer's GPUs."""

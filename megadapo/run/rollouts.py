@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megadapo.config import RunConfig
 from megadapo.errors import CheckpointError
 from megadapo.observe.metrics import EvaluationRecord
+from megadapo.rollout.ahead import AheadSampler
 from megadapo.rollout.engines import Engines
 from megadapo.rollout.evaluation import evaluate
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.sampler import Sampler
+from megadapo.rollout.selection import in_training_order
 from megadapo.run.sampling import Questions
 from megadapo.run.step_metrics import verifier_note
 from megadapo.weights.sync.publish import Publisher
@@ -30,6 +32,10 @@ class Rollouts(Protocol):
 
     def next_batch(self) -> SampledBatch:
         """Return the groups of the step after the published weights."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until nothing is sampled any more; the engines can take weights then."""
         ...
 
     def sleep(self) -> None:
@@ -63,7 +69,7 @@ class LiveRollouts:
 
     config: RunConfig
     engines: Engines
-    sampler: Sampler
+    sampler: Sampler | AheadSampler
     questions: Questions
     publisher: Publisher
 
@@ -72,7 +78,14 @@ class LiveRollouts:
         return self.engines.policy_version
 
     def next_batch(self) -> SampledBatch:
-        return self.sampler.next_batch()
+        batch = self.sampler.next_batch()
+        groups = in_training_order(
+            batch.groups, self.policy_version, self.config.groups_per_mini_batch
+        )
+        return replace(batch, groups=groups)
+
+    def wait(self) -> None:
+        self.sampler.wait()
 
     def sleep(self) -> None:
         self.engines.sleep()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from megadapo.algorithm.mini_batches import mini_batch_sizes
 from megadapo.algorithm.shaping import overlong_penalties
@@ -31,31 +34,23 @@ def step_metrics(
         evaluation: the held-out evaluation of the step's weights, where there was one.
         policy_version: of those weights in the engines.
     """
-    penalty = overlong_penalties(
-        sampled.response_lengths,
-        config.algorithm,
-        max_response_tokens=config.rollout.max_response_tokens,
-    ).mean()
-    # tokens of an earlier policy say nothing about the parity of this one
-    has_fresh = sampled.num_from_reserve < sampled.num_kept
     return {
         "step": step,
         "policy_version": policy_version,
         "time/reward_s": sampled.reward_seconds,
-        "reward/mean": sampled.reward_mean,
-        "reward/overlong_penalty_mean": penalty,
-        "reward/shaped_mean": sampled.reward_mean + penalty,
-        "accuracy/mean": sampled.accuracy,
-        "response_length/mean": sampled.response_length_mean,
-        "response_length/p95": sampled.response_length_p95,
-        "response_length/truncated_fraction": sampled.truncated_fraction,
+        **_responses(sampled, config),
         "groups/sampled": sampled.num_sampled,
         "groups/kept": sampled.num_kept,
         "groups/all_correct": sampled.num_all_correct,
         "groups/all_wrong": sampled.num_all_wrong,
         "groups/from_reserve": sampled.num_from_reserve,
         "groups/to_reserve": sampled.num_to_reserve,
+        "groups/dropped": sampled.num_dropped + sampled.num_surplus,
+        "groups/stopped": sampled.num_stopped,
+        "groups/carried": sampled.num_carried,
+        "groups/resting": sampled.num_resting,
         "tokens/generated": sampled.num_tokens,
+        "tokens/stopped": sampled.num_tokens_stopped,
         "tokens/trained": update.tokens_trained,
         "policy/loss": update.loss,
         "policy/entropy": update.entropy,
@@ -67,14 +62,68 @@ def step_metrics(
         "policy/grad_norm": update.grad_norm,
         "policy/lr": update.lr,
         "policy/skipped_updates": update.skipped_updates,
-        "parity/logprob_abs_mean": update.logprob_abs_mean if has_fresh else None,
-        "parity/logprob_abs_max": update.logprob_abs_max if has_fresh else None,
+        "parity/logprob_abs_mean": _measured(update.logprob_abs_mean),
+        "parity/logprob_abs_max": _measured(update.logprob_abs_max),
         "eval/accuracy": None if evaluation is None else evaluation.accuracy,
-        **_spread("rollout/engine_tokens_{}", [share.num_tokens for share in sampled.engines]),
-        **_spread("time/engine_{}_s", [share.seconds for share in sampled.engines]),
+        **_tail(sampled),
         **_spread("train/rank_tokens_{}", [share.num_tokens for share in update.shares]),
         **_spread("time/rank_logprobs_{}_s", [share.logprobs_seconds for share in update.shares]),
     }
+
+
+def _responses(sampled: SampledBatch, config: RunConfig) -> dict[str, int | float | None]:
+    """What is said of the step's responses; null where none came back in it."""
+    lengths = np.array(sampled.response_lengths, dtype=np.float64)
+    penalties = overlong_penalties(
+        lengths,
+        config.algorithm,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    penalty = float(penalties.mean()) if len(lengths) else math.nan
+    p50, p95, longest = np.quantile(lengths, [0.5, 0.95, 1.0]) if len(lengths) else [math.nan] * 3
+    values = {
+        "reward/mean": sampled.reward_mean,
+        "reward/overlong_penalty_mean": penalty,
+        "reward/shaped_mean": sampled.reward_mean + penalty,
+        "accuracy/mean": sampled.accuracy,
+        "response_length/mean": float(lengths.mean()) if len(lengths) else math.nan,
+        "response_length/p50": float(p50),
+        "response_length/p95": float(p95),
+        "response_length/max": float(longest),
+        "response_length/truncated_fraction": sampled.truncated_fraction,
+    }
+    return {name: _measured(value) for name, value in values.items()}
+
+
+def _tail(sampled: SampledBatch) -> dict[str, int | float | None]:
+    """What the longest responses cost: times of groups, and how busy the engines were."""
+    engines = [engine for engine in sampled.engines if engine.seconds > 0]
+    times = sampled.group_seconds
+    return {
+        "time/group_p50_s": float(np.quantile(times, 0.5)) if times else None,
+        "time/group_p95_s": float(np.quantile(times, 0.95)) if times else None,
+        "time/group_max_s": max(times, default=None),
+        "rollout/engine_busy_share": (
+            sum(e.busy_seconds for e in engines) / sum(e.seconds for e in engines)
+            if engines
+            else None
+        ),
+        "rollout/slot_use": (
+            sum(e.slot_use * e.seconds for e in engines) / sum(e.seconds for e in engines)
+            if engines
+            else None
+        ),
+        "rollout/preemptions": sum(e.num_preemptions for e in engines) if engines else None,
+        "rollout/kv_use_max": max((e.kv_use_max for e in engines), default=None),
+        **_spread("rollout/tokens_per_s_{}", [e.num_tokens / e.seconds for e in engines]),
+        **_spread("rollout/engine_tokens_{}", [e.num_tokens for e in engines]),
+        **_spread("time/engine_{}_s", [e.busy_seconds for e in engines]),
+    }
+
+
+def _measured(value: float) -> float | None:
+    """Null where there was nothing to measure."""
+    return None if math.isnan(value) else value
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, int | float | None]:
@@ -103,7 +152,10 @@ def step_notes(
             f"{sampled.num_all_wrong} all wrong): {_smaller_batch(sampled.num_kept, config)}"
         )
     if sampled.num_dropped:
-        yield f"step {step}: {sampled.num_dropped} surplus groups dropped, the reserve is full"
+        yield (
+            f"step {step}: {sampled.num_dropped} groups dropped: the reserve is full, or they "
+            "are older than sampling.max_staleness allows"
+        )
     if update.num_dropped_tokens:
         yield (
             f"step {step}: {update.num_dropped_tokens} response tokens left out of the loss, the "

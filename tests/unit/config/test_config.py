@@ -332,7 +332,7 @@ def test_a_configuration_written_before_there_were_newer_keys_is_read(tmp_path: 
         "run": {"folder": "runs/x", "num_steps": 30, "seed": 1, "resume": "auto"},
         "model": {"path": "m", "init": "pretrained", "dtype": "float32"},
         "data": {"train": "arithmetic:train:64", "held_out": None, "max_prompt_tokens": 16},
-        "sampling": {"oversampling": 1.2, "reserve_limit": None},
+        "sampling": {"oversampling": 1.2, "reserve_limit": 5, "prompts_per_step": 32},
         "dapo": {"overlong_buffer": 16, "objective": {"dual_clip": None}},
         "cluster": {"placement": "colocated", "device": "auto", "address": None},
     }
@@ -340,3 +340,4 @@ def test_a_configuration_written_before_there_were_newer_keys_is_read(tmp_path: 
     config = load_config(tmp_path)
     assert (config.run.folder, config.data.held_out) == (Path("runs/x"), None)
     assert (config.checkpoint.keep, config.algorithm.overlong_buffer) == (2, 16)
+    assert (config.sampling.prompts_per_step, config.sampling.reserve_size) == (32, 0)

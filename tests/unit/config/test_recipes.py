@@ -95,7 +95,8 @@ def test_verl_recipe_differs_from_the_paper_only_where_the_script_does() -> None
     assert verl.trainer.optimizer.warmup_steps == 10
     assert verl.algorithm.objective.dual_clip == 10.0
     assert verl.algorithm.loss_aggregation == "token-mean"
-    assert verl.sampling.oversampling * verl.sampling.prompts_per_step == 1536
+    assert (verl.sampling.mode, verl.sampling.round_size) == ("rounds", 1536)
+    assert (paper.sampling.mode, paper.sampling.max_staleness) == ("sync", 0)
     assert verl.sampling.max_asked_per_step == 10 * 1536
     assert verl.sampling.on_shortfall == "stop"
     assert verl.sampling.reserve_size == 0

@@ -6,7 +6,8 @@ import pytest
 
 from megadapo.data.batch import Group, Sample
 from megadapo.errors import CheckpointError
-from megadapo.rollout.reserve import Reserve, decode_group, encode_group
+from megadapo.rollout.requests import Response
+from megadapo.rollout.reserve import Reserve, Unfinished, decode_group, encode_group
 from tests.support.scripted_engines import make_prompts
 
 
@@ -35,20 +36,60 @@ def make_group(order: int) -> Group:
     )
 
 
+def take(reserve: Reserve, num_groups: int) -> list[Group]:
+    groups, expired = reserve.take(num_groups, oldest_version=0)
+    assert expired == []
+    return groups
+
+
 def test_what_came_first_goes_first():
     reserve = Reserve(limit=10)
     reserve.put([make_group(0), make_group(1)])
     reserve.put([make_group(2)])
-    assert [group.order for group in reserve.take(2)] == [0, 1]
-    assert [group.order for group in reserve.take(5)] == [2]
-    assert reserve.take(1) == []
+    assert [group.order for group in take(reserve, 2)] == [0, 1]
+    assert [group.order for group in take(reserve, 5)] == [2]
+    assert take(reserve, 1) == []
+
+
+def test_what_has_grown_too_old_is_handed_over_and_not_forgotten():
+    """Counted as used, it would be trained on with weights it knows nothing of."""
+    reserve = Reserve(limit=10)
+    reserve.put([make_group(order) for order in range(3)])
+    oldest = make_group(0).oldest_version
+    assert reserve.take(1, oldest_version=oldest + 1)[0] == []
+    reserve.put([make_group(3)])
+    usable, expired = reserve.take(1, oldest_version=oldest + 1)
+    assert (usable, [group.order for group in expired], len(reserve)) == ([], [3], 0)
+
+
+def test_an_unfinished_group_survives_json_exactly():
+    """A token more or less, and what follows would continue another text."""
+    responses = tuple(
+        Response(
+            token_ids=np.arange(size, dtype=np.int32),
+            logprobs=np.linspace(-1.0, 0.0, size, dtype=np.float32),
+            finish_reason=reason,
+            text="x" * size,
+            policy_versions=np.sort(np.arange(size) % 3).astype(np.int32) + 4,
+        )
+        for size, reason in ((0, "unfinished"), (7, "unfinished"), (5, "stop"))
+    )
+    before = Unfinished(order=9, responses=responses)
+    after = Unfinished.from_json(json.loads(json.dumps(before.to_json(), allow_nan=False)))
+    assert (after.order, after.oldest_version) == (9, 4)
+    for one, two in zip(before.responses, after.responses, strict=True):
+        assert (one.text, one.finish_reason) == (two.text, two.finish_reason)
+        np.testing.assert_array_equal(one.token_ids, two.token_ids)
+        np.testing.assert_array_equal(one.logprobs, two.logprobs)
+        np.testing.assert_array_equal(one.policy_versions, two.policy_versions)
+    assert Unfinished(order=9, responses=responses[:1]).oldest_version == float("inf")
 
 
 def test_the_limit_holds_and_what_is_thrown_away_is_known():
     reserve = Reserve(limit=3)
     assert reserve.put([make_group(i) for i in range(2)]) == 2
     assert reserve.put([make_group(i) for i in range(2, 6)]) == 1
-    assert [group.order for group in reserve.take(9)] == [0, 1, 2]
+    assert [group.order for group in take(reserve, 9)] == [0, 1, 2]
     assert Reserve(limit=0).put([make_group(0)]) == 0
 
 
@@ -57,7 +98,7 @@ def test_groups_survive_json_exactly():
     reserve, other = Reserve(limit=5), Reserve(limit=5)
     reserve.put([make_group(i) for i in range(4)])
     other.load_state_dict(json.loads(json.dumps(reserve.state_dict(), allow_nan=False)))
-    before, after = reserve.take(5), other.take(5)
+    before, after = take(reserve, 5), take(other, 5)
     for one, two in zip(before, after, strict=True):
         assert encode_group(one) == encode_group(two)
         for sample, same in zip(one.samples, two.samples, strict=True):
@@ -89,7 +130,7 @@ def test_a_smaller_limit_after_a_resume_keeps_the_oldest():
     reserve, smaller = Reserve(limit=5), Reserve(limit=2)
     reserve.put([make_group(i) for i in range(4)])
     smaller.load_state_dict(reserve.state_dict())
-    assert [group.order for group in smaller.take(5)] == [0, 1]
+    assert [group.order for group in take(smaller, 5)] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -7,50 +7,10 @@ from megadapo.data.batch import Group
 from megadapo.observe.saved_group import Fate
 from megadapo.rollout.selection import (
     SampledGroup,
-    YieldEstimate,
     choose_saved,
     describe_shortfall,
-    round_size,
 )
 from tests.support.scripted_engines import make_prompts
-
-
-def test_the_first_round_expects_every_group_to_teach():
-    assert round_size(512, YieldEstimate().value, oversampling=1.2, num_allowed=5120) == 615
-
-
-def test_the_next_round_is_sized_by_what_earlier_ones_returned():
-    estimate = YieldEstimate()
-    estimate.update(num_asked=99, num_with_signal=49)
-    assert estimate.value == 0.5
-    assert round_size(10, estimate.value, oversampling=1.0, num_allowed=1000) == 20
-
-
-@pytest.mark.parametrize(("missing", "allowed", "size"), [(10, 1000, 40), (10, 25, 25), (1, 9, 4)])
-def test_a_round_without_any_hope_is_still_bounded(missing, allowed, size):
-    """With a yield of zero the plain formula would ask for everything, or divide by zero."""
-    estimate = YieldEstimate()
-    estimate.update(num_asked=100_000, num_with_signal=0)
-    assert 0 < estimate.value < 1e-4
-    assert round_size(missing, estimate.value, oversampling=1.2, num_allowed=allowed) == size
-
-
-def test_the_newest_round_weighs_most():
-    estimate = YieldEstimate()
-    for _ in range(20):
-        estimate.update(num_asked=100, num_with_signal=0)
-    for _ in range(4):
-        estimate.update(num_asked=100, num_with_signal=100)
-    assert estimate.value > 0.9
-
-
-def test_the_estimate_survives_a_checkpoint_exactly():
-    """Another size of the first round after a resume would shift every later group's seed."""
-    one, other = YieldEstimate(), YieldEstimate()
-    for asked, with_signal in ((39, 30), (7, 1), (3, 3)):
-        one.update(asked, with_signal)
-    other.load_state_dict(one.state_dict())
-    assert other.value == one.value
 
 
 def test_a_shortfall_shows_the_histogram_and_points_at_the_cause():

@@ -12,8 +12,8 @@ from megadapo.observe.metric_names import METRIC_NAMES
 from megadapo.observe.metrics import EvaluationRecord
 from megadapo.rewards.symbolic import SymbolicCounts
 from megadapo.rewards.verifier import VerifierCounts
+from megadapo.rollout.requests import EngineActivity
 from megadapo.rollout.sampled_batch import SampledBatch
-from megadapo.rollout.scoring import EngineShare
 from megadapo.run.step_metrics import step_metrics, step_notes, verifier_note
 from megadapo.trainer.result import RankShare, UpdateResult
 from tests.support.saved_groups import saved_group
@@ -26,15 +26,36 @@ SAMPLED = SampledBatch(
     num_from_reserve=0,
     num_to_reserve=0,
     num_dropped=0,
+    num_surplus=0,
+    num_stopped=0,
+    num_carried=0,
+    num_resting=0,
     num_tokens=500,
+    num_tokens_stopped=70,
     reward_seconds=0.1,
     accuracy=0.5,
     reward_mean=0.0,
-    response_length_mean=10.0,
-    response_length_p95=20.0,
     truncated_fraction=0.0,
     response_lengths=(5, 60, 90, 100),
-    engines=(EngineShare(num_tokens=300, seconds=1.5), EngineShare(num_tokens=200, seconds=2.5)),
+    group_seconds=(0.5, 1.5, 2.0),
+    engines=(
+        EngineActivity(
+            num_tokens=300,
+            seconds=3.0,
+            busy_seconds=1.5,
+            slot_use=0.25,
+            num_preemptions=2,
+            kv_use_max=0.5,
+        ),
+        EngineActivity(
+            num_tokens=200,
+            seconds=3.0,
+            busy_seconds=2.5,
+            slot_use=0.75,
+            num_preemptions=1,
+            kv_use_max=0.25,
+        ),
+    ),
     saved=(),
 )
 UPDATE = UpdateResult(
@@ -123,6 +144,36 @@ def test_the_spread_over_engines_and_ranks_is_shown():
     assert times == (0.5, 0.75)
 
 
+def test_the_tail_of_a_step_is_shown():
+    """The longest answer decides how long a step takes: the mean alone hides it."""
+    found = metrics()
+    lengths = [found[f"response_length/{name}"] for name in ("mean", "p50", "p95", "max")]
+    assert lengths == [63.75, 75.0, pytest.approx(98.5), 100.0]
+    times = [found[f"time/group_{name}_s"] for name in ("p50", "p95", "max")]
+    assert times == [1.5, pytest.approx(1.95), 2.0]
+    assert found["rollout/engine_busy_share"] == pytest.approx(4.0 / 6.0)
+    assert found["rollout/slot_use"] == 0.5
+    assert (found["rollout/preemptions"], found["rollout/kv_use_max"]) == (3, 0.5)
+    assert found["rollout/tokens_per_s_max"] == 100.0
+    assert found["tokens/stopped"] == 70
+
+
+def test_a_step_for_which_nothing_came_back_has_no_means():
+    """A step of carried groups alone would divide by zero, or write a number no JSON reader takes."""
+    nothing = replace(
+        SAMPLED,
+        num_sampled=0,
+        response_lengths=(),
+        group_seconds=(),
+        accuracy=math.nan,
+        reward_mean=math.nan,
+        truncated_fraction=math.nan,
+    )
+    found = metrics(nothing)
+    for name in ("accuracy/mean", "reward/mean", "response_length/p95", "time/group_max_s"):
+        assert found[name] is None
+
+
 def test_a_step_that_generated_nothing_says_so_and_not_zero():
     """A replay would look like engines that stand still."""
     found = metrics(replace(SAMPLED, num_tokens=None, reward_seconds=None, engines=()))
@@ -143,7 +194,7 @@ def test_a_healthy_step_says_nothing():
 def test_each_reason_for_leaving_something_out_is_said_with_its_count():
     assert "only 5 of 8 groups" in notes(5)
     assert "5 of 8 groups are saved" in notes(5, num_tokens=None)
-    assert "5 surplus groups dropped" in notes(num_dropped=5)
+    assert "5 groups dropped: the reserve is full" in notes(num_dropped=5)
     assert "7 response tokens" in notes(update=replace(UPDATE, num_dropped_tokens=7))
     assert "2 updates skipped" in notes(update=replace(UPDATE, skipped_updates=2))
 

@@ -8,6 +8,7 @@ const FATES = {
   dropped: "dropped",
   all_correct: "all correct",
   all_wrong: "all wrong",
+  out_of_band: "out of band",
 };
 
 let chunks = null;
