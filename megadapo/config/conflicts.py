@@ -111,6 +111,14 @@ def _check_transport(weights: WeightsConfig, cluster: ClusterConfig) -> Iterator
         )
 
 
+def _check_ahead(sampling: SamplingConfig, cluster: ClusterConfig) -> Iterator[str]:
+    if sampling.mode == "one_step_off" and cluster.placement == "colocated":
+        yield (
+            'sampling.mode = "one_step_off" generates while the trainer updates, but with '
+            'cluster.placement = "colocated" the engines sleep then: set it to "separate"'
+        )
+
+
 CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_mini_batches,
     _check_ranks,
@@ -120,4 +128,5 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_warmup,
     _check_deadline,
     _check_transport,
+    _check_ahead,
 )

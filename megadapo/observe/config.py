@@ -19,8 +19,8 @@ class ObserveConfig(Section, title="observe"):
     saved_groups: NonNegativeInt | Literal["all"] = 8
     """Groups of each step saved in rollouts/ with all of their responses: about half of them
     trained on, the rest shared out over those all wrong, all right, kept in the reserve and thrown
-    away, these the first ones asked for, the others evenly over that order; "all" saves every group generated or trained on, 0
-    none."""
+    away, these the first ones asked for, the others evenly over that order; "all" saves every group
+    generated or trained on, 0 none."""
     writers: tuple[WriterName, ...] = ("tensorboard",)
     """Where metrics go besides metrics.jsonl; wandb and mlflow need the package of that name, and
     take their own settings from where these programs look for them."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from megadapo.errors import CheckpointError
-from megadapo.rollout.requests import EngineActivity
+from megadapo.rollout.activity import EngineActivity
 from megadapo.rollout.reserve import decode_group, encode_group
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.selection import SampledGroup

@@ -86,8 +86,9 @@ def evaluate(
     results: dict[int, _ProblemResult] = {}
     with Inquiry(engines, verifier) as inquiry:
         inquiry.ask(questions, settings)
-        while answers := inquiry.answers():
-            results |= {answer.question.key: _problem_result(answer) for answer in answers}
+        while inquiry.open:
+            for answer in inquiry.answers():
+                results[answer.question.key] = _problem_result(answer)
     in_order = [results[question.key] for question in questions]
     return _summary(in_order, config.samples_per_problem)
 

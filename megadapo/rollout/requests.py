@@ -30,10 +30,10 @@ class Response:
     token_ids: np.ndarray  # [n] int32, with the end-of-sequence token where there is one
     logprobs: np.ndarray  # [n] float32, at the sampling temperature; NaN where there is none
     finish_reason: Literal["stop", "length", "unfinished"]
-    """"unfinished": it was stopped, and can be continued by a request that has it as `begun`."""
+    """Unfinished where it was stopped; a request that has it as `begun` continues it."""
     text: str
     """Decoded without special tokens."""
-    policy_versions: np.ndarray  # [n] int32, of the weights that gave each token
+    policy_versions: np.ndarray  # [n] int32, the weight publication that sampled each token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,24 +85,6 @@ class EngineReport:
     """Responses that have ended since the engine started, those that were stopped included."""
     num_tokens: int
     """Tokens generated since the engine started."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineActivity:
-    """What one engine did over a stretch of time."""
-
-    num_tokens: int
-    """Tokens generated, those of stopped responses included."""
-    seconds: float
-    """Length of the stretch."""
-    busy_seconds: float
-    """Of these with at least one running response."""
-    slot_use: float
-    """Mean running responses / rollout.max_num_seqs, over the whole stretch."""
-    num_preemptions: int
-    """Responses put back for want of key-value cache."""
-    kv_use_max: float
-    """Largest share of the key-value cache in use."""
 
 
 class LogprobTable(Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 from megadapo.data.batch import Group
 from megadapo.observe.config import SavedGroups
 from megadapo.observe.saved_group import Fate
-from megadapo.rollout.requests import EngineActivity
+from megadapo.rollout.activity import EngineActivity
 from megadapo.rollout.selection import SampledGroup, choose_saved
 
 

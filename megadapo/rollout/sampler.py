@@ -114,10 +114,9 @@ class Sampler:
             self._go_on(step)
             while not step.plan.is_full:
                 self._ask(step)
-                answers = inquiry.answers()
-                if not answers:
+                if not inquiry.open:
                     break
-                for answer in answers:
+                for answer in inquiry.answers():
                     self._settle(step, answer)
                 self._drop_hopeless(step)
             self._stop(step)
@@ -192,7 +191,7 @@ class Sampler:
         room = max(room, not step.inquiry.open)
         if not room:
             return
-        orders = []
+        orders: list[int] = []
         while len(orders) < room and step.plan.wants(self._estimate(self._drawing.next_order)):
             order = self._drawing.draw()
             step.plan.ask(order, self._estimate(order))

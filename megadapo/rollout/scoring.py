@@ -11,8 +11,8 @@ from typing import Protocol, Self
 
 from megadapo.data.prompts import Prompt
 from megadapo.rewards.dapo_math import Score
+from megadapo.rollout.activity import EngineActivity
 from megadapo.rollout.requests import (
-    EngineActivity,
     GroupRequest,
     GroupResponse,
     Response,
@@ -142,22 +142,19 @@ class Inquiry:
         self._engines.submit([question.request(settings) for question in questions])
 
     def answers(self) -> list[Answer]:
-        """Wait until there is an answer, and return all there are; nothing is open: none.
+        """Wait for answers; there may be none where the engines have room for more questions.
 
         Raises:
             InfraError: an engine failed.
         """
-        while self._open:
-            if ready := self._take_scored():
-                return ready
-            if self._engines.num_in_flight:
-                timeout_s = SCORING_POLL_S if self._scoring else None
-                for response in self._engines.finished(timeout_s):
-                    question = self._open[response.key]
-                    self._scoring.append(self._executor.submit(self._score, question, response))
-            else:
-                wait(self._scoring, return_when=FIRST_COMPLETED)
-        return []
+        if self._engines.num_in_flight:
+            timeout_s = SCORING_POLL_S if self._scoring else None
+            for response in self._engines.finished(timeout_s):
+                question = self._open[response.key]
+                self._scoring.append(self._executor.submit(self._score, question, response))
+        elif self._scoring:
+            wait(self._scoring, return_when=FIRST_COMPLETED)
+        return self._take_scored()
 
     def drop(self, keys: Collection[int]) -> int:
         """Take questions back whose answers nobody needs; return the tokens spent on them."""

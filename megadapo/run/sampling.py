@@ -15,7 +15,6 @@ from megadapo.data.prompts import Prompt, PromptStream, load_prompts
 from megadapo.errors import DataError
 from megadapo.rewards.dapo_math import validate_ground_truth
 from megadapo.rewards.verifier import Verifier
-from megadapo.rollout.ahead import AheadSampler
 from megadapo.rollout.engines import Engines
 from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampler import Sampler
@@ -54,9 +53,9 @@ class Questions:
             verifier = stack.enter_context(Verifier(config.reward))
         return cls(tokenizer=tokenizer, prompts=prompts, held_out=held_out, verifier=verifier)
 
-    def sampler(self, config: RunConfig, engines: Engines) -> Sampler | AheadSampler:
+    def sampler(self, config: RunConfig, engines: Engines) -> Sampler:
         """Return the sampler of a run at its first step."""
-        sampler = Sampler(
+        return Sampler(
             engines,
             PromptStream(self.prompts, config.run.seed, shuffle=config.data.shuffle),
             self.verifier,
@@ -70,9 +69,6 @@ class Questions:
             seed=config.run.seed,
             saved_groups=config.observe.saved_groups,
         )
-        if config.sampling.mode == "one_step_off":
-            return AheadSampler(sampler, engines, config.run.num_steps)
-        return sampler
 
 
 def start_cluster(

@@ -98,23 +98,18 @@ def _responses(sampled: SampledBatch, config: RunConfig) -> dict[str, int | floa
 def _tail(sampled: SampledBatch) -> dict[str, int | float | None]:
     """What the longest responses cost: times of groups, and how busy the engines were."""
     engines = [engine for engine in sampled.engines if engine.seconds > 0]
+    total = sum(engine.seconds for engine in engines)
+    busy = sum(engine.busy_seconds for engine in engines)
+    running = sum(engine.mean_running * engine.busy_seconds for engine in engines)
     times = sampled.group_seconds
     return {
         "time/group_p50_s": float(np.quantile(times, 0.5)) if times else None,
         "time/group_p95_s": float(np.quantile(times, 0.95)) if times else None,
         "time/group_max_s": max(times, default=None),
-        "rollout/engine_busy_share": (
-            sum(e.busy_seconds for e in engines) / sum(e.seconds for e in engines)
-            if engines
-            else None
-        ),
-        "rollout/slot_use": (
-            sum(e.slot_use * e.seconds for e in engines) / sum(e.seconds for e in engines)
-            if engines
-            else None
-        ),
+        "rollout/engine_busy_share": busy / total if total else None,
+        "rollout/slot_use": running / total if total else None,
         "rollout/preemptions": sum(e.num_preemptions for e in engines) if engines else None,
-        "rollout/kv_use_max": max((e.kv_use_max for e in engines), default=None),
+        "rollout/kv_use_max": max((e.max_kv_use for e in engines), default=None),
         **_spread("rollout/tokens_per_s_{}", [e.num_tokens / e.seconds for e in engines]),
         **_spread("rollout/engine_tokens_{}", [e.num_tokens for e in engines]),
         **_spread("time/engine_{}_s", [e.busy_seconds for e in engines]),

@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch
+from megadapo.rollout.ahead import AheadSampler
 from megadapo.rollout.engines import Engines
+from megadapo.rollout.sampler import Sampler
 from megadapo.run.checkpoint import Checkpoint
 from megadapo.run.replay import ReplayedRollouts
 from megadapo.run.rollouts import LiveRollouts, Rollouts
@@ -80,10 +82,13 @@ def _start_live(config: RunConfig, phases: Phases, stack: ExitStack) -> Workers:
     questions = Questions.start(config, phases, stack)
     cluster = start_cluster(config, phases, stack, trains=True, samples=True)
     trainer, engines = _start_processes(config, phases, cluster, stack)
+    sampler: Sampler | AheadSampler = questions.sampler(config, engines)
+    if config.sampling.mode == "one_step_off":
+        sampler = AheadSampler(sampler, engines, config.run.num_steps)
     rollouts = LiveRollouts(
         config=config,
         engines=engines,
-        sampler=questions.sampler(config, engines),
+        sampler=sampler,
         questions=questions,
         publisher=Publisher(
             trainer.ranks,

@@ -11,8 +11,8 @@ import numpy as np
 
 from megadapo.data.prompts import Prompt
 from megadapo.rewards.dapo_math import Score
+from megadapo.rollout.activity import EngineActivity
 from megadapo.rollout.requests import (
-    EngineActivity,
     GroupRequest,
     GroupResponse,
     Response,

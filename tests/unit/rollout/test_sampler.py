@@ -2,7 +2,6 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
@@ -16,8 +15,8 @@ from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampler import SampledBatch, Sampler
 from tests.support.scripted_engines import (
-    AtOnce,
     POLICY_VERSION,
+    AtOnce,
     PlainTokenizer,
     RightAtLeast,
     ScriptedEngines,
@@ -170,7 +169,7 @@ def test_no_group_is_older_than_it_may_be():
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_with_a_reserve_every_prompt_is_used_or_judged_once(max_staleness):
-    """Skipping what was stopped would lose long answers; asking it twice would train on it twice."""
+    """Skipping what was stopped would lose long answers; asking twice would train on it twice."""
     engines = ScriptedEngines("at random", slots=60)
     sampler = make_sampler(
         engines, num_prompts=1000, saved_groups="all", max_staleness=max_staleness

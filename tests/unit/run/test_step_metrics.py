@@ -12,7 +12,7 @@ from megadapo.observe.metric_names import METRIC_NAMES
 from megadapo.observe.metrics import EvaluationRecord
 from megadapo.rewards.symbolic import SymbolicCounts
 from megadapo.rewards.verifier import VerifierCounts
-from megadapo.rollout.requests import EngineActivity
+from megadapo.rollout.activity import EngineActivity
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.run.step_metrics import step_metrics, step_notes, verifier_note
 from megadapo.trainer.result import RankShare, UpdateResult
@@ -43,17 +43,19 @@ SAMPLED = SampledBatch(
             num_tokens=300,
             seconds=3.0,
             busy_seconds=1.5,
-            slot_use=0.25,
+            mean_running=0.5,
+            max_waiting=7,
             num_preemptions=2,
-            kv_use_max=0.5,
+            max_kv_use=0.5,
         ),
         EngineActivity(
             num_tokens=200,
             seconds=3.0,
             busy_seconds=2.5,
-            slot_use=0.75,
+            mean_running=0.75,
+            max_waiting=0,
             num_preemptions=1,
-            kv_use_max=0.25,
+            max_kv_use=0.25,
         ),
     ),
     saved=(),
@@ -152,14 +154,14 @@ def test_the_tail_of_a_step_is_shown():
     times = [found[f"time/group_{name}_s"] for name in ("p50", "p95", "max")]
     assert times == [1.5, pytest.approx(1.95), 2.0]
     assert found["rollout/engine_busy_share"] == pytest.approx(4.0 / 6.0)
-    assert found["rollout/slot_use"] == 0.5
+    assert found["rollout/slot_use"] == pytest.approx((0.5 * 1.5 + 0.75 * 2.5) / 6.0)
     assert (found["rollout/preemptions"], found["rollout/kv_use_max"]) == (3, 0.5)
     assert found["rollout/tokens_per_s_max"] == 100.0
     assert found["tokens/stopped"] == 70
 
 
 def test_a_step_for_which_nothing_came_back_has_no_means():
-    """A step of carried groups alone would divide by zero, or write a number no JSON reader takes."""
+    """A step of carried groups alone would divide by zero, or write what no JSON reader takes."""
     nothing = replace(
         SAMPLED,
         num_sampled=0,

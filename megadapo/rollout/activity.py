@@ -1,0 +1,83 @@
+"""How busy an engine is, counted at every step of vLLM's scheduler."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineActivity:
+    """What one engine did in a stretch of time."""
+
+    num_tokens: int
+    """Response tokens generated."""
+    seconds: float
+    """Length of the stretch."""
+    busy_seconds: float
+    """Part of it in which at least one response was being generated."""
+    mean_running: float
+    """Responses generated at the same time, as a share of max_num_seqs, while it was busy."""
+    max_waiting: int
+    """Most responses that waited for their turn."""
+    num_preemptions: int
+    """Responses that gave their place in the key-value cache up and began to compute it anew."""
+    max_kv_use: float
+    """Largest share of the key-value cache in use."""
+
+
+class ActivityCounter:
+    """Adds up the steps of one engine."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.num_tokens = 0
+        """Response tokens since the engine started."""
+        self._max_num_seqs = max_num_seqs
+        self._running = 0
+        self._last = self._started = time.monotonic()
+        self._tokens_before = self._max_waiting = self._num_preemptions = 0
+        self._busy_s = self._running_s = self._max_kv_use = 0.0
+
+    def step(
+        self, *, running: int, waiting: int, kv_use: float, num_tokens: int, num_preemptions: int
+    ) -> None:
+        """Count a step after which so many responses run and wait.
+
+        Args:
+            kv_use: share of the key-value cache in use.
+            num_tokens: response tokens that the step gave.
+            num_preemptions: responses that it sent back to those that wait.
+        """
+        self._pass_time()
+        self._running = running
+        self.num_tokens += num_tokens
+        self._num_preemptions += num_preemptions
+        self._max_waiting = max(self._max_waiting, waiting)
+        self._max_kv_use = max(self._max_kv_use, kv_use)
+
+    def take(self) -> EngineActivity:
+        """Return what was counted since the last call, and start over."""
+        self._pass_time()
+        activity = EngineActivity(
+            num_tokens=self.num_tokens - self._tokens_before,
+            seconds=self._last - self._started,
+            busy_seconds=self._busy_s,
+            mean_running=(
+                self._running_s / (self._busy_s * self._max_num_seqs) if self._busy_s else 0.0
+            ),
+            max_waiting=self._max_waiting,
+            num_preemptions=self._num_preemptions,
+            max_kv_use=self._max_kv_use,
+        )
+        self._started = self._last
+        self._tokens_before = self.num_tokens
+        self._max_waiting = self._num_preemptions = 0
+        self._busy_s = self._running_s = self._max_kv_use = 0.0
+        return activity
+
+    def _pass_time(self) -> None:
+        now = time.monotonic()
+        if self._running:
+            self._busy_s += now - self._last
+            self._running_s += self._running * (now - self._last)
+        self._last = now
