@@ -60,7 +60,13 @@ def _train(config: RunConfig, run: Run, workers: Workers) -> None:
                 )
                 update = workers.update(batch, step, record=saved_sequences(sampled))
             saved = saved_groups(
-                step, sampled, response_advantages, update, config, workers.tokenizer
+                step,
+                sampled,
+                response_advantages,
+                update,
+                config,
+                workers.tokenizer,
+                workers.rollouts.second_opinions,
             )
             run.save_rollouts(step, saved)
             with run.phase("rollout"):

@@ -13,7 +13,7 @@
                     "policy_versions": [[int, int], ...],
                     "reward": float, "penalty": float, "shaped_reward": float,
                     "advantage": float | null, "correct": bool, "answer": str,
-                    "symbolic_correct": bool | null}, ...]}
+                    "rule_correct": bool, "symbolic_correct": bool | null}, ...]}
 
 Log-probs are float32 in the fewest digits that give the same float32 back, and null where there is
 no finite one: neither the engine's nor the trainer's reason for that matters, such a token is not
@@ -67,16 +67,15 @@ class SavedResponse:
     correct: bool
     answer: str
     """As the verifier read it."""
+    rule_correct: bool
+    """Verdict of the string rule, whichever of the two decided."""
     symbolic_correct: bool | None
-    """Verdict of the symbolic comparison; None where it gave none."""
+    """Verdict of the symbolic comparison; None where it gave none, or not in time."""
 
     @property
     def disagreed(self) -> bool:
-        """Whether the string rule and the symbolic comparison differ.
-
-        Where the symbolic one decides, `correct` is its verdict, and nothing can be seen here.
-        """
-        return self.symbolic_correct is not None and self.symbolic_correct != self.correct
+        """Whether the string rule and the symbolic comparison differ."""
+        return self.symbolic_correct is not None and self.symbolic_correct != self.rule_correct
 
     @property
     def truncated(self) -> bool:
@@ -154,6 +153,7 @@ _TYPES = {
     "advantage": int | float | None,
     "correct": bool,
     "answer": str,
+    "rule_correct": bool,
     "symbolic_correct": bool | None,
 }
 
@@ -173,6 +173,8 @@ def _decode_response(entry: Mapping[str, Any]) -> SavedResponse:
     entry = dict(entry)
     if "policy_version" in entry:  # written where a response had one version
         entry["policy_versions"] = entry.pop("policy_version")
+    # left out where the rule was known to be what decides
+    entry.setdefault("rule_correct", entry["correct"])
     for name, kind in _TYPES.items():
         if not isinstance(entry[name], kind):
             raise TypeError(f"{name} is a {type(entry[name]).__name__}")

@@ -176,7 +176,7 @@ def _indented(text: str) -> Padding:
 def _disagreement(response: SavedResponse) -> Text:
     verdicts = {True: "right", False: "wrong", None: "nothing"}
     return Text(
-        f"the scorers differ: the rule says {verdicts[response.correct]}, the symbolic comparison "
-        f"{verdicts[response.symbolic_correct]}",
+        f"the scorers differ: the rule says {verdicts[response.rule_correct]}, "
+        f"the symbolic comparison {verdicts[response.symbolic_correct]}",
         "bold magenta",
     )

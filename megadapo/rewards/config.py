@@ -21,14 +21,17 @@ class RewardConfig(Section, title="reward"):
     """Which comparison makes the reward; with "symbolic" the rule still decides where the symbolic
     one gives no answer."""
     symbolic: bool = True
-    """Compare every answer symbolically too, and count where that differs from the rule."""
+    """Compare answers symbolically too, and count where that differs from the rule. Where it does
+    not decide, it is asked after each batch, has only the time that nobody else wants, and answers
+    that it does not get to before the next batch are left out and counted."""
     symbolic_workers: PositiveInt = 2
     """Number of processes for the symbolic comparison, one thread each."""
     symbolic_timeout_s: Timeout = 2.0
-    """Wall-clock limit of one symbolic comparison, in seconds; its process is killed after it."""
+    """Limit of one symbolic comparison, in seconds by the clock where it decides, and of computing
+    where nothing waits for it; its process is killed after it."""
     symbolic_seconds_per_minute: PositiveFloat = 15.0
-    """Seconds in any minute that responses may wait for symbolic comparisons; when a policy writes
-    answers that take longer, the rest is skipped and counted."""
+    """Seconds in any minute that responses may wait for symbolic comparisons that decide; when a
+    policy writes answers that take longer, the rest is skipped and counted."""
     symbolic_memory_mib: Annotated[int, Field(ge=256)] = 1024
     """Address space of one symbolic process, in MiB; below 256 it would not start."""
 

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megadapo.errors import InfraError
 from megadapo.rewards.refusal import refusal
@@ -31,6 +32,8 @@ Pair = tuple[str, str]
 START_TIMEOUT_S = 120.0
 """A worker imports sympy and tests itself: about a second, and many on a busy machine."""
 MAX_FAILED_STARTS = 3
+PATIENCE = 30.0
+"""Times its limit that an idle worker may take by the clock: it runs when nobody else does."""
 HOW_TO_GO_ON = "Set reward.symbolic = false to run without a second opinion"
 
 
@@ -53,14 +56,24 @@ class SymbolicCounts:
 class SymbolicPool:
     """Worker processes that compare answers symbolically; safe to use from any thread.
 
+    Idle ones run only on cores that nobody else wants, and their limits are of computing time.
+
     Raises:
         InfraError: a worker cannot start, or does not get known answers right.
     """
 
     def __init__(
-        self, *, num_workers: int, timeout_s: float, seconds_per_minute: float, memory_bytes: int
+        self,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        seconds_per_minute: float,
+        memory_bytes: int,
+        idle: bool = False,
     ) -> None:
         self._timeout_s = timeout_s
+        self._idle = idle
+        self._closing = False
         self._seconds_per_minute = seconds_per_minute
         self._memory_bytes = memory_bytes
         self._counts = SymbolicCounts()
@@ -68,7 +81,7 @@ class SymbolicPool:
         self._verdicts: dict[Pair, bool] = {}
         self._busy: deque[tuple[float, float]] = deque()
         self._lock = threading.Lock()
-        self._workers = [_Worker(memory_bytes) for _ in range(num_workers)]
+        self._workers = [_Worker(memory_bytes, idle=idle) for _ in range(num_workers)]
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             while not all(worker.ready for worker in self._workers):
@@ -97,10 +110,14 @@ class SymbolicPool:
             return [self._verdicts.get(pair) for pair in pairs]
 
     def close(self) -> None:
-        """Kill the workers."""
+        """Kill the workers; a batch that is being compared gets no more verdicts."""
+        self._closing = True
         for worker in self._workers:
-            worker.kill()
-        self._workers = []
+            worker.stop()
+        with self._lock:
+            for worker in self._workers:
+                worker.kill()
+            self._workers = []
 
     def _admits(self, pair: Pair) -> bool:
         refused = any(refusal(text) for text in pair)
@@ -110,7 +127,7 @@ class SymbolicPool:
     def _run(self, queue: deque[Pair]) -> None:
         started = time.monotonic()
         until = started + self._allowance(started)
-        while queue or any(worker.pair for worker in self._workers):
+        while not self._closing and (queue or any(worker.pair for worker in self._workers)):
             if queue and time.monotonic() >= until:
                 self._count("num_skipped", len(queue))
                 queue.clear()
@@ -140,7 +157,7 @@ class SymbolicPool:
         for worker in [key.data for key, _ in events]:
             self._take_reply(worker)
         for worker in self._workers:
-            if time.monotonic() >= worker.deadline:
+            if time.monotonic() >= worker.deadline and worker.used_up():
                 self._replace(worker, "num_timeouts")
 
     def _take_reply(self, worker: _Worker) -> None:
@@ -162,6 +179,8 @@ class SymbolicPool:
 
     def _replace(self, worker: _Worker, reason: str) -> None:
         """Kill a worker, count why, and start another in its place."""
+        if self._closing:
+            return
         worker.kill()
         if worker.ready:
             self._count(reason)
@@ -172,7 +191,7 @@ class SymbolicPool:
                 f"symbolic workers ended {MAX_FAILED_STARTS} times before they were ready, with "
                 f"{self._memory_bytes >> 20} MiB of memory each. {HOW_TO_GO_ON}"
             )
-        self._workers[self._workers.index(worker)] = _Worker(self._memory_bytes)
+        self._workers[self._workers.index(worker)] = _Worker(self._memory_bytes, idle=self._idle)
 
     def _count(self, name: str, num: int = 1) -> None:
         counts = self._counts
@@ -182,13 +201,14 @@ class SymbolicPool:
 class _Worker:
     """One process of `symbolic_worker`: starting, idle, or busy with a pair until a deadline."""
 
-    def __init__(self, memory_bytes: int) -> None:
+    def __init__(self, memory_bytes: int, *, idle: bool) -> None:
         self.ready = False
         self.pair: Pair | None = None
-        self.deadline = time.monotonic() + START_TIMEOUT_S
+        self._idle = idle
         self._unread = b""
+        program = [sys.executable, "-P", "-m", "megadapo.rewards.symbolic_worker"]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "megadapo.rewards.symbolic_worker", str(memory_bytes)],
+            [*program, str(memory_bytes), "idle" if idle else "normal"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -201,18 +221,25 @@ class _Worker:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.replies = self._stdout.fileno()
+        self._limit(START_TIMEOUT_S)
 
     def assign(self, pair: Pair, timeout_s: float) -> None:
         """Start a comparison; a worker that has ended is found out by the next `read`."""
         self.pair = pair
-        self.deadline = time.monotonic() + timeout_s
+        self._limit(timeout_s)
         cpu_s = math.ceil(timeout_s) + 1
         request = json.dumps({"answer": pair[0], "gold": pair[1], "cpu_s": cpu_s}) + "\n"
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(request.encode())
 
+    def _limit(self, seconds: float) -> None:
+        self._limit_s = seconds
+        self._since = time.monotonic()
+        self._computed_before = _computing_seconds(self._process.pid) if self._idle else 0.0
+        self.deadline = self._since + seconds
+
     def finish(self) -> None:
-        """Become idle."""
+        """Wait for the next pair."""
         self.ready = True
         self.pair = None
         self.deadline = math.inf
@@ -228,12 +255,36 @@ class _Worker:
         reply: dict[str, str] = json.loads(line)
         return reply
 
+    def used_up(self) -> bool:
+        """Whether the deadline counts; an idle worker's is put off until it has computed as long.
+
+        To be asked at the deadline.
+        """
+        if not (self._idle and self.ready):
+            return True
+        left = self._limit_s - (_computing_seconds(self._process.pid) - self._computed_before)
+        now = time.monotonic()
+        if left <= 0 or now >= self._since + PATIENCE * self._limit_s:
+            return True
+        self.deadline = now + left
+        return False
+
+    def stop(self) -> None:
+        """End the process; whoever reads its replies comes to their end."""
+        self._process.kill()
+
     def kill(self) -> None:
         """End the process at once, whatever it is doing."""
         self._process.kill()
         self._process.wait()
         self._stdin.close()
         self._stdout.close()
+
+
+def _computing_seconds(pid: int) -> float:
+    """CPU time of a process that has not been waited for."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _environment() -> dict[str, str]:

@@ -1,18 +1,26 @@
-"""Scores every response: the string rule decides, a symbolic comparison is counted beside it."""
+"""Scores every response: the string rule decides, a symbolic comparison is counted beside it.
+
+Where the symbolic comparison decides, scoring waits for it. Else it is asked later, and nobody
+waits for its verdicts.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import random
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.dapo_math import INVALID, Score, extract_answer, score
-from megadapo.rewards.symbolic import SymbolicCounts, SymbolicPool
+from megadapo.rewards.second_opinion import SecondOpinion
+from megadapo.rewards.symbolic import Pair, SymbolicCounts, SymbolicPool
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +51,8 @@ class VerifierCounts:
     """Responses that the rule accepts and the symbolic comparison does not."""
     num_only_symbolic: int = 0
     """Responses that the symbolic comparison accepts and the rule does not."""
+    num_left_out: int = 0
+    """Different answers that were not compared, as those of a later batch came first."""
     symbolic: SymbolicCounts = SymbolicCounts()
 
     @property
@@ -64,14 +74,15 @@ class Verifier:
         self._counts = VerifierCounts()
         self._disagreements: deque[Disagreement] = deque(maxlen=100)
         self._num_asked = self._num_lost = 0
+        self._unasked: dict[Pair, list[bool]] = {}
+        self._asked: dict[Pair, list[bool]] = {}
+        """What the rule said of each response with this answer and gold."""
         self._pool: SymbolicPool | None = None
+        self._second: SecondOpinion | None = None
         if config.symbolic:
-            self._pool = SymbolicPool(
-                num_workers=config.symbolic_workers,
-                timeout_s=config.symbolic_timeout_s,
-                seconds_per_minute=config.symbolic_seconds_per_minute,
-                memory_bytes=config.symbolic_memory_mib << 20,
-            )
+            self._pool = _start_pool(config)
+            if config.decide == "rule":
+                self._second = SecondOpinion(self._pool, self._take_verdict)
 
     def __enter__(self) -> Verifier:
         return self
@@ -102,35 +113,104 @@ class Verifier:
         return list(self._disagreements)
 
     def score_batch(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Score]:
-        """Score each response against its gold answer."""
+        """Score each response against its gold answer.
+
+        `symbolic_correct` is None where the rule decides: that verdict comes later, as
+        `second_opinions`.
+        """
         if len(responses) != len(ground_truths):
             raise ValueError(f"{len(responses)} responses for {len(ground_truths)} gold answers")
         scores = [
             score(response, gold, self._config.rule)
             for response, gold in zip(responses, ground_truths, strict=True)
         ]
-        symbolic = self._compare_symbolically(responses, ground_truths)
-        self._note(responses, ground_truths, scores, symbolic)
-        return [self._decide(*both) for both in zip(scores, symbolic, strict=True)]
+        pairs = [_pair(*both) for both in zip(responses, ground_truths, strict=True)]
+        self._count(scores)
+        if self._second is not None:
+            self._keep_for_later(pairs, scores)
+        if self._pool is None or self._second is not None:
+            return scores
+        equal = self._compare_now(pairs)
+        for pair, by_rule in zip(pairs, scores, strict=True):
+            if pair is not None:
+                self._note(pair, by_rule.correct, equal.get(pair))
+        return [
+            _decided_symbolically(by_rule, None if pair is None else equal.get(pair))
+            for pair, by_rule in zip(pairs, scores, strict=True)
+        ]
+
+    def ask_second_opinion(self, first: Iterable[tuple[str, str]] = ()) -> None:
+        """Have what was scored since the last call compared symbolically, in the background.
+
+        What the last call asked for and did not get yet is given up, and counted.
+
+        Args:
+            first: (response, gold) of those that are waited for most; the others follow in an
+                order that has nothing to do with theirs.
+
+        Raises:
+            InfraError: the symbolic processes can no longer be started.
+        """
+        if self._second is None:
+            return
+        with self._lock:
+            unasked, self._unasked = self._unasked, {}
+            order = [pair for pair in (_pair(*both) for both in first) if pair in unasked]
+            rest = list(unasked)
+            random.Random(0).shuffle(rest)
+            given_up = self._second.ask(dict.fromkeys([*order, *rest]))
+            for pair in given_up:
+                self._asked.pop(pair, None)
+            for pair, said in unasked.items():
+                self._asked.setdefault(pair, []).extend(said)
+            self._counts = dataclasses.replace(
+                self._counts, num_left_out=self._counts.num_left_out + len(given_up)
+            )
+
+    def second_opinions(self, responses: Sequence[str], gold: str) -> list[bool | None]:
+        """Return what is known by now of each response: None where no verdict is there."""
+        pairs = [_pair(response, gold) for response in responses]
+        if self._second is None:
+            return [None] * len(pairs)
+        return [None if pair is None else self._second.verdict(pair) for pair in pairs]
+
+    def finish_second_opinion(self, timeout_s: float) -> None:
+        """Wait for what was asked, then for what was not asked yet; at most so long in all."""
+        if self._second is None:
+            return
+        until = time.monotonic() + timeout_s
+        self._second.finish(timeout_s)
+        self.ask_second_opinion()
+        self._second.finish(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         """End the symbolic processes."""
         if self._pool is not None:
             self._watch_losses(0, last=True)
             self._pool.close()
+        if self._second is not None:
+            self._second.close()
 
-    def _compare_symbolically(
-        self, responses: Sequence[str], ground_truths: Sequence[str]
-    ) -> list[bool | None]:
-        if self._pool is None:
-            return [None] * len(responses)
-        answers = [extract_answer(response) for response in responses]
-        asked = {
-            i: (answer, ground_truths[i]) for i, answer in enumerate(answers) if answer is not None
-        }
-        equal = dict(zip(asked, self._pool.check_batch(list(asked.values())), strict=True))
+    def _keep_for_later(self, pairs: Sequence[Pair | None], scores: Sequence[Score]) -> None:
+        with self._lock:
+            for pair, by_rule in zip(pairs, scores, strict=True):
+                if pair is not None:
+                    self._unasked.setdefault(pair, []).append(by_rule.correct)
+
+    def _take_verdict(self, pair: Pair, verdict: bool | None) -> None:
+        """Count a verdict of the second opinion for every response that it is about."""
+        with self._lock:
+            said = self._asked.pop(pair, [])
+        for by_rule in said:
+            self._note(pair, by_rule, verdict)
+        self._watch_losses(len(said))
+
+    def _compare_now(self, pairs: Sequence[Pair | None]) -> dict[Pair, bool | None]:
+        assert self._pool is not None
+        asked = [pair for pair in pairs if pair is not None]
+        equal = dict(zip(asked, self._pool.check_batch(asked), strict=True))
         self._watch_losses(len(asked))
-        return [equal.get(i) for i in range(len(responses))]
+        return equal
 
     def _watch_losses(self, num_asked: int, *, last: bool = False) -> None:
         """Warn where too many comparisons have been lost since the last look."""
@@ -151,37 +231,49 @@ class Verifier:
                 counts,
             )
 
-    def _decide(self, rule: Score, symbolic_correct: bool | None) -> Score:
-        correct = rule.correct
-        if self._config.decide == "symbolic" and symbolic_correct is not None:
-            correct = symbolic_correct
-        return Score(1.0 if correct else -1.0, correct, rule.answer, symbolic_correct)
-
-    def _note(
-        self,
-        responses: Sequence[str],
-        ground_truths: Sequence[str],
-        scores: Sequence[Score],
-        symbolic: Sequence[bool | None],
-    ) -> None:
-        differing = [
-            Disagreement(extract_answer(response) or INVALID, gold, rule.correct)
-            for response, gold, rule, symbolic_correct in zip(
-                responses, ground_truths, scores, symbolic, strict=True
-            )
-            if symbolic_correct is not None and symbolic_correct != rule.correct
-        ]
-        num_only_rule = sum(case.rule_correct for case in differing)
+    def _count(self, scores: Sequence[Score]) -> None:
         with self._lock:
-            self._disagreements.extend(differing)
             counts = self._counts
             self._counts = dataclasses.replace(
                 counts,
                 num_scored=counts.num_scored + len(scores),
                 num_unanswered=counts.num_unanswered + sum(s.answer == INVALID for s in scores),
-                num_only_rule=counts.num_only_rule + num_only_rule,
-                num_only_symbolic=counts.num_only_symbolic + len(differing) - num_only_rule,
             )
+
+    def _note(self, pair: Pair, by_rule: bool, symbolic: bool | None) -> None:
+        """Count a response on which the two comparisons differ."""
+        if symbolic is None or symbolic == by_rule:
+            return
+        with self._lock:
+            self._disagreements.append(Disagreement(*pair, by_rule))
+            counts = self._counts
+            self._counts = dataclasses.replace(
+                counts,
+                num_only_rule=counts.num_only_rule + by_rule,
+                num_only_symbolic=counts.num_only_symbolic + (not by_rule),
+            )
+
+
+def _start_pool(config: RewardConfig) -> SymbolicPool:
+    decides = config.decide == "symbolic"
+    return SymbolicPool(
+        num_workers=config.symbolic_workers,
+        timeout_s=config.symbolic_timeout_s,
+        seconds_per_minute=config.symbolic_seconds_per_minute if decides else math.inf,
+        memory_bytes=config.symbolic_memory_mib << 20,
+        idle=not decides,
+    )
+
+
+def _pair(response: str, gold: str) -> Pair | None:
+    """What is compared of a response; None where it gives no answer."""
+    answer = extract_answer(response)
+    return None if answer is None else (answer, gold)
+
+
+def _decided_symbolically(by_rule: Score, symbolic: bool | None) -> Score:
+    correct = by_rule.correct if symbolic is None else symbolic
+    return Score(1.0 if correct else -1.0, correct, by_rule.answer, symbolic)
 
 
 def _num_lost(counts: SymbolicCounts) -> int:

@@ -8,7 +8,7 @@ saved, and a measure of how far it has left it afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,10 @@ class ReplayedRollouts:
     def evaluate(self, step: int) -> EvaluationRecord | None:
         """Nothing can answer the held-out problems."""
         return None
+
+    def second_opinions(self, group: Group) -> Sequence[bool | None]:
+        """Return what was saved of them."""
+        return group.symbolic_correct
 
     def closing_notes(self) -> Iterator[str]:
         """Nothing was scored that could be reported."""

@@ -8,15 +8,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from megadapo.algorithm.advantages import advantages
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import ConfigError
 from megadapo.observe.metrics import METRICS_FILE
 from megadapo.observe.rollouts import rollouts_path, saved_steps, write_rollouts
-from megadapo.rewards.verifier import Verifier
 from megadapo.rollout.engines import Engines
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.sampler import Sampler
@@ -45,14 +42,12 @@ class RolloutOnly:
         config: RunConfig,
         folder: Path,
         sampler: Sampler,
-        verifier: Verifier,
-        tokenizer: PreTrainedTokenizerBase,
+        questions: Questions,
     ) -> None:
         self._config = config
         self._folder = folder
         self._sampler = sampler
-        self._verifier = verifier
-        self._tokenizer = tokenizer
+        self._questions = questions
 
     @classmethod
     @contextmanager
@@ -81,7 +76,7 @@ class RolloutOnly:
                 )
                 stack.callback(engines.shutdown)
             sampler = questions.sampler(config, engines)
-            yield cls(config, folder, sampler, questions.verifier, questions.tokenizer)
+            yield cls(config, folder, sampler, questions)
 
     def sample(self, step: int) -> RolloutStep:
         """Sample and score the batch of a step, and save its groups.
@@ -90,20 +85,32 @@ class RolloutOnly:
             SamplingError: too few groups have a signal.
             InfraError: an engine failed, or the disk is full.
         """
-        config, before = self._config, self._verifier.num_disagreements
+        config, verifier = self._config, self._questions.verifier
+        before = verifier.num_disagreements
         sampled = self._sampler.next_batch()
+        self._questions.ask_second_opinion(sampled)
+        # there is no trainer whose time it could use
+        verifier.finish_second_opinion(config.reward.symbolic_seconds_per_minute)
         if sampled.saved:
             values = advantages(
                 sampled.groups,
                 config.algorithm,
                 max_response_tokens=config.rollout.max_response_tokens,
             )
-            saved = saved_groups(step, sampled, values, None, config, self._tokenizer)
+            saved = saved_groups(
+                step,
+                sampled,
+                values,
+                None,
+                config,
+                self._questions.tokenizer,
+                self._questions.second_opinions,
+            )
             write_rollouts(rollouts_path(self._folder, step), saved)
         return RolloutStep(
             step=step,
             sampled=sampled,
-            num_disagreements=self._verifier.num_disagreements - before,
+            num_disagreements=verifier.num_disagreements - before,
         )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megadapo.config import RunConfig
+from megadapo.data.batch import Group
 from megadapo.errors import CheckpointError
 from megadapo.observe.metrics import EvaluationRecord
 from megadapo.rollout.ahead import AheadSampler
@@ -20,6 +21,8 @@ from megadapo.run.step_metrics import verifier_note
 from megadapo.weights.sync.publish import Publisher
 
 SAMPLER_STATE = "sampler"
+FINISH_S = 10.0
+"""How long a finished run waits for the second opinion on its last answers."""
 
 
 class Rollouts(Protocol):
@@ -48,6 +51,10 @@ class Rollouts(Protocol):
 
     def evaluate(self, step: int) -> EvaluationRecord | None:
         """Score the published weights on the held-out problems; None where nothing can."""
+        ...
+
+    def second_opinions(self, group: Group) -> Sequence[bool | None]:
+        """Return whether each response is right by the comparison that does not decide."""
         ...
 
     def closing_notes(self) -> Iterator[str]:
@@ -79,6 +86,7 @@ class LiveRollouts:
 
     def next_batch(self) -> SampledBatch:
         batch = self.sampler.next_batch()
+        self.questions.ask_second_opinion(batch)
         groups = in_training_order(
             batch.groups, self.policy_version, self.config.groups_per_mini_batch
         )
@@ -118,7 +126,11 @@ class LiveRollouts:
             response_length=result.response_length_mean,
         )
 
+    def second_opinions(self, group: Group) -> Sequence[bool | None]:
+        return self.questions.second_opinions(group)
+
     def closing_notes(self) -> Iterator[str]:
+        self.questions.verifier.finish_second_opinion(FINISH_S)
         yield verifier_note(self.questions.verifier.counts)
 
     def state_dict(self) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -11,12 +12,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig
+from megadapo.data.batch import Group
 from megadapo.data.prompts import Prompt, PromptStream, load_prompts
 from megadapo.errors import DataError
 from megadapo.rewards.dapo_math import validate_ground_truth
 from megadapo.rewards.verifier import Verifier
 from megadapo.rollout.engines import Engines
 from megadapo.rollout.requests import SamplingSettings
+from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.sampler import Sampler
 
 
@@ -52,6 +55,27 @@ class Questions:
         with phases.phase("start verifier"):
             verifier = stack.enter_context(Verifier(config.reward))
         return cls(tokenizer=tokenizer, prompts=prompts, held_out=held_out, verifier=verifier)
+
+    def ask_second_opinion(self, sampled: SampledBatch) -> None:
+        """Have the answers of a batch compared symbolically, what is saved of them first.
+
+        Raises:
+            InfraError: a process of the verifier can no longer be started.
+        """
+        self.verifier.ask_second_opinion(
+            (sample.text, entry.group.prompt.ground_truth)
+            for entry in sampled.saved
+            for sample in entry.group.samples
+        )
+
+    def second_opinions(self, group: Group) -> Sequence[bool | None]:
+        """Verdicts of the symbolic comparison on a group's responses, as far as there are any."""
+        texts = [sample.text for sample in group.samples]
+        later = self.verifier.second_opinions(texts, group.prompt.ground_truth)
+        return [
+            at_once if at_once is not None else verdict
+            for at_once, verdict in zip(group.symbolic_correct, later, strict=True)
+        ]
 
     def sampler(self, config: RunConfig, engines: Engines) -> Sampler:
         """Return the sampler of a run at its first step."""

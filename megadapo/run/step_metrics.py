@@ -179,5 +179,6 @@ def verifier_note(counts: VerifierCounts) -> str:
         f"verifier: {counts.num_scored} responses scored, {counts.num_unanswered} without an "
         f"answer; symbolic comparison of {symbolic.num_checked} different answers, "
         f"{counts.num_only_rule} right by the rule alone, {counts.num_only_symbolic} right "
-        f"symbolically alone; {symbolic.num_refused} refused, {lost} lost to limits"
+        f"symbolically alone; {symbolic.num_refused} refused, {lost} lost to limits, "
+        f"{counts.num_left_out} left out"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,8 +10,10 @@ import numpy as np
 
 from megadapo.algorithm.shaping import overlong_penalties
 from megadapo.config import RunConfig
+from megadapo.data.batch import Group
 from megadapo.observe.saved_group import SavedGroup, SavedResponse
 from megadapo.observe.token_pieces import Decode, decoder_of, token_pieces
+from megadapo.rewards.dapo_math import score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from megadapo.rollout.sampled_batch import SampledBatch
     from megadapo.rollout.selection import SampledGroup
     from megadapo.trainer.result import UpdateResult
+
+
+SecondOpinions = Callable[[Group], Sequence[bool | None]]
+"""Whether each response of a group is right by the symbolic comparison, as far as that is known."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ def saved_groups(
     update: UpdateResult | None,
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
+    second_opinions: SecondOpinions,
 ) -> Iterator[SavedGroup]:
     """Yield what is saved of a step, in the order the groups were asked for.
 
@@ -86,6 +93,7 @@ def saved_groups(
         advantages: [S] of each response of the batch.
         update: of the batch, with the log-probs of its `saved_sequences`; None where it was not
             trained on.
+        second_opinions: is asked when a group's turn comes, and so as late as can be.
     """
     trained = _TrainedBatch(sampled, advantages, update)
     decode = decoder_of(tokenizer)
@@ -98,12 +106,16 @@ def saved_groups(
             from_reserve=entry.from_reserve,
             prompt=group.prompt,
             prompt_ids=group.samples[0].prompt_ids,
-            responses=_responses(entry, trained.of(entry), config, decode),
+            responses=_responses(entry, trained.of(entry), second_opinions(group), config, decode),
         )
 
 
 def _responses(
-    entry: SampledGroup, trained: Sequence[_TrainedResponse], config: RunConfig, decode: Decode
+    entry: SampledGroup,
+    trained: Sequence[_TrainedResponse],
+    symbolic: Sequence[bool | None],
+    config: RunConfig,
+    decode: Decode,
 ) -> tuple[SavedResponse, ...]:
     group = entry.group
     penalties = overlong_penalties(
@@ -124,7 +136,8 @@ def _responses(
             shaped_reward=float(group.rewards[i] + penalties[i]),
             correct=group.correct[i],
             answer=group.answers[i],
-            symbolic_correct=group.symbolic_correct[i],
+            rule_correct=score(sample.text, group.prompt.ground_truth, config.reward.rule).correct,
+            symbolic_correct=symbolic[i],
             advantage=trained[i].advantage,
             logprobs_old=trained[i].logprobs_old,
             logprobs_update=trained[i].logprobs_update,

@@ -104,5 +104,6 @@ def _response(
         advantage=(1.0 if correct else -1.0) if trained else None,
         correct=correct,
         answer=text[-1:],
+        rule_correct=correct,
         symbolic_correct=symbolic_correct,
     )

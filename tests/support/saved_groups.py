@@ -29,6 +29,7 @@ def saved_response(text: str = "1 + 1 = 2", **values: object) -> SavedResponse:
         "advantage": 0.1 + 0.2,
         "correct": True,
         "answer": "2",
+        "rule_correct": values.get("correct", True),
         "symbolic_correct": True,
     }
     return SavedResponse(**{**defaults, **values})

@@ -184,6 +184,34 @@ def test_a_stopped_worker_is_replaced() -> None:
     pool.close()
 
 
+@pytest.mark.fault
+def test_idle_workers_run_behind_all_others_and_are_limited_by_what_they_compute() -> None:
+    """By the clock, a busy machine would look like an answer that takes for ever."""
+    pool = start_pool(timeout_s=0.5, idle=True)
+    pid = worker_ids(pool)[0]
+    assert pool.check_batch([("1", "1")]) == [True]
+    assert os.sched_getscheduler(pid) == os.SCHED_IDLE
+    os.kill(pid, signal.SIGSTOP)
+    resume = threading.Timer(2.0, os.kill, (pid, signal.SIGCONT))
+    resume.start()
+    assert pool.check_batch([("2", "2")]) == [True]
+    assert pool.check_batch([(SLOW, "42"), ("3", "3")]) == [None, True]
+    assert pool.counts == SymbolicCounts(num_checked=3, num_timeouts=1)
+    pool.close()
+
+
+@pytest.mark.fault
+def test_closing_ends_a_batch_that_is_being_compared() -> None:
+    pool = start_pool(timeout_s=300.0)
+    with ThreadPoolExecutor(1) as threads:
+        batch = threads.submit(pool.check_batch, [(SLOW, "42"), ("3", "3")])
+        time.sleep(0.5)
+        started = time.perf_counter()
+        pool.close()
+        assert batch.result() == [None, None]
+        assert time.perf_counter() - started < 5
+
+
 def test_memory_is_limited() -> None:
     with pytest.raises(InfraError, match=r"reward\.symbolic = false"):
         start_pool(memory_bytes=40 << 20)

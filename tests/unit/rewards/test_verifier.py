@@ -1,21 +1,32 @@
-"""The verdict on a batch: who decides, what is counted, and that it holds in Ray's threads."""
+"""The verdict on a batch: who decides, what is counted, and that it holds in Ray's threads.
+
+Would catch: an opinion that decides nothing and is waited for, or whose verdicts get lost.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 import ray
 
-from megadapo.errors import ConfigError
+from megadapo.errors import ConfigError, InfraError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.dapo_math import Score
+from megadapo.rewards.second_opinion import CHUNK
 from megadapo.rewards.verifier import Disagreement, Verifier
 
 RESPONSES = ["Answer: 42", "Answer: 42.", "so \\boxed{42}", "Answer: 7", "no idea"]
 GOLDS = ["42"] * 5
 SLOW = "Answer: (x+y+z+w)^{99}"
+
+
+SOON_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -24,31 +35,73 @@ def verifier() -> Iterator[Verifier]:
         yield verifier
 
 
-def test_the_rule_decides_and_the_second_opinion_is_reported(verifier: Verifier) -> None:
+def test_the_rule_decides_and_the_second_opinion_comes_later(verifier: Verifier) -> None:
     assert verifier.score_batch(RESPONSES, GOLDS) == [
-        Score(1.0, True, "42", True),
-        Score(-1.0, False, "42.", True),
-        Score(-1.0, False, "[INVALID]", True),
-        Score(-1.0, False, "7", False),
-        Score(-1.0, False, "[INVALID]", None),
+        Score(1.0, True, "42"),
+        Score(-1.0, False, "42."),
+        Score(-1.0, False, "[INVALID]"),
+        Score(-1.0, False, "7"),
+        Score(-1.0, False, "[INVALID]"),
     ]
+    assert verifier.second_opinions(RESPONSES, "42") == [None] * 5
+    verifier.ask_second_opinion()
+    verifier.finish_second_opinion(SOON_S)
+    assert verifier.second_opinions(RESPONSES, "42") == [True, True, True, False, None]
 
 
 def test_disagreements_are_counted_and_kept() -> None:
-    with Verifier(RewardConfig(symbolic_timeout_s=30.0)) as verifier:
+    with Verifier(RewardConfig(symbolic_timeout_s=30.0, symbolic_workers=1)) as verifier:
         verifier.score_batch(RESPONSES, GOLDS)
         # The rule compares words only after removing "cm", the symbols know no such word.
         verifier.score_batch(["Answer: x cm", "Answer: 42."], ["x", "42"])
+        verifier.ask_second_opinion([("Answer: 42.", "42"), ("not scored", "1")])
+        verifier.finish_second_opinion(SOON_S)
         counts = verifier.counts
         assert (counts.num_scored, counts.num_unanswered) == (7, 2)
         assert verifier.num_disagreements == counts.num_only_rule + counts.num_only_symbolic
         assert counts.num_only_symbolic == 3
-        assert verifier.recent_disagreements[:2] == [
-            Disagreement("42.", "42", False),
-            Disagreement("42", "42", False),
-        ]
-        # Seven responses, but "Answer: 42" and "\\boxed{42}" ask the same, and one says nothing.
-        assert counts.symbolic.num_checked == 5
+        # what was asked for first is compared first, and counts for both of its responses
+        assert verifier.recent_disagreements[:2] == [Disagreement("42.", "42", False)] * 2
+        # Seven responses, but two pairs of them ask the same, and one says nothing.
+        assert counts.symbolic.num_checked == 4
+        # an answer that was seen before is not compared again, and is counted again
+        verifier.score_batch(["Answer: 42."], ["42"])
+        verifier.finish_second_opinion(SOON_S)
+        assert verifier.counts.num_only_symbolic == 4
+        assert verifier.counts.symbolic.num_checked == 4
+
+
+@pytest.mark.fault
+def test_a_second_opinion_that_is_behind_is_not_waited_for_and_says_what_it_left_out() -> None:
+    config = RewardConfig(symbolic_workers=1, symbolic_timeout_s=300.0)
+    with Verifier(config) as verifier:
+        started = time.perf_counter()
+        for step in range(3):
+            slow = [f"Answer: (x+y+z+w)^{{{90 + i}}}" for i in range(30)]
+            scores = verifier.score_batch(slow, [str(step)] * 30)
+            assert not any(score.correct for score in scores)
+            verifier.ask_second_opinion()
+        assert time.perf_counter() - started < 2.0
+        left_out = verifier.counts.num_left_out
+        # all of the first two batches but what the worker had been given by then
+        assert 2 * 30 - 2 * CHUNK <= left_out <= 2 * 30
+        verifier.finish_second_opinion(0.1)
+        assert verifier.counts.num_scored == 90
+    assert time.perf_counter() - started < 10.0
+
+
+@pytest.mark.fault
+def test_workers_that_cannot_be_replaced_end_the_run_at_the_next_question(monkeypatch) -> None:
+    """Nobody waits for the thread in which it happens."""
+    with Verifier(RewardConfig(symbolic_workers=1, symbolic_timeout_s=30.0)) as verifier:
+        monkeypatch.setattr(sys, "executable", "/bin/false")
+        os.kill(verifier._pool._workers[0]._process.pid, signal.SIGKILL)
+        verifier.score_batch(["Answer: 1", "Answer: 2"], ["1", "2"])
+        verifier.ask_second_opinion()
+        verifier._second.finish(SOON_S)
+        verifier.score_batch(["Answer: 3"], ["3"])
+        with pytest.raises(InfraError, match=r"reward\.symbolic = false"):
+            verifier.ask_second_opinion()
 
 
 def test_the_symbols_decide_where_that_is_chosen_and_the_rule_where_they_cannot() -> None:
@@ -65,6 +118,9 @@ def test_without_a_second_opinion_nothing_is_started() -> None:
         verdicts = verifier.score_batch(RESPONSES, GOLDS)
         assert [v.correct for v in verdicts] == [True, False, False, False, False]
         assert all(v.symbolic_correct is None for v in verdicts)
+        verifier.ask_second_opinion()
+        verifier.finish_second_opinion(SOON_S)
+        assert verifier.second_opinions(RESPONSES, "42") == [None] * 5
         assert verifier._pool is None
         assert verifier.counts.num_scored == 5 and verifier.num_disagreements == 0
 
@@ -89,9 +145,11 @@ def test_a_batch_may_be_empty_and_must_have_a_gold_for_each_response(verifier: V
 def test_lost_comparisons_do_not_change_the_reward_and_are_warned_of(caplog) -> None:
     """The silent form of this failure is a reward of 0 for everything."""
     config = RewardConfig(symbolic_workers=1, symbolic_timeout_s=3.0)
+    texts = [SLOW, "Answer: 42"]
     with caplog.at_level(logging.WARNING), Verifier(config) as verifier:
-        verdicts = verifier.score_batch([SLOW, "Answer: 42"], ["42", "42"])
-        assert [(v.correct, v.symbolic_correct) for v in verdicts] == [(False, None), (True, True)]
+        assert [v.correct for v in verifier.score_batch(texts, ["42", "42"])] == [False, True]
+        verifier.finish_second_opinion(SOON_S)
+        assert verifier.second_opinions(texts, "42") == [None, True]
     assert "crashes: 1 for the last 2 answers" in caplog.text
 
 
@@ -116,7 +174,7 @@ class AsyncScorer:
     """Scores on the event loop's thread, which is not a main thread."""
 
     def __init__(self) -> None:
-        self.verifier = Verifier(RewardConfig(symbolic_timeout_s=30.0))
+        self.verifier = Verifier(RewardConfig(decide="symbolic", symbolic_timeout_s=30.0))
 
     async def score(self) -> list[Score]:
         return self.verifier.score_batch(RESPONSES, GOLDS)
@@ -125,14 +183,16 @@ class AsyncScorer:
         self.verifier.close()
 
 
-def test_verdicts_are_the_same_in_an_async_ray_actor(verifier: Verifier) -> None:
+def test_verdicts_are_the_same_in_an_async_ray_actor() -> None:
     """Where the well-known bug strikes: math-verify in such a thread marks everything wrong."""
     started_here = not ray.is_initialized()
     if started_here:
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         actor = AsyncScorer.remote()
-        assert ray.get(actor.score.remote(), timeout=120) == verifier.score_batch(RESPONSES, GOLDS)
+        scores = ray.get(actor.score.remote(), timeout=120)
+        assert [one.symbolic_correct for one in scores] == [True, True, True, False, None]
+        assert [one.correct for one in scores] == [True, True, True, False, False]
         ray.get(actor.close.remote(), timeout=30)
     finally:
         if started_here:

@@ -103,7 +103,9 @@ def source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> list[SampledBa
 def save(folder: Path, batches: list[SampledBatch], tokenizer: PreTrainedTokenizerFast) -> None:
     for step, batch in zip(STEPS, batches, strict=True):
         values = np.zeros(sum(len(group.samples) for group in batch.groups))
-        groups = saved_groups(step, batch, values, None, CONFIG, tokenizer)
+        groups = saved_groups(
+            step, batch, values, None, CONFIG, tokenizer, lambda group: group.symbolic_correct
+        )
         write_rollouts(rollouts_path(folder, step), groups)
 
 

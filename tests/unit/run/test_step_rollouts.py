@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,11 @@ def sample(saved: int | str, *, num_steps: int = 2) -> SampledBatch:
     return batch
 
 
+def later_verdicts(group: Group) -> list[bool | None]:
+    """What the second opinion says of three responses by the time they are saved."""
+    return [group.order % 2 == 0, None, True]
+
+
 def marks(group: Group, index: int) -> np.ndarray:
     """Log-probs that say whose they are: one per token of a response."""
     size = len(group.samples[index].response_ids)
@@ -94,14 +100,17 @@ def test_each_response_is_saved_with_what_is_its_own(
     sampled = sample(saved)
     values = advantages(sampled.groups, CONFIG.algorithm, max_response_tokens=MAX_TOKENS)
     path = rollouts_path(tmp_path, 9)
-    write_rollouts(path, saved_groups(9, sampled, values, trained(sampled), CONFIG, tokenizer))
+    saved = saved_groups(9, sampled, values, trained(sampled), CONFIG, tokenizer, later_verdicts)
+    write_rollouts(path, saved)
     found = list(read_rollouts(path))
     assert [g.order for g in found] == [s.group.order for s in sampled.saved]
     assert saved != "all" or {g.fate for g in found} >= {"trained", "to_reserve"}
     for group, entry in zip(found, sampled.saved, strict=True):
         assert (group.step, group.fate, group.from_reserve) == (9, entry.fate, entry.from_reserve)
         # repr hides float32's last bits, the encoding of a checkpoint does not
-        assert encode_group(group.group) == encode_group(entry.group)
+        without = replace(group.group, symbolic_correct=entry.group.symbolic_correct)
+        assert encode_group(without) == encode_group(entry.group)
+        assert list(group.group.symbolic_correct) == later_verdicts(entry.group)
         shaped = [response.shaped_reward for response in group.responses]
         for i, response in enumerate(group.responses):
             assert "".join(response.tokens) == response.text
@@ -123,8 +132,24 @@ def test_nothing_is_asked_of_the_trainer_where_nothing_is_saved(
     sampled = sample(0)
     assert saved_sequences(sampled) == []
     values = np.zeros(24)
-    assert list(saved_groups(1, sampled, values, UPDATE, CONFIG, tokenizer)) == []
+    assert list(saved_groups(1, sampled, values, UPDATE, CONFIG, tokenizer, later_verdicts)) == []
 
 
 def test_all_of_a_batch_is_asked_for_in_order() -> None:
     assert saved_sequences(sample("all")) == list(range(24))
+
+
+def test_the_rules_own_verdict_is_saved_where_the_other_one_decided(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Else nobody could find the responses on which the two differ."""
+    sampled = sample("all")
+    values = advantages(sampled.groups, CONFIG.algorithm, max_response_tokens=MAX_TOKENS)
+    update = trained(sampled)
+    saved = saved_groups(9, sampled, values, update, CONFIG, tokenizer, later_verdicts)
+    responses = [response for group in saved for response in group.responses]
+    # the scorer of this test looks at numbers alone, and no response has an answer for the rule
+    assert any(response.correct for response in responses)
+    assert not any(response.rule_correct for response in responses)
+    assert {response.disagreed for response in responses} == {True, False}
+    assert all(r.disagreed == (r.symbolic_correct is True) for r in responses)
