@@ -147,6 +147,17 @@ def read_evaluations(folder: Path) -> list[EvaluationRecord]:
         raise DataError(f"{path}: not an evaluation of this version: {error}") from error
 
 
+def unused_share(record: MetricRecord) -> float | None:
+    """Return the share of a step's generated tokens that it did not train on; None if unknown.
+
+    It is 0 where a step trained on more than it generated, as it does with a reserve.
+    """
+    generated, trained = record.get("tokens/generated"), record.get("tokens/trained")
+    if not generated or trained is None:
+        return None
+    return max(0.0, 1.0 - trained / (generated + (record.get("tokens/stopped") or 0)))
+
+
 def _number(value: object) -> int | float | None:
     """Return a plain int, float or None; numpy scalars are turned into one."""
     if value is None:

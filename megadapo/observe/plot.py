@@ -15,6 +15,7 @@ from megadapo.observe.metrics import (
     MetricRecord,
     read_evaluations,
     read_metrics,
+    unused_share,
 )
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ def plot_runs(folders: Sequence[Path], output: Path) -> Path:
 
     runs = [_Run.read(folder) for folder in folders]
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(14, 7.5), layout="constrained")
-        panels = list(figure.subplots(2, 3).flat)
+        figure = Figure(figsize=(17.5, 7.5), layout="constrained")
+        panels = list(figure.subplots(2, 4).flat)
         for run, colour in zip(runs, itertools.cycle(_COLOURS), strict=False):
             for panel, draw in zip(panels, _PANELS, strict=True):
                 draw(panel, run, colour)
@@ -98,11 +99,29 @@ class _Run:
 
 
 def _line(axes: Axes, run: _Run, name: str, colour: str, label: str, **style: Any) -> None:
-    steps, values = run.series(name)
+    _curve(axes, *run.series(name), color=colour, label=label, **style)
+
+
+def _curve(axes: Axes, steps: Sequence[float], values: Sequence[float], **style: Any) -> None:
     if steps:
         # A line through one point is invisible: short runs get markers.
-        marker = "o" if len(steps) < 3 else None
-        axes.plot(steps, values, color=colour, label=label, marker=marker, **style)
+        axes.plot(steps, values, marker="o" if len(steps) < 3 else None, **style)
+
+
+def _tail(axes: Axes, run: _Run, name: str, colour: str, longest: str) -> None:
+    """Draw the 95th percentile and the maximum of what `name`, with a {}, is a metric of.
+
+    The space between median and 95th percentile is filled, over the steps that have both.
+    """
+    _line(axes, run, name.format("max"), colour, longest, alpha=0.5, linestyle="--")
+    median, p95 = (dict(zip(*run.series(name.format(q)), strict=True)) for q in ("p50", "p95"))
+    steps = sorted(median.keys() & p95.keys())
+    if len(steps) < 2:  # nothing to fill
+        _line(axes, run, name.format("p95"), colour, "95th percentile", alpha=0.5, linestyle=":")
+        return
+    pair = [median[step] for step in steps], [p95[step] for step in steps]
+    label = "median to 95th percentile"
+    axes.fill_between(steps, *pair, color=colour, alpha=0.2, linewidth=0, label=label)
 
 
 def _accuracy(axes: Axes, run: _Run, colour: str) -> None:
@@ -124,7 +143,7 @@ def _accuracy(axes: Axes, run: _Run, colour: str) -> None:
 def _length(axes: Axes, run: _Run, colour: str) -> None:
     axes.set_title("Response length (tokens)")
     _line(axes, run, "response_length/mean", colour, "mean")
-    _line(axes, run, "response_length/p95", colour, "95th percentile", alpha=0.5, linestyle=":")
+    _tail(axes, run, "response_length/{}", colour, "longest")
 
 
 def _entropy(axes: Axes, run: _Run, colour: str) -> None:
@@ -152,7 +171,25 @@ def _parity(axes: Axes, run: _Run, colour: str) -> None:
     _line(axes, run, "parity/logprob_abs_mean", colour, "mean", linestyle="--")
 
 
-_PANELS = (_accuracy, _length, _entropy, _reward, _clip, _parity)
+def _group_time(axes: Axes, run: _Run, colour: str) -> None:
+    axes.set_title("Time of a group (s)")
+    _line(axes, run, "time/group_p50_s", colour, "median")
+    _tail(axes, run, "time/group_{}_s", colour, "slowest")
+
+
+def _use(axes: Axes, run: _Run, colour: str) -> None:
+    axes.set_title("Use of engines and tokens (share)")
+    axes.set_ylim(-0.02, 1.02)
+    _line(axes, run, "rollout/engine_busy_share", colour, "engines busy")
+    _line(axes, run, "rollout/slot_use", colour, "their places taken", linestyle="--")
+    shares = [(float(r["step"] or 0), unused_share(r)) for r in run.records]
+    unused = [(step, share) for step, share in shares if share is not None]
+    steps, values = [step for step, _ in unused], [share for _, share in unused]
+    _curve(axes, steps, values, color=colour, linestyle=":", label="tokens not trained on")
+    axes.fill_between(steps, values, color=colour, alpha=0.2, linewidth=0)
+
+
+_PANELS = (_accuracy, _length, _entropy, _group_time, _reward, _clip, _parity, _use)
 
 
 def _finish(axes: Axes) -> None:
@@ -165,7 +202,9 @@ def _finish(axes: Axes) -> None:
     once = dict(zip(reversed(labels), reversed(handles), strict=True))
     if len(once) > 1:
         # Headroom so that the legend does not lie on the curves.
-        axes.margins(y=0.25)
+        axes.margins(y=0.12 * max(len(once), 2))
+        if axes.get_yscale() == "linear" and axes.dataLim.ymin >= 0 > axes.get_ylim()[0]:
+            axes.set_ylim(bottom=0)
         axes.legend(reversed(once.values()), reversed(once.keys()), loc="best")
     elif not once:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_GREY)

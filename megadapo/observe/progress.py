@@ -29,6 +29,9 @@ LINE_FIELDS = (
     ("accuracy", "accuracy/mean", ".4f"),
     ("reward", "reward/mean", ".4f"),
     ("length", "response_length/mean", ".1f"),
+    ("length_p50", "response_length/p50", ".0f"),
+    ("length_p95", "response_length/p95", ".0f"),
+    ("length_max", "response_length/max", ".0f"),
     ("truncated", "response_length/truncated_fraction", ".4f"),
     ("entropy", "policy/entropy", ".4f"),
     ("loss", "policy/loss", ".3e"),
@@ -39,6 +42,11 @@ LINE_FIELDS = (
     ("parity", "parity/logprob_abs_max", ".1e"),
     ("kept", "groups/kept", ".0f"),
     ("sampled", "groups/sampled", ".0f"),
+    ("stopped", "groups/stopped", ".0f"),
+    ("group_max_s", "time/group_max_s", ".2f"),
+    ("busy", "rollout/engine_busy_share", ".3f"),
+    ("preemptions", "rollout/preemptions", ".0f"),
+    ("kv_use", "rollout/kv_use_max", ".3f"),
     ("tokens_per_s", "tokens_per_s", ".0f"),
     ("step_s", "time/step_s", ".2f"),
 )
@@ -47,8 +55,10 @@ LINE_FIELDS = (
 _CURVES = (
     ("accuracy", "accuracy/mean", "{:.3f}"),
     ("length", "response_length/mean", "{:.1f}"),
+    ("longest", "response_length/max", "{:.0f}"),
     ("entropy", "policy/entropy", "{:.3f}"),
     ("reward", "reward/mean", "{:+.3f}"),
+    ("engines busy", "rollout/engine_busy_share", "{:.0%}"),
 )
 _BARS = " ▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 32
@@ -60,7 +70,7 @@ def step_line(record: MetricRecord, *, num_steps: int, eta_s: float | None) -> s
     """Return one step as `step=3/60 accuracy=0.5000 ... eta=0:01:02`."""
     parts = [f"step={record['step']}/{num_steps}", f"policy_version={record['policy_version']}"]
     for label, name, form in LINE_FIELDS:
-        value = record[name]
+        value = record.get(name)
         parts.append(f"{label}=-" if value is None else f"{label}={value:{form}}")
     parts.append(f"eta={_clock(eta_s)}")
     return " ".join(parts)
@@ -205,7 +215,7 @@ class RunDisplay:
     def _curves(self) -> Table:
         table = Table.grid(padding=(0, 2))
         for label, name, form in _CURVES:
-            values = [v for r in self._records if (v := r[name]) is not None]
+            values = [v for r in self._records if (v := r.get(name)) is not None]
             table.add_row(*_curve_cells(label, values, form))
         label, curve, now, change = _curve_cells(
             "held-out", [e.accuracy for e in self._evaluations], "{:.3f}"

@@ -27,9 +27,14 @@ _ROWS = (
     ("training accuracy", "accuracy/mean", "{:.3f}"),
     ("reward", "reward/mean", "{:+.3f}"),
     ("response length (tokens)", "response_length/mean", "{:.1f}"),
+    ("half are within", "response_length/p50", "{:.0f}"),
+    ("95 % are within", "response_length/p95", "{:.0f}"),
+    ("longest response", "response_length/max", "{:.0f}"),
     ("truncated responses", "response_length/truncated_fraction", "{:.1%}"),
     ("entropy (nats)", "policy/entropy", "{:.3f}"),
     ("token probability", "policy/token_probability_mean", "{:.3f}"),
+    ("slowest group (s)", "time/group_max_s", "{:.1f}"),
+    ("engines busy", "rollout/engine_busy_share", "{:.0%}"),
 )
 _ARTEFACTS = (
     ("config.json", "resolved configuration"),
@@ -54,6 +59,7 @@ class RunSummary:
     wall_s: float
     """Seconds spent in recorded steps, start-up and evaluation left out."""
     tokens_generated: int
+    tokens_stopped: int
     tokens_trained: int
     groups_sampled: int
     groups_kept: int
@@ -61,6 +67,10 @@ class RunSummary:
     """Worst first-mini-batch ratio error of any step."""
     logprob_abs_max: float | None
     """Worst trainer/engine log-prob gap of any step."""
+    preemptions: int | None
+    """Responses that an engine put back for want of key-value cache; None: not measured."""
+    kv_use_max: float | None
+    """Largest share of an engine's key-value cache in use at any step."""
 
 
 def summarise(folder: Path) -> RunSummary:
@@ -73,6 +83,7 @@ def summarise(folder: Path) -> RunSummary:
         raise DataError(f"{folder}: no steps are recorded in {METRICS_FILE}; is this a run folder?")
     steps = [r for r in records if r.get("time/step_s") is not None] or records
     evaluations = read_evaluations(folder)
+    preemptions = _values(records, "rollout/preemptions")
     return RunSummary(
         folder=folder,
         first=steps[0],
@@ -81,11 +92,14 @@ def summarise(folder: Path) -> RunSummary:
         held_out_last=evaluations[-1] if evaluations else None,
         wall_s=sum(_values(records, "time/step_s")),
         tokens_generated=round(sum(_values(records, "tokens/generated"))),
+        tokens_stopped=round(sum(_values(records, "tokens/stopped"))),
         tokens_trained=round(sum(_values(records, "tokens/trained"))),
         groups_sampled=round(sum(_values(records, "groups/sampled"))),
         groups_kept=round(sum(_values(records, "groups/kept"))),
         ratio_first_max_error=_worst(_values(records, "policy/ratio_first_max_error")),
         logprob_abs_max=_worst(_values(records, "parity/logprob_abs_max")),
+        preemptions=round(sum(preemptions)) if preemptions else None,
+        kv_use_max=_worst(_values(records, "rollout/kv_use_max")),
     )
 
 
@@ -126,14 +140,24 @@ def costs(summary: RunSummary) -> list[tuple[str, str]]:
     """Return what the run took and how exact it stayed, as (what, text)."""
     return [
         ("time in steps", str(timedelta(seconds=round(summary.wall_s)))),
-        (
-            "tokens",
-            f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained on",
-        ),
+        ("tokens", _tokens(summary)),
         ("groups", f"{summary.groups_sampled:,} sampled, {summary.groups_kept:,} kept"),
+        *_engine_costs(summary),
         ("first ratio off by", _cell(summary.ratio_first_max_error, "{:.1e} at most")),
         ("trainer/engine gap", _cell(summary.logprob_abs_max, "{:.1e} nats at most")),
     ]
+
+
+def _tokens(summary: RunSummary) -> str:
+    stopped = f"{summary.tokens_stopped:,} of stopped responses, " if summary.tokens_stopped else ""
+    return f"{summary.tokens_generated:,} generated, {stopped}{summary.tokens_trained:,} trained on"
+
+
+def _engine_costs(summary: RunSummary) -> list[tuple[str, str]]:
+    if summary.preemptions is None or summary.kv_use_max is None:
+        return []
+    used = f"{summary.kv_use_max:.0%} in use at most, {summary.preemptions:,} responses put back"
+    return [("key-value cache", used)]
 
 
 def _held_out_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
@@ -149,11 +173,13 @@ def _held_out_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
 
 
 def _step_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
-    first, last = summary.first, summary.last
-    return [
-        (label, _cell(first.get(name), form), _cell(last.get(name), form))
-        for label, name, form in _ROWS
-    ]
+    """Return a row for each metric that was measured at either end."""
+    rows = []
+    for label, name, form in _ROWS:
+        first, last = summary.first.get(name), summary.last.get(name)
+        if first is not None or last is not None:
+            rows.append((label, _cell(first, form), _cell(last, form)))
+    return rows
 
 
 def _before_after_table(summary: RunSummary) -> Table:

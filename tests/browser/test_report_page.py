@@ -14,6 +14,7 @@ from megadapo.observe.report import write_report
 from megadapo.observe.rollouts import rollouts_path, write_rollouts
 from tests.support.chromium import Page, chromium
 from tests.support.demo_run import HOSTILE, demo_run
+from tests.support.recorded_runs import forget
 from tests.support.saved_groups import awkward_group
 
 pytestmark = pytest.mark.browser
@@ -103,6 +104,32 @@ def test_drag_zooms_every_chart(page: Page) -> None:
     for index in (0, 5):
         plot = f"document.querySelectorAll('#curves .plot')[{index}].plot"
         page.wait(f"{plot}.scales.x.min > 1 && {plot}.scales.x.max < 6")
+
+
+def bands(page: Page) -> dict[str, int]:
+    """Return how many bands the charts of curves have, by title, where there are any."""
+    return page.js(
+        "Object.fromEntries([...document.querySelectorAll('#curves .panel')].map((panel) => "
+        "[panel.querySelector('h4').innerText, panel.querySelector('.plot').plot.bands.length])"
+        ".filter(([, count]) => count))"
+    )
+
+
+def test_the_tail_is_a_band_for_each_run_that_measured_it(browser: Page, tmp_path: Path) -> None:
+    runs = [demo_run(tmp_path / "one"), demo_run(tmp_path / "two"), demo_run(tmp_path / "old")]
+    forget(runs[2], "response_length/p50", "response_length/max", "time/group_", "rollout/")
+    browser.open(write_report(runs, tmp_path / "tail.html"))
+    assert bands(browser) == {
+        "Accuracy": 3,
+        "Response length": 2,
+        "Tokens": 3,
+        "Time of a group": 2,
+    }
+    assert "not trained on" in browser.text("#curves")
+    browser.open(write_report(runs[2:], tmp_path / "old.html"))
+    assert bands(browser) == {"Accuracy": 1, "Tokens": 1}
+    assert "Long tail" not in browser.text("#curves")
+    assert_quiet(browser)
 
 
 def test_filters_by_what_responses_are(page: Page) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from megadapo.observe.metric_names import METRIC_NAMES
-from megadapo.observe.metrics import EvaluationRecord, MetricsLog
+from megadapo.observe.metrics import METRICS_FILE, EvaluationRecord, MetricsLog, read_metrics
 
 
 def record_run(folder: Path, *, num_steps: int, evaluations: bool = True) -> Path:
@@ -37,7 +38,9 @@ def record_run(folder: Path, *, num_steps: int, evaluations: bool = True) -> Pat
                         "response_length/mean": 10.0 * step,
                         "time/step_s": 2.0,
                         "tokens/generated": 1000,
+                        "tokens/stopped": 50,
                         "tokens/trained": 700,
+                        "rollout/preemptions": 2,
                         "tokens_per_s": 500.0,
                         "groups/sampled": 40,
                         "groups/kept": 32,
@@ -48,3 +51,13 @@ def record_run(folder: Path, *, num_steps: int, evaluations: bool = True) -> Pat
                     }
                 )
     return folder
+
+
+def forget(folder: Path, *prefixes: str) -> None:
+    """Leave out of a run's records what begins in these ways, as if it had not been known of."""
+    records = [
+        {name: value for name, value in record.items() if not name.startswith(prefixes)}
+        for record in read_metrics(folder)
+    ]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / METRICS_FILE).write_text(lines, encoding="utf-8")

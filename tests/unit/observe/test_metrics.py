@@ -20,9 +20,11 @@ from megadapo.observe.metrics import (
     EVALUATIONS_FILE,
     METRICS_FILE,
     EvaluationRecord,
+    MetricRecord,
     MetricsLog,
     read_evaluations,
     read_metrics,
+    unused_share,
 )
 
 CONTRACT = """
@@ -210,3 +212,20 @@ def test_kill_at_any_instant_loses_at_most_the_step_in_progress(tmp_path: Path) 
     steps = steps_of(tmp_path)
     assert steps[:last] == list(range(1, last + 1)) and len(steps) <= last + 1
     MetricsLog(tmp_path).record({"step": len(steps) + 1})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"),
+    [
+        ({"tokens/generated": 80, "tokens/stopped": 20, "tokens/trained": 60}, 0.4),
+        ({"tokens/generated": 80, "tokens/stopped": None, "tokens/trained": 60}, 0.25),
+        ({"tokens/generated": 80, "tokens/trained": 100}, 0.0),
+        ({"tokens/generated": 0, "tokens/trained": 0}, None),
+        ({"tokens/generated": None, "tokens/trained": 60}, None),
+        ({"tokens/generated": 80}, None),
+    ],
+)
+def test_the_unused_share_counts_stopped_tokens_and_bears_what_is_missing(
+    tokens: MetricRecord, share: float | None
+) -> None:
+    assert unused_share(tokens) == pytest.approx(share)

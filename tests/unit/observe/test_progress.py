@@ -39,6 +39,8 @@ def test_step_line_has_the_same_fields_in_the_same_order_whatever_was_measured()
     assert lines[0].startswith("step=3/9 policy_version=2 accuracy=1.5000 ")
     assert lines[0].endswith("eta=0:01:01") and lines[1].endswith("eta=-")
     assert "loss=nan" in lines[2]
+    # a record of a run from before a metric was known lacks its name
+    assert step_line({"step": 3, "policy_version": 2}, num_steps=9, eta_s=None) == lines[1]
 
 
 def test_without_a_terminal_there_is_one_line_a_step_however_narrow(tmp_path: Path) -> None:
@@ -79,6 +81,7 @@ def test_terminal_shows_phase_step_curves_and_eta(tmp_path: Path) -> None:
     shown = out.getvalue()
     for text in ("step 20/40", "train", "500 tokens/s", "ETA 0:00:40", "± 0.020", "noted [red]"):
         assert text in shown
+    assert "longest" in shown and "engines busy" in shown and "50%" in shown
     # The panel takes the place of the lines; log.txt has them all the same.
     assert "step=20/40" not in shown
     assert "step=20/40" in (tmp_path / "log.txt").read_text()

@@ -12,7 +12,7 @@ from rich.console import Console
 from megadapo.errors import DataError
 from megadapo.observe.metrics import MetricsLog
 from megadapo.observe.summary import print_report, summarise
-from tests.support.recorded_runs import record_run
+from tests.support.recorded_runs import forget, record_run
 
 
 def report_of(folder: Path) -> str:
@@ -41,7 +41,7 @@ def test_report_shows_before_after_artefacts_and_how_to_go_on(tmp_path: Path) ->
         "0.800 ± 0.020 (step 4)",
         "40.0",
         "0:00:08",
-        "4,000 generated, 2,800 trained on",
+        "4,000 generated, 200 of stopped responses, 2,800 trained on",
         "4.0e-06 nats at most",
         "metrics.jsonl",
         f"megadapo train {tmp_path} --run.num_steps=",
@@ -54,6 +54,23 @@ def test_report_shows_before_after_artefacts_and_how_to_go_on(tmp_path: Path) ->
 def test_report_without_evaluation(tmp_path: Path) -> None:
     text = report_of(record_run(tmp_path, num_steps=1, evaluations=False))
     assert "held-out" not in text and "training accuracy" in text
+
+
+def test_the_tail_and_what_the_engines_had_to_bear_are_told(tmp_path: Path) -> None:
+    text = report_of(record_run(tmp_path, num_steps=4))
+    for row in ("95 % are within", "longest response", "slowest group (s)", "engines busy"):
+        assert row in text, row
+    assert "50% in use at most, 8 responses put back" in text
+
+
+def test_what_a_run_did_not_measure_has_no_row(tmp_path: Path) -> None:
+    """Records of older runs lack the names."""
+    run = record_run(tmp_path, num_steps=4)
+    forget(run, "time/group_", "rollout/", "response_length/", "tokens/stopped")
+    text = report_of(run)
+    for row in ("response length", "longest", "slowest", "busy", "key-value", "stopped"):
+        assert row not in text, row
+    assert "4,000 generated, 2,800 trained on" in text
 
 
 def test_worst_value_of_a_run_with_nan_is_nan(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ function drawPanel(grid, panel) {
   const log = Boolean(panel.log) && present.some(isPositive);
   const layout = { tables: [], series: [], bands: [], legend: [], notes: [], log };
   present.forEach(([metric, label], line) => addMetric(layout, metric, label, line));
+  if (panel.band) addBand(layout, panel.band);
   if (panel.heldOut) addHeldOut(layout, present.length);
   if (panel.bound) addBound(layout, panel.bound);
   const shownLegend = layout.legend.length > 1 ? layout.legend : [];
@@ -134,6 +135,8 @@ function addMetric(layout, metric, label, line) {
       layout.log ? curve.values.map((v) => (v > 0 ? v : null)) : curve.values,
     ]);
     layout.series.push({
+      run: index,
+      metric,
       label: lineLabel(index, label),
       mark: colour,
       stroke: colour,
@@ -143,6 +146,23 @@ function addMetric(layout, metric, label, line) {
     });
     layout.notes.push(...curveNotes(curve, lineLabel(index, label), layout.log));
   });
+}
+
+/** Fill between two metrics of each run that has both. */
+function addBand(layout, [high, low, label]) {
+  const fills = data.runs.flatMap((_, run) => {
+    const at = (metric) =>
+      layout.series.findIndex((line) => line.run === run && line.metric === metric);
+    if (at(high) < 0 || at(low) < 0) return [];
+    const fill = faded(layout.series[at(high)].stroke, 0.16);
+    // in uPlot's count the steps are series 0
+    layout.bands.push({ series: [at(high) + 1, at(low) + 1], fill });
+    return [fill];
+  });
+  if (!label || !fills.length) return;
+  const mark = el("i", { class: "swatch" });
+  mark.style.background = severalRuns ? faded(cssColour("--muted"), 0.3) : fills[0];
+  layout.legend.push(el("span", {}, mark, label));
 }
 
 function curveNotes(curve, label, log) {

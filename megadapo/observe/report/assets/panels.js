@@ -1,6 +1,7 @@
 // Which metric is drawn where.
 
-// [heading, panels]; a panel: title, unit, lines [metric, label], and how it is drawn.
+// [heading, panels]; a panel: title, unit, lines [metric, label], and how it is drawn: `band` is
+// filled between two of its metrics, the higher one first, and may have a label.
 const CURVES = [
   [
     "Learning",
@@ -25,8 +26,11 @@ const CURVES = [
         unit: "tokens",
         lines: [
           ["response_length/mean", "mean"],
+          ["response_length/p50", "median"],
           ["response_length/p95", "95th percentile"],
+          ["response_length/max", "longest"],
         ],
+        band: ["response_length/p95", "response_length/p50"],
       },
       {
         title: "Truncated",
@@ -97,7 +101,66 @@ const CURVES = [
         lines: [
           ["tokens/generated", "generated"],
           ["tokens/trained", "trained on"],
+          ["tokens/stopped", "of stopped responses"],
         ],
+        band: ["tokens/generated", "tokens/trained", "not trained on"],
+      },
+      {
+        title: "Groups not used",
+        unit: "a step",
+        lines: [
+          ["groups/stopped", "stopped"],
+          ["groups/dropped", "dropped"],
+        ],
+      },
+      {
+        title: "Groups left for later",
+        unit: "a step",
+        lines: [
+          ["groups/carried", "carried on"],
+          ["groups/resting", "resting"],
+        ],
+      },
+    ],
+  ],
+  [
+    "Long tail",
+    [
+      {
+        title: "Time of a group",
+        unit: "seconds",
+        lines: [
+          ["time/group_p50_s", "median"],
+          ["time/group_p95_s", "95th percentile"],
+          ["time/group_max_s", "slowest"],
+        ],
+        band: ["time/group_p95_s", "time/group_p50_s"],
+      },
+      {
+        title: "Use of the engines",
+        unit: "share",
+        lines: [
+          ["rollout/engine_busy_share", "of their time"],
+          ["rollout/slot_use", "of their places"],
+        ],
+      },
+      {
+        title: "Speed of an engine",
+        unit: "tokens/s",
+        lines: [
+          ["rollout/tokens_per_s_max", "fastest"],
+          ["rollout/tokens_per_s_min", "slowest"],
+        ],
+      },
+      {
+        title: "Key-value cache",
+        unit: "largest share in use",
+        lines: [["rollout/kv_use_max", "in use"]],
+      },
+      {
+        title: "Preemptions",
+        unit: "responses put back",
+        lines: [["rollout/preemptions", "put back"]],
       },
     ],
   ],
