@@ -29,16 +29,19 @@ from megadapo.observe.metrics import (
 
 CONTRACT = """
 step, policy_version, time/step_s, time/rollout_s, time/train_s, time/sync_s, time/reward_s,
-time/evaluate_s, time/checkpoint_s, time/engine_min_s, time/engine_max_s,
-time/rank_logprobs_min_s, time/rank_logprobs_max_s, tokens_per_s, reward/mean,
-reward/overlong_penalty_mean, reward/shaped_mean, accuracy/mean, response_length/mean,
-response_length/p95, response_length/truncated_fraction, groups/sampled, groups/kept,
-groups/all_correct, groups/all_wrong, groups/from_reserve, groups/to_reserve, tokens/generated,
-tokens/trained, rollout/engine_tokens_min, rollout/engine_tokens_max, train/rank_tokens_min,
-train/rank_tokens_max, policy/loss, policy/entropy, policy/ratio_mean,
-policy/ratio_first_max_error, policy/clip_low_fraction, policy/clip_high_fraction,
-policy/token_probability_mean, policy/grad_norm, policy/lr, policy/skipped_updates,
-parity/logprob_abs_mean, parity/logprob_abs_max, eval/accuracy
+time/evaluate_s, time/checkpoint_s, time/group_p50_s, time/group_p95_s, time/group_max_s,
+time/engine_min_s, time/engine_max_s, time/rank_logprobs_min_s, time/rank_logprobs_max_s,
+tokens_per_s, reward/mean, reward/overlong_penalty_mean, reward/shaped_mean, accuracy/mean,
+response_length/mean, response_length/p50, response_length/p95, response_length/max,
+response_length/truncated_fraction, groups/sampled, groups/kept, groups/all_correct,
+groups/all_wrong, groups/from_reserve, groups/to_reserve, groups/dropped, groups/stopped,
+groups/carried, groups/resting, tokens/generated, tokens/stopped, tokens/trained,
+rollout/engine_busy_share, rollout/slot_use, rollout/preemptions, rollout/kv_use_max,
+rollout/tokens_per_s_min, rollout/tokens_per_s_max, rollout/engine_tokens_min,
+rollout/engine_tokens_max, train/rank_tokens_min, train/rank_tokens_max, policy/loss,
+policy/entropy, policy/ratio_mean, policy/ratio_first_max_error, policy/clip_low_fraction,
+policy/clip_high_fraction, policy/token_probability_mean, policy/grad_norm, policy/lr,
+policy/skipped_updates, parity/logprob_abs_mean, parity/logprob_abs_max, eval/accuracy
 """
 
 
