@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.section import Section
 
@@ -37,6 +38,8 @@ class AlgorithmConfig(Section, title="algorithm"):
     """Leave truncated responses out of the loss instead of punishing them."""
     objective: PolicyObjective = PolicyObjective()
     """The per-token objective."""
+    importance: ImportanceConfig = ImportanceConfig()
+    """Weights of tokens that other weights than the present ones sampled."""
 
     def conflicts(self) -> Iterator[str]:
         if self.overlong_filtering and self.overlong_buffer > 0:

@@ -64,6 +64,17 @@ METRIC_NAMES = (
     "policy/skipped_updates",
     "parity/logprob_abs_mean",
     "parity/logprob_abs_max",
+    "parity/batch_shape_abs_mean",
+    "parity/batch_shape_abs_max",
+    "parity/engine_abs_mean",
+    "parity/engine_abs_max",
+    "staleness/token_share",
+    "staleness/mean",
+    "staleness/max",
+    "staleness/logprob_drift_mean",
+    "staleness/logprob_drift_max",
+    "staleness/weight_truncated_share",
+    "staleness/weight_masked_share",
     "eval/accuracy",
 )
 """Every name of a step's record, in the order it is written; a value is null where not measured.
@@ -86,6 +97,15 @@ groups/resting were left out, see sampling.rest_after. train/rank_tokens_* is wh
 had to compute, prompts included, and time/rank_logprobs_* how long it took for the old log-probs of
 that, a pass in which no data-parallel rank waits for another. reward/* is over all responses
 generated, as accuracy/mean is; reward/shaped_mean is reward/mean + reward/overlong_penalty_mean.
+
+parity/* is |trainer - engine| log-prob before the step's first update on fresh tokens, which the
+present weights sampled, and staleness/logprob_drift_* the same on stale ones, which earlier weights
+sampled. A few fresh sequences are scored a second time, in a smaller micro-batch:
+parity/batch_shape_* is how far the trainer's own two log-probs of a token are apart, and
+parity/engine_* how far the engine's is outside of what lies between them, so that a token's gap is
+at most the sum of both. staleness/token_share, mean and max are over all tokens with a loss weight,
+in publications since sampling. staleness/weight_*_share is of the tokens with an importance weight
+(`[algorithm.importance]`), null where none has one.
 
 Where saved rollouts are trained on again, what needs engines is null (tokens/generated,
 tokens_per_s, time/sync_s, time/reward_s, *engine*, eval/accuracy), what is said of the groups is of

@@ -68,16 +68,15 @@ def check_oracles(records: Sequence[MetricRecord], config: OracleConfig) -> None
 
 def is_within(record: MetricRecord, metric: str, bound: float) -> bool:
     """Whether a step keeps a bound; one that was not measured or is not a number breaks it."""
-    if metric.startswith("parity/") and _is_all_reserve(record):
+    if metric.startswith("parity/") and _is_all_stale(record):
         return True
     value = record.get(metric)
     return value is not None and value <= bound
 
 
-def _is_all_reserve(record: MetricRecord) -> bool:
-    """Whether no response of the step's batch came from the present weights."""
-    kept = record.get("groups/kept")
-    return kept is not None and record.get("groups/from_reserve") == kept
+def _is_all_stale(record: MetricRecord) -> bool:
+    """Whether no token of the step's batch came from the present weights."""
+    return record.get("staleness/token_share") == 1.0
 
 
 def _check_skipped(records: Sequence[MetricRecord], limit: int) -> None:

@@ -64,6 +64,8 @@ def step_metrics(
         "policy/skipped_updates": update.skipped_updates,
         "parity/logprob_abs_mean": _measured(update.logprob_abs_mean),
         "parity/logprob_abs_max": _measured(update.logprob_abs_max),
+        **{f"parity/{name}": value for name, value in vars(update.parity_causes).items()},
+        **{f"staleness/{name}": value for name, value in vars(update.staleness).items()},
         "eval/accuracy": None if evaluation is None else evaluation.accuracy,
         **_tail(sampled),
         **_spread("train/rank_tokens_{}", [share.num_tokens for share in update.shares]),

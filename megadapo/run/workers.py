@@ -154,6 +154,7 @@ def trainer_settings(config: RunConfig) -> TrainerSettings:
         model=config.model,
         trainer=config.trainer,
         objective=config.algorithm.objective,
+        importance=config.algorithm.importance,
         temperature=config.rollout.temperature,
         seed=config.run.seed,
     )

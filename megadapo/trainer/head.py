@@ -12,6 +12,7 @@ from torch import Tensor
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import PolicyHeadOutput, policy_head_loss, token_logprobs
 from megadapo.trainer.micro_batch import MicroBatch
+from megadapo.trainer.off_policy import OldPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +20,8 @@ class HeadTask:
     """What the head does with the hidden states of one micro-batch."""
 
     micro_batch: MicroBatch
-    logprobs_old: Tensor | None
-    """[T] fp32; None asks for log-probs instead of the loss."""
+    old: OldPolicy | None
+    """What the update is held against; None asks for log-probs instead of the loss."""
 
 
 class OutputLayer(Protocol):
@@ -63,16 +64,17 @@ class PolicyHead:
             "rows": micro_batch.rows,
             "sequence_parallel": output_layer.sequence_parallel,
         }
-        if context.logprobs_old is None:
+        if context.old is None:
             logprobs, _ = token_logprobs(hidden, weight, micro_batch.targets, **common)
             return logprobs
         return policy_head_loss(
             hidden,
             weight,
             micro_batch.targets,
-            logprobs_old=context.logprobs_old,
+            logprobs_old=context.old.logprobs,
             advantages=micro_batch.advantages,
             loss_weights=micro_batch.loss_weights,
+            importance_weights=context.old.importance_weights,
             objective=self.objective,
             **common,
         )

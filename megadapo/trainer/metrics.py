@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields
 
+import numpy as np
 import torch
 
-from megadapo.trainer.result import UpdateResult
+from megadapo.algorithm.importance import ImportanceConfig
+from megadapo.trainer.result import ParityCauses, Staleness, UpdateResult
 
 
 @dataclass(kw_only=True)
@@ -25,8 +27,22 @@ class MiniBatchSums:
     num_compared: float = 0.0
     """Tokens sampled from the present weights, whose two log-probs must agree."""
     logprob_difference: float = 0.0
+    num_stale: float = 0.0
+    """Tokens sampled from other weights."""
+    logprob_drift: float = 0.0
+    num_weighted: float = 0.0
+    """Tokens with an importance weight."""
+    num_outside: float = 0.0
+    """Those of them whose ratio is out of bounds."""
+    num_probed: float = 0.0
+    """Tokens scored at a second micro-batch shape."""
+    shape_difference: float = 0.0
+    engine_difference: float = 0.0
     max_ratio_error: float = 0.0
     max_logprob_difference: float = 0.0
+    max_logprob_drift: float = 0.0
+    max_shape_difference: float = 0.0
+    max_engine_difference: float = 0.0
 
     def reduced(self, *, contributes: bool, device: torch.device) -> MiniBatchSums:
         """The sums over the ranks that contribute; collective over all ranks, the same on all.
@@ -61,36 +77,74 @@ def summarize(
     skipped_updates: int,
     num_dropped_tokens: int,
     lr: float,
+    version_gaps: np.ndarray,
+    importance: ImportanceConfig,
 ) -> UpdateResult:
     """The step's result from its mini-batches' reduced sums, in order.
 
     Args:
         grad_norms: of the applied updates.
+        version_gaps: publications between sampling and training of each token of the step.
+        importance: how stale tokens were weighted.
     """
 
-    def total(name: str) -> float:
-        values: list[float] = [getattr(sums, name) for sums in mini_batches]
-        return sum(values)
-
-    tokens, compared = total("num_tokens"), total("num_compared")
+    step = _step_sums(mini_batches)
+    tokens, compared = step.num_tokens, step.num_compared
     return UpdateResult(
-        loss=_ratio(total("loss"), len(mini_batches)),
-        entropy=_ratio(total("entropy"), tokens),
-        ratio_mean=_ratio(total("ratio"), tokens),
+        loss=_ratio(step.loss, len(mini_batches)),
+        entropy=_ratio(step.entropy, tokens),
+        ratio_mean=_ratio(step.ratio, tokens),
         ratio_first_max_error=mini_batches[0].max_ratio_error if mini_batches else math.nan,
-        clip_low_fraction=_ratio(total("clipped_low"), tokens),
-        clip_high_fraction=_ratio(total("clipped_high"), tokens),
-        token_probability_mean=_ratio(total("token_probability"), tokens),
-        logprob_mean=_ratio(total("logprob"), tokens),
+        clip_low_fraction=_ratio(step.clipped_low, tokens),
+        clip_high_fraction=_ratio(step.clipped_high, tokens),
+        token_probability_mean=_ratio(step.token_probability, tokens),
+        logprob_mean=_ratio(step.logprob, tokens),
         grad_norm=_ratio(sum(grad_norms), len(grad_norms)),
         lr=lr,
         skipped_updates=skipped_updates,
         num_dropped_tokens=num_dropped_tokens,
-        logprob_abs_mean=_ratio(total("logprob_difference"), compared),
-        logprob_abs_max=(
-            max(sums.max_logprob_difference for sums in mini_batches) if compared else math.nan
-        ),
+        logprob_abs_mean=_ratio(step.logprob_difference, compared),
+        logprob_abs_max=step.max_logprob_difference if compared else math.nan,
         tokens_trained=int(tokens),
+        staleness=_staleness(step, version_gaps, importance),
+        parity_causes=_parity_causes(step),
+    )
+
+
+def _step_sums(mini_batches: list[MiniBatchSums]) -> MiniBatchSums:
+    """The sums and maxima of all mini-batches."""
+
+    def merged(name: str) -> float:
+        values: list[float] = [getattr(sums, name) for sums in mini_batches]
+        return max(values, default=0.0) if name.startswith("max_") else sum(values)
+
+    return MiniBatchSums(**{field.name: merged(field.name) for field in fields(MiniBatchSums)})
+
+
+def _staleness(
+    step: MiniBatchSums, version_gaps: np.ndarray, importance: ImportanceConfig
+) -> Staleness:
+    outside = step.num_outside / step.num_weighted if step.num_weighted else None
+    none_outside = None if outside is None else 0.0
+    return Staleness(
+        token_share=float((version_gaps != 0).mean()) if len(version_gaps) else None,
+        mean=float(version_gaps.mean()) if len(version_gaps) else None,
+        max=int(version_gaps.max()) if len(version_gaps) else None,
+        logprob_drift_mean=step.logprob_drift / step.num_stale if step.num_stale else None,
+        logprob_drift_max=step.max_logprob_drift if step.num_stale else None,
+        weight_truncated_share=outside if importance.bound == "truncate" else none_outside,
+        weight_masked_share=outside if importance.bound == "mask" else none_outside,
+    )
+
+
+def _parity_causes(step: MiniBatchSums) -> ParityCauses:
+    if not step.num_probed:
+        return ParityCauses()
+    return ParityCauses(
+        batch_shape_abs_mean=step.shape_difference / step.num_probed,
+        batch_shape_abs_max=step.max_shape_difference,
+        engine_abs_mean=step.engine_difference / step.num_probed,
+        engine_abs_max=step.max_engine_difference,
     )
 
 

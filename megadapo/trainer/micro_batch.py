@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megadapo.data.batch import PackedBatch
+from megadapo.data.batch import NO_VERSION, PackedBatch
 from megadapo.trainer.layers import PackedSequences, pack_sequences
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """T tokens of packed sequences, R of which are predicted by the policy head.
+    """T tokens of S packed sequences, R of which are predicted by the policy head.
 
     Entry t of a [T] tensor belongs to hidden state t and is about the token behind it; outside of
     `rows` its value means nothing.
@@ -23,13 +23,18 @@ class MicroBatch:
 
     tokens: Tensor  # [1, T] int64
     packed: PackedSequences
+    members: np.ndarray  # [S] int64, which of the batch's sequences these are
+    lengths: np.ndarray  # [S] int64, their tokens
     source: np.ndarray  # [R] place of each predicted token in the batch's flat arrays
+    sequences: np.ndarray  # [R] int64, which of the S sequences each predicted token is of
     rows: Tensor  # [R] int64, ascending: the hidden states that predict them
     targets: Tensor  # [T] int64
     advantages: Tensor  # [T] fp32
     loss_weights: Tensor  # [T] fp32
     logprobs_rollout: Tensor  # [R] fp32
     is_current: Tensor  # [R] bool, sampled from the weights as they are
+    is_stale: Tensor  # [R] bool, sampled from other weights
+    num_stale: int
     num_tokens: int
     """T without its padding."""
 
@@ -48,7 +53,7 @@ class MicroBatchBuilder:
     def build(
         self,
         batch: PackedBatch,
-        sequences: Sequence[int] | np.ndarray,
+        members: Sequence[int] | np.ndarray,
         *,
         predicted: np.ndarray,
         policy_version: int | None,
@@ -56,18 +61,23 @@ class MicroBatchBuilder:
         """The given sequences in this order; none at all gives padding that predicts nothing.
 
         Args:
+            members: sequences of the batch.
             predicted: [tokens of the batch] bool, which tokens the head predicts.
-            policy_version: which tokens count as sampled from the present weights.
+            policy_version: which tokens count as sampled from the present weights; None: which
+                did does not matter.
         """
         starts, stops = batch.cu_seqlens[:-1], batch.cu_seqlens[1:]
-        lengths = [int(stops[i] - starts[i]) for i in sequences]
-        source = _concatenate([np.arange(starts[i], stops[i]) for i in sequences])
-        padding = -len(source) % self._token_multiple if lengths else self._token_multiple
-        if padding:
-            lengths.append(padding)
+        members = np.asarray(members, dtype=np.int64)
+        lengths = stops[members] - starts[members]
+        source = _concatenate([np.arange(starts[i], stops[i]) for i in members])
+        padding = -len(source) % self._token_multiple if len(members) else self._token_multiple
+        padded = [*lengths.tolist(), padding] if padding else lengths.tolist()
         chosen = np.flatnonzero(predicted[source])
         of_rows = source[chosen]
         rows = chosen - 1
+        versions = batch.policy_versions[of_rows]
+        is_current = versions == policy_version
+        is_stale = (versions != NO_VERSION) & ~is_current & (policy_version is not None)
 
         def at_rows(values: np.ndarray) -> Tensor:
             spread = np.zeros(len(source) + padding, dtype=values.dtype)
@@ -76,14 +86,19 @@ class MicroBatchBuilder:
 
         return MicroBatch(
             tokens=self._tensor(np.pad(batch.tokens[source], (0, padding)))[None, :],
-            packed=pack_sequences(lengths, self._inverse_frequencies, self._device),
+            packed=pack_sequences(padded, self._inverse_frequencies, self._device),
+            members=members,
+            lengths=lengths,
             source=of_rows,
+            sequences=np.repeat(np.arange(len(members)), lengths)[chosen],
             rows=self._tensor(rows),
             targets=at_rows(batch.tokens),
             advantages=at_rows(batch.advantages),
             loss_weights=at_rows(batch.loss_weights),
             logprobs_rollout=self._tensor(batch.logprobs_rollout[of_rows]),
-            is_current=self._tensor(batch.policy_versions[of_rows] == policy_version),
+            is_current=self._tensor(is_current),
+            is_stale=self._tensor(is_stale),
+            num_stale=int(is_stale.sum()),
             num_tokens=len(source),
         )
 
@@ -106,6 +121,15 @@ def trained_tokens(batch: PackedBatch) -> tuple[np.ndarray, int]:
     weighted = batch.loss_weights != 0.0
     scored = np.isfinite(batch.logprobs_rollout)
     return weighted & scored, int((weighted & ~scored).sum())
+
+
+def version_gaps(batch: PackedBatch, policy_version: int) -> np.ndarray:
+    """[T] int32: publications between the sampling of a token and the weights `policy_version`.
+
+    0 for tokens that no policy sampled.
+    """
+    versions = batch.policy_versions
+    return np.where(versions == NO_VERSION, 0, policy_version - versions)
 
 
 def _concatenate(pieces: list[np.ndarray]) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from megadapo.trainer.micro_batch import (
     MicroBatchBuilder,
     response_tokens,
     trained_tokens,
+    version_gaps,
 )
 from megadapo.trainer.model import (
     build_chunks,
@@ -37,6 +39,7 @@ from megadapo.trainer.model import (
     transformer_config,
 )
 from megadapo.trainer.model_layout import validate_model_layout
+from megadapo.trainer.off_policy import old_policy
 from megadapo.trainer.optimizer import build_optimizer, step_if_finite
 from megadapo.trainer.parallel import join_groups, leave_groups
 from megadapo.trainer.partition import partition
@@ -44,6 +47,7 @@ from megadapo.trainer.position import parameters_by_global_name, shard_position
 from megadapo.trainer.recorder import UpdateRecorder
 from megadapo.trainer.result import UpdateResult
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
+from megadapo.trainer.shape_probe import PROBED_SHARE, ShapeProbe, probe_shape
 from megadapo.trainer.step import compute_gradients, compute_logprobs, finalize_sums
 from megadapo.weights.disk.export import export_weights
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
@@ -122,17 +126,27 @@ class TrainerRank:
         """
         recorder = recorder or UpdateRecorder(batch, ())
         lr = self.settings.trainer.optimizer.lr_at(step)
-        predicted, num_dropped = trained_tokens(batch)
+        importance = self.settings.importance
+        trained, num_dropped = trained_tokens(batch)
+        gaps = version_gaps(batch, policy_version)
+        predicted = trained & (gaps == 0) if importance.stale_logprobs == "none" else trained
         cut = [
             self.micro_batches(batch, indices, predicted, policy_version)
             for indices in batch.mini_batches
         ]
-        old = [self._logprobs_old(micro_batches, recorder) for micro_batches in cut]
+        proximal = [self._logprobs_old(micro_batches, recorder) for micro_batches in cut]
+        probe = self._probe_shape(batch, cut, predicted, policy_version)
         reduced, grad_norms = [], []
-        for micro_batches, logprobs_old in zip(cut, old, strict=True):
-            sums, logprobs = compute_gradients(self.chunks, self.head, micro_batches, logprobs_old)
+        for number, (micro_batches, logprobs_old) in enumerate(zip(cut, proximal, strict=True)):
+            old = [
+                old_policy(micro_batch, values, importance)
+                for micro_batch, values in zip(micro_batches, logprobs_old, strict=False)
+            ]
+            sums, logprobs = compute_gradients(self.chunks, self.head, micro_batches, old)
             if self.has_results:
-                recorder.add_logprobs(micro_batches, logprobs_old, logprobs)
+                recorder.add_logprobs(micro_batches, [p.logprobs for p in old], logprobs)
+            if number == 0:
+                probe.add_to(sums, micro_batches, logprobs_old)
             sums = sums.reduced(contributes=self.has_results, device=self.device)
             outcome = step_if_finite(self.optimizer, loss=sums.loss, lr=lr)
             reduced.append(sums)
@@ -146,6 +160,8 @@ class TrainerRank:
             skipped_updates=len(cut) - len(grad_norms),
             num_dropped_tokens=num_dropped,
             lr=lr,
+            version_gaps=gaps[trained],
+            importance=importance,
         )
 
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:
@@ -219,6 +235,39 @@ class TrainerRank:
         recorder.add_share(micro_batches, time.perf_counter() - start)
         return logprobs
 
+    def _probe_shape(
+        self,
+        batch: PackedBatch,
+        cut: Sequence[list[MicroBatch]],
+        predicted: np.ndarray,
+        policy_version: int,
+    ) -> ShapeProbe:
+        """Some of the first mini-batch's sequences at another shape, with the present weights."""
+
+        def build(members: np.ndarray) -> MicroBatch:
+            return self._builder.build(
+                batch, members, predicted=predicted, policy_version=policy_version
+            )
+
+        def score(micro_batch: MicroBatch) -> Tensor | None:
+            nothing = np.empty(0, dtype=np.int64)
+            filling = [build(nothing) for _ in range(self._micro_batch_multiple - 1)]
+            return next(iter(self.logprobs_of([micro_batch, *filling])), None)
+
+        num_tokens = sum(micro_batch.num_tokens for part in cut for micro_batch in part)
+        return probe_shape(
+            cut[0] if cut else [],
+            max_tokens=PROBED_SHARE * num_tokens,
+            build=build,
+            score=score,
+        )
+
+    @property
+    def _micro_batch_multiple(self) -> int:
+        """The interleaved schedule takes micro-batches in groups of as many as there are stages."""
+        trainer = self.settings.trainer
+        return trainer.pipeline_parallel if trainer.virtual_pipeline > 1 else 1
+
     def micro_batches(
         self,
         batch: PackedBatch,
@@ -233,8 +282,7 @@ class TrainerRank:
             num_ranks=trainer.data_parallel,
             token_budget=trainer.tokens_per_micro_batch,
             hidden_size=self.layout.shape.hidden_size,
-            # the interleaved schedule takes them in groups of as many as there are stages
-            multiple_of=trainer.pipeline_parallel if trainer.virtual_pipeline > 1 else 1,
+            multiple_of=self._micro_batch_multiple,
         )
         return [
             self._builder.build(

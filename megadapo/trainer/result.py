@@ -23,7 +23,7 @@ class RankShare:
 class RecordedLogprobs:
     """Log-probs of the response tokens of the sequences that were asked for, one after another."""
 
-    old: np.ndarray  # [n] float32, before the first update; NaN where a token has no loss
+    old: np.ndarray  # [n] float32, what the ratio is taken against; NaN where a token has no loss
     update: np.ndarray  # [n] float32, in the update that the sequence was trained in
 
     def merged(self, others: Sequence[RecordedLogprobs]) -> RecordedLogprobs:
@@ -36,6 +36,38 @@ class RecordedLogprobs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Staleness:
+    """How far from the present weights a step's tokens were sampled, over those with a loss weight
+    and an engine log-prob; None where there was no token to measure."""
+
+    token_share: float | None = None
+    """Share of tokens that other weights sampled."""
+    mean: float | None = None
+    """Publications between sampling and training, 0 for fresh tokens."""
+    max: int | None = None
+    logprob_drift_mean: float | None = None
+    """Mean |trainer - engine| log-prob of the stale tokens, before the first update."""
+    logprob_drift_max: float | None = None
+    weight_truncated_share: float | None = None
+    """Share of the weighted tokens whose importance weight was moved to a bound."""
+    weight_masked_share: float | None = None
+    """Share of the weighted tokens whose importance weight was set to 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityCauses:
+    """|trainer - engine| log-prob of some fresh tokens by cause, from scoring them at a second
+    micro-batch shape; None where there were none."""
+
+    batch_shape_abs_mean: float | None = None
+    """Between the trainer's own log-probs at the two shapes."""
+    batch_shape_abs_max: float | None = None
+    engine_abs_mean: float | None = None
+    """From the engine's log-prob to the nearest that lies between the trainer's two."""
+    engine_abs_max: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpdateResult:
     """What one step's updates did; means are over its trained tokens."""
 
@@ -45,7 +77,8 @@ class UpdateResult:
     """In nats."""
     ratio_mean: float
     ratio_first_max_error: float
-    """Largest |ratio - 1| of the first mini-batch, whose weights are still the old ones: 0.0."""
+    """Largest |ratio - 1| of the first mini-batch, whose weights are still the old ones: 0.0.
+    Of the tokens whose old log-probs the trainer computed."""
     clip_low_fraction: float
     clip_high_fraction: float
     token_probability_mean: float
@@ -62,6 +95,8 @@ class UpdateResult:
     """Mean |trainer - engine| log-prob of tokens sampled from the present weights; NaN if none."""
     logprob_abs_max: float
     tokens_trained: int
+    staleness: Staleness = Staleness()
+    parity_causes: ParityCauses = ParityCauses()
     shares: tuple[RankShare, ...] = field(default=(), compare=False)
     """Of each rank; known to the driver alone."""
     recorded: RecordedLogprobs | None = field(default=None, compare=False)

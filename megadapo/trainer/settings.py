@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.trainer.config import ModelConfig, TrainerConfig
 
@@ -15,6 +16,7 @@ class TrainerSettings:
     model: ModelConfig
     trainer: TrainerConfig
     objective: PolicyObjective
+    importance: ImportanceConfig
     temperature: float
     """Sampling temperature of the rollouts; log-probs are taken at it."""
     seed: int

@@ -22,6 +22,7 @@ from megadapo.kernels.policy_head import PolicyHeadOutput
 from megadapo.trainer.head import HeadTask, PolicyHead
 from megadapo.trainer.metrics import MiniBatchSums
 from megadapo.trainer.micro_batch import MicroBatch
+from megadapo.trainer.off_policy import OldPolicy
 
 
 def finalize_sums(chunks: list[DistributedDataParallel], num_tokens: Any, **groups: Any) -> None:
@@ -34,7 +35,7 @@ def compute_logprobs(
     chunks: list[DistributedDataParallel], head: PolicyHead, micro_batches: Sequence[MicroBatch]
 ) -> list[Tensor]:
     """Log-probs [T] of each micro-batch on the last pipeline stage; elsewhere an empty list."""
-    tasks = [HeadTask(micro_batch=micro_batch, logprobs_old=None) for micro_batch in micro_batches]
+    tasks = [HeadTask(micro_batch=micro_batch, old=None) for micro_batch in micro_batches]
     return _run_schedule(chunks, head, tasks, forward_only=True)
 
 
@@ -43,21 +44,23 @@ def compute_gradients(
     chunks: list[DistributedDataParallel],
     head: PolicyHead,
     micro_batches: Sequence[MicroBatch],
-    logprobs_old: Sequence[Tensor],
+    old: Sequence[OldPolicy],
 ) -> tuple[MiniBatchSums, list[Tensor]]:
     """Leave the mini-batch's summed gradients in the buffers of the rank's chunks.
 
     Args:
-        logprobs_old: [T] of each micro-batch; read on the last pipeline stage only.
+        old: what each micro-batch is held against; empty except on the last pipeline stage.
 
     Returns:
         This rank's sums and the log-probs [T] of each micro-batch; zeros and an empty list except
         on the last pipeline stage.
     """
-    olds = logprobs_old or [torch.empty(0)] * len(micro_batches)
+    nothing = OldPolicy(proximal=torch.empty(0), logprobs=torch.empty(0))
     tasks = [
-        HeadTask(micro_batch=micro_batch, logprobs_old=old)
-        for micro_batch, old in zip(micro_batches, olds, strict=True)
+        HeadTask(micro_batch=micro_batch, old=policy)
+        for micro_batch, policy in zip(
+            micro_batches, old or [nothing] * len(micro_batches), strict=True
+        )
     ]
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -124,13 +127,31 @@ def _add(sums: MiniBatchSums, task: HeadTask, output: PolicyHeadOutput) -> None:
     sums.clipped_low += output.clip_low_count.item()
     sums.clipped_high += output.clip_high_count.item()
     sums.token_probability += output.probability_sum.item()
-    rows, logprobs_old = task.micro_batch.rows, task.logprobs_old
-    assert logprobs_old is not None, "there is no loss without them"
-    sums.logprob += output.logprobs[rows].sum(dtype=torch.float64).item()
-    sums.max_ratio_error = max(sums.max_ratio_error, output.ratio_max_error.item())
-    difference = (logprobs_old[rows] - task.micro_batch.logprobs_rollout).abs()
-    difference = difference[task.micro_batch.is_current]
-    if len(difference):
-        sums.num_compared += len(difference)
-        sums.logprob_difference += difference.sum(dtype=torch.float64).item()
-        sums.max_logprob_difference = max(sums.max_logprob_difference, difference.max().item())
+    micro_batch, old = task.micro_batch, task.old
+    assert old is not None, "there is no loss without it"
+    sums.logprob += output.logprobs[micro_batch.rows].sum(dtype=torch.float64).item()
+    sums.max_ratio_error = max(sums.max_ratio_error, _ratio_error(micro_batch, old, output))
+    difference = (old.proximal[micro_batch.rows] - micro_batch.logprobs_rollout).abs()
+    fresh = difference[micro_batch.is_current]
+    if len(fresh):
+        sums.num_compared += len(fresh)
+        sums.logprob_difference += fresh.sum(dtype=torch.float64).item()
+        sums.max_logprob_difference = max(sums.max_logprob_difference, fresh.max().item())
+    if micro_batch.num_stale:
+        drift = difference[micro_batch.is_stale]
+        sums.num_stale += micro_batch.num_stale
+        sums.logprob_drift += drift.sum(dtype=torch.float64).item()
+        sums.max_logprob_drift = max(sums.max_logprob_drift, drift.max().item())
+    sums.num_weighted += old.num_weighted
+    sums.num_outside += old.num_outside
+
+
+def _ratio_error(micro_batch: MicroBatch, old: OldPolicy, output: PolicyHeadOutput) -> float:
+    """Largest |ratio - 1| over the tokens whose old log-prob the trainer computed itself."""
+    if old.logprobs is old.proximal:
+        return output.ratio_max_error.item()
+    recomputed = micro_batch.rows[~micro_batch.is_stale]
+    if not len(recomputed):
+        return 0.0
+    change = output.logprobs[recomputed] - old.logprobs[recomputed]
+    return torch.expm1(change).abs().max().item()

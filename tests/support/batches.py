@@ -40,4 +40,21 @@ def random_batch(
     )
 
 
+def stale_batch(lengths: list[int], *, present: int = 7, seed: int = 0) -> PackedBatch:
+    """One in four sequences of the present version, one and three versions old, and sampled by
+    three versions one after another; engine log-probs are spread around those of a random model."""
+    batch = random_batch(lengths, num_mini_batches=1, seed=seed, policy_version=present)
+    starts = batch.cu_seqlens[:-1] + batch.prompt_lengths
+    for index, (start, stop) in enumerate(zip(starts, batch.cu_seqlens[1:], strict=True)):
+        versions = batch.policy_versions[start:stop]
+        versions[:] = (present, present - 1, present - 3, present)[index % 4]
+        if index % 4 == 3:
+            versions[: 2 * len(versions) // 3] = present - 1
+            versions[: len(versions) // 3] = present - 3
+    batch.logprobs_rollout[:] += np.random.default_rng(seed + 1).normal(
+        -1.0, 0.7, len(batch.tokens)
+    )
+    return batch
+
+
 RAGGED = [5, 61, 2, 33, 40, 7, 19, 90, 12, 28, 3, 50]

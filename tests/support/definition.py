@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.data.batch import PackedBatch
 
 
@@ -29,8 +31,13 @@ def batch_logprobs(folder: Path, batch: PackedBatch, dtype: torch.dtype) -> np.n
     return result
 
 
-def loss_and_gradients(folder: Path, batch: PackedBatch) -> tuple[float, dict[str, np.ndarray]]:
+def loss_and_gradients(
+    folder: Path, batch: PackedBatch, importance: ImportanceConfig | None = None
+) -> tuple[float, dict[str, np.ndarray]]:
     """Of the first mini-batch, with old log-probs 0.15 sin(t) above the present ones."""
+    importance = importance or ImportanceConfig()
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so little work is several times slower on threads that wait
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64)
     for index in batch.mini_batches[0]:
@@ -38,11 +45,38 @@ def loss_and_gradients(folder: Path, batch: PackedBatch) -> tuple[float, dict[st
         logprobs = sequence_logprobs(model, torch.from_numpy(batch.tokens[start:stop]))
         places = torch.arange(start + 1, stop)
         old = logprobs.detach() + 0.15 * torch.sin(places.double())
+        weight, old = corrected(old, batch, slice(start + 1, stop), importance)
         ratio = (logprobs - old).exp()
         advantages = torch.from_numpy(batch.advantages[start + 1 : stop]).double()
         weights = torch.from_numpy(batch.loss_weights[start + 1 : stop]).double()
         surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-        total = total - (weights * surrogate).sum()
+        total = total - (weights * weight * surrogate).sum()
     total.backward()
+    torch.set_num_threads(num_threads)
     gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
     return total.item(), gradients
+
+
+def corrected(
+    proximal: torch.Tensor, batch: PackedBatch, tokens: slice, importance: ImportanceConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Importance weights and old log-probs of some tokens of one sequence, one after another."""
+    present = batch.policy_versions.max()
+    old, weights, gaps = proximal.clone(), torch.ones_like(proximal), {}
+    for place, version in enumerate(batch.policy_versions[tokens]):
+        rollout = float(batch.logprobs_rollout[tokens][place])
+        stale = 0 <= version < present
+        if stale and importance.stale_logprobs == "rollout":
+            old[place] = rollout
+        elif stale or (version == present and importance.scope == "all"):
+            gaps[place] = float(proximal[place]) - rollout
+    mean = sum(gaps.values()) / max(1, len(gaps))
+    for place, gap in gaps.items():
+        ratio = math.exp(gap if importance.level == "token" else mean)
+        inside = importance.low <= ratio <= importance.high
+        if not inside and importance.bound == "truncate":
+            ratio = importance.low if ratio < importance.low else importance.high
+        elif not inside and importance.bound == "mask":
+            ratio = 0.0
+        weights[place] = ratio
+    return weights, old

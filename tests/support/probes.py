@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.data.batch import PackedBatch
 from megadapo.trainer.result import RankUpdate
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megadapo.trainer.micro_batch import MicroBatch
+    from megadapo.trainer.off_policy import OldPolicy
     from megadapo.trainer.rank import TrainerRank
 
 
@@ -39,25 +41,51 @@ def gradients(
     rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch
 ) -> Gradients | None:
     """Loss and full gradients of the first mini-batch, from rank 0."""
+    found = _gradients(build(rendezvous, settings), batch, settings.importance)
+    return found if rendezvous.rank == 0 else None
+
+
+def gradients_by_case(
+    rendezvous: Rendezvous,
+    settings: TrainerSettings,
+    batch: PackedBatch,
+    cases: dict[str, ImportanceConfig],
+) -> dict[str, Gradients] | None:
+    """`gradients` for several ways to weight stale tokens, on one and the same trainer."""
+    rank = build(rendezvous, settings)
+    found = {name: _gradients(rank, batch, importance) for name, importance in cases.items()}
+    return found if rendezvous.rank == 0 else None
+
+
+def _gradients(rank: TrainerRank, batch: PackedBatch, importance: ImportanceConfig) -> Gradients:
     from megadapo.trainer.micro_batch import trained_tokens
+    from megadapo.trainer.off_policy import old_policy
     from megadapo.trainer.step import compute_gradients
 
-    rank = build(rendezvous, settings)
     predicted, _ = trained_tokens(batch)
-    cut = rank.micro_batches(batch, batch.mini_batches[0], predicted, 0)
+    present = int(batch.policy_versions.max())
+    cut = rank.micro_batches(batch, batch.mini_batches[0], predicted, present)
     old = [
-        shifted(micro_batch, values)
+        old_policy(micro_batch, shifted(micro_batch, values), importance)
         for micro_batch, values in zip(cut, rank.logprobs_of(cut), strict=False)
     ]
     # megatron-core learns in the first pass what to wait for, and overlaps from the second on
-    for _ in range(1 + settings.trainer.overlap_grad_reduce):
+    for _ in range(1 + rank.settings.trainer.overlap_grad_reduce):
         sums, _ = compute_gradients(rank.chunks, rank.head, cut, old)
     rank.optimizer.prepare_grads()
     norm = float(rank.optimizer.get_grad_norm())
     _gather_gradients(rank)
     sums = sums.reduced(contributes=rank.has_results, device=rank.device)
     full = gathered(rank, {name: param.main_grad for name, param in rank.parameters.items()})
-    return Gradients(sums.loss, full, norm) if rendezvous.rank == 0 else None
+    return Gradients(sums.loss, full, norm)
+
+
+def held_against(rank: TrainerRank, cut: list[MicroBatch]) -> list[OldPolicy]:
+    """What an update of the present weights is held against."""
+    from megadapo.trainer.off_policy import old_policy
+
+    pairs = zip(cut, rank.logprobs_of(cut), strict=False)
+    return [old_policy(*pair, rank.settings.importance) for pair in pairs]
 
 
 def _gather_gradients(rank: TrainerRank) -> None:
@@ -101,13 +129,16 @@ def train(
     load: Path | None = None,
     save: Path | None = None,
     first_step: int = 1,
+    policy_version: int = 0,
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Results of the steps and the full weights after them; on every rank."""
     rank = build(rendezvous, settings)
     if load is not None:
         rank.load(load)
     steps = range(first_step, first_step + num_steps)
-    results = [asdict(rank.update(batch, policy_version=0, step=step)) for step in steps]
+    results = [
+        asdict(rank.update(batch, policy_version=policy_version, step=step)) for step in steps
+    ]
     if save is not None:
         rank.save(save)
     return results, weights(rank)
@@ -169,7 +200,7 @@ def traffic(
     rank.config.finalize_model_grads_func = look_and_finalize
     cut = rank.micro_batches(batch, batch.mini_batches[0], trained_tokens(batch)[0], 0)
     for _ in range(2):
-        sums, _ = compute_gradients(rank.chunks, rank.head, cut, rank.logprobs_of(cut))
+        sums, _ = compute_gradients(rank.chunks, rank.head, cut, held_against(rank, cut))
     step_if_finite(rank.optimizer, loss=sums.loss, lr=1e-3)
     before = [param.detach().clone() for param in rank.parameters.values()]
     gather_weights_now(rank.chunks)
@@ -201,7 +232,7 @@ def steps_with_losses(
     cut = rank.micro_batches(batch, batch.mini_batches[0], trained_tokens(batch)[0], 0)
     answers = []
     for loss in losses:
-        compute_gradients(rank.chunks, rank.head, cut, rank.logprobs_of(cut))
+        compute_gradients(rank.chunks, rank.head, cut, held_against(rank, cut))
         before = state_bits(rank)
         step = step_if_finite(rank.optimizer, loss=loss, lr=1e-3)
         answers.append((asdict(step), state_bits(rank) != before))

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
@@ -153,6 +154,7 @@ def settings_for(
     grad_clip: float = 1.0,
     recompute: bool = False,
     dtype: str = "float32",
+    importance: ImportanceConfig | None = None,
 ) -> TrainerSettings:
     """Settings of a trainer over a tiny model."""
     return TrainerSettings(
@@ -176,6 +178,7 @@ def settings_for(
             ),
         ),
         objective=PolicyObjective(),
+        importance=importance or ImportanceConfig(),
         temperature=temperature,
         seed=seed,
     )

@@ -41,7 +41,11 @@ rollout/tokens_per_s_min, rollout/tokens_per_s_max, rollout/engine_tokens_min,
 rollout/engine_tokens_max, train/rank_tokens_min, train/rank_tokens_max, policy/loss,
 policy/entropy, policy/ratio_mean, policy/ratio_first_max_error, policy/clip_low_fraction,
 policy/clip_high_fraction, policy/token_probability_mean, policy/grad_norm, policy/lr,
-policy/skipped_updates, parity/logprob_abs_mean, parity/logprob_abs_max, eval/accuracy
+policy/skipped_updates, parity/logprob_abs_mean, parity/logprob_abs_max,
+parity/batch_shape_abs_mean, parity/batch_shape_abs_max, parity/engine_abs_mean,
+parity/engine_abs_max, staleness/token_share, staleness/mean, staleness/max,
+staleness/logprob_drift_mean, staleness/logprob_drift_max, staleness/weight_truncated_share,
+staleness/weight_masked_share, eval/accuracy
 """
 
 

@@ -16,8 +16,7 @@ def record(step: int = 1, **values: float | None) -> MetricRecord:
     healthy: MetricRecord = dict.fromkeys(METRIC_NAMES)
     healthy |= {
         "step": step,
-        "groups/kept": 8,
-        "groups/from_reserve": 3,
+        "staleness/token_share": 0.4,
         "policy/loss": 0.1,
         "policy/ratio_first_max_error": 0.0,
         "policy/skipped_updates": 0,
@@ -59,13 +58,13 @@ def test_one_skipped_step_is_survived_and_two_in_a_row_are_not():
         check_oracles([record(1, **skipped), record(2, **skipped)], CONFIG)
 
 
-def test_a_batch_all_from_the_reserve_has_no_parity_to_measure():
+def test_a_batch_of_stale_tokens_alone_has_no_parity_to_measure():
     """Its tokens come from the policy before, so there is nothing that could agree."""
     unmeasured = {"parity__logprob_abs_max": None, "parity__logprob_abs_mean": None}
-    check_oracles([record(groups__from_reserve=8, **unmeasured)], CONFIG)
+    check_oracles([record(staleness__token_share=1.0, **unmeasured)], CONFIG)
     with pytest.raises(OracleError, match="ratio_first_max_error"):
         broken = {"policy__ratio_first_max_error": 1e-6}
-        check_oracles([record(groups__from_reserve=8, **unmeasured, **broken)], CONFIG)
+        check_oracles([record(staleness__token_share=1.0, **unmeasured, **broken)], CONFIG)
 
 
 def test_bounds_that_can_never_hold_are_refused():

@@ -136,8 +136,7 @@ def verdict(records: list[MetricRecord], bounds: dict[str, object], key: str) ->
 
 
 def gap(step: int, value: float | None, **more: float) -> MetricRecord:
-    reserve = {"groups/from_reserve": 0, "groups/kept": 8} | more
-    return {"step": step, "parity/logprob_abs_max": value, **reserve}
+    return {"step": step, "parity/logprob_abs_max": value, "staleness/token_share": 0.0, **more}
 
 
 def test_oracles_show_the_worst_step_and_one_broken_step_among_many() -> None:
@@ -150,7 +149,7 @@ def test_oracles_show_the_worst_step_and_one_broken_step_among_many() -> None:
 
 
 def test_oracles_take_nan_for_the_worst_and_leave_out_what_the_run_leaves_out() -> None:
-    records = [gap(1, 1e-9), gap(2, math.nan), gap(3, 5.0, **{"groups/from_reserve": 8})]
+    records = [gap(1, 1e-9), gap(2, math.nan), gap(3, 5.0, **{"staleness/token_share": 1.0})]
     found = verdict(records, {"logprob_abs_max": 1e-5}, "logprob_abs_max")
     assert (found.status, found.worst, found.worst_step) == ("broken", "nan", 2)
     assert found.cells == [1, 0, 1]

@@ -15,7 +15,7 @@ from megadapo.rewards.verifier import VerifierCounts
 from megadapo.rollout.activity import EngineActivity
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.run.step_metrics import step_metrics, step_notes, verifier_note
-from megadapo.trainer.result import RankShare, UpdateResult
+from megadapo.trainer.result import ParityCauses, RankShare, Staleness, UpdateResult
 from tests.support.saved_groups import saved_group
 
 SAMPLED = SampledBatch(
@@ -124,6 +124,17 @@ def test_every_name_but_the_runs_own_times_is_given():
 
 def test_parity_without_fresh_tokens_is_unmeasured_and_not_nan():
     assert metrics()["parity/logprob_abs_max"] is None
+
+
+def test_staleness_and_the_causes_of_the_gap_have_their_names():
+    causes = ParityCauses(batch_shape_abs_mean=1e-7, engine_abs_max=0.5)
+    stale = Staleness(token_share=0.25, max=3, weight_truncated_share=0.5)
+    update = replace(UPDATE, parity_causes=causes, staleness=stale)
+    found = step_metrics(3, SAMPLED, update, None, policy_version=7, config=CONFIG)
+    assert (found["parity/batch_shape_abs_mean"], found["parity/engine_abs_max"]) == (1e-7, 0.5)
+    assert (found["staleness/token_share"], found["staleness/max"]) == (0.25, 3)
+    assert found["staleness/weight_truncated_share"] == 0.5
+    assert found["staleness/weight_masked_share"] is None
 
 
 def test_the_policy_version_is_the_engines_and_not_the_steps():

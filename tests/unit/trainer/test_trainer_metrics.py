@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
+from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.trainer.metrics import MiniBatchSums, summarize
 
 
@@ -29,6 +31,7 @@ def sums(**changes: float) -> MiniBatchSums:
 
 def step_of(mini_batches: list[MiniBatchSums], **changes):
     usual = {"grad_norms": [1.0], "skipped_updates": 0, "num_dropped_tokens": 0, "lr": 1e-6}
+    usual |= {"version_gaps": np.zeros(4, dtype=np.int32), "importance": ImportanceConfig()}
     return summarize(mini_batches, **(usual | changes))
 
 
@@ -54,6 +57,29 @@ def test_parity_takes_the_mean_over_compared_tokens_and_the_largest_of_all() -> 
     assert result.logprob_abs_mean == pytest.approx(0.25)
     result = step_of([sums(max_logprob_difference=0.1), sums(max_logprob_difference=0.7)])
     assert result.logprob_abs_max == 0.7
+
+
+def test_staleness_is_over_tokens_and_shares_are_of_the_weighted_ones() -> None:
+    stale = sums(num_stale=3.0, logprob_drift=0.6, max_logprob_drift=0.3, num_weighted=4.0)
+    more = sums(num_stale=1.0, logprob_drift=0.6, max_logprob_drift=0.6, num_outside=1.0)
+    gaps = np.array([0, 0, 0, 0, 1, 1, 3, 3])
+    found = step_of([stale, more], version_gaps=gaps).staleness
+    assert (found.token_share, found.mean, found.max) == (0.5, 1.0, 3)
+    assert found.logprob_drift_mean == pytest.approx(0.3) and found.logprob_drift_max == 0.6
+    assert (found.weight_truncated_share, found.weight_masked_share) == (0.25, 0.0)
+    mask = ImportanceConfig(bound="mask")
+    found = step_of([stale, more], version_gaps=gaps, importance=mask).staleness
+    assert (found.weight_truncated_share, found.weight_masked_share) == (0.0, 0.25)
+
+
+def test_a_step_without_stale_or_probed_tokens_has_no_drift_and_no_causes() -> None:
+    """0.0 would read as an engine that agrees to the last bit."""
+    result = step_of([sums()])
+    assert result.staleness.token_share == 0.0 and result.staleness.logprob_drift_max is None
+    assert result.staleness.weight_truncated_share is None
+    assert set(vars(result.parity_causes).values()) == {None}
+    nothing = step_of([sums()], version_gaps=np.empty(0, dtype=np.int32)).staleness
+    assert set(vars(nothing).values()) == {None}
 
 
 def test_what_was_not_measured_is_nan_not_zero() -> None:

@@ -1,0 +1,135 @@
+"""Importance weights against their definition in float64, by token and by sequence."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megadapo.algorithm.importance import (
+    ImportanceConfig,
+    bounded_weights,
+    importance_ratios,
+    is_outside,
+)
+from megadapo.errors import ConfigError
+
+LENGTHS = (3, 1, 0, 40, 7)
+"""Sequence 2 has no weighted token."""
+
+
+def log_probs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -3 * torch.rand(sum(LENGTHS), generator=generator)
+    proximal = rollout + 0.8 * torch.randn(sum(LENGTHS), generator=generator)
+    return proximal, rollout, torch.repeat_interleave(torch.arange(5), torch.tensor(LENGTHS))
+
+
+def defined(
+    proximal: torch.Tensor, rollout: torch.Tensor, sequences: torch.Tensor, config: ImportanceConfig
+) -> list[float]:
+    """The weights as the documentation says them, one token at a time."""
+    gaps = [float(a) - float(b) for a, b in zip(proximal, rollout, strict=True)]
+    if config.level == "sequence":
+        own: dict[int, list[float]] = {}
+        for gap, sequence in zip(gaps, sequences.tolist(), strict=True):
+            own.setdefault(sequence, []).append(gap)
+        gaps = [math.fsum(own[s]) / len(own[s]) for s in sequences.tolist()]
+    ratios = [math.exp(gap) for gap in gaps]
+    if config.bound == "truncate":
+        return [min(max(ratio, config.low), config.high) for ratio in ratios]
+    if config.bound == "mask":
+        return [ratio if config.low <= ratio <= config.high else 0.0 for ratio in ratios]
+    return ratios
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("bound", ["truncate", "mask", "none"])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.05), (0.9, 1.1)])
+def test_weights_are_those_of_the_definition(
+    level: str, bound: str, low: float, high: float
+) -> None:
+    config = ImportanceConfig(level=level, bound=bound, low=low, high=high)
+    proximal, rollout, sequences = log_probs()
+    ratios = importance_ratios(proximal, rollout, sequences, num_sequences=5, level=level)
+    weights = bounded_weights(ratios, config)
+    expected = defined(proximal, rollout, sequences, config)
+    np.testing.assert_allclose(weights.numpy(), expected, rtol=2e-6)
+    changed = int((weights != ratios).sum())
+    assert int(is_outside(ratios, config).sum()) == changed
+    assert (changed > 0) == (bound != "none")
+
+
+def test_a_sequences_ratio_has_the_same_bits_in_any_micro_batch() -> None:
+    """A sum in another order would make a mask of a sequence depend on the split."""
+    proximal, rollout, sequences = log_probs()
+    whole = importance_ratios(proximal, rollout, sequences, num_sequences=5, level="sequence")
+    for sequence in (0, 1, 3, 4):
+        own = torch.nonzero(sequences == sequence).squeeze(1)
+        shuffled = own[torch.randperm(len(own), generator=torch.Generator().manual_seed(1))]
+        alone = importance_ratios(
+            proximal[shuffled],
+            rollout[shuffled],
+            torch.zeros_like(shuffled),
+            num_sequences=1,
+            level="sequence",
+        )
+        assert alone.unique().tolist() == whole[own].unique().tolist()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_hundred_thousand_extreme_tokens_give_finite_weights(level: str) -> None:
+    size = 100_000
+    proximal, rollout = torch.full((size,), -1e4), torch.zeros(size)
+    sequences = torch.zeros(size, dtype=torch.int64)
+    for sign in (1, -1):
+        ratios = importance_ratios(
+            sign * proximal, rollout, sequences, num_sequences=1, level=level
+        )
+        assert ratios.isfinite().all()
+        assert ratios[0].item() == pytest.approx(math.exp(-20 * sign), rel=1e-6)
+
+
+def test_equal_log_probs_weigh_exactly_one() -> None:
+    """On-policy tokens under scope = "all" must train as they would without weights."""
+    proximal, _, sequences = log_probs()
+    for level in ("token", "sequence"):
+        ratios = importance_ratios(proximal, proximal, sequences, num_sequences=5, level=level)
+        assert (bounded_weights(ratios, ImportanceConfig(bound="mask")) == 1.0).all()
+
+
+def test_a_log_prob_that_is_no_number_reaches_the_loss() -> None:
+    """A mask that hid it would train on with a model that is broken."""
+    broken = torch.tensor([math.nan, -1.0])
+    for bound in ("truncate", "mask", "none"):
+        ratios = importance_ratios(
+            broken, torch.zeros(2), torch.arange(2), num_sequences=2, level="token"
+        )
+        assert bounded_weights(ratios, ImportanceConfig(bound=bound)).isnan().tolist() == [
+            True,
+            False,
+        ]
+
+
+def test_no_token_is_no_error() -> None:
+    nothing = torch.empty(0)
+    for level in ("token", "sequence"):
+        ratios = importance_ratios(nothing, nothing, nothing.long(), num_sequences=3, level=level)
+        assert len(bounded_weights(ratios, ImportanceConfig())) == 0
+
+
+@pytest.mark.parametrize("values", [{"low": 1.1}, {"high": 0.9}, {"high": 0.0}, {"low": -0.1}])
+def test_bounds_that_exclude_an_unchanged_policy_are_refused(values: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="algorithm.importance"):
+        ImportanceConfig(**values)
+
+
+@pytest.mark.parametrize("stale_logprobs", ["rollout", "none"])
+def test_keys_without_effect_are_refused(stale_logprobs: str) -> None:
+    """A mask that is set and never applied would be believed in."""
+    with pytest.raises(ConfigError, match=r"algorithm\.importance\.bound.*stale_logprobs"):
+        ImportanceConfig(stale_logprobs=stale_logprobs, bound="mask")
+    ImportanceConfig(stale_logprobs=stale_logprobs)
+    ImportanceConfig(stale_logprobs=stale_logprobs, bound="mask", scope="all")
