@@ -48,8 +48,8 @@ class RolloutConfig(Section, title="rollout"):
     """vLLM's batch-invariant kernels on CUDA: the same bits for every batch, at a cost in speed."""
     start_timeout_s: Timeout = 900.0
     """Seconds an engine may take to load and answer."""
-    round_timeout_s: Timeout = 7200.0
-    """Seconds one round of generation may take before the engines count as stuck."""
+    engine_progress_timeout_s: Timeout = 180.0
+    """Seconds an engine may give no token while it has work before it counts as stuck."""
 
     def conflicts(self) -> Iterator[str]:
         if self.top_p < 1.0:

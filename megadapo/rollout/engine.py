@@ -5,36 +5,26 @@ The actor's loop only submits requests and collects results; the model runs in v
 
 from __future__ import annotations
 
-import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
+from megadapo.cluster.calls import ProcessDied
 from megadapo.cluster.reaper import kill_marked, start_reaper
 from megadapo.errors import InfraError
+from megadapo.rollout.activity import ActivityCounter, EngineActivity
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.failure import START_LINE, describe_failure
 from megadapo.rollout.platform import EnginePlatform
-from megadapo.rollout.requests import (
-    GroupRequest,
-    GroupResponse,
-    LogprobTable,
-    Response,
-    SamplingSettings,
-    sampled_logprobs,
-)
+from megadapo.rollout.requests import EngineReport, GroupRequest, SamplingSettings, StopReport
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-    from vllm.outputs import RequestOutput
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+    from megadapo.rollout.generation import Generation
 
 WeightDtype = Literal["float32", "bfloat16"]
 """Type of an engine's weights and activations."""
@@ -42,8 +32,7 @@ WeightDtype = Literal["float32", "bfloat16"]
 WeightsFrom = Literal["folder", "trainer"]
 """Whether an engine loads the model's weights, or waits for a trainer to publish its own."""
 
-WEIGHT_TRANSFER_BACKEND = "megadapo"
-"""Name under which weights/sync/vllm_plugin.py registers our weight-transfer engine."""
+START_POLL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +61,9 @@ class RolloutEngine:
         self._updating = False
         self._asleep = False
         self._failed_in: str | None = None
-        self._num_requests = 0
+        self._counter = ActivityCounter(spec.config.max_num_seqs)
         self._llm: AsyncLLM | None = None
+        self._generation: Generation | None = None
         _redirect_output(spec.log_file)
         os.environ.update(spec.platform.environment(spec.config))
         self._reaper = start_reaper(self._mark)
@@ -86,43 +76,51 @@ class RolloutEngine:
                 the cause and what to change.
         """
         try:
-            self._llm = _start_vllm(self._spec)
-            if self._spec.platform.adds_stage_buffers(self._spec.config):
-                await self._llm.collective_rpc("allocate_stage_buffers")
-            warm_up = GroupRequest(key=0, prompt_ids=(0,), seeds=(0,))
-            async for _ in self.generate(
-                [warm_up], SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=1)
-            ):
-                pass
+            await self._start_vllm()
+            await self._answer_one()
         except InfraError:
             raise
         except Exception as error:
             # vLLM raises many types at start-up; the boundary turns each into one message
             raise InfraError(self._describe("could not start", error)) from None
 
-    async def generate(
-        self, groups: Sequence[GroupRequest], settings: SamplingSettings
-    ) -> AsyncIterator[list[GroupResponse]]:
-        """Generate all groups and hand them over as they finish.
+    async def submit(self, groups: Sequence[GroupRequest]) -> None:
+        """Begin to generate the groups; `collect` hands them over as they finish.
 
-        Nothing runs before everything is submitted, so that the order of the work inside the
-        engine, and with it every bit of the result, is a function of the requests alone.
+        Raises:
+            InfraError: vLLM refused a request, or the engine cannot generate now.
         """
-        llm = self._ready()
-        finished: asyncio.Queue[asyncio.Task[GroupResponse]] = asyncio.Queue()
+        generation = self._ready()
         try:
-            tasks = await self._submit_all(llm, groups, settings)
-            for task in tasks:
-                task.add_done_callback(finished.put_nowait)
-            num_left = len(tasks)
-            while num_left:
-                done = [await finished.get()]
-                while not finished.empty():
-                    done.append(finished.get_nowait())
-                num_left -= len(done)
-                yield [task.result() for task in done]
+            await generation.submit(groups, self._policy_version)
         except Exception as error:
-            raise InfraError(self._describe("failed while generating", error)) from None
+            raise self._failure("failed while generating", error) from None
+
+    async def collect(self, max_wait_s: float, num_for_report: int) -> EngineReport:
+        """Return as soon as a group has finished or `num_for_report` responses have ended, and
+        after `max_wait_s` seconds at the latest.
+
+        Raises:
+            ProcessDied: vLLM's processes are gone.
+        """
+        assert self._generation is not None, "start first"
+        try:
+            return await self._generation.collect(max_wait_s, num_for_report)
+        except Exception as error:
+            raise self._failure("failed while generating", error) from None
+
+    async def stop(self, keys: Collection[int], keep: bool) -> tuple[StopReport, EngineReport]:
+        """End groups, and hand over what they have so far if it is to be kept."""
+        assert self._generation is not None, "start first"
+        try:
+            stopped = await self._generation.stop(keys, keep=keep)
+            return stopped, self._generation.report()
+        except Exception as error:
+            raise self._failure("failed while stopping", error) from None
+
+    def activity(self) -> EngineActivity:
+        """What the engine did since the last call."""
+        return self._counter.take()
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Hand `init_info` to the weight-transfer engine of every rank."""
@@ -175,58 +173,33 @@ class RolloutEngine:
         kill_marked(self._mark)
         if self._llm is not None:
             self._llm.shutdown(timeout=0)
-            self._llm = None
+            self._llm = self._generation = None
 
-    async def _submit_all(
-        self, llm: AsyncLLM, groups: Sequence[GroupRequest], settings: SamplingSettings
-    ) -> list[asyncio.Task[GroupResponse]]:
-        # also forgets cached prefixes: what is cached must not depend on earlier rounds
-        await llm.pause_generation(mode="keep", clear_cache=True)
-        try:
-            waiting = [
-                [await self._submit(llm, group.prompt_ids, seed, settings) for seed in group.seeds]
-                for group in groups
-            ]
-        finally:
-            await llm.resume_generation()
-        return [
-            asyncio.create_task(self._collect(group.key, collectors, self._policy_version))
-            for group, collectors in zip(groups, waiting, strict=True)
-        ]
+    async def _start_vllm(self) -> None:
+        from megadapo.rollout.start_vllm import start_vllm
 
-    async def _submit(
-        self, llm: AsyncLLM, prompt_ids: Sequence[int], seed: int, settings: SamplingSettings
-    ) -> RequestOutputCollector:
-        from vllm.inputs import tokens_input
+        spec = self._spec
+        self._llm = start_vllm(spec, self._counter)
+        if spec.platform.adds_stage_buffers(spec.config):
+            await self._llm.collective_rpc("allocate_stage_buffers")
+        self._begin_to_count()
 
-        self._num_requests += 1
-        return await llm.add_request(
-            str(self._num_requests),
-            tokens_input(list(prompt_ids)),
-            _sampling_params(settings, seed),
-        )
+    def _begin_to_count(self) -> None:
+        """The driver counts what it asks for; the answer that ended the start is not among it."""
+        from megadapo.rollout.generation import Generation
 
-    async def _collect(
-        self, key: int, waiting: Sequence[RequestOutputCollector], version: int
-    ) -> GroupResponse:
-        outputs = cast("list[RequestOutput]", [await collector.get() for collector in waiting])
-        texts = self._decode([output.outputs[0].token_ids for output in outputs])
-        responses = tuple(
-            _response(output, text, version) for output, text in zip(outputs, texts, strict=True)
-        )
-        return GroupResponse(key=key, responses=responses, engine=self._spec.index)
+        assert self._llm is not None, "start_vllm first"
+        self._generation = Generation(self._llm, self._counter, engine=self._spec.index)
 
-    def _decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        assert self._llm is not None
-        tokenizer = cast("PreTrainedTokenizerBase", self._llm.get_tokenizer())
-        return tokenizer.batch_decode(
-            [list(ids) for ids in token_ids],
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
-        )
+    async def _answer_one(self) -> None:
+        settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=1)
+        await self.submit([GroupRequest(key=0, prompt_ids=(0,), seeds=(0,), settings=settings)])
+        while not (await self.collect(START_POLL_S, 1)).groups:
+            pass
+        self._begin_to_count()
 
-    def _ready(self) -> AsyncLLM:
-        if self._llm is None:
+    def _ready(self) -> Generation:
+        if self._generation is None:
             state = "is not started"
         elif self._failed_in is not None:
             state = self._out_of_service()
@@ -235,7 +208,7 @@ class RolloutEngine:
         elif self._asleep:
             state = "sleeps"
         else:
-            return self._llm
+            return self._generation
         raise InfraError(f"rollout engine {self._spec.index} {state} and cannot generate")
 
     async def _call(self, method: str, *args: object) -> Any:
@@ -252,77 +225,21 @@ class RolloutEngine:
             return await getattr(self._llm, method)(*args)
         except Exception as error:
             self._failed_in = method
-            raise InfraError(self._describe(f"failed in {method}", error)) from None
+            raise self._failure(f"failed in {method}", error) from None
 
     def _out_of_service(self) -> str:
         return f"is out of service since it failed in {self._failed_in}; it must start anew"
+
+    def _failure(self, what: str, error: Exception) -> InfraError:
+        """What to raise for an error of vLLM's."""
+        kind = ProcessDied if self._llm is not None and self._llm.errored else InfraError
+        return kind(self._describe(what, error))
 
     def _describe(self, what: str, error: Exception) -> str:
         detail = f"{type(error).__name__}: {error}"
         return describe_failure(
             f"rollout engine {self._spec.index} {what}", detail, self._spec.log_file
         )
-
-
-def _start_vllm(spec: EngineSpec) -> AsyncLLM:
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.plugins import load_general_plugins
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    # our weight-transfer engine must be registered before the configuration is checked
-    load_general_plugins()
-    from_trainer = spec.weights_from == "trainer"
-    arguments = AsyncEngineArgs(
-        model=spec.model,
-        dtype=spec.dtype,
-        load_format="dummy" if from_trainer else "auto",
-        tensor_parallel_size=spec.config.tensor_parallel,
-        pipeline_parallel_size=spec.config.pipeline_parallel,
-        enable_expert_parallel=spec.config.expert_parallel,
-        # inside a Ray actor vLLM would choose Ray for more than one rank
-        distributed_executor_backend="mp" if spec.config.ranks_per_engine > 1 else "uni",
-        max_model_len=spec.max_model_len,
-        max_num_seqs=spec.config.max_num_seqs,
-        enable_prefix_caching=spec.config.prefix_caching,
-        logprobs_mode="processed_logprobs",
-        weight_transfer_config=(
-            WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND) if from_trainer else None
-        ),
-        disable_log_stats=True,
-        seed=0,
-        **spec.platform.engine_arguments(spec.config, spec.max_model_len),
-    )
-    return AsyncLLM.from_engine_args(arguments)
-
-
-def _sampling_params(settings: SamplingSettings, seed: int) -> SamplingParams:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    return SamplingParams(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        max_tokens=settings.max_tokens,
-        seed=seed,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _response(output: RequestOutput, text: str, policy_version: int) -> Response:
-    completion = output.outputs[0]
-    if completion.finish_reason not in ("stop", "length"):
-        raise InfraError(f"vLLM ended a response with {completion.finish_reason!r}")
-    table = cast(LogprobTable | None, completion.logprobs)  # flat_logprobs asked for it
-    return Response(
-        token_ids=np.asarray(completion.token_ids, dtype=np.int32),
-        logprobs=sampled_logprobs(completion.token_ids, table),
-        finish_reason=cast(Literal["stop", "length"], completion.finish_reason),
-        text=text,
-        policy_versions=np.full(len(completion.token_ids), policy_version, dtype=np.int32),
-    )
 
 
 def _redirect_output(log_file: Path) -> None:

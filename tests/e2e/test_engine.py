@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from megadapo.errors import InfraError
 from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.config import EvaluationConfig, SamplingConfig
 from megadapo.rollout.evaluation import evaluate
-from megadapo.rollout.requests import GroupRequest, SamplingSettings, response_seeds
+from megadapo.rollout.requests import SamplingSettings, response_seeds
 from megadapo.rollout.reserve import encode_group
 from megadapo.rollout.sampler import Sampler
 from tests.support.engine_checks import (
@@ -20,8 +21,10 @@ from tests.support.engine_checks import (
     MAX_PROMPT_TOKENS,
     MAX_RESPONSE_TOKENS,
     Reference,
+    all_finished,
     ask,
     bits,
+    group_request,
     make_requests,
     running_engines,
     worst_error,
@@ -62,7 +65,7 @@ def test_logprobs_are_the_models_at_the_sampling_temperature(engines, reference,
 def test_first_tokens_follow_the_models_distribution(engines, reference):
     """The generation config's top-k, temperature and repetition penalty must not be applied."""
     prompt, num_draws = (7, 9, 11, 30), 4000
-    group = GroupRequest(key=0, prompt_ids=prompt, seeds=response_seeds(num_draws, "first"))
+    group = group_request(0, prompt, response_seeds(num_draws, "first"))
     (answers,) = ask(engines, [group], max_tokens=1).values()
     counts = np.bincount([response.token_ids[0] for response in answers], minlength=50)
     expected = num_draws * reference.distribution(prompt)[-1].double().exp().numpy()
@@ -71,13 +74,74 @@ def test_first_tokens_follow_the_models_distribution(engines, reference):
 
 
 def test_a_response_does_not_depend_on_its_company(engines):
-    """On order, on the rest of the batch, or on what is cached: to the last bit, at two threads."""
+    """On order, priority, the rest of the batch, or what is cached: to the last bit."""
     groups = make_requests(40, 4)
     expected = bits(ask(engines, groups))
     assert bits(ask(engines, groups)) == expected
-    assert bits(ask(engines, groups[::-1])) == expected
+    engines.call_all("reset_prefix_cache", timeout_s=60)
+    urgent = [replace(group, priority=-group.key % 3) for group in groups[::-1]]
+    assert bits(ask(engines, urgent)) == expected
     for some in (groups[30:33], groups[4:5]):
         assert bits(ask(engines, some)) == {group.key: expected[group.key] for group in some}
+
+
+def test_groups_come_as_they_finish_and_make_room(engines):
+    """A driver that waits for the whole round, or does not see free slots, keeps engines idle."""
+    slots = engines.room
+    groups = make_requests(30, 4)
+    engines.submit(groups)
+    assert engines.room == slots - 120
+    calls = [engines.finished() for _ in range(3)]
+    assert engines.num_in_flight == 30 - sum(map(len, calls)) > 0
+    assert slots - 120 < engines.room < slots
+    assert engines.finished(timeout_s=0.0) is not None
+    last = list(all_finished(engines))[-1]
+    assert engines.room == slots and engines.finished() == []
+    assert last.seconds > 0
+
+
+def test_stopped_groups_are_continued(engines, reference):
+    """Catches tokens that are lost or counted twice, log-probs of another position, noise that
+    repeats itself, and a continuation that exceeds the limit or has no end."""
+    groups = make_requests(40, 4)
+    whole = ask(engines, groups)
+    engines.submit(groups)
+    early = engines.finished()
+    stopped = engines.stop(keep=True)
+    assert engines.num_in_flight == 0
+    assert {one.key for one in early} | set(stopped.keys) == set(whole)
+    parts = {one.key: one.responses for one in stopped.unfinished}
+    responses = [response for group in parts.values() for response in group]
+    assert stopped.num_tokens == sum(len(response.token_ids) for response in responses)
+    assert {"unfinished"} <= {response.finish_reason for response in responses}
+    for key, group in parts.items():
+        for part, full in zip(group, whole[key], strict=True):
+            assert (full.token_ids[: len(part.token_ids)] == part.token_ids).all()
+
+    again = [replace(group, begun=parts[group.key]) for group in groups if group.key in parts]
+    answers = ask(engines, again)
+    assert worst_error(reference, again, answers) < 1e-5
+    assert bits(ask(engines, again)) == bits(answers)
+    for key, group in answers.items():
+        for part, full in zip(parts[key], group, strict=True):
+            assert (full.token_ids[: len(part.token_ids)] == part.token_ids).all()
+            assert full.finish_reason in ("stop", "length")
+            assert (full.finish_reason == "length") == (
+                len(full.token_ids) == MAX_RESPONSE_TOKENS and full.token_ids[-1] != EOS
+            )
+            assert len(full.policy_versions) == len(full.token_ids) == len(full.logprobs)
+
+
+def test_only_the_chosen_groups_are_stopped(engines):
+    """Also catches a stop that loses groups which finished before the engine heard of it."""
+    groups = make_requests(30, 4)
+    engines.submit(groups)
+    stopped = engines.stop({3, 4, 5, 99}, keep=False)
+    assert stopped.keys == (3, 4, 5) and stopped.unfinished == () and stopped.num_tokens >= 0
+    assert len(list(all_finished(engines))) == 27
+    activity = engines.activity()[0]
+    assert 0 < activity.busy_seconds <= activity.seconds
+    assert 0 < activity.mean_running <= 1 and activity.num_tokens > 27 * 4
 
 
 def test_only_a_response_that_ends_itself_has_an_end_token(engines, model):
@@ -96,18 +160,17 @@ def test_only_a_response_that_ends_itself_has_an_end_token(engines, model):
 
 def test_the_seed_alone_decides(engines):
     seeds = response_seeds(6, "seeds")
-    groups = [GroupRequest(key=key, prompt_ids=(5, 6, 7), seeds=seeds) for key in (0, 1)]
+    groups = [group_request(key, (5, 6, 7), seeds) for key in (0, 1)]
     answers = bits(ask(engines, groups))
     assert answers[0] == answers[1]
     assert len({tokens for tokens, *_ in answers[0]}) == 6
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_and_not_the_engines_end(engines):
-    too_long = GroupRequest(
-        key=0, prompt_ids=(3,) * (MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS + 1), seeds=(1,)
-    )
+    too_long = group_request(0, (3,) * (MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS + 1), (1,))
     with pytest.raises(InfraError, match="engine 0 failed while generating: .*length"):
         ask(engines, [too_long])
+    assert engines.num_in_flight == 0
     groups = make_requests(3, 2)
     assert len(ask(engines, groups)) == 3
 

@@ -8,7 +8,7 @@ compared with what vLLM itself puts there from the checkpoint.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine import EngineSpec, RolloutEngine
 from megadapo.rollout.engines import Engines
 from megadapo.rollout.platform import EnginePlatform
+from megadapo.rollout.remote_engine import RemoteEngine
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
 from tests.support.tiny_models import make_engine_model
@@ -44,9 +45,8 @@ class SilentEngine(RolloutEngine):
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         super().__init__(spec)
 
-    async def generate(self, groups: object, settings: object) -> AsyncIterator[list]:
-        for nothing in ():
-            yield nothing
+    async def _answer_one(self) -> None:
+        """Not even that."""
 
     async def fingerprints(self) -> list[dict[str, tuple[list[int], int]]]:
         """Per rank: shape and checksum of every parameter."""
@@ -71,7 +71,7 @@ def start_silent_engine(folder: Path, log_folder: Path, weights_from: str) -> En
         platform=EnginePlatform(gpus=(), shares_gpus=True),
         log_file=log_folder / f"engine-{weights_from}.log",
     )
-    engines = Engines([ray.remote(num_cpus=0)(SilentEngine).remote(spec)], [spec])
+    engines = Engines([RemoteEngine(spec, {"num_cpus": 0}, SilentEngine)])
     engines.wait_until_ready()
     return engines
 

@@ -2,11 +2,12 @@
 
 import pytest
 
-from megadapo.rollout.requests import GroupRequest, response_seeds
+from megadapo.rollout.requests import response_seeds
 from tests.support.engine_checks import (
     Reference,
     ask,
     bits,
+    group_request,
     make_requests,
     running_engines,
     worst_error,
@@ -19,7 +20,7 @@ def test_two_engines_share_a_machine_and_agree(tiny_model, tmp_path):
     """Pinned to the same core they would be half as fast; here both must at least answer alike."""
     with running_engines(tiny_model, tmp_path, num_engines=2) as engines:
         seeds = response_seeds(8, "both")
-        twins = [GroupRequest(key=key, prompt_ids=(9, 8, 7, 6), seeds=seeds) for key in (0, 1)]
+        twins = [group_request(key, (9, 8, 7, 6), seeds) for key in (0, 1)]
         answers = bits(ask(engines, twins))
         assert answers[0] == answers[1]
         groups = make_requests(9, 2)

@@ -121,7 +121,7 @@ def test_a_rank_that_hangs_ends_the_run_in_time_and_the_run_resumes(uninterrupte
     deadlines = (
         "--trainer.timeout_s=15",
         "--weights.deadline_s=15",
-        "--rollout.round_timeout_s=30",
+        "--rollout.engine_progress_timeout_s=30",
     )
     process = start(folder, *deadlines)
     wait_for_step(process, folder, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,18 @@ from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.config import ClusterConfig
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engines import Engines
-from megadapo.rollout.requests import GroupRequest, Response, SamplingSettings, response_seeds
+from megadapo.rollout.requests import (
+    GroupRequest,
+    GroupResponse,
+    Response,
+    SamplingSettings,
+    response_seeds,
+)
 
 MAX_PROMPT_TOKENS = 192
 MAX_RESPONSE_TOKENS = 48
 EOS = 1
+SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_RESPONSE_TOKENS)
 
 
 @contextmanager
@@ -50,14 +58,18 @@ def running_engines(model: Path, log_folder: Path, **config: Any) -> Iterator[En
         cluster.shutdown()
 
 
+def group_request(key: int, prompt_ids: tuple[int, ...], seeds: tuple[int, ...]) -> GroupRequest:
+    return GroupRequest(key=key, prompt_ids=prompt_ids, seeds=seeds, settings=SETTINGS)
+
+
 def make_requests(num_groups: int, num_responses: int, *, name: str = "test") -> list[GroupRequest]:
     """Groups with prompts of 1 to 170 tokens, some of them longer than a cache block."""
     source = np.random.default_rng(5)
     return [
-        GroupRequest(
-            key=key,
-            prompt_ids=tuple(source.integers(2, 50, size=1 + key * 37 % 170).tolist()),
-            seeds=response_seeds(num_responses, name, key),
+        group_request(
+            key,
+            tuple(source.integers(2, 50, size=1 + key * 37 % 170).tolist()),
+            response_seeds(num_responses, name, key),
         )
         for key in range(num_groups)
     ]
@@ -72,9 +84,16 @@ def ask(
 ) -> dict[int, tuple[Response, ...]]:
     """The responses of each group, by its key."""
     settings = SamplingSettings(temperature=temperature, top_p=1.0, max_tokens=max_tokens)
-    answers = {answer.key: answer.responses for answer in engines.generate(groups, settings)}
+    engines.submit([replace(group, settings=settings) for group in groups])
+    answers = {answer.key: answer.responses for answer in all_finished(engines)}
     assert sorted(answers) == sorted(group.key for group in groups)
     return answers
+
+
+def all_finished(engines: Engines) -> Iterator[GroupResponse]:
+    """What is in flight, as it finishes."""
+    while engines.num_in_flight:
+        yield from engines.finished()
 
 
 def bits(answers: dict[int, tuple[Response, ...]]) -> dict[int, list[tuple[Any, ...]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.sender import WeightSender
+from tests.support.engine_checks import all_finished
 
 GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=12)
 PROMPTS = [(2, 3, 4, 5), (7, 7, 9), tuple(number * 7 % 40 + 2 for number in range(200))]
@@ -134,12 +134,14 @@ def greedy(engines: Engines) -> list[list[tuple[tuple[int, ...], torch.Tensor]]]
     """Per engine and prompt: greedy tokens and their log-probs."""
     count = len(engines.actors)
     requests = [
-        GroupRequest(key=number * count + engine, prompt_ids=prompt, seeds=(0,))
+        GroupRequest(key=number * count + engine, prompt_ids=prompt, seeds=(0,), settings=GREEDY)
         for number, prompt in enumerate(PROMPTS)
         for engine in range(count)
     ]
     answers = {}
-    for group in engines.generate(requests, replace(GREEDY)):
+    # one response each, so that they go to the engines in turn
+    engines.submit(requests)
+    for group in all_finished(engines):
         response = group.responses[0]
         tokens = tuple(int(token) for token in response.token_ids)
         answers[group.key] = (tokens, torch.from_numpy(response.logprobs.copy()))

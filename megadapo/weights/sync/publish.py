@@ -30,7 +30,10 @@ DEADLINE = "weights.deadline_s"
 class UpdatableEngines(Protocol):
     """What an update needs of the rollout engines; `rollout.engines.Engines` is one."""
 
-    actors: list[ActorHandle[Any]]
+    @property
+    def actors(self) -> list[ActorHandle[Any]]:
+        """One actor handle per engine."""
+        ...
 
     @property
     def gpus(self) -> list[tuple[int, ...]]:

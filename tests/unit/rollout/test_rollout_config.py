@@ -27,7 +27,7 @@ def test_defaults_are_the_papers():
         (RolloutConfig, {"top_p": 1.1}, "rollout.top_p"),
         (RolloutConfig, {"kv_cache_gib": 0}, "rollout.kv_cache_gib"),
         (RolloutConfig, {"gpu_memory_utilization": 1.0}, "rollout.gpu_memory_utilization"),
-        (RolloutConfig, {"round_timeout_s": 0.0}, "rollout.round_timeout_s"),
+        (RolloutConfig, {"engine_progress_timeout_s": 0.0}, "rollout.engine_progress_timeout_s"),
         (SamplingConfig, {"responses_per_prompt": 1}, "sampling.responses_per_prompt"),
         (SamplingConfig, {"oversampling": 0.9}, "sampling.oversampling"),
         (SamplingConfig, {"max_asked_per_prompt": 0.5}, "sampling.max_asked_per_prompt"),

@@ -1,0 +1,77 @@
+"""How vLLM is started, and how it tells what it does.
+
+Imports vLLM: only engine.py does so, inside the actor.
+"""
+
+from __future__ import annotations
+
+from vllm.config import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.plugins import load_general_plugins
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+
+from megadapo.rollout.activity import ActivityCounter
+from megadapo.rollout.engine import EngineSpec
+
+WEIGHT_TRANSFER_BACKEND = "megadapo"
+"""Name under which weights/sync/vllm_plugin.py registers our weight-transfer engine."""
+
+
+def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
+    """Start vLLM's processes with the model; `counter` learns of every step they make."""
+    # our weight-transfer engine must be registered before the configuration is checked
+    load_general_plugins()
+    from_trainer = spec.weights_from == "trainer"
+    arguments = AsyncEngineArgs(
+        model=spec.model,
+        dtype=spec.dtype,
+        load_format="dummy" if from_trainer else "auto",
+        tensor_parallel_size=spec.config.tensor_parallel,
+        pipeline_parallel_size=spec.config.pipeline_parallel,
+        enable_expert_parallel=spec.config.expert_parallel,
+        # inside a Ray actor vLLM would choose Ray for more than one rank
+        distributed_executor_backend="mp" if spec.config.ranks_per_engine > 1 else "uni",
+        max_model_len=spec.max_model_len,
+        max_num_seqs=spec.config.max_num_seqs,
+        enable_prefix_caching=spec.config.prefix_caching,
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=(
+            WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND) if from_trainer else None
+        ),
+        disable_log_stats=True,
+        scheduling_policy="priority",
+        seed=0,
+        **spec.platform.engine_arguments(spec.config, spec.max_model_len),
+    )
+    return AsyncLLM.from_engine_args(
+        arguments, stat_loggers=[lambda config, index: _StepLogger(counter)]
+    )
+
+
+class _StepLogger(StatLoggerBase):
+    """Hands vLLM's numbers of every step to a counter."""
+
+    def __init__(self, counter: ActivityCounter) -> None:
+        self._counter = counter
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is None:
+            return
+        self._counter.step(
+            running=scheduler_stats.num_running_reqs,
+            waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
+            kv_use=scheduler_stats.kv_cache_usage,
+            num_tokens=iteration_stats.num_generation_tokens if iteration_stats else 0,
+            num_preemptions=iteration_stats.num_preempted_reqs if iteration_stats else 0,
+        )
+
+    def log_engine_initialized(self) -> None:
+        """There is nothing to log."""
