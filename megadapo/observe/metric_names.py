@@ -100,7 +100,7 @@ generated, as accuracy/mean is; reward/shaped_mean is reward/mean + reward/overl
 
 parity/* is |trainer - engine| log-prob before the step's first update on fresh tokens, which the
 present weights sampled, and staleness/logprob_drift_* the same on stale ones, which earlier weights
-sampled. A few fresh sequences are scored a second time, in a smaller micro-batch:
+sampled. A few sequences are scored a second time, in a smaller micro-batch:
 parity/batch_shape_* is how far the trainer's own two log-probs of a token are apart, and
 parity/engine_* how far the engine's is outside of what lies between them, so that a token's gap is
 at most the sum of both. staleness/token_share, mean and max are over all tokens with a loss weight,

@@ -36,6 +36,7 @@ class MiniBatchSums:
     """Those of them whose ratio is out of bounds."""
     num_probed: float = 0.0
     """Tokens scored at a second micro-batch shape."""
+    num_probed_fresh: float = 0.0
     shape_difference: float = 0.0
     engine_difference: float = 0.0
     max_ratio_error: float = 0.0
@@ -138,13 +139,12 @@ def _staleness(
 
 
 def _parity_causes(step: MiniBatchSums) -> ParityCauses:
-    if not step.num_probed:
-        return ParityCauses()
+    probed, fresh = step.num_probed, step.num_probed_fresh
     return ParityCauses(
-        batch_shape_abs_mean=step.shape_difference / step.num_probed,
-        batch_shape_abs_max=step.max_shape_difference,
-        engine_abs_mean=step.engine_difference / step.num_probed,
-        engine_abs_max=step.max_engine_difference,
+        batch_shape_abs_mean=step.shape_difference / probed if probed else None,
+        batch_shape_abs_max=step.max_shape_difference if probed else None,
+        engine_abs_mean=step.engine_difference / fresh if fresh else None,
+        engine_abs_max=step.max_engine_difference if fresh else None,
     )
 
 

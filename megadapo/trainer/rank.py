@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +46,7 @@ from megadapo.trainer.position import parameters_by_global_name, shard_position
 from megadapo.trainer.recorder import UpdateRecorder
 from megadapo.trainer.result import UpdateResult
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
-from megadapo.trainer.shape_probe import PROBED_SHARE, ShapeProbe, probe_shape
+from megadapo.trainer.shape_probe import probe_shape
 from megadapo.trainer.step import compute_gradients, compute_logprobs, finalize_sums
 from megadapo.weights.disk.export import export_weights
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
@@ -135,7 +134,14 @@ class TrainerRank:
             for indices in batch.mini_batches
         ]
         proximal = [self._logprobs_old(micro_batches, recorder) for micro_batches in cut]
-        probe = self._probe_shape(batch, cut, predicted, policy_version)
+        probe = probe_shape(
+            cut,
+            build=partial(
+                self._builder.build, batch, predicted=predicted, policy_version=policy_version
+            ),
+            score=self.logprobs_of,
+            multiple_of=self._micro_batch_multiple,
+        )
         reduced, grad_norms = [], []
         for number, (micro_batches, logprobs_old) in enumerate(zip(cut, proximal, strict=True)):
             old = [
@@ -234,33 +240,6 @@ class TrainerRank:
             torch.cuda.current_stream().synchronize()
         recorder.add_share(micro_batches, time.perf_counter() - start)
         return logprobs
-
-    def _probe_shape(
-        self,
-        batch: PackedBatch,
-        cut: Sequence[list[MicroBatch]],
-        predicted: np.ndarray,
-        policy_version: int,
-    ) -> ShapeProbe:
-        """Some of the first mini-batch's sequences at another shape, with the present weights."""
-
-        def build(members: np.ndarray) -> MicroBatch:
-            return self._builder.build(
-                batch, members, predicted=predicted, policy_version=policy_version
-            )
-
-        def score(micro_batch: MicroBatch) -> Tensor | None:
-            nothing = np.empty(0, dtype=np.int64)
-            filling = [build(nothing) for _ in range(self._micro_batch_multiple - 1)]
-            return next(iter(self.logprobs_of([micro_batch, *filling])), None)
-
-        num_tokens = sum(micro_batch.num_tokens for part in cut for micro_batch in part)
-        return probe_shape(
-            cut[0] if cut else [],
-            max_tokens=PROBED_SHARE * num_tokens,
-            build=build,
-            score=score,
-        )
 
     @property
     def _micro_batch_multiple(self) -> int:

@@ -56,14 +56,14 @@ class Staleness:
 
 @dataclass(frozen=True, kw_only=True)
 class ParityCauses:
-    """|trainer - engine| log-prob of some fresh tokens by cause, from scoring them at a second
+    """|trainer - engine| log-prob of some tokens by cause, from scoring them at a second
     micro-batch shape; None where there were none."""
 
     batch_shape_abs_mean: float | None = None
     """Between the trainer's own log-probs at the two shapes."""
     batch_shape_abs_max: float | None = None
     engine_abs_mean: float | None = None
-    """From the engine's log-prob to the nearest that lies between the trainer's two."""
+    """From the engine's log-prob of fresh tokens to the nearest between the trainer's two."""
     engine_abs_max: float | None = None
 
 

@@ -21,6 +21,8 @@ PROBED_SHARE = 1 / 64
 """Most of a rank's tokens of a step that are scored twice, but for the first sequence; forward
 passes are at most a third of a step's work, so this is below a hundredth of it."""
 
+_NOTHING = np.empty(0, dtype=np.int64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeProbe:
@@ -37,52 +39,62 @@ class ShapeProbe:
         self, sums: MiniBatchSums, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]
     ) -> None:
         """Compare with the same weights' log-probs [T] of each of the rank's micro-batches."""
-        probed, original = self.micro_batch, micro_batches[self.place]
+        probed = self.micro_batch
         if self.logprobs is None or not len(probed.source):
             return
+        original = micro_batches[self.place]
         again = torch.from_numpy(np.isin(original.source, probed.source)).to(probed.rows.device)
-        first = logprobs[self.place][original.rows[again]][probed.is_current]
-        second = self.logprobs[probed.rows][probed.is_current]
-        engine = probed.logprobs_rollout[probed.is_current]
+        first = logprobs[self.place][original.rows[again]]
+        second = self.logprobs[probed.rows]
         shape = (first - second).abs()
-        # what lies between the two is explained by shape, and only what is beyond is not
-        beyond = torch.minimum((engine - first).abs(), (engine - second).abs())
-        between = (engine - first) * (engine - second) <= 0
-        beyond = beyond.masked_fill(between, 0.0)
         sums.num_probed += len(shape)
         sums.shape_difference += shape.sum(dtype=torch.float64).item()
-        sums.engine_difference += beyond.sum(dtype=torch.float64).item()
         sums.max_shape_difference = shape.max().item()
-        sums.max_engine_difference = beyond.max().item()
+        engine = _beyond(probed.logprobs_rollout, first, second)[probed.is_current]
+        if len(engine):
+            sums.num_probed_fresh += len(engine)
+            sums.engine_difference += engine.sum(dtype=torch.float64).item()
+            sums.max_engine_difference = engine.max().item()
 
 
 def probe_shape(
-    micro_batches: Sequence[MicroBatch],
+    cut: Sequence[Sequence[MicroBatch]],
     *,
-    max_tokens: float,
     build: Callable[[np.ndarray], MicroBatch],
-    score: Callable[[MicroBatch], Tensor | None],
+    score: Callable[[list[MicroBatch]], list[Tensor]],
+    multiple_of: int,
 ) -> ShapeProbe:
-    """Score some sequences with fresh tokens again; collective, as `score` is.
+    """Score some sequences of the step's first mini-batch again; collective, as `score` is.
 
     Args:
-        micro_batches: the rank's, of the step's first mini-batch.
-        max_tokens: to score, unless the first sequence has more.
+        cut: the rank's micro-batches of each mini-batch.
         build: makes the micro-batch of some of the batch's sequences.
-        score: the log-probs [T] of a micro-batch, None where this rank has none.
+        score: the log-probs [T] of micro-batches, none at all where this rank has none.
+        multiple_of: how many micro-batches can be scored at a time.
     """
-    place, sequences = _chosen(micro_batches, max_tokens)
-    micro_batch = build(sequences)
-    return ShapeProbe(place=place, micro_batch=micro_batch, logprobs=score(micro_batch))
+    num_tokens = sum(micro_batch.num_tokens for part in cut for micro_batch in part)
+    place, members = _chosen(cut[0] if cut else [], PROBED_SHARE * num_tokens)
+    micro_batch = build(members)
+    filling = [build(_NOTHING) for _ in range(multiple_of - 1)]
+    scored = score([micro_batch, *filling])
+    return ShapeProbe(place=place, micro_batch=micro_batch, logprobs=scored[0] if scored else None)
 
 
 def _chosen(micro_batches: Sequence[MicroBatch], max_tokens: float) -> tuple[int, np.ndarray]:
-    """Sequences with fresh tokens that share a micro-batch with others; none if there are none."""
+    """Sequences that share a micro-batch with others, fresh ones if there are any."""
     for place, micro_batch in enumerate(micro_batches):
-        fresh = np.unique(micro_batch.sequences[micro_batch.is_current.cpu().numpy()])
-        if len(micro_batch.members) > 1 and len(fresh):
-            ends = np.cumsum(micro_batch.lengths[fresh])
+        current = micro_batch.is_current.cpu().numpy()
+        known = np.unique(micro_batch.sequences[current if current.any() else slice(None)])
+        if len(micro_batch.members) > 1 and len(known):
+            ends = np.cumsum(micro_batch.lengths[known])
             # never all of them, which would be the same shape again
-            count = min(max(1, int((ends <= max_tokens).sum())), len(micro_batch.members) - 1)
-            return place, micro_batch.members[fresh[:count]]
-    return 0, np.empty(0, dtype=np.int64)
+            most = len(micro_batch.members) - 1
+            count = min(max(1, int((ends <= max_tokens).sum())), most)
+            return place, micro_batch.members[known[:count]]
+    return 0, _NOTHING
+
+
+def _beyond(values: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """How far each value is outside of what lies between two others: shape explains no more."""
+    low, high = torch.minimum(first, second), torch.maximum(first, second)
+    return (values - values.clamp(low, high)).abs()

@@ -152,5 +152,9 @@ def test_the_gap_to_the_engine_is_split_by_cause(ranks: Ranks, models: Path, dty
     assert causes["batch_shape_abs_max"] < (1e-5 if dtype == "float32" else 0.2)
     assert (causes["batch_shape_abs_mean"] > 1e-4) == (dtype == "bfloat16")
     stale = random_batch(RAGGED, policy_version=PRESENT - 1)
-    nothing = step(ranks, models, stale, data=2, pipeline=2, virtual=1)["parity_causes"]
-    assert set(nothing.values()) == {None}
+    causes = step(ranks, models, stale, dtype=dtype, data=2, pipeline=2)["parity_causes"]
+    assert causes["batch_shape_abs_max"] is not None and causes["engine_abs_max"] is None
+    # a sequence that is alone in its micro-batch has no other shape
+    alone = random_batch([30], policy_version=PRESENT)
+    causes = step(ranks, models, alone, dtype=dtype)["parity_causes"]
+    assert set(causes.values()) == {None}
