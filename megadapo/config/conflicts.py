@@ -111,6 +111,16 @@ def _check_transport(weights: WeightsConfig, cluster: ClusterConfig) -> Iterator
         )
 
 
+def _check_left_out(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:
+    leaves_out = algorithm.importance.stale_logprobs == "none"
+    if leaves_out and sampling.max_staleness > 0 and sampling.mode != "partial":
+        yield (
+            'algorithm.importance.stale_logprobs = "none" leaves stale tokens out of the loss, and '
+            f'with sampling.mode = "{sampling.mode}" those are whole groups: set it to '
+            '"recompute" or "rollout", or sampling.max_staleness = 0'
+        )
+
+
 def _check_ahead(sampling: SamplingConfig, cluster: ClusterConfig) -> Iterator[str]:
     if sampling.mode == "one_step_off" and cluster.placement == "colocated":
         yield (
@@ -128,5 +138,6 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_warmup,
     _check_deadline,
     _check_transport,
+    _check_left_out,
     _check_ahead,
 )

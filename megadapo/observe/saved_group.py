@@ -52,7 +52,8 @@ class SavedResponse:
     """[n] what each token added to the text; a special token or a part of a character adds ""."""
     logprobs_rollout: np.ndarray  # [n] float32, NaN where the engine gave no finite one
     logprobs_old: np.ndarray | None
-    """[n] float32: the trainer's before the step's first update; NaN where a token has no loss."""
+    """[n] float32: what the ratio is taken against, the trainer's before the step's first update
+    (or the engine's, for stale tokens that keep it); NaN where a token has no loss."""
     logprobs_update: np.ndarray | None
     """[n] float32: the trainer's in the update that the response was trained in."""
     finish_reason: Literal["stop", "length"]

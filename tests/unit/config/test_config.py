@@ -220,6 +220,14 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
             ["weights.transport", "cluster.device"],
         ),
         (["algorithm.objective.kl_coef=0.1"], ["algorithm.objective.kl_coef", "reference model"]),
+        (
+            ["algorithm.importance.stale_logprobs=rollout", "algorithm.importance.high=3.0"],
+            ["algorithm.importance.high", "algorithm.importance.stale_logprobs"],
+        ),
+        (
+            ["algorithm.importance.stale_logprobs='none'", "sampling.max_staleness=1"],
+            ["algorithm.importance.stale_logprobs", "sampling.mode", "sampling.max_staleness"],
+        ),
         (["run.seed=-1"], ["run.seed"]),
         (["run.num_steps=0"], ["run.num_steps"]),
         (["run.resume="], ["run.resume"]),
