@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megadapo.commands.common import Commands, add_command
+from megadapo.commands.common import Commands, Spinner, add_command, load_checked
 
 
 def add(commands: Commands) -> None:
@@ -13,6 +13,7 @@ def add(commands: Commands) -> None:
     benches = parser.add_subparsers(metavar="BENCH", required=True)
     _add_head(benches)
     _add_weights(benches)
+    _add_rollout(benches)
 
 
 def _add_head(benches: Commands) -> None:
@@ -86,6 +87,32 @@ def _run_weights(arguments: argparse.Namespace) -> int:
             bucket_mib=arguments.bucket_mib,
             repeat=arguments.repeat,
         ),
+        json_file=arguments.json,
+    )
+    return 0
+
+
+def _add_rollout(benches: Commands) -> None:
+    summary = "time to a full batch on real engines: rounds, and streaming"
+    parser = add_command(benches, "rollout", summary, takes_overrides=True)
+    parser.add_argument("config", help="recipe (TOML), or the folder of a run")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each (default 8)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.set_defaults(run=_run_rollout, resume=None)
+
+
+def _run_rollout(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from megadapo.bench import rollout
+
+    config, _ = load_checked(arguments)
+    console = Console()
+    rollout.run(
+        config,
+        num_steps=arguments.steps,
+        console=console,
+        phases=Spinner(console),
         json_file=arguments.json,
     )
     return 0
