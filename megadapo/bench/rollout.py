@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from megadapo.run.sampling import Phases
 
 
+SECTIONS = ("model", "data", "rollout", "sampling")
+"""Of the configuration, what decides a measurement."""
+
+
 @dataclass(kw_only=True)
 class Way:
     """One way of filling batches, and what its steps came to."""

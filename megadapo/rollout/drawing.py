@@ -14,12 +14,12 @@ class Drawing:
 
     def __init__(self, prompts: PromptStream, difficulty: Difficulty) -> None:
         self.next_order = 0
-        self.num_resting = 0
-        """Prompts left out since the last `begin_at` or the start of the step."""
         self._prompts = prompts
         self._difficulty = difficulty
         self._settled: set[int] = set()
         """Orders from the next one on that must not be asked."""
+        self._resting: list[int] = []
+        """Orders left out in this step."""
 
     def prompt(self, order: int) -> Prompt:
         return self._prompts.at(order)
@@ -29,20 +29,26 @@ class Drawing:
 
     def draw(self) -> int:
         """Take the next order to be asked for; where all prompts rest, none does."""
-        num_skipped = 0
+        skipped: list[int] = []
         while True:
             order, self.next_order = self.next_order, self.next_order + 1
             if order in self._settled:
                 self._settled.remove(order)
-            elif num_skipped < len(self._prompts) and self._rests(order):
-                num_skipped += 1
+            elif len(skipped) < len(self._prompts) and self._rests(order):
+                skipped.append(order)
             else:
-                self.num_resting += num_skipped
+                self._resting += skipped
                 return order
 
     def begin_at(self, order: int) -> None:
         """Go on from this order, as if nothing behind it had been drawn."""
         self.next_order = order
+        self._resting = [resting for resting in self._resting if resting < order]
+
+    def take_num_resting(self) -> int:
+        """Prompts left out since this was last asked."""
+        num_resting, self._resting = len(self._resting), []
+        return num_resting
 
     def draw_again(self, orders: Collection[int]) -> None:
         """Put orders back that were drawn; all others stay drawn."""

@@ -134,6 +134,18 @@ class Tally:
     engines: Sequence[EngineActivity] = ()
     thrown_away: ThrownAway = field(default_factory=lambda: ThrownAway(0))
 
+    def forget_after(self, last: int) -> None:
+        """Leave out of all counts but those of waste what was asked for after the batch's last
+        group: the next step asks for it anew.
+
+        Which of those groups came back depends on the engines' speed, so nothing may follow from
+        them.
+        """
+        unseen = [outcome for outcome in self.outcomes if outcome.order > last]
+        self.outcomes = [outcome for outcome in self.outcomes if outcome.order <= last]
+        self.num_surplus_unseen = sum(outcome.has_signal for outcome in unseen)
+        self.num_tokens_stopped += sum(n for outcome in unseen for n in outcome.lengths)
+
     def batch(
         self, kept: Sequence[Group], stale: Sequence[Group], saved_groups: SavedGroups
     ) -> SampledBatch:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megadapo.algorithm.selection import has_signal
-from megadapo.data.batch import Group, Sample
+from megadapo.data.batch import Group
 from megadapo.data.prompts import PromptStream, render
 from megadapo.errors import CheckpointError, SamplingError
 from megadapo.observe.config import SavedGroups
@@ -21,39 +20,20 @@ from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.difficulty import Difficulty
 from megadapo.rollout.drawing import Drawing
 from megadapo.rollout.plans import PartialPlan, Plan, RoundsPlan, SyncPlan
-from megadapo.rollout.requests import Response, SamplingSettings, response_seeds
+from megadapo.rollout.requests import SamplingSettings, response_seeds
 from megadapo.rollout.reserve import Reserve, Unfinished
-from megadapo.rollout.sampled_batch import (
-    Outcome,
-    SampledBatch,
-    Tally,
-    ThrownAway,
-    accuracy_histogram,
-)
+from megadapo.rollout.sampled_batch import SampledBatch, Tally, ThrownAway, accuracy_histogram
 from megadapo.rollout.scoring import (
-    Answer,
     Inquiry,
     Question,
     SupportsGenerate,
     SupportsScore,
 )
 from megadapo.rollout.selection import describe_shortfall
+from megadapo.rollout.step import Step, group_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass
-class _Step:
-    """One step under way."""
-
-    plan: Plan
-    inquiry: Inquiry
-    tally: Tally
-    kept: dict[int, Group]
-    """Groups with a signal, by order."""
-    stopped: list[int] = field(default_factory=list)
-    """Orders that were taken back unfinished."""
 
 
 class Sampler:
@@ -105,21 +85,20 @@ class Sampler:
         reserved = self._take_reserved(tally)
         executor = None if self._scoring is None else self._scoring()
         with Inquiry(self._engines, self._verifier, executor) as inquiry:
-            step = _Step(
-                plan=self._plan(self._config.prompts_per_step - len(reserved)),
-                inquiry=inquiry,
-                tally=tally,
-                kept={},
-            )
+            plan = self._plan(self._config.prompts_per_step - len(reserved))
+            step = Step(plan=plan, inquiry=inquiry, tally=tally)
             self._go_on(step)
             while not step.plan.is_full:
                 self._ask(step)
                 if not inquiry.open:
                     break
                 for answer in inquiry.answers():
-                    self._settle(step, answer)
-                self._drop_hopeless(step)
-            self._stop(step)
+                    group = group_of(answer)
+                    keep = self._keeps(group)
+                    step.settle(group, keep=keep, seconds=answer.response.seconds)
+                    self._difficulty.see(group.prompt.id, keep)
+                step.drop_hopeless()
+            self._unfinished = step.stop(keep=self._config.mode == "partial")
         tally.reward_seconds = inquiry.reward_seconds
         tally.engines = self._engines.activity()
         return self._finish(step, reserved)
@@ -171,7 +150,7 @@ class Sampler:
         tally.dropped += expired
         return groups
 
-    def _go_on(self, step: _Step) -> None:
+    def _go_on(self, step: Step) -> None:
         """Ask again for what the step before left unfinished, the oldest first."""
         plan, unfinished = step.plan, sorted(self._unfinished, key=lambda entry: entry.order)
         self._unfinished = []
@@ -185,7 +164,7 @@ class Sampler:
         questions = [self._question(entry.order, entry) for entry in unfinished]
         step.inquiry.ask(questions, self._settings)
 
-    def _ask(self, step: _Step) -> None:
+    def _ask(self, step: Step) -> None:
         """Ask for as many groups as the plan wants and the engines have room for."""
         room = self._engines.room // self._config.responses_per_prompt
         room = max(room, not step.inquiry.open)
@@ -221,57 +200,24 @@ class Sampler:
             begun=() if unfinished is None else unfinished.responses,
         )
 
-    def _settle(self, step: _Step, answer: Answer) -> None:
-        """Keep a group that came back, or remember no more of it than its numbers."""
-        group = _group(answer)
-        keep = self._config.selection == "all" or has_signal(
+    def _keeps(self, group: Group) -> bool:
+        return self._config.selection == "all" or has_signal(
             group.correct,
             min_accuracy=self._config.min_accuracy,
             max_accuracy=self._config.max_accuracy,
         )
-        step.plan.settle(group.order, keep)
-        seconds = answer.response.seconds
-        step.tally.outcomes.append(Outcome.of(group, has_signal=keep, seconds=seconds))
-        self._difficulty.see(group.prompt.id, keep)
-        if keep:
-            step.kept[group.order] = group
-        else:
-            step.tally.thrown_away.add(group)
 
-    def _drop_hopeless(self, step: _Step) -> None:
-        """Free the slots of groups that cannot get into the batch any more."""
-        if step.plan.is_full or not (orders := step.plan.hopeless()):
-            return
-        step.plan.drop(orders)
-        step.stopped += orders
-        step.tally.num_tokens_stopped += step.inquiry.drop(orders)
-
-    def _stop(self, step: _Step) -> None:
-        """End what is still generated, and keep it where it goes on in the next step."""
-        partial = self._config.mode == "partial"
-        orders = list(step.plan.open)
-        report = step.inquiry.stop(keep=partial)
-        if partial:
-            self._unfinished = [
-                Unfinished(order=one.key, responses=one.responses) for one in report.unfinished
-            ]
-            step.tally.num_carried = len(orders)
-        else:
-            step.stopped += orders
-            step.tally.num_tokens_stopped += report.num_tokens
-        step.tally.num_stopped = len(step.stopped)
-
-    def _finish(self, step: _Step, reserved: Sequence[Group]) -> SampledBatch:
+    def _finish(self, step: Step, reserved: Sequence[Group]) -> SampledBatch:
         """The batch, with surplus groups put where they belong and all estimates brought up."""
         chosen = step.plan.chosen()
-        step.tally.outcomes.sort(key=lambda outcome: outcome.order)
-        surplus = [group for order, group in sorted(step.kept.items()) if order not in set(chosen)]
         if step.plan.is_full and self._config.forgets_surplus:
-            self._begin_after(chosen[-1], step)
+            step.tally.forget_after(chosen[-1])
+            self._drawing.begin_at(chosen[-1] + 1)
         else:
-            self._put_aside(surplus, step.tally)
+            self._put_aside(step.surplus(chosen), step.tally)
             self._drawing.draw_again(step.stopped)
-        self._remember(step.tally)
+        step.tally.num_resting = self._drawing.take_num_resting()
+        self._difficulty.end_step(step.tally.outcomes, self._drawing.epoch)
         kept = [*reserved, *(step.kept[order] for order in chosen)]
         kept.sort(key=lambda group: group.order)
         self._check(kept, step.tally)
@@ -288,24 +234,6 @@ class Sampler:
         tally.to_reserve += surplus[:num_stored]
         tally.dropped += surplus[num_stored:]
 
-    def _begin_after(self, last: int, step: _Step) -> None:
-        """Forget what was asked for after the batch's last group: the next step asks anew.
-
-        Which of those groups came back depends on the engines' speed, so nothing may follow from
-        them.
-        """
-        tally = step.tally
-        unseen = [outcome for outcome in tally.outcomes if outcome.order > last]
-        tally.outcomes = [outcome for outcome in tally.outcomes if outcome.order <= last]
-        tally.num_surplus_unseen = sum(outcome.has_signal for outcome in unseen)
-        tally.num_tokens_stopped += sum(n for outcome in unseen for n in outcome.lengths)
-        self._drawing.begin_at(last + 1)
-
-    def _remember(self, tally: Tally) -> None:
-        """Bring the estimates up to the groups that every repetition of the step would see."""
-        tally.num_resting, self._drawing.num_resting = self._drawing.num_resting, 0
-        self._difficulty.end_step(tally.outcomes, self._drawing.epoch)
-
     def _check(self, kept: Sequence[Group], tally: Tally) -> None:
         needed = self._config.prompts_per_step
         if len(kept) == needed or (kept and self._config.on_shortfall == "train"):
@@ -318,29 +246,3 @@ class Sampler:
                 self._config.responses_per_prompt,
             )
         )
-
-
-def _group(answer: Answer) -> Group:
-    question, scores = answer.question, answer.scores
-    return Group(
-        order=question.key,
-        prompt=question.prompt,
-        samples=tuple(_sample(question, response) for response in answer.response.responses),
-        rewards=tuple(score.reward for score in scores),
-        correct=tuple(score.correct for score in scores),
-        answers=tuple(score.answer for score in scores),
-        symbolic_correct=tuple(score.symbolic_correct for score in scores),
-    )
-
-
-def _sample(question: Question, response: Response) -> Sample:
-    if response.finish_reason == "unfinished":
-        raise ValueError("a response that goes on cannot be trained on")
-    return Sample(
-        prompt_ids=question.prompt_ids,
-        response_ids=response.token_ids,
-        logprobs_rollout=response.logprobs,
-        finish_reason=response.finish_reason,
-        policy_versions=response.policy_versions,
-        text=response.text,
-    )
