@@ -15,7 +15,6 @@ from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch
 from megadapo.rollout.ahead import AheadSampler
 from megadapo.rollout.engines import Engines
-from megadapo.rollout.sampler import Sampler
 from megadapo.run.checkpoint import Checkpoint
 from megadapo.run.replay import ReplayedRollouts
 from megadapo.run.rollouts import LiveRollouts, Rollouts
@@ -82,13 +81,12 @@ def _start_live(config: RunConfig, phases: Phases, stack: ExitStack) -> Workers:
     questions = Questions.start(config, phases, stack)
     cluster = start_cluster(config, phases, stack, trains=True, samples=True)
     trainer, engines = _start_processes(config, phases, cluster, stack)
-    sampler: Sampler | AheadSampler = questions.sampler(config, engines)
-    if config.sampling.mode == "one_step_off":
-        sampler = AheadSampler(sampler, engines, config.run.num_steps)
+    sampler = questions.sampler(config, engines)
+    ahead = config.sampling.mode == "one_step_off"
     rollouts = LiveRollouts(
         config=config,
         engines=engines,
-        sampler=sampler,
+        sampler=AheadSampler(sampler, engines, config.run.num_steps) if ahead else sampler,
         questions=questions,
         publisher=Publisher(
             trainer.ranks,
