@@ -29,6 +29,8 @@ MIN_TERM, MAX_TERM = 10, 99
 MIN_CHAIN, MAX_CHAIN = 3, 40
 # Of the number of terms in a chain, before it is bounded: the mean is 9, one in twenty has 20.
 MEDIAN_CHAIN, CHAIN_SIGMA = 7.0, 0.65
+# Running totals of a chain have all digits of the largest sum, so that steps are equally long.
+CHAIN_DIGITS = 4
 # One sum in ten, in every order of its terms, is never trained on.
 HELD_OUT_PERIOD = 10
 # Half of what the smaller split of three terms holds: drawing distinct problems by rejection stays
@@ -147,12 +149,13 @@ def worked_answer(problem: Problem, rng: random.Random, *, kind: Kind, wrong: bo
     slip = _slip(rng) if wrong else 0
     if kind == "direct":
         return f"Answer: {problem.answer + slip}"
+    digits = CHAIN_DIGITS if problem.task == "arithmetic-chain" else 1
     total, *others = problem.terms
     slip_at = rng.randrange(len(others)) if wrong else -1
     steps = []
     for number, term in enumerate(others):
         result = total + term + (slip if number == slip_at else 0)
-        steps.append(f"{total}+{term}={result}")
+        steps.append(f"{total:0{digits}}+{term}={result:0{digits}}")
         total = result
     return f"{';'.join(steps)}\nAnswer: {total}"
 
