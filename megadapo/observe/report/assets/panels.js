@@ -165,6 +165,41 @@ const CURVES = [
     ],
   ],
   [
+    "Staleness",
+    [
+      {
+        title: "Stale tokens",
+        unit: "share of those trained on",
+        lines: [["staleness/token_share", "stale"]],
+      },
+      {
+        title: "Age",
+        unit: "policy versions",
+        lines: [
+          ["staleness/mean", "mean"],
+          ["staleness/max", "largest"],
+        ],
+      },
+      {
+        title: "Drift of stale tokens",
+        unit: "|log-prob change|, nats",
+        log: true,
+        lines: [
+          ["staleness/logprob_drift_max", "largest"],
+          ["staleness/logprob_drift_mean", "mean"],
+        ],
+      },
+      {
+        title: "Importance weights",
+        unit: "share of weighted tokens",
+        lines: [
+          ["staleness/weight_truncated_share", "truncated"],
+          ["staleness/weight_masked_share", "masked"],
+        ],
+      },
+    ],
+  ],
+  [
     "Exactness and speed",
     [
       {
@@ -176,6 +211,15 @@ const CURVES = [
           ["parity/logprob_abs_mean", "mean"],
         ],
         bound: "logprob_abs_max",
+      },
+      {
+        title: "Parity by cause",
+        unit: "largest, nats",
+        log: true,
+        lines: [
+          ["parity/engine_abs_max", "engine"],
+          ["parity/batch_shape_abs_max", "batch shape"],
+        ],
       },
       {
         title: "First ratio",
