@@ -9,6 +9,7 @@ from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
@@ -31,8 +32,11 @@ def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
         tensor_parallel_size=spec.config.tensor_parallel,
         pipeline_parallel_size=spec.config.pipeline_parallel,
         enable_expert_parallel=spec.config.expert_parallel,
-        # inside a Ray actor vLLM would choose Ray for more than one rank
-        distributed_executor_backend="mp" if spec.config.ranks_per_engine > 1 else "uni",
+        # inside a Ray actor vLLM would choose Ray for more than one rank; the name "uni" would
+        # become "mp" on the CPU, whose processes wait for each other in busy loops
+        distributed_executor_backend=(
+            "mp" if spec.config.ranks_per_engine > 1 else UniProcExecutor
+        ),
         max_model_len=spec.max_model_len,
         max_num_seqs=spec.config.max_num_seqs,
         enable_prefix_caching=spec.config.prefix_caching,

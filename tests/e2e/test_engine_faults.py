@@ -56,14 +56,14 @@ def test_a_killed_and_a_stopped_engine_are_named_and_cleaned_up(tiny_model, tmp_
         groups = make_requests(4, 2)
         ask(engines, groups)
         processes = [p for i in (0, 1) for p in vllm_processes(engines, i, "")]
-        assert len(processes) >= 4
+        assert len(processes) >= 2
         (core,) = vllm_processes(engines, 1, "EngineCore")
         core.kill()
         start = time.monotonic()
         with pytest.raises(InfraError, match="rollout engine 1"):
             ask(engines, groups)
-        (worker,) = vllm_processes(engines, 0, "Worker")
-        worker.send_signal(signal.SIGSTOP)
+        (other,) = vllm_processes(engines, 0, "EngineCore")
+        other.send_signal(signal.SIGSTOP)
         with pytest.raises(InfraError, match=r"engine 0 .*no token .*progress_timeout_s"):
             ask(engines, [groups[0], groups[2]])
         assert time.monotonic() - start < 60
