@@ -100,12 +100,8 @@ def _backward_torch(gate_up: Tensor, d_y: Tensor) -> Tensor:
     d_y = d_y.float()
     d_gate_up = torch.empty_like(gate_up)
     d_gate, d_up = d_gate_up.chunk(2, dim=-1)
-    sigmoid = gate.sigmoid()
-    activated = gate * sigmoid
-    d_up.copy_(d_y * activated)
-    # silu'(g) = s + g s (1 - s) = s + silu(g) - silu(g) s
-    slope = torch.addcmul(sigmoid + activated, activated, sigmoid, value=-1.0)
-    d_gate.copy_(slope.mul_(up).mul_(d_y))
+    d_up.copy_(functional.silu(gate).mul_(d_y))
+    d_gate.copy_(torch.ops.aten.silu_backward(d_y * up, gate))
     return d_gate_up
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megadapo.cluster.memory import KEEP_FREED_MEMORY
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.cpu_stages import EXTENSION
 
@@ -54,7 +55,7 @@ class EnginePlatform:
         variables["OMP_NUM_THREADS"] = str(config.num_threads)
         # splitting a sequence over threads depends on what else is in the batch
         variables["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-        return variables
+        return variables | KEEP_FREED_MEMORY
 
     def engine_arguments(self, config: RolloutConfig, max_model_len: int) -> dict[str, Any]:
         """Arguments of vLLM's AsyncEngineArgs that depend on the device."""

@@ -51,7 +51,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
     sin: Tensor | None = None  # [T, D / 2]
     buckets: tuple[Bucket, ...] = ()
     padded_rows: Tensor | None = None  # [T] row of the padded buffer that holds token t
-    num_padded_rows: int = 0
+    token_of_row: Tensor | None = None  # [padded rows] the token there; 0 in the gaps
 
 
 def pack_sequences(
@@ -60,6 +60,8 @@ def pack_sequences(
     """Lay out sequences of the given lengths (all positive), packed in this order."""
     cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     buckets, padded_rows, num_padded_rows = _buckets(lengths, cu_seqlens)
+    token_of_row = torch.zeros(num_padded_rows, dtype=torch.int64)
+    token_of_row[padded_rows] = torch.arange(len(padded_rows))
     positions = torch.cat([torch.arange(n, dtype=torch.float32) for n in lengths])
     angles = torch.outer(positions, inverse_frequencies.cpu())
     cu_seqlens = cu_seqlens.to(device)
@@ -73,7 +75,7 @@ def pack_sequences(
         sin=angles.sin().to(device),
         buckets=buckets,
         padded_rows=padded_rows.to(device),
-        num_padded_rows=num_padded_rows,
+        token_of_row=token_of_row.to(device),
     )
 
 
@@ -101,12 +103,13 @@ def _buckets(lengths: list[int], cu_seqlens: Tensor) -> tuple[tuple[Bucket, ...]
 
 
 class _ToPadded(torch.autograd.Function):
-    """x [T, ...] to [num_rows, ...] with zeros in the gaps; rows are distinct, so no sums."""
+    """x [T, ...] to [padded rows, ...]; what a gap holds is not differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Tensor, token_of_row: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
-        return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, rows, x)
+        # one pass over memory, where zeros in the gaps would take two
+        return x.index_select(0, token_of_row)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -130,7 +133,7 @@ class _FromPadded(torch.autograd.Function):
         return padded.index_copy_(0, rows, grad), None
 
 
-_to_padded: Callable[[Tensor, Tensor, int], Tensor] = _ToPadded.apply
+_to_padded: Callable[[Tensor, Tensor, Tensor], Tensor] = _ToPadded.apply
 _from_padded: Callable[[Tensor, Tensor], Tensor] = _FromPadded.apply
 
 
@@ -190,12 +193,13 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """Attention output [T, heads * D]."""
         packed = packed_seq_params
-        assert packed is not None and packed.padded_rows is not None
+        assert packed is not None
+        assert packed.padded_rows is not None and packed.token_of_row is not None
         assert packed.cos is not None and packed.sin is not None
         query = rotary(query, packed.cos, packed.sin)
         key = rotary(key, packed.cos, packed.sin)
         padded = [
-            _to_padded(x, packed.padded_rows, packed.num_padded_rows) for x in (query, key, value)
+            _to_padded(x, packed.padded_rows, packed.token_of_row) for x in (query, key, value)
         ]
         outputs = [self._bucket_attention(bucket, *padded) for bucket in packed.buckets]
         return _from_padded(torch.cat(outputs), packed.padded_rows).flatten(1)

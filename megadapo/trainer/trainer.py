@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megadapo.cluster.calls import gather
+from megadapo.cluster.memory import KEEP_FREED_MEMORY
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import MegadapoError
 from megadapo.trainer.config import TrainerConfig
@@ -170,7 +171,7 @@ def rank_environment(trainer: TrainerConfig, *, uses_cuda: bool) -> dict[str, st
         # keeps sequence-parallel communication in front of the matrix product it overlaps with
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     else:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment |= {"CUDA_VISIBLE_DEVICES": "", **KEEP_FREED_MEMORY}
     return environment
 
 

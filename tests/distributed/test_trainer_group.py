@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megadapo.cluster.memory import KEEP_FREED_MEMORY
 from megadapo.errors import ConfigError, DataError, InfraError
 from megadapo.trainer.trainer import Trainer, rank_environment
 from tests.support.batches import RAGGED, random_batch
@@ -110,5 +111,6 @@ def test_threads_are_shared_out_unless_given() -> None:
     shared = rank_environment(trainer, uses_cuda=False)
     assert shared["OMP_NUM_THREADS"] == str(max(1, cores // 2))
     assert shared["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert shared.items() >= KEEP_FREED_MEMORY.items()
     given = rank_environment(trainer.model_copy(update={"num_threads": 3}), uses_cuda=False)
     assert given["OMP_NUM_THREADS"] == "3"

@@ -63,7 +63,8 @@ def _padding(rendezvous, lengths: list[int]) -> tuple[list[int], int, list[tuple
 
     packed = pack_sequences(lengths, torch.ones(2), torch.device("cpu"))
     buckets = [(b.offset, b.num_sequences, b.length) for b in packed.buckets]
-    return packed.padded_rows.tolist(), packed.num_padded_rows, buckets
+    assert (packed.token_of_row[packed.padded_rows] == torch.arange(sum(lengths))).all()
+    return packed.padded_rows.tolist(), len(packed.token_of_row), buckets
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,5 +1,6 @@
 import importlib
 
+from megadapo.cluster.memory import KEEP_FREED_MEMORY
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.platform import EnginePlatform
 
@@ -16,6 +17,11 @@ def test_cpu_threads_are_set_but_not_pinned():
 def test_attention_on_a_cpu_does_not_split_a_sequence_over_threads():
     """Measured: with splitting, log-probs at two threads depend on the rest of the batch."""
     assert CPU.environment(RolloutConfig())["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
+
+
+def test_a_cpu_engine_keeps_freed_memory() -> None:
+    """Page faults would cost as much as the model does."""
+    assert CPU.environment(RolloutConfig()).items() >= KEEP_FREED_MEMORY.items()
 
 
 def test_no_prompt_is_cut_on_a_cpu():
