@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from megadapo.algorithm.advantages import advantages
@@ -9,7 +10,7 @@ from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
 from megadapo.data.batch import pack
 from megadapo.errors import RunInterrupted
-from megadapo.observe.metrics import EvaluationRecord
+from megadapo.observe.metrics import EvaluationRecord, MetricRecord
 from megadapo.observe.oracles import check_oracles
 from megadapo.observe.summary import RunSummary
 from megadapo.run.replay import check_replay
@@ -34,11 +35,17 @@ def train(config: RunConfig, *, replay: Path | None = None) -> RunSummary:
         run.note(*notes)
         if not run.finished:
             with start_workers(config, run, run.checkpoint, replay=replay) as workers:
-                _train(config, run, workers)
+                for _ in training_steps(config, run, workers):
+                    pass
     return run.finish()
 
 
-def _train(config: RunConfig, run: Run, workers: Workers) -> None:
+def training_steps(config: RunConfig, run: Run, workers: Workers) -> Iterator[MetricRecord]:
+    """Yield the record of each step that is still to do; a step is taken when it is asked for.
+
+    Raises:
+        RunInterrupted: it was asked to stop; every completed step is saved.
+    """
     with run.phase("publish weights"):
         workers.rollouts.publish(policy_version=run.step)
     _evaluate(run, workers, run.step)
@@ -75,7 +82,7 @@ def _train(config: RunConfig, run: Run, workers: Workers) -> None:
                 workers.rollouts.publish(policy_version=step)
             evaluation = _evaluate(run, workers, step)
             version = workers.rollouts.policy_version
-            run.record(
+            record = run.record(
                 step_metrics(
                     step, sampled, update, evaluation, policy_version=version, config=config
                 )
@@ -85,6 +92,7 @@ def _train(config: RunConfig, run: Run, workers: Workers) -> None:
             run.complete(step, workers.rollouts.state_dict())
             if run.saves:
                 run.save(workers.trainer.save)
+            yield record
         run.note(*workers.rollouts.closing_notes())
     except RunInterrupted:
         # the trainer is as the last completed step left it: only rollouts are interruptible

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, Spinner, add_command, load_checked
+from megadapo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megadapo.config import RunConfig
+    from megadapo.observe.metrics import MetricRecord
 
 
 def add(commands: Commands) -> None:
@@ -14,6 +21,7 @@ def add(commands: Commands) -> None:
     _add_head(benches)
     _add_weights(benches)
     _add_rollout(benches)
+    _add_step(benches)
 
 
 def _add_head(benches: Commands) -> None:
@@ -116,3 +124,66 @@ def _run_rollout(arguments: argparse.Namespace) -> int:
         json_file=arguments.json,
     )
     return 0
+
+
+def _add_step(benches: Commands) -> None:
+    summary = "whole training steps of a recipe, in turn with TRL's"
+    parser = add_command(benches, "step", summary, takes_overrides=True)
+    parser.add_argument("config", help="recipe (TOML)")
+    parser.add_argument(
+        "--trl-python", type=Path, metavar="PATH", help="python of an environment with TRL"
+    )
+    parser.add_argument(
+        "--trl",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of TRL's GRPOConfig, the value as JSON or bare text; may be given again",
+    )
+    parser.add_argument("--steps", type=int, default=16, help="steps that count (default 16)")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before them (default 4)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.set_defaults(run=_run_step)
+
+
+def _run_step(arguments: argparse.Namespace) -> int:
+    import tempfile
+    from contextlib import closing
+
+    from megadapo.bench import step
+    from megadapo.config import load_config
+    from megadapo.run.sampling import load_training_prompts
+
+    if arguments.steps < 1 or arguments.warmup < 1:
+        raise ConfigError("--steps and --warmup must be at least 1: the first step starts it all")
+    num_steps = arguments.warmup + arguments.steps
+    python = step.check_python(arguments.trl_python)
+    with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:
+        fixed = [
+            f"run.folder={folder}/run",
+            f"run.num_steps={num_steps + 1}",
+            *step.OVERRIDES,
+        ]
+        config = load_config(arguments.config, [*fixed, *arguments.overrides])
+        with closing(_steps(config)) as records:
+            step.compare(
+                config,
+                records,
+                load_training_prompts(config),
+                trl_python=python,
+                trl_arguments=step.parse_arguments(arguments.trl),
+                warmup=arguments.warmup,
+                num_steps=num_steps,
+                json_file=arguments.json,
+            )
+    return 0
+
+
+def _steps(config: RunConfig) -> Generator[MetricRecord, None, None]:
+    """The steps of a run; each is taken when it is asked for."""
+    from megadapo.run.run import Run
+    from megadapo.run.workers import start_workers
+    from megadapo.train import training_steps
+
+    with Run.open(config) as run, start_workers(config, run, None) as workers:
+        yield from training_steps(config, run, workers)

@@ -127,6 +127,15 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         raise DataError(f"model.path = {path}: no usable tokenizer: {error}") from error
 
 
+def load_training_prompts(config: RunConfig) -> list[Prompt]:
+    """The prompts of data.train, as a run loads them.
+
+    Raises:
+        DataError: they, or the tokenizer that measures them, cannot be used.
+    """
+    return _load_prompts(config, config.data.train, load_tokenizer(config))
+
+
 def _load_prompts(
     config: RunConfig, source: str, tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:

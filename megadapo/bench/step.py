@@ -1,0 +1,348 @@
+"""Whole training steps of a recipe, and of TRL's GRPOTrainer(loss_type="dapo") on the same task.
+
+TRL is the one rival that starts on a CPU. Both get the recipe's model, prompts in its order, rule,
+sizes and optimizer, and train on every answer they sample. They take turns, step by step, so that
+a slow minute hits both; whoever does not have the turn waits without computing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import megadapo
+from megadapo.bench.step_settings import RivalSettings, StepTime
+from megadapo.config import RunConfig, to_dict
+from megadapo.data.prompts import Prompt, PromptStream
+from megadapo.errors import ConfigError, InfraError
+from megadapo.observe.machine import inspect_machine
+from megadapo.observe.metrics import MetricRecord
+
+WORKER = "megadapo.bench.step_trl"
+HOW_TO_MAKE = """\
+TRL wants an environment of its own, without megadapo and without CUDA's packages:
+    python -m venv trl-env
+    trl-env/bin/pip install --no-deps torch==2.13.0     # the CPU build
+    trl-env/bin/pip install trl==1.16.0 transformers==5.19.0
+then: megadapo bench step CONFIG --trl-python trl-env/bin/python"""
+
+OVERRIDES = (
+    "evaluation.every=0",
+    "checkpoint.every=1000000",
+    'sampling.selection="all"',
+    "reward.symbolic=false",
+)
+"""What the rival's step does not have is off, and every answer that is sampled is trained on."""
+
+
+class Contender(Protocol):
+    """One side: takes a step when it is told to."""
+
+    def step(self) -> StepTime: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """What one side measured, warm-up left out."""
+
+    name: str
+    steps: list[StepTime]
+
+    @property
+    def answers_per_s(self) -> float:
+        """Answers trained on in a second of whole steps, at the median step."""
+        return 1.0 / float(statistics.median(one.seconds / one.num_answers for one in self.steps))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Answer tokens sampled and trained on in a second, over all steps."""
+        return sum(s.num_tokens for s in self.steps) / sum(s.seconds for s in self.steps)
+
+    def median(self, name: str) -> float:
+        return float(statistics.median(getattr(one, name) for one in self.steps))
+
+
+class Rival:
+    """TRL in an environment of its own."""
+
+    def __init__(self, python: Path, settings: RivalSettings, log_file: Path) -> None:
+        self._log_file = log_file
+        folder = Path(settings.folder)
+        settings_file = folder / "settings.json"
+        settings_file.write_text(json.dumps(asdict(settings)), encoding="utf-8")
+        # of our environment it may see this package and nothing else
+        (folder / "path").mkdir()
+        (folder / "path" / "megadapo").symlink_to(Path(megadapo.__file__).parent)
+        environment = os.environ | {
+            "PYTHONPATH": str(folder / "path"),
+            "OMP_NUM_THREADS": str(settings.num_threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        with log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                [str(python), "-m", WORKER, str(settings_file)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+            )
+        self.version = str(self._reply()["ready"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def step(self) -> StepTime:
+        """One step of all updates.
+
+        Raises:
+            InfraError: it ended.
+        """
+        assert self._process.stdin is not None
+        try:
+            print("step", file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise self._ended() from None
+        return StepTime(**self._reply())
+
+    def _reply(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._ended()
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _ended(self) -> InfraError:
+        self._process.kill()
+        self._process.wait()
+        log = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
+        last = "\n".join(log[-5:])
+        return InfraError(f"TRL ended with status {self._process.returncode}:\n{last}")
+
+
+class Ours:
+    """The loop of `megadapo train`, one step at a time."""
+
+    def __init__(self, records: Iterator[MetricRecord], config: RunConfig) -> None:
+        """`records`: of the run, each of which is a step when it is asked for."""
+        self._records = records
+        self._num_answers = config.sampling.responses_per_prompt
+
+    def step(self) -> StepTime:
+        begun = time.perf_counter()
+        record = next(self._records)
+        return StepTime(
+            seconds=time.perf_counter() - begun,
+            rollout_s=_number(record["time/rollout_s"]),
+            num_answers=int(_number(record["groups/kept"])) * self._num_answers,
+            num_tokens=int(_number(record["tokens/trained"])),
+            accuracy=_number(record["accuracy/mean"]),
+        )
+
+
+def compare(
+    config: RunConfig,
+    records: Iterator[MetricRecord],
+    prompts: list[Prompt],
+    *,
+    trl_python: Path,
+    trl_arguments: Mapping[str, Any],
+    warmup: int,
+    num_steps: int,
+    json_file: Path | None,
+) -> None:
+    """Take the run's steps in turn with the rival's, print a table, and write it down if asked to.
+
+    Args:
+        config: read with OVERRIDES; of more than `num_steps` steps, as the last one also saves.
+        records: of our run, which takes a step whenever one is asked for.
+        trl_arguments: more of GRPOConfig's own settings.
+        warmup: of the `num_steps` steps, those that do not count.
+
+    Raises:
+        InfraError: TRL's environment does not work, or TRL ended.
+    """
+    folder = config.run.folder / "trl"
+    folder.mkdir(parents=True)
+    settings = rival_settings(config, prompts, folder, trl_arguments)
+    with Rival(trl_python, settings, folder / "log.txt") as rival:
+        steps = in_turn(Ours(records, config), rival, num_steps)[warmup:]
+    ours = Side(name="megadapo", steps=[own for own, _ in steps])
+    theirs = Side(name=f"TRL {rival.version}", steps=[other for _, other in steps])
+    print(table(ours, theirs))
+    if json_file is not None:
+        record = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": machine(),
+            "ratio": ours.answers_per_s / theirs.answers_per_s,
+            "sides": [
+                {**summary(side), "steps": [asdict(s) for s in side.steps]}
+                for side in (ours, theirs)
+            ],
+            "warmup": warmup,
+            "ours": to_dict(config),
+            "theirs": {k: v for k, v in asdict(settings).items() if k != "prompts"},
+        }
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def in_turn(ours: Contender, rival: Contender, num_steps: int) -> list[tuple[StepTime, StepTime]]:
+    """As many steps of each; who comes first changes every time."""
+    taken = []
+    for number in range(num_steps):
+        if number % 2:
+            theirs, own = rival.step(), ours.step()
+        else:
+            own, theirs = ours.step(), rival.step()
+        taken.append((own, theirs))
+    return taken
+
+
+def parse_arguments(texts: Iterable[str]) -> dict[str, Any]:
+    """`NAME=VALUE` texts as names and values.
+
+    Raises:
+        ConfigError: one has no value.
+    """
+    parsed: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"--trl {text}: must be NAME=VALUE")
+        try:
+            parsed[name] = json.loads(value)
+        except ValueError:
+            parsed[name] = value
+    return parsed
+
+
+def check_python(python: Path | None) -> Path:
+    """The rival's interpreter, absolute.
+
+    Raises:
+        ConfigError: there is none, or TRL is not in it; it says how to make one.
+    """
+    if python is None or not python.is_file():
+        found = (
+            "no --trl-python is given" if python is None else f"--trl-python {python}: not there"
+        )
+        raise ConfigError(f"{found}. {HOW_TO_MAKE}")
+    # not resolved: the link's place is what makes it an environment
+    python = python.absolute()
+    probe = subprocess.run([str(python), "-c", "import trl, torch"], capture_output=True, text=True)
+    if probe.returncode != 0:
+        reason = probe.stderr.strip().splitlines()[-1:]
+        raise ConfigError(f"--trl-python {python}: {' '.join(reason)}. {HOW_TO_MAKE}")
+    return python
+
+
+def rival_settings(
+    config: RunConfig, prompts: list[Prompt], folder: Path, trl_arguments: Mapping[str, Any]
+) -> RivalSettings:
+    """The recipe's step for TRL, with the prompts of all its steps in the recipe's order."""
+    algorithm, optimizer, sampling = config.algorithm, config.trainer.optimizer, config.sampling
+    stream = PromptStream(prompts, config.run.seed, shuffle=config.data.shuffle)
+    asked = [stream.at(i) for i in range(config.run.num_steps * sampling.prompts_per_step)]
+    num_answers = sampling.prompts_per_step * sampling.responses_per_prompt
+    return RivalSettings(
+        model=str(Path(config.model.path).absolute()),
+        folder=str(folder),
+        prompts=[(list(prompt.messages), prompt.ground_truth) for prompt in asked],
+        rule=config.reward.rule,
+        responses_per_prompt=sampling.responses_per_prompt,
+        responses_per_mini_batch=algorithm.responses_per_mini_batch,
+        updates_per_step=num_answers // algorithm.responses_per_mini_batch,
+        max_steps=config.run.num_steps,
+        max_response_tokens=config.rollout.max_response_tokens,
+        overlong_buffer=algorithm.overlong_buffer,
+        overlong_factor=algorithm.overlong_factor,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        clip_low=algorithm.objective.clip_low,
+        clip_high=algorithm.objective.clip_high,
+        lr=optimizer.lr,
+        warmup_steps=optimizer.warmup_steps,
+        weight_decay=optimizer.weight_decay,
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        eps=optimizer.eps,
+        grad_clip=optimizer.grad_clip,
+        seed=config.run.seed,
+        num_threads=os.cpu_count() or 1,
+        trl_arguments=dict(trl_arguments),
+    )
+
+
+def summary(side: Side) -> dict[str, Any]:
+    """One side's numbers."""
+    return {
+        "name": side.name,
+        "seconds_per_step": side.median("seconds"),
+        "rollout_seconds": side.median("rollout_s"),
+        "answers_per_s": side.answers_per_s,
+        "tokens_per_s": side.tokens_per_s,
+        "tokens_per_answer": sum(s.num_tokens for s in side.steps)
+        / sum(s.num_answers for s in side.steps),
+        "accuracy": side.steps[-1].accuracy,
+    }
+
+
+def table(ours: Side, theirs: Side) -> str:
+    """Both sides as text, and the ratio of their answers per second."""
+    head = f"{'':14}{'s a step':>10}{'rollout':>10}{'answers/s':>11}{'tokens/s':>10}{'length':>8}"
+    lines = [f"{head}{'accuracy':>10}   medians of {len(ours.steps)} steps"]
+    for side in (ours, theirs):
+        values = summary(side)
+        lines.append(
+            f"{side.name:14}{values['seconds_per_step']:10.3f}{values['rollout_seconds']:10.3f}"
+            f"{values['answers_per_s']:11.1f}{values['tokens_per_s']:10.0f}"
+            f"{values['tokens_per_answer']:8.1f}{values['accuracy']:10.3f}"
+        )
+    ratio = ours.answers_per_s / theirs.answers_per_s
+    lines.append(f"{ours.name} trains on {ratio:.2f} x the answers a second of {theirs.name}")
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    """What it was measured on, and with which versions."""
+    found = inspect_machine()
+    return {
+        "cpu": _cpu_name(),
+        "cores": found.num_cores,
+        "system": found.system,
+        "python": found.python,
+        "versions": {name: version for name, version in found.packages.items() if version},
+    }
+
+
+def _cpu_name() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # only Linux has it
+        return None
+    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), None)
+
+
+def _number(value: float | None) -> float:
+    assert value is not None, "a step that was sampled has it"
+    return value
