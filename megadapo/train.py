@@ -10,7 +10,7 @@ from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
 from megadapo.data.batch import pack
 from megadapo.errors import RunInterrupted
-from megadapo.observe.metrics import EvaluationRecord, MetricRecord
+from megadapo.observe.metrics import MetricRecord
 from megadapo.observe.oracles import check_oracles
 from megadapo.observe.summary import RunSummary
 from megadapo.run.replay import check_replay
@@ -34,7 +34,9 @@ def train(config: RunConfig, *, replay: Path | None = None) -> RunSummary:
     with Run.open(config) as run:
         run.note(*notes)
         if not run.finished:
-            with start_workers(config, run, run.checkpoint, replay=replay) as workers:
+            with start_workers(
+                config, run, run.checkpoint, replay=replay, answers=run.folder
+            ) as workers:
                 for _ in training_steps(config, run, workers):
                     pass
     return run.finish()
@@ -80,12 +82,10 @@ def training_steps(config: RunConfig, run: Run, workers: Workers) -> Iterator[Me
                 workers.rollouts.wait()
             with run.phase("sync"):
                 workers.rollouts.publish(policy_version=step)
-            evaluation = _evaluate(run, workers, step)
+            _evaluate(run, workers, step)
             version = workers.rollouts.policy_version
             record = run.record(
-                step_metrics(
-                    step, sampled, update, evaluation, policy_version=version, config=config
-                )
+                step_metrics(step, sampled, update, policy_version=version, config=config)
             )
             run.note(*step_notes(step, sampled, update, config))
             check_oracles(run.records, config.oracles)
@@ -100,12 +100,9 @@ def training_steps(config: RunConfig, run: Run, workers: Workers) -> Iterator[Me
         raise
 
 
-def _evaluate(run: Run, workers: Workers, step: int) -> EvaluationRecord | None:
-    """Score the published weights where this step is one that is evaluated."""
-    if not run.evaluates(step):
-        return None
-    with run.phase("evaluate"):
-        evaluation = workers.rollouts.evaluate(step)
-    if evaluation is not None:
+def _evaluate(run: Run, workers: Workers, step: int) -> None:
+    """Score the published weights where this step is one that is evaluated, or begin to."""
+    if run.evaluates(step):
+        workers.rollouts.evaluate(step)
+    for evaluation in workers.rollouts.scored():
         run.record_evaluation(evaluation)
-    return evaluation

@@ -27,3 +27,8 @@ class ClusterConfig(Section, title="cluster"):
         import torch
 
         return torch.cuda.is_available()
+
+    @property
+    def engines_sleep(self) -> bool:
+        """Whether engines leave the memory of GPUs to the trainer while it works."""
+        return self.uses_cuda and self.placement == "colocated"

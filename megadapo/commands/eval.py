@@ -54,9 +54,9 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
     step = 0 if checkpoint is None else checkpoint.step
     with start_workers(config, Spinner(console), checkpoint) as workers:
         workers.rollouts.publish(policy_version=step)
-        with console.status("evaluate"):
-            record = workers.rollouts.evaluate(step)
-    assert record is not None, "engines can always be asked"
+        workers.rollouts.evaluate(step)
+        workers.rollouts.wait()
+        [record] = workers.rollouts.scored()
     console.print(
         f"avg@{record.samples_per_problem} on {record.num_problems} problems: "
         f"{record.accuracy:.4f} ± {record.standard_error:.4f}, "

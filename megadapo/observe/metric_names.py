@@ -76,13 +76,20 @@ METRIC_NAMES = (
     "staleness/weight_truncated_share",
     "staleness/weight_masked_share",
     "eval/accuracy",
+    "eval/policy_version",
 )
 """Every name of a step's record, in the order it is written; a value is null where not measured.
 
 time/step_s is time/rollout_s + time/train_s + time/sync_s. time/evaluate_s and time/checkpoint_s
 are not part of it: they are the seconds spent on those since the record before, or since the
-process started. So an evaluation is in its own step's record, and a checkpoint, which is written
-after the record of its step, in the next one's.
+process started. So a checkpoint, which is written after the record of its step, is in the next
+one's. Of an evaluation it is what the run waited for: nothing of what passes beside rollouts.
+
+eval/accuracy is in the record of the step in which it became known, and eval/policy_version says
+which weights it is of: the step's own where evaluation.placement is "alone", and after the last
+step; else those that the step sampled with. evaluations.jsonl has each evaluation under the step
+that trained its weights, with its standard error. What engines did (time/engine_*, rollout/*)
+includes the share of an evaluation beside the rollouts.
 
 time/group_* is from a group's submission to its last token. time/engine_* is how long an engine was
 busy in the step and rollout/engine_tokens_* what it generated; rollout/engine_busy_share is the
@@ -108,6 +115,6 @@ in publications since sampling. staleness/weight_*_share is of the tokens with a
 (`[algorithm.importance]`), null where none has one.
 
 Where saved rollouts are trained on again, what needs engines is null (tokens/generated,
-tokens_per_s, time/sync_s, time/reward_s, *engine*, eval/accuracy), what is said of the groups is of
+tokens_per_s, time/sync_s, time/reward_s, *engine*, eval/*), what is said of the groups is of
 those saved, and parity/* is against the saved log-probs.
 """

@@ -186,6 +186,9 @@ class EvaluationConfig(Section, title="evaluation"):
 
     every: NonNegativeInt = 0
     """Evaluate after every so many steps; 0 means never."""
+    placement: Literal["alone", "interleaved"] = "alone"
+    """alone: training waits; interleaved: asked with the next step's rollouts, in the slots they
+    leave idle, and only what is left when the trainer's new weights are ready is waited for."""
     samples_per_problem: PositiveInt = 32
     """Responses per problem (the k of avg@k)."""
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 1.0

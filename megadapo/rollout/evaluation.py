@@ -1,18 +1,24 @@
-"""Accuracy on held-out problems: avg@k with its standard error."""
+"""Accuracy on held-out problems: avg@k with its standard error.
+
+An evaluation can have the engines to itself, or take the slots that training leaves idle.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from megadapo.data.prompts import Prompt, render
 from megadapo.errors import DataError
+from megadapo.rollout.answer_log import AnswerLog, ProblemResult
 from megadapo.rollout.config import EvaluationConfig
-from megadapo.rollout.requests import SamplingSettings, response_seeds
+from megadapo.rollout.requests import GroupResponse, SamplingSettings, response_seeds
 from megadapo.rollout.scoring import (
     Answer,
     Inquiry,
@@ -23,6 +29,9 @@ from megadapo.rollout.scoring import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+PRIORITY = 1 << 48
+"""Behind every group of training, whose priority is its place in asking order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,66 +52,161 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ProblemResult:
-    accuracy: float
-    num_tokens: int
-    num_truncated: int
-
-
-def evaluate(
-    engines: SupportsGenerate,
-    prompts: Sequence[Prompt],
-    verifier: SupportsScore,
-    config: EvaluationConfig,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    max_response_tokens: int,
-    seed: int,
-) -> Evaluation:
-    """Ask each problem `samples_per_problem` times and score the responses.
+class HeldOut:
+    """What every evaluation asks: problems, each `samples_per_problem` times.
 
     Responses have the same seeds at every evaluation, and a problem's do not depend on the other
     problems nor on their order: two policies are compared on equal terms.
-
-    Raises:
-        DataError: there are no problems.
-        InfraError: an engine failed.
     """
-    problems = list(prompts)[: config.max_problems]
-    if not problems:
-        raise DataError("there are no held-out problems to evaluate on")
-    settings = SamplingSettings(
-        temperature=config.temperature, top_p=config.top_p, max_tokens=max_response_tokens
-    )
-    questions = [
-        Question(
-            key=key,
-            prompt=prompt,
-            prompt_ids=tuple(render(prompt, tokenizer)),
-            seeds=response_seeds(config.samples_per_problem, seed, "evaluation", prompt.id),
+
+    questions: tuple[Question, ...]
+    """With negative keys; those of training are not."""
+    settings: SamplingSettings
+    samples_per_problem: int
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Prompt],
+        config: EvaluationConfig,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        max_response_tokens: int,
+        seed: int,
+    ) -> HeldOut:
+        """Raises DataError where there are no problems."""
+        problems = list(prompts)[: config.max_problems]
+        if not problems:
+            raise DataError("there are no held-out problems to evaluate on")
+        questions = tuple(
+            Question(
+                key=-number,
+                prompt=prompt,
+                prompt_ids=tuple(render(prompt, tokenizer)),
+                seeds=response_seeds(config.samples_per_problem, seed, "evaluation", prompt.id),
+                priority=PRIORITY,
+            )
+            for number, prompt in enumerate(problems, start=1)
         )
-        for key, prompt in enumerate(problems)
-    ]
-    results: dict[int, _ProblemResult] = {}
-    with Inquiry(engines, verifier) as inquiry:
-        inquiry.ask(questions, settings)
-        while inquiry.open:
-            for answer in inquiry.answers():
-                results[answer.question.key] = _problem_result(answer)
-    in_order = [results[question.key] for question in questions]
-    return _summary(in_order, config.samples_per_problem)
+        settings = SamplingSettings(
+            temperature=config.temperature, top_p=config.top_p, max_tokens=max_response_tokens
+        )
+        return cls(
+            questions=questions, settings=settings, samples_per_problem=config.samples_per_problem
+        )
+
+    def digest(self, question: Question) -> str:
+        """A name of all that an answer follows from but the weights and the scoring."""
+        parts = (question.prompt_ids, question.seeds, question.prompt.ground_truth, self.settings)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _problem_result(answer: Answer) -> _ProblemResult:
+class EvaluationUnderWay:
+    """One evaluation, from its first question to its last answer. Use as a context manager.
+
+    Questions are asked when the caller says so, and answers may reach it through somebody else
+    who waits for the same engines.
+    """
+
+    def __init__(
+        self,
+        engines: SupportsGenerate,
+        verifier: SupportsScore,
+        held_out: HeldOut,
+        answers: AnswerLog | None = None,
+    ) -> None:
+        """Begin with nothing asked.
+
+        Args:
+            answers: what an earlier process got of the same evaluation, and where answers are
+                kept for a later one; None: neither.
+        """
+        self.policy_version = engines.policy_version
+        """Of the weights that are scored: those that the engines hold until it has finished."""
+        self._held_out = held_out
+        self._answers = answers
+        self._inquiry = Inquiry(engines, verifier)
+        self._generating: set[int] = set()
+        self._results: dict[int, ProblemResult] = {}
+        known = {} if answers is None else answers.read()
+        for question in held_out.questions:
+            if (result := known.get(held_out.digest(question))) is not None:
+                self._results[question.key] = result
+        self._unasked = [q for q in held_out.questions if q.key not in self._results]
+        self.num_answered_before = len(self._results)
+        """Problems that an earlier process got the answers to."""
+
+    def __enter__(self) -> Self:
+        self._inquiry.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._inquiry.__exit__(kind, error, trace)
+
+    @property
+    def num_generating(self) -> int:
+        """Groups that the engines have and have not handed back."""
+        return len(self._generating)
+
+    @property
+    def num_responses_generating(self) -> int:
+        """Responses of these groups."""
+        return self.num_generating * self._held_out.samples_per_problem
+
+    def ask(self, room: int | None = None) -> None:
+        """Ask the next questions, as many as fit into so many responses; all of them for None."""
+        num_groups = None if room is None else room // self._held_out.samples_per_problem
+        asked = self._unasked[:num_groups]
+        if asked:
+            del self._unasked[: len(asked)]
+            self._generating.update(question.key for question in asked)
+            self._inquiry.ask(asked, self._held_out.settings)
+
+    def take(self, responses: Sequence[GroupResponse]) -> list[GroupResponse]:
+        """Have its own responses scored, and return the others."""
+        own = [response for response in responses if response.key in self._generating]
+        others = [response for response in responses if response.key not in self._generating]
+        self._generating.difference_update(response.key for response in own)
+        self._inquiry.take(own)
+        self._keep(self._inquiry.scored())
+        return others
+
+    def finish(self) -> Evaluation:
+        """Ask what is not asked yet and wait for the rest; nobody else may use the engines.
+
+        Raises:
+            InfraError: an engine failed.
+        """
+        self.ask()
+        while self._inquiry.open:
+            self._keep(self._inquiry.answers())
+        self._generating.clear()
+        in_order = [self._results[question.key] for question in self._held_out.questions]
+        return _summary(in_order, self._held_out.samples_per_problem)
+
+    def _keep(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            result = _problem_result(answer)
+            self._results[answer.question.key] = result
+            if self._answers is not None:
+                self._answers.append(self._held_out.digest(answer.question), result)
+
+
+def _problem_result(answer: Answer) -> ProblemResult:
     samples = answer.response.responses
-    return _ProblemResult(
+    return ProblemResult(
         accuracy=sum(score.correct for score in answer.scores) / len(answer.scores),
         num_tokens=sum(len(sample.token_ids) for sample in samples),
         num_truncated=sum(sample.finish_reason == "length" for sample in samples),
     )
 
 
-def _summary(results: Sequence[_ProblemResult], samples_per_problem: int) -> Evaluation:
+def _summary(results: Sequence[ProblemResult], samples_per_problem: int) -> Evaluation:
     accuracies = np.array([result.accuracy for result in results])
     num_responses = len(results) * samples_per_problem
     spread = float(accuracies.std(ddof=1)) if len(results) > 1 else math.nan

@@ -149,12 +149,16 @@ class Inquiry:
         """
         if self._engines.num_in_flight:
             timeout_s = SCORING_POLL_S if self._scoring else None
-            for response in self._engines.finished(timeout_s):
-                question = self._open[response.key]
-                self._scoring.append(self._executor.submit(self._score, question, response))
+            self.take(self._engines.finished(timeout_s))
         elif self._scoring:
             wait(self._scoring, return_when=FIRST_COMPLETED)
-        return self._take_scored()
+        return self.scored()
+
+    def take(self, responses: Sequence[GroupResponse]) -> None:
+        """Have responses to open questions scored."""
+        for response in responses:
+            question = self._open[response.key]
+            self._scoring.append(self._executor.submit(self._score, question, response))
 
     def drop(self, keys: Collection[int]) -> int:
         """Take questions back whose answers nobody needs; return the tokens spent on them."""
@@ -169,7 +173,8 @@ class Inquiry:
         self._open.clear()
         return report
 
-    def _take_scored(self) -> list[Answer]:
+    def scored(self) -> list[Answer]:
+        """Return the answers that are ready, without waiting."""
         done = [future for future in self._scoring if future.done()]
         # asked again, a future could be done by then that was not taken
         self._scoring = [future for future in self._scoring if future not in done]

@@ -12,10 +12,10 @@ from megadapo.errors import CheckpointError
 from megadapo.observe.metrics import EvaluationRecord
 from megadapo.rollout.ahead import AheadSampler
 from megadapo.rollout.engines import Engines
-from megadapo.rollout.evaluation import evaluate
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.sampler import Sampler
 from megadapo.rollout.selection import in_training_order
+from megadapo.run.evaluations import Evaluations
 from megadapo.run.sampling import Questions
 from megadapo.run.step_metrics import verifier_note
 from megadapo.weights.sync.publish import Publisher
@@ -38,7 +38,7 @@ class Rollouts(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait until nothing is sampled any more; the engines can take weights then."""
+        """Wait until nothing is sampled or scored any more; the engines can take weights then."""
         ...
 
     def sleep(self) -> None:
@@ -49,8 +49,12 @@ class Rollouts(Protocol):
         """Take the trainer's weights."""
         ...
 
-    def evaluate(self, step: int) -> EvaluationRecord | None:
-        """Score the published weights on the held-out problems; None where nothing can."""
+    def evaluate(self, step: int) -> None:
+        """Score the published weights on the held-out problems, or begin to."""
+        ...
+
+    def scored(self) -> list[EvaluationRecord]:
+        """Return the evaluations that have finished since the last call."""
         ...
 
     def second_opinions(self, group: Group) -> Sequence[bool | None]:
@@ -78,6 +82,7 @@ class LiveRollouts:
     engines: Engines
     sampler: Sampler | AheadSampler
     questions: Questions
+    evaluations: Evaluations
     publisher: Publisher
 
     @property
@@ -86,6 +91,8 @@ class LiveRollouts:
 
     def next_batch(self) -> SampledBatch:
         batch = self.sampler.next_batch()
+        if self.config.cluster.engines_sleep:
+            self.evaluations.finish()
         self.questions.ask_second_opinion(batch)
         groups = in_training_order(
             batch.groups, self.policy_version, self.config.groups_per_mini_batch
@@ -94,6 +101,7 @@ class LiveRollouts:
 
     def wait(self) -> None:
         self.sampler.wait()
+        self.evaluations.finish()
 
     def sleep(self) -> None:
         self.engines.sleep()
@@ -104,27 +112,11 @@ class LiveRollouts:
         self.publisher.publish(policy_version)
         self.engines.wake_cache()
 
-    def evaluate(self, step: int) -> EvaluationRecord:
-        """Score the engines' present weights on the held-out problems."""
-        config = self.config
-        result = evaluate(
-            self.engines,
-            self.questions.held_out,
-            self.questions.verifier,
-            config.evaluation,
-            tokenizer=self.questions.tokenizer,
-            max_response_tokens=config.rollout.max_response_tokens,
-            seed=config.run.seed,
-        )
-        return EvaluationRecord(
-            step=step,
-            policy_version=self.policy_version,
-            accuracy=result.accuracy,
-            standard_error=result.standard_error,
-            num_problems=result.num_problems,
-            samples_per_problem=result.samples_per_problem,
-            response_length=result.response_length_mean,
-        )
+    def evaluate(self, step: int) -> None:
+        self.evaluations.begin(step)
+
+    def scored(self) -> list[EvaluationRecord]:
+        return self.evaluations.take_finished()
 
     def second_opinions(self, group: Group) -> Sequence[bool | None]:
         return self.questions.second_opinions(group)

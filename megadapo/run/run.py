@@ -26,6 +26,7 @@ from megadapo.observe.progress import RunDisplay
 from megadapo.observe.rollouts import RolloutLog
 from megadapo.observe.saved_group import SavedGroup
 from megadapo.observe.summary import RunSummary, print_report
+from megadapo.rollout.answer_log import answers_path
 from megadapo.run.background_export import BackgroundExports
 from megadapo.run.checkpoint import CHECKPOINTS, Checkpoint, CheckpointStore, load
 from megadapo.run.stop import StopSignal
@@ -48,6 +49,8 @@ class Run:
         self._rollouts = RolloutLog(self.folder)
         self._display = RunDisplay(self.folder, num_steps=config.run.num_steps)
         self._seconds: dict[str, float] = defaultdict(float)
+        self._evaluated: EvaluationRecord | None = None
+        """The newest evaluation that no step's record has."""
         self._stop = StopSignal()
         self._exports = BackgroundExports(self.folder, self.note)
         self._open = ExitStack()
@@ -116,13 +119,14 @@ class Run:
         """
         # taken only now: Ray's own handler, put in place at its start, would end the process
         self._stop.install()
+        self._evaluated = self._unreported()
         while not self.finished:
             self._stop.check()
             yield self.step + 1
 
     @contextmanager
     def phase(self, name: str, *, interruptible: bool = False) -> Iterator[None]:
-        """Show and time a phase of a step.
+        """Show and time a phase of a step; the time of a phase within it is not its own.
 
         Args:
             name: rollout, train, sync or anything else to be shown.
@@ -130,13 +134,14 @@ class Run:
                 trainer as the last completed step left it.
         """
         self._display.phase(name)
-        start = time.perf_counter()
+        start, counted = time.perf_counter(), sum(self._seconds.values())
         with self._stop.interruptible() if interruptible else nullcontext():
             yield
-        self._seconds[name] += time.perf_counter() - start
+        within = sum(self._seconds.values()) - counted
+        self._seconds[name] += time.perf_counter() - start - within
 
     def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
-        """Write and show one step's metrics; the times of its phases are added here.
+        """Write and show one step's metrics; times and what was evaluated are added here.
 
         What was saved of the step is on the disk before.
 
@@ -157,7 +162,10 @@ class Run:
         else:
             speed = generated / step_s
         record = self._metrics.record(
-            {**values, **times, "time/step_s": step_s, "tokens_per_s": speed}
+            {
+                **{**values, **times, "time/step_s": step_s, "tokens_per_s": speed},
+                **self._take_evaluated(),
+            }
         )
         self.records.append(record)
         self._display.step(record)
@@ -169,9 +177,11 @@ class Run:
             self._rollouts.write(step, groups)
 
     def record_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Write and show one held-out evaluation."""
+        """Write and show one held-out evaluation; its answers need not be kept any more."""
         self._metrics.record_evaluation(evaluation)
         self._display.evaluation(evaluation)
+        self._evaluated = evaluation
+        answers_path(self.folder, evaluation.step).unlink(missing_ok=True)
 
     def complete(self, step: int, state: dict[str, Any]) -> None:
         """Count the step as done; `state` is what its checkpoint holds beside the trainer's."""
@@ -179,11 +189,15 @@ class Run:
         self._state = state
 
     def evaluates(self, step: int) -> bool:
-        """Whether the weights after `step` are scored; before the first step and after the last."""
+        """Whether the weights after `step` are scored; before the first step and after the last.
+
+        Those of the step that a run resumed from may have been, before it was stopped.
+        """
         config = self._config.evaluation
-        if config.every == 0 or (step == self.step and step > 0):
+        if config.every == 0:
             return False
-        return step % config.every == 0 or step == self._config.run.num_steps
+        due = step % config.every == 0 or step == self._config.run.num_steps
+        return due and all(record.step != step for record in read_evaluations(self.folder))
 
     @property
     def saves(self) -> bool:
@@ -205,6 +219,26 @@ class Run:
             )
             self.checkpoint = Checkpoint(path, self.step, self._state)
         self._start_export()
+
+    def _unreported(self) -> EvaluationRecord | None:
+        """The evaluation of the step resumed from, where the record that has it is written anew.
+
+        What was scored before the first step is in no record.
+        """
+        evaluations = read_evaluations(self.folder)
+        if self.step == 0 or not evaluations or evaluations[-1].step != self.step:
+            return None
+        reported = {record.get("eval/policy_version") for record in self.records}
+        return None if evaluations[-1].policy_version in reported else evaluations[-1]
+
+    def _take_evaluated(self) -> dict[str, int | float | None]:
+        evaluated, self._evaluated = self._evaluated, None
+        if evaluated is None:
+            return {}
+        return {
+            "eval/accuracy": evaluated.accuracy,
+            "eval/policy_version": evaluated.policy_version,
+        }
 
     def _start_export(self) -> None:
         """Export the newest checkpoint where `checkpoint.export_every` asks for its step."""

@@ -17,10 +17,10 @@ from megadapo.data.prompts import Prompt, PromptStream, load_prompts
 from megadapo.errors import DataError
 from megadapo.rewards.dapo_math import validate_ground_truth
 from megadapo.rewards.verifier import Verifier
-from megadapo.rollout.engines import Engines
 from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.sampler import Sampler
+from megadapo.rollout.scoring import SupportsGenerate
 
 
 class Phases(Protocol):
@@ -77,7 +77,7 @@ class Questions:
             for at_once, verdict in zip(group.symbolic_correct, later, strict=True)
         ]
 
-    def sampler(self, config: RunConfig, engines: Engines) -> Sampler:
+    def sampler(self, config: RunConfig, engines: SupportsGenerate) -> Sampler:
         """Return the sampler of a run at its first step."""
         return Sampler(
             engines,

@@ -11,7 +11,6 @@ import numpy as np
 from megadapo.algorithm.mini_batches import mini_batch_sizes
 from megadapo.algorithm.shaping import overlong_penalties
 from megadapo.config import RunConfig
-from megadapo.observe.metrics import EvaluationRecord
 
 if TYPE_CHECKING:
     from megadapo.rewards.verifier import VerifierCounts
@@ -23,16 +22,16 @@ def step_metrics(
     step: int,
     sampled: SampledBatch,
     update: UpdateResult,
-    evaluation: EvaluationRecord | None,
     *,
     policy_version: int,
     config: RunConfig,
 ) -> dict[str, int | float | None]:
-    """Everything a step measured but the times of its phases, which the run adds.
+    """Everything a step measured but the times of its phases and what was evaluated meanwhile.
+
+    The run adds these.
 
     Args:
-        evaluation: the held-out evaluation of the step's weights, where there was one.
-        policy_version: of those weights in the engines.
+        policy_version: of the step's weights in the engines.
     """
     return {
         "step": step,
@@ -66,7 +65,6 @@ def step_metrics(
         "parity/logprob_abs_max": _measured(update.logprob_abs_max),
         **{f"parity/{name}": value for name, value in vars(update.parity_causes).items()},
         **{f"staleness/{name}": value for name, value in vars(update.staleness).items()},
-        "eval/accuracy": None if evaluation is None else evaluation.accuracy,
         **_tail(sampled),
         **_spread("train/rank_tokens_{}", [share.num_tokens for share in update.shares]),
         **_spread("time/rank_logprobs_{}_s", [share.logprobs_seconds for share in update.shares]),

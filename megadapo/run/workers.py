@@ -16,6 +16,7 @@ from megadapo.data.batch import PackedBatch
 from megadapo.rollout.ahead import AheadSampler
 from megadapo.rollout.engines import Engines
 from megadapo.run.checkpoint import Checkpoint
+from megadapo.run.evaluations import Evaluations
 from megadapo.run.replay import ReplayedRollouts
 from megadapo.run.rollouts import LiveRollouts, Rollouts
 from megadapo.run.sampling import Phases, Questions, load_tokenizer, start_cluster
@@ -51,11 +52,14 @@ def start_workers(
     checkpoint: Checkpoint | None,
     *,
     replay: Path | None = None,
+    answers: Path | None = None,
 ) -> Iterator[Workers]:
     """Start every part, at `checkpoint` where there is one; all have ended when this returns.
 
     Args:
         replay: folder of saved rollouts that take the place of engines.
+        answers: folder for those of an evaluation under way, so that it can go on after a stop;
+            None: they are not kept.
 
     Raises:
         ConfigError: steps to be replayed are not saved.
@@ -65,7 +69,7 @@ def start_workers(
     """
     with ExitStack() as stack:
         if replay is None:
-            workers = _start_live(config, phases, stack)
+            workers = _start_live(config, phases, stack, answers)
         else:
             first_step = 1 if checkpoint is None else checkpoint.step + 1
             rollouts = ReplayedRollouts(config, replay, first_step=first_step)
@@ -77,26 +81,34 @@ def start_workers(
         yield workers
 
 
-def _start_live(config: RunConfig, phases: Phases, stack: ExitStack) -> Workers:
+def _start_live(
+    config: RunConfig, phases: Phases, stack: ExitStack, answers: Path | None
+) -> Workers:
     questions = Questions.start(config, phases, stack)
     cluster = start_cluster(config, phases, stack, trains=True, samples=True)
     trainer, engines = _start_processes(config, phases, cluster, stack)
-    sampler = questions.sampler(config, engines)
+    publisher = Publisher(
+        trainer.ranks,
+        engines,
+        config.weights,
+        tensor_parallel=config.rollout.tensor_parallel,
+        pipeline_parallel=config.rollout.pipeline_parallel,
+        expert_parallel=config.rollout.expert_parallel,
+        dtype=getattr(torch, config.model.dtype),
+    )
+    evaluations = Evaluations(
+        config, engines, questions, phases, fingerprint=publisher.fingerprint, folder=answers
+    )
+    stack.callback(evaluations.close)
+    sampler = questions.sampler(config, evaluations.sampling_engines)
     ahead = config.sampling.mode == "one_step_off"
     rollouts = LiveRollouts(
         config=config,
         engines=engines,
         sampler=AheadSampler(sampler, engines, config.run.num_steps) if ahead else sampler,
         questions=questions,
-        publisher=Publisher(
-            trainer.ranks,
-            engines,
-            config.weights,
-            tensor_parallel=config.rollout.tensor_parallel,
-            pipeline_parallel=config.rollout.pipeline_parallel,
-            expert_parallel=config.rollout.expert_parallel,
-            dtype=getattr(torch, config.model.dtype),
-        ),
+        evaluations=evaluations,
+        publisher=publisher,
     )
     return Workers(trainer=trainer, rollouts=rollouts, tokenizer=questions.tokenizer)
 
@@ -115,7 +127,7 @@ def _start_processes(
 ) -> tuple[Trainer, Engines]:
     """Start engines and trainer, at once unless they share GPUs."""
     # an engine measures the free memory of its GPU, so it must be alone on it while it starts
-    one_by_one = config.cluster.uses_cuda and config.cluster.placement == "colocated"
+    one_by_one = config.cluster.engines_sleep
     with phases.phase("start engines"):
         engines = Engines.start(
             config.rollout,

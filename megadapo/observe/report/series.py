@@ -11,7 +11,7 @@ from megadapo.observe.metrics import MetricRecord
 MAX_POINTS = 2000
 """Points of one curve: more than a chart has pixels across."""
 
-_NOT_CURVES = ("step", "policy_version", "eval/accuracy")
+_NOT_CURVES = ("step", "policy_version", "eval/accuracy", "eval/policy_version")
 
 
 @dataclass(frozen=True, kw_only=True)

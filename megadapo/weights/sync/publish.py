@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -137,6 +138,14 @@ class Publisher:
             num_rounds=self._num_rounds,
             verified=verify,
         )
+
+    def fingerprint(self) -> str:
+        """Return a name of the trainer's present weights that depends on every bit of them.
+
+        Equal weights have it again in another process, where the trainer is split alike.
+        """
+        sums: list[list[int]] = self._call("fingerprint")
+        return hashlib.sha256(repr(sums).encode()).hexdigest()
 
     def _move(self, verify: bool) -> list[list[list[int]]]:
         """All rounds, two buckets in flight; the trainer's checksums as [feeder][round]."""

@@ -133,6 +133,11 @@ class WeightSender:
         ready.outbox.post(round_number, [parcel_of(ready.plan, placed) for placed in own])
         return sums
 
+    @torch.no_grad()
+    def fingerprint(self) -> list[int]:
+        """Return the checksum of each parameter of this rank."""
+        return [checksum(param) for _, param in sorted(self._params.items())]
+
     def close(self) -> None:
         """Give the buckets back."""
         if self._prepared is not None:

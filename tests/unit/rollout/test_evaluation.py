@@ -1,12 +1,19 @@
+"""avg@k and its error; answers of a process that was killed count, and only those."""
+
+from __future__ import annotations
+
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError
+from megadapo.rollout.answer_log import AnswerLog, ProblemResult
 from megadapo.rollout.config import EvaluationConfig
-from megadapo.rollout.evaluation import evaluate
-from megadapo.rollout.requests import SamplingSettings, response_seeds
+from megadapo.rollout.evaluation import Evaluation, EvaluationUnderWay, HeldOut
+from megadapo.rollout.requests import GroupResponse, SamplingSettings, response_seeds
 from tests.support.scripted_engines import (
     PlainTokenizer,
     RightAtLeast,
@@ -19,17 +26,25 @@ BOUND = 40
 MAX_TOKENS = 20
 
 
-def run(prompts, engines=None, **config):
-    config = {"samples_per_problem": 5, **config}
-    return evaluate(
-        engines or ScriptedEngines(),
+def held_out(prompts: list[Prompt], **config: object) -> HeldOut:
+    return HeldOut.of(
         prompts,
-        RightAtLeast(BOUND),
-        EvaluationConfig(**config),
+        EvaluationConfig(**{"samples_per_problem": 5, **config}),
         tokenizer=PlainTokenizer(),
         max_response_tokens=MAX_TOKENS,
         seed=4,
     )
+
+
+def run(
+    prompts: list[Prompt],
+    engines: ScriptedEngines | None = None,
+    answers: AnswerLog | None = None,
+    **config: object,
+) -> Evaluation:
+    engines, asked = engines or ScriptedEngines(), held_out(prompts, **config)
+    with EvaluationUnderWay(engines, RightAtLeast(BOUND), asked, answers) as under_way:
+        return under_way.finish()
 
 
 def test_accuracy_and_its_standard_error_over_problems():
@@ -69,3 +84,79 @@ def test_one_problem_has_no_standard_error():
 def test_no_problems_is_an_error():
     with pytest.raises(DataError, match="held-out"):
         run([])
+
+
+class Killed(Exception):
+    """The process has ended."""
+
+
+class EnginesThatEnd(ScriptedEngines):
+    """Hand back so many groups."""
+
+    def __init__(self, num_groups: int) -> None:
+        super().__init__("at random")
+        self._num_left = num_groups
+
+    def finished(self, timeout_s: float | None = None) -> list[GroupResponse]:
+        if not self._num_left:
+            raise Killed
+        self._num_left -= 1
+        return super().finished(timeout_s)
+
+
+def cut_off(prompts: list[Prompt], path: Path, num_groups: int) -> int:
+    """Evaluate until so many groups came back; return the number of answers kept."""
+    with pytest.raises(Killed):
+        run(prompts, EnginesThatEnd(num_groups), AnswerLog(path, "weights"))
+    return len(AnswerLog(path, "weights").read())
+
+
+def test_what_was_answered_before_a_kill_is_not_asked_again(tmp_path):
+    prompts, path = make_prompts(12), tmp_path / "answers.jsonl"
+    num_kept = cut_off(prompts, path, 8)
+    assert 0 < num_kept <= 8
+    engines = ScriptedEngines()
+    assert run(prompts, engines, AnswerLog(path, "weights")) == run(prompts)
+    assert len(engines.asked) == 12 - num_kept
+    again = ScriptedEngines()
+    assert run(prompts, again, AnswerLog(path, "weights")) == run(prompts)
+    assert again.asked == []
+
+
+@pytest.mark.parametrize(
+    ("weights", "change"),
+    [
+        ("other weights", {}),
+        ("weights", {"temperature": 0.5}),
+        ("weights", {"samples_per_problem": 4}),
+    ],
+)
+def test_answers_of_other_weights_or_to_other_questions_do_not_count(tmp_path, weights, change):
+    """An accuracy made of two policies' answers is that of none."""
+    prompts, path = make_prompts(6), tmp_path / "answers.jsonl"
+    cut_off(prompts, path, 5)
+    engines = ScriptedEngines()
+    assert run(prompts, engines, AnswerLog(path, weights), **change) == run(prompts, **change)
+    assert len(engines.asked) == 6
+
+
+@pytest.mark.parametrize("cut", [1, 30])
+def test_a_torn_last_line_is_asked_again_and_the_next_answer_has_a_line_of_its_own(tmp_path, cut):
+    path, result = (
+        tmp_path / "answers.jsonl",
+        ProblemResult(accuracy=0.25, num_tokens=9, num_truncated=1),
+    )
+    for name in "ab":
+        AnswerLog(path, "weights").append(name, result)
+    path.write_bytes(path.read_bytes()[:-cut])
+    log = AnswerLog(path, "weights")
+    torn = {"a": result} if cut > 1 else {"a": result, "b": result}
+    assert log.read() == torn
+    log.append("c", result)
+    assert AnswerLog(path, "weights").read() == {**torn, "c": result}
+
+
+def test_lines_that_are_no_answers_are_passed_over(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    path.write_bytes(b'\xff\n[]\n{"scored": "weights"}\n{"result": {"accuracy": 1}}\n\n7\n')
+    assert AnswerLog(path, "weights").read() == {}

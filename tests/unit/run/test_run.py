@@ -13,6 +13,7 @@ from megadapo.errors import CheckpointError, ConfigError, InfraError
 from megadapo.observe import rollouts
 from megadapo.observe.config import ObserveConfig
 from megadapo.observe.metrics import EvaluationRecord, read_evaluations, read_metrics
+from megadapo.rollout.answer_log import answers_path
 from megadapo.run.checkpoint import CheckpointStore
 from megadapo.run.run import Run
 from tests.support.saved_groups import saved_group
@@ -128,8 +129,72 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_said(tmp_path):
 def test_evaluation_before_during_and_after_but_never_twice(tmp_path, start, evaluated):
     run = Run.open(config_of(tmp_path))
     run.step = start
+    if start:
+        run.record_evaluation(evaluation(start))
     steps = [start, *range(start + 1, 6)]
     assert [step for step in steps if run.evaluates(step)] == evaluated
+
+
+def test_an_evaluation_that_a_stop_cut_off_is_done_after_the_resume(tmp_path):
+    """One that goes on beside the next step ends after the checkpoint of its own."""
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 2)
+    with Run.open(config_of(tmp_path)) as run:
+        assert run.step == 2 and run.evaluates(2)
+
+
+def reported(folder: Path) -> list[tuple[object, object]]:
+    return [(r["eval/accuracy"], r["eval/policy_version"]) for r in read_metrics(folder)]
+
+
+def record_step(run: Run, step: int) -> None:
+    with run.phase("rollout"):
+        pass
+    run.record({"step": step, "tokens/generated": 10})
+    run.complete(step, {"cursor": step})
+
+
+def test_an_evaluation_is_in_the_record_of_the_step_in_which_it_became_known(tmp_path):
+    with Run.open(config_of(tmp_path)) as run:
+        run.record_evaluation(evaluation(0))
+        for step in run.steps():
+            if step in (3, 5):
+                run.record_evaluation(evaluation(step - 1))
+            if step == 5:
+                run.record_evaluation(evaluation(5))
+            record_step(run, step)
+    nothing = (None, None)
+    assert reported(tmp_path) == [nothing, nothing, (0.5, 2), nothing, (0.5, 5)]
+
+
+def test_a_step_that_is_done_again_reports_the_evaluation_that_it_did_not_ask_again(tmp_path):
+    """The redone record would otherwise lack what that of an undisturbed run has."""
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 2)
+        run.record_evaluation(evaluation(2))
+    with Run.open(config_of(tmp_path)) as run:
+        assert not run.evaluates(2)
+        advance(run, 4)
+    assert reported(tmp_path) == [(None, None), (None, None), (0.5, 2), (None, None)]
+
+
+def test_answers_are_kept_until_their_evaluation_is_recorded(tmp_path):
+    with Run.open(config_of(tmp_path)) as run:
+        files = [answers_path(tmp_path, step) for step in (2, 4)]
+        for file in files:
+            file.touch()
+        run.record_evaluation(evaluation(2))
+        assert [file.exists() for file in files] == [False, True]
+
+
+def test_the_time_of_a_phase_within_another_is_counted_once(tmp_path):
+    """What an evaluation is waited for would otherwise be rollout time as well."""
+    with Run.open(config_of(tmp_path)) as run:
+        with run.phase("rollout"), run.phase("evaluate"):
+            time.sleep(0.05)
+        run.record({"step": 1, "tokens/generated": 10})
+    [record] = read_metrics(tmp_path)
+    assert record["time/evaluate_s"] >= 0.05 > record["time/rollout_s"] >= 0.0
 
 
 def test_no_evaluation_where_none_is_wanted(tmp_path):

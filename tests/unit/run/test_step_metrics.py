@@ -9,7 +9,6 @@ import pytest
 
 from megadapo.config import from_dict
 from megadapo.observe.metric_names import METRIC_NAMES
-from megadapo.observe.metrics import EvaluationRecord
 from megadapo.rewards.symbolic import SymbolicCounts
 from megadapo.rewards.verifier import VerifierCounts
 from megadapo.rollout.activity import EngineActivity
@@ -81,15 +80,6 @@ UPDATE = UpdateResult(
         RankShare(num_tokens=190, logprobs_seconds=0.75),
     ),
 )
-EVALUATION = EvaluationRecord(
-    step=3,
-    policy_version=3,
-    accuracy=0.75,
-    standard_error=0.1,
-    num_problems=8,
-    samples_per_problem=8,
-    response_length=9.0,
-)
 CONFIG = from_dict(
     {
         "run": {"folder": "somewhere", "num_steps": 50},
@@ -104,22 +94,19 @@ CONFIG = from_dict(
         },
     }
 )
-TIMES = {
+ADDED_BY_THE_RUN = {
     *("time/step_s", "time/rollout_s", "time/train_s", "time/sync_s", "tokens_per_s"),
-    *("time/evaluate_s", "time/checkpoint_s"),
+    *("time/evaluate_s", "time/checkpoint_s", "eval/accuracy", "eval/policy_version"),
 }
 
 
-def metrics(
-    sampled: SampledBatch = SAMPLED, evaluation: EvaluationRecord | None = None
-) -> dict[str, int | float | None]:
-    return step_metrics(3, sampled, UPDATE, evaluation, policy_version=7, config=CONFIG)
+def metrics(sampled: SampledBatch = SAMPLED) -> dict[str, int | float | None]:
+    return step_metrics(3, sampled, UPDATE, policy_version=7, config=CONFIG)
 
 
-def test_every_name_but_the_runs_own_times_is_given():
+def test_every_name_but_what_the_run_itself_adds_is_given():
     """A metric that is forgotten here would be null in every run."""
-    assert set(metrics(evaluation=EVALUATION)) == set(METRIC_NAMES) - TIMES
-    assert metrics()["eval/accuracy"] is None
+    assert set(metrics()) == set(METRIC_NAMES) - ADDED_BY_THE_RUN
 
 
 def test_parity_without_fresh_tokens_is_unmeasured_and_not_nan():
@@ -130,7 +117,7 @@ def test_staleness_and_the_causes_of_the_gap_have_their_names():
     causes = ParityCauses(batch_shape_abs_mean=1e-7, engine_abs_max=0.5)
     stale = Staleness(token_share=0.25, max=3, weight_truncated_share=0.5)
     update = replace(UPDATE, parity_causes=causes, staleness=stale)
-    found = step_metrics(3, SAMPLED, update, None, policy_version=7, config=CONFIG)
+    found = step_metrics(3, SAMPLED, update, policy_version=7, config=CONFIG)
     assert (found["parity/batch_shape_abs_mean"], found["parity/engine_abs_max"]) == (1e-7, 0.5)
     assert (found["staleness/token_share"], found["staleness/max"]) == (0.25, 3)
     assert found["staleness/weight_truncated_share"] == 0.5
