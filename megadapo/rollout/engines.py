@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -130,8 +131,17 @@ class Engines:
     @property
     def room(self) -> int:
         """Responses that may be submitted so that every engine stays just ahead of its slots."""
+        return self.room_without(())
+
+    def room_without(self, keys: Collection[int]) -> int:
+        """As `room`, if the groups with these keys, which are in flight, were not."""
         wanted = math.ceil(self._config.max_num_seqs * (1 + AHEAD))
-        return sum(max(0, wanted - engine.load) for engine in self._engines)
+        left_out = Counter[int]()
+        for group, index in (self._in_flight[key] for key in keys):
+            left_out[index] += len(group.seeds)
+        # responses of these groups that have ended are no load any more
+        loads = [max(0, one.load - left_out[index]) for index, one in enumerate(self._engines)]
+        return sum(max(0, wanted - load) for load in loads)
 
     @property
     def num_in_flight(self) -> int:

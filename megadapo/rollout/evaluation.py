@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -149,14 +149,9 @@ class EvaluationUnderWay:
         self._inquiry.__exit__(kind, error, trace)
 
     @property
-    def num_generating(self) -> int:
-        """Groups that the engines have and have not handed back."""
-        return len(self._generating)
-
-    @property
-    def num_responses_generating(self) -> int:
-        """Responses of these groups."""
-        return self.num_generating * self._held_out.samples_per_problem
+    def generating(self) -> Collection[int]:
+        """Keys of the groups that the engines have and have not handed back."""
+        return self._generating
 
     def ask(self, room: int | None = None) -> None:
         """Ask the next questions, as many as fit into so many responses; all of them for None."""

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from megadapo.rollout.activity import EngineActivity
 from megadapo.rollout.evaluation import EvaluationUnderWay
 from megadapo.rollout.requests import GroupRequest, GroupResponse, StopReport
 from megadapo.rollout.scoring import SupportsGenerate
+
+
+class SupportsSharing(SupportsGenerate, Protocol):
+    """What it takes of engines that an evaluation can share them; `Engines` is one."""
+
+    def room_without(self, keys: Collection[int]) -> int:
+        """As `room`, if the groups with these keys, which are in flight, were not."""
+        ...
 
 
 class InterleavedEngines:
@@ -18,7 +27,7 @@ class InterleavedEngines:
     groups of a step come back, and nothing else.
     """
 
-    def __init__(self, engines: SupportsGenerate) -> None:
+    def __init__(self, engines: SupportsSharing) -> None:
         self.evaluation: EvaluationUnderWay | None = None
         """What shares the engines; None: nothing does."""
         self._engines = engines
@@ -31,8 +40,9 @@ class InterleavedEngines:
     @property
     def room(self) -> int:
         """As if the evaluation's slots were empty."""
-        taken = 0 if self.evaluation is None else self.evaluation.num_responses_generating
-        return self._engines.room + taken
+        return self._engines.room_without(
+            () if self.evaluation is None else self.evaluation.generating
+        )
 
     @property
     def num_in_flight(self) -> int:

@@ -52,7 +52,11 @@ class ScriptedEngines:
 
     @property
     def room(self) -> int:
-        return max(0, self._slots - sum(len(g.seeds) for g in self._in_flight.values()))
+        return self.room_without(())
+
+    def room_without(self, keys: Collection[int]) -> int:
+        others = [group for key, group in self._in_flight.items() if key not in keys]
+        return max(0, self._slots - sum(len(group.seeds) for group in others))
 
     def submit(self, groups: Sequence[GroupRequest]) -> None:
         assert not {group.key for group in groups} & self._in_flight.keys(), "asked twice at once"
