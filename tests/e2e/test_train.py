@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megadapo.errors import InfraError, OracleError, RunInterrupted
 from megadapo.observe.metric_names import METRIC_NAMES
+from megadapo.observe.metrics import read_evaluations
 from megadapo.observe.rollouts import read_rollouts, rollouts_path
 from megadapo.observe.saved_group import encode_saved
 from tests.support.whole_runs import (
@@ -111,6 +113,35 @@ def test_a_killed_run_leaves_no_process_and_loses_no_checkpoint(uninterrupted, t
     assert result.returncode == 0, result.stdout + result.stderr
     assert "resuming after step 2" in result.stdout
     assert untimed(metrics(folder)) == untimed(metrics(uninterrupted))
+
+
+@pytest.mark.full
+@pytest.mark.fault
+def test_an_evaluation_beside_the_rollouts_changes_no_number_even_of_a_killed_run(
+    uninterrupted, tmp_path
+):
+    """Seeds, batches or weights that an evaluation touches would show in the metrics after it.
+
+    The kill comes when the evaluation of step 2 is recorded, and step 3 has to be done again.
+    """
+    folder, beside = tmp_path / "interleaved", "--evaluation.placement=interleaved"
+    process = start(folder, beside)
+    wait_for_step(process, folder, 3)
+    process.kill()
+    process.communicate(timeout=60)
+    result = run(folder, beside)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert read_evaluations(folder) == read_evaluations(uninterrupted)
+    assert [r["eval/policy_version"] for r in metrics(folder)] == [0, None, 2, 4]
+    assert without_evaluations(folder) == without_evaluations(uninterrupted)
+    assert list(folder.glob("evaluation-*.jsonl")) == []
+
+
+def without_evaluations(folder: Path) -> list[dict]:
+    return [
+        {name: value for name, value in record.items() if not name.startswith("eval/")}
+        for record in untimed(metrics(folder))
+    ]
 
 
 @pytest.mark.full

@@ -19,7 +19,8 @@ SMALL = [
     "--evaluation.every=2",
     "--checkpoint.every=2",
 ]
-TIMED = ("time/", "tokens_per_s")
+TIMED = ("time/", "tokens_per_s", "rollout/", "groups/stopped", "groups/dropped", "tokens/stopped")
+"""Beginnings of the names of metrics that depend on the engines' speed."""
 
 
 def command(folder: Path, *overrides: str, num_steps: int = NUM_STEPS) -> list[str]:
