@@ -166,6 +166,18 @@ def test_interleaved_stages_send_each_layer_from_where_it_is(tmp_path, family, e
         assert layer is None or layer in stages[transfer.feeder]
 
 
+def test_a_fingerprint_shows_a_change_of_a_single_bit(model_folders):
+    """Answers of other weights would else be taken over into an evaluation."""
+    one, other = (Connection(model_folders["Qwen2"], {}, EngineShape()) for _ in range(2))
+    (sender,), (same,) = one.senders, other.senders
+    assert sender.fingerprint() == same.fingerprint()
+    for param in same._params.values():
+        before = same.fingerprint()
+        words = param.data.view(-1).view(torch.int32)
+        words[len(words) // 2] ^= 1
+        assert same.fingerprint() != before
+
+
 def test_a_second_update_sends_the_weights_as_they_are_then(model_folders):
     """Catches senders that keep a copy of the first weights."""
     connection = Connection(model_folders["Qwen2"], {"tp_size": 2}, EngineShape())
