@@ -12,7 +12,8 @@ from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.errors import InfraError
 from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.config import EvaluationConfig, SamplingConfig
-from megadapo.rollout.evaluation import evaluate
+from megadapo.rollout.evaluation import EvaluationUnderWay, HeldOut
+from megadapo.rollout.interleaving import InterleavedEngines
 from megadapo.rollout.requests import SamplingSettings, response_seeds
 from megadapo.rollout.reserve import encode_group
 from megadapo.rollout.sampler import Sampler
@@ -213,14 +214,36 @@ def test_resumed_sampling_equals_uninterrupted_sampling(engines, model, prompts)
     assert resumed.state_dict() == sampler.state_dict()
 
 
-def test_evaluation_on_a_real_engine(engines, model, prompts):
-    config = EvaluationConfig(samples_per_problem=4)
-    arguments = {
-        "tokenizer": AutoTokenizer.from_pretrained(model),
-        "max_response_tokens": MAX_RESPONSE_TOKENS,
-        "seed": 0,
-    }
-    result = evaluate(engines, prompts, RightIfOddLength(), config, **arguments)
-    assert result == evaluate(engines, prompts[::-1], RightIfOddLength(), config, **arguments)
+@pytest.fixture(scope="module")
+def held_out(model, prompts):
+    return HeldOut.of(
+        prompts,
+        EvaluationConfig(samples_per_problem=4),
+        tokenizer=AutoTokenizer.from_pretrained(model),
+        max_response_tokens=MAX_RESPONSE_TOKENS,
+        seed=0,
+    )
+
+
+def evaluate(engines, held_out):
+    with EvaluationUnderWay(engines, RightIfOddLength(), held_out) as under_way:
+        return under_way.finish()
+
+
+def test_evaluation_on_a_real_engine(engines, held_out):
+    result = evaluate(engines, held_out)
+    assert result == evaluate(engines, replace(held_out, questions=held_out.questions[::-1]))
     assert 0.05 < result.accuracy < 0.5
     assert result.standard_error == pytest.approx(0.03, rel=0.5)
+
+
+def test_an_evaluation_beside_rollouts_changes_neither(engines, model, prompts, held_out):
+    """In one batch of an engine with answers to other questions, a bit could come out otherwise."""
+    expected = make_sampler(engines, model, prompts).next_batch()
+    shared = InterleavedEngines(engines)
+    with EvaluationUnderWay(engines, RightIfOddLength(), held_out) as under_way:
+        shared.evaluation = under_way
+        under_way.ask(room=8)
+        batch = make_sampler(shared, model, prompts).next_batch()
+        assert under_way.finish() == evaluate(engines, held_out)
+    assert [encode_group(g) for g in batch.groups] == [encode_group(g) for g in expected.groups]

@@ -157,7 +157,8 @@ def test_publishing_counts_and_nothing_else_happens(
     assert rollouts.policy_version == STEPS[0] - 1
     rollouts.publish(STEPS[0])
     assert rollouts.policy_version == STEPS[0]
-    assert rollouts.evaluate(1) is None
+    rollouts.evaluate(1)
+    assert rollouts.scored() == []
     assert rollouts.state_dict() == {} and list(rollouts.closing_notes()) == []
 
 
