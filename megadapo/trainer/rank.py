@@ -24,7 +24,7 @@ from megadapo.trainer.gradient_buffers import (
 )
 from megadapo.trainer.head import PolicyHead
 from megadapo.trainer.initialize import initialize_randomly
-from megadapo.trainer.metrics import summarize
+from megadapo.trainer.metrics import MiniBatchSums, summarize
 from megadapo.trainer.micro_batch import (
     MicroBatch,
     MicroBatchBuilder,
@@ -144,13 +144,7 @@ class TrainerRank:
         )
         reduced, grad_norms = [], []
         for number, (micro_batches, logprobs_old) in enumerate(zip(cut, proximal, strict=True)):
-            old = [
-                old_policy(micro_batch, values, importance)
-                for micro_batch, values in zip(micro_batches, logprobs_old, strict=False)
-            ]
-            sums, logprobs = compute_gradients(self.chunks, self.head, micro_batches, old)
-            if self.has_results:
-                recorder.add_logprobs(micro_batches, [p.logprobs for p in old], logprobs)
+            sums = self._gradients(micro_batches, logprobs_old, recorder)
             if number == 0:
                 probe.add_to(sums, micro_batches, logprobs_old)
             sums = sums.reduced(contributes=self.has_results, device=self.device)
@@ -246,6 +240,22 @@ class TrainerRank:
         """The interleaved schedule takes micro-batches in groups of as many as there are stages."""
         trainer = self.settings.trainer
         return trainer.pipeline_parallel if trainer.virtual_pipeline > 1 else 1
+
+    def _gradients(
+        self,
+        micro_batches: list[MicroBatch],
+        proximal: list[Tensor],
+        recorder: UpdateRecorder,
+    ) -> MiniBatchSums:
+        """Leave the mini-batch's gradients in the buffers; `proximal`: its old log-probs."""
+        old = [
+            old_policy(micro_batch, logprobs, self.settings.importance)
+            for micro_batch, logprobs in zip(micro_batches, proximal, strict=False)
+        ]
+        sums, logprobs = compute_gradients(self.chunks, self.head, micro_batches, old)
+        if self.has_results:
+            recorder.add_logprobs(micro_batches, [policy.logprobs for policy in old], logprobs)
+        return sums
 
     def micro_batches(
         self,
