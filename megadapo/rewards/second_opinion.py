@@ -93,8 +93,8 @@ class SecondOpinion:
 
     def _remember(self, verdicts: Iterable[tuple[Pair, bool | None]]) -> None:
         self._verdicts.update(verdicts)
-        for pair in list(self._verdicts)[: max(0, len(self._verdicts) - MAX_REMEMBERED)]:
-            del self._verdicts[pair]
+        while len(self._verdicts) > MAX_REMEMBERED:
+            del self._verdicts[next(iter(self._verdicts))]
 
     def _fail(self, error: InfraError) -> None:
         """Say it to the next one who asks; a pool that is being closed is no failure."""
