@@ -73,12 +73,12 @@ class Chances:
     def variance(self) -> float:
         return self.independent + self.common**2
 
-    def add(self, estimate: YieldEstimate) -> None:
-        """One group more."""
+    def add(self, estimate: YieldEstimate, num_groups: int = 1) -> None:
+        """So many groups more."""
         p = estimate.value
-        self.mean += p
-        self.independent += p * (1.0 - p)
-        self.common += math.sqrt(estimate.variance)
+        self.mean += num_groups * p
+        self.independent += num_groups * p * (1.0 - p)
+        self.common += num_groups * math.sqrt(estimate.variance)
 
 
 def is_worth_asking(

@@ -7,6 +7,7 @@ back. What it chooses does not depend on which of them come back first.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 
 from megadapo.rollout.asking import (
@@ -36,6 +37,7 @@ class Plan(ABC):
         self.num_with_signal = 0
         self._max_asked = max_asked
         self._num_at_once = 1
+        self._num_open: Counter[YieldEstimate] = Counter()  # many prompts share an estimate
 
     @property
     @abstractmethod
@@ -57,19 +59,19 @@ class Plan(ABC):
     def ask(self, order: int, estimate: YieldEstimate) -> None:
         """Count a group as asked for in this step."""
         self.num_asked += 1
-        self.open[order] = estimate
+        self._open(order, estimate)
         self._num_at_once = max(self._num_at_once, len(self.open))
 
     def settle(self, order: int, has_signal: bool) -> None:
         """Count a group as come back."""
-        del self.open[order]
+        self._close(order)
         self.finished[order] = has_signal
         self.num_with_signal += has_signal
 
     def drop(self, orders: Sequence[int]) -> None:
         """Count groups as taken back."""
         for order in orders:
-            del self.open[order]
+            self._close(order)
 
     @property
     def with_signal(self) -> list[int]:
@@ -82,9 +84,16 @@ class Plan(ABC):
 
     def _chances(self) -> Chances:
         chances = Chances()
-        for estimate in self.open.values():
-            chances.add(estimate)
+        for estimate, num_groups in self._num_open.items():
+            chances.add(estimate, num_groups)
         return chances
+
+    def _open(self, order: int, estimate: YieldEstimate) -> None:
+        self.open[order] = estimate
+        self._num_open[estimate] += 1
+
+    def _close(self, order: int) -> None:
+        self._num_open[self.open.pop(order)] -= 1
 
 
 class SyncPlan(Plan):
@@ -183,9 +192,14 @@ class PartialPlan(Plan):
     def is_full(self) -> bool:
         return self.num_with_signal >= self.num_needed and not self._due
 
+    def hold(self, order: int) -> None:
+        """Take over a group with a signal that is ready since a step before."""
+        self.finished[order] = True
+        self.num_with_signal += 1
+
     def carry(self, order: int, estimate: YieldEstimate, *, due: bool) -> None:
         """Take a group over from the step before; `due`: it cannot wait for another step."""
-        self.open[order] = estimate
+        self._open(order, estimate)
         if due:
             self._due.add(order)
 

@@ -83,11 +83,13 @@ class Sampler:
         self._engines.activity()  # what came before does not belong to the step
         tally = Tally(thrown_away=ThrownAway(self._saved_groups))
         reserved = self._take_reserved(tally)
+        pools = self._config.mode == "partial"
         executor = None if self._scoring is None else self._scoring()
         with Inquiry(self._engines, self._verifier, executor) as inquiry:
-            plan = self._plan(self._config.prompts_per_step - len(reserved))
+            plan = self._plan(self._config.prompts_per_step - (0 if pools else len(reserved)))
             step = Step(plan=plan, inquiry=inquiry, tally=tally)
-            self._go_on(step)
+            if pools:
+                self._go_on(step, reserved)
             while not step.plan.is_full:
                 self._ask(step)
                 if not inquiry.open:
@@ -98,10 +100,10 @@ class Sampler:
                     step.settle(group, keep=keep, seconds=answer.response.seconds)
                     self._difficulty.see(group.prompt.id, keep)
                 step.drop_hopeless()
-            self._unfinished = step.stop(keep=self._config.mode == "partial")
+            self._unfinished += step.stop(keep=self._config.mode == "partial")
         tally.reward_seconds = inquiry.reward_seconds
         tally.engines = self._engines.activity()
-        return self._finish(step, reserved)
+        return self._finish(step, [] if pools else reserved)
 
     def wait(self) -> None:
         """Nothing is sampled behind the caller's back."""
@@ -146,23 +148,31 @@ class Sampler:
     def _take_reserved(self, tally: Tally) -> list[Group]:
         """The reserve's groups, oldest first, without those that have grown too old."""
         oldest = self._engines.policy_version - self._config.sampler_staleness
-        groups, expired = self._reserve.take(self._config.prompts_per_step, oldest_version=oldest)
+        partial = self._config.mode == "partial"
+        limit = len(self._reserve) if partial else self._config.prompts_per_step
+        groups, expired = self._reserve.take(limit, oldest_version=oldest)
         tally.dropped += expired
         return groups
 
-    def _go_on(self, step: Step) -> None:
-        """Ask again for what the step before left unfinished, the oldest first."""
+    def _go_on(self, step: Step, reserved: Sequence[Group]) -> None:
+        """Go on where the step before was stopped: with what is ready, and what is unfinished.
+
+        Both are looked at together, or groups that are due could find the batch full of younger
+        ones.
+        """
         plan, unfinished = step.plan, sorted(self._unfinished, key=lambda entry: entry.order)
-        self._unfinished = []
-        if not unfinished:
-            return
         assert isinstance(plan, PartialPlan), "only partial rollouts leave anything unfinished"
+        for group in reserved:
+            plan.hold(group.order)
+            step.kept[group.order] = group
         due = self._engines.policy_version - self._config.sampler_staleness
         for entry in unfinished:
             estimate = self._estimate(entry.order)
             plan.carry(entry.order, estimate, due=entry.oldest_version <= due)
-        questions = [self._question(entry.order, entry) for entry in unfinished]
-        step.inquiry.ask(questions, self._settings)
+        if unfinished and not plan.is_full:
+            self._unfinished = []
+            questions = [self._question(entry.order, entry) for entry in unfinished]
+            step.inquiry.ask(questions, self._settings)
 
     def _ask(self, step: Step) -> None:
         """Ask for as many groups as the plan wants and the engines have room for."""
