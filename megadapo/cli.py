@@ -22,6 +22,7 @@ from megadapo.commands import (
     report,
     rollout,
     show,
+    simulate,
     train,
     weights,
 )
@@ -30,7 +31,7 @@ from megadapo.errors import ConfigError, MegadapoError
 EXIT_KEYBOARD_INTERRUPT = 130
 
 COMMANDS = (
-    *(train, rollout, eval, export, convert, weights, bench, profile),
+    *(train, rollout, eval, export, convert, weights, bench, simulate, profile),
     *(show, plot, report, config, doctor),
 )
 """One module a command, in the order --help lists them."""

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 PLOT_FILE = "plot.png"
 
 # Okabe and Ito's palette: told apart with every common colour vision.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _GREY = "#666666"
-_STYLE: dict[RcKeyType, Any] = {
+STYLE: dict[RcKeyType, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -58,10 +58,10 @@ def plot_runs(folders: Sequence[Path], output: Path) -> Path:
     from matplotlib.figure import Figure
 
     runs = [_Run.read(folder) for folder in folders]
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(17.5, 7.5), layout="constrained")
         panels = list(figure.subplots(2, 4).flat)
-        for run, colour in zip(runs, itertools.cycle(_COLOURS), strict=False):
+        for run, colour in zip(runs, itertools.cycle(COLOURS), strict=False):
             for panel, draw in zip(panels, _PANELS, strict=True):
                 draw(panel, run, colour)
         for panel in panels:
@@ -69,7 +69,7 @@ def plot_runs(folders: Sequence[Path], output: Path) -> Path:
         figure.suptitle(_title(runs), fontsize=13)
         if len(runs) > 1:
             _name_runs(figure, runs)
-        _save(figure, output)
+        save(figure, output)
     return output
 
 
@@ -220,12 +220,12 @@ def _title(runs: Sequence[_Run]) -> str:
 def _name_runs(figure: Figure, runs: Sequence[_Run]) -> None:
     from matplotlib.lines import Line2D
 
-    colours = itertools.cycle(_COLOURS)
+    colours = itertools.cycle(COLOURS)
     handles = [Line2D([], [], color=next(colours), label=run.name) for run in runs]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(runs), 5))
 
 
-def _save(figure: Figure, output: Path) -> None:
+def save(figure: Figure, output: Path) -> None:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output, dpi=130, format="png")

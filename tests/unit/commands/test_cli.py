@@ -342,3 +342,46 @@ def test_conversion_of_what_is_no_model_is_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert str(tmp_path) in fails(capsys, 3, "convert", "inspect", str(tmp_path))
+
+
+def test_simulate_compares_the_policies_without_starting_anything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = Path(megadapo.__file__).parents[1] / "configs" / "qwen2.5-32b.toml"
+    json_file, png = tmp_path / "results.json", tmp_path / "picture.png"
+    sizes = ("--engines", "1", "--sampling.prompts_per_step=32", "--steps", "1")
+    outputs = ("--json", str(json_file), "--png", str(png))
+    assert main(["simulate", str(recipe), *sizes, *outputs]) == 0
+    entries = json.loads(json_file.read_text())
+    names = [entry["name"] for entry in entries]
+    assert {"rounds-1x", "rounds-3x", "first-finished", "sync", "partial"} <= set(names)
+    assert all(entry["seconds_per_batch"] > 0 for entry in entries)
+    assert entries[0]["settings"]["engines"]["num_engines"] == 1
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in names)
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--engines", "65"), "1 to 64"),
+        (("--keep-rate", "0.9", "--solved", "0.4"), "signal"),
+        (("--steps", "0"), "at least one step"),
+    ],
+)
+def test_simulate_refuses_what_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    recipe = Path(megadapo.__file__).parents[1] / "configs" / "qwen2.5-32b.toml"
+    assert main(["simulate", str(recipe), *arguments, "--png", str(tmp_path / "x.png")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_simulate_imports_no_heavy_package() -> None:
+    code = (
+        "import sys, megadapo.simulate.compare, megadapo.simulate.report\n"
+        "print({'torch', 'ray', 'vllm', 'transformers', 'megatron'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
