@@ -55,7 +55,8 @@ class LogNormalLengths:
         return cls(math.log(mean) - 0.5 * sigma * sigma, sigma)
 
     def at(self, scores: np.ndarray) -> np.ndarray:
-        return np.maximum(1, np.rint(np.exp(self.mu + self.sigma * scores)).astype(np.int64))
+        lengths: np.ndarray = np.rint(np.exp(self.mu + self.sigma * scores)).astype(np.int64)
+        return lengths.clip(1)
 
 
 class EmpiricalLengths:
@@ -69,7 +70,8 @@ class EmpiricalLengths:
     def at(self, scores: np.ndarray) -> np.ndarray:
         shares = np.interp(scores, _SCORES, _SHARES)
         places = np.minimum((shares * len(self._sorted)).astype(int), len(self._sorted) - 1)
-        return self._sorted[places]
+        lengths: np.ndarray = self._sorted[places]
+        return lengths
 
 
 def read_lengths(path: Path) -> Lengths:
