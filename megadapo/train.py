@@ -87,7 +87,7 @@ def training_steps(config: RunConfig, run: Run, workers: Workers) -> Iterator[Me
             record = run.record(
                 step_metrics(step, sampled, update, policy_version=version, config=config)
             )
-            run.note(*step_notes(step, sampled, update, config))
+            run.note(*step_notes(step, sampled, update, config), *workers.rollouts.take_notes())
             check_oracles(run.records, config.oracles)
             run.complete(step, workers.rollouts.state_dict())
             if run.saves:
@@ -98,6 +98,8 @@ def training_steps(config: RunConfig, run: Run, workers: Workers) -> Iterator[Me
         # the trainer is as the last completed step left it: only rollouts are interruptible
         run.save(workers.trainer.save)
         raise
+    finally:
+        run.note(*workers.rollouts.take_notes())
 
 
 def _evaluate(run: Run, workers: Workers, step: int) -> None:

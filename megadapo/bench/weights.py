@@ -131,7 +131,7 @@ def _measure(model: Path, setting: Setting, folder: Path) -> tuple[list[Measurem
     ways = {
         "shard to shard (megadapo)": lambda: publisher.publish(1).num_bytes,
         "gather everything, load (verl, slime)": lambda: _gather_and_load(
-            ranks, engines.actors[0], bucket_bytes
+            ranks, engines.actor, bucket_bytes
         ),
     }
     # Shards are read once in all; full tensors by every engine rank.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,6 +178,10 @@ class Engine:
             worker_extension_cls=f"{__name__}.{GatheredLoad.__name__}",
         )
 
+    def node(self) -> str:
+        """Name of the node."""
+        return socket.gethostname()
+
     def call(self, method: str, *args: Any) -> None:
         """Call a method of every vLLM worker."""
         self._llm.collective_rpc(method, args=args)
@@ -186,31 +191,43 @@ class Engines:
     """One engine behind what `Publisher` asks of an engine group."""
 
     def __init__(self, actor: Any) -> None:
-        self.actors = [actor]
-        self.gpus: list[tuple[int, ...]] = [()]
+        self.actor = actor
+        self.policy_version = 0
 
-    def init_weight_transfer(self, infos: Sequence[dict[str, Any]], *, timeout_s: float) -> None:
-        self._call("init_weight_transfer_engine", infos[0])
+    def updatable(self) -> list[int]:
+        return [0]
 
-    def start_weight_update(self, *, timeout_s: float) -> None:
-        self._call("start_weight_update")
+    def place(self, index: int) -> int:
+        return index
 
-    def submit_update(self, infos: Sequence[dict[str, Any]]) -> list[Any]:
-        return [self.actors[0].call.remote("update_weights", infos[0])]
+    def gpus(self, index: int) -> tuple[int, ...]:
+        return ()
 
-    def collect(
-        self, refs: Sequence[Any], *, doing: str, timeout_s: float, limit: str = ""
-    ) -> list[Any]:
+    def call(self, method: str, arguments: Mapping[int, tuple[object, ...]]) -> dict[int, Any]:
+        if method == "node":
+            return {0: self.actor.node.remote()}
+        # as AsyncLLM calls it
+        name = {"init_weight_transfer": "init_weight_transfer_engine"}.get(method, method)
+        return {0: self.actor.call.remote(name, *arguments[0])}
+
+    def gather(
+        self,
+        refs: Mapping[int, Any],
+        *,
+        doing: str,
+        timeout_s: float,
+        limit: str = "",
+        forgive: bool = True,
+    ) -> dict[int, Any]:
         import ray
 
-        return ray.get(list(refs), timeout=timeout_s)
+        return {index: ray.get(ref, timeout=TIMEOUT_S) for index, ref in refs.items()}
 
-    def finish_weight_update(self, policy_version: int, *, timeout_s: float) -> None:
-        self._call("finish_weight_update")
-
-    def _call(self, method: str, *args: Any) -> None:
-        ref = self.actors[0].call.remote(method, *args)
-        self.collect([ref], doing=method, timeout_s=TIMEOUT_S)
+    def finish_weight_update(
+        self, indices: Sequence[int], policy_version: int, *, timeout_s: float
+    ) -> None:
+        method = "finish_weight_update"
+        self.gather(self.call(method, {0: ()}), doing=method, timeout_s=timeout_s)
 
 
 def start_engine(model: Path, *, tensor_parallel: int) -> Engines:

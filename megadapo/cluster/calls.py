@@ -11,6 +11,8 @@ from megadapo.errors import InfraError, MegadapoError
 if TYPE_CHECKING:
     from ray import ObjectRef
 
+WATCH_S = 2.0
+"""Longest time between two looks at what else may fail while calls are waited for."""
 GRACE_S = 3.0
 """How long other calls may take to fail as well, so that the root cause can be told."""
 
@@ -27,6 +29,7 @@ def gather(
     timeout_s: float,
     limit: str = "",
     describe_death: Callable[[int], str] | None = None,
+    watch: Callable[[], None] | None = None,
 ) -> list[Any]:
     """The results of calls that run at once, in order.
 
@@ -37,6 +40,7 @@ def gather(
         timeout_s: seconds until all of them must have answered.
         limit: the key of the configuration that says so.
         describe_death: what to say of the actor with this index when its process is gone.
+        watch: called every few seconds; may raise.
 
     Raises:
         MegadapoError: what an actor raised; InfraError where one died, failed otherwise, or gave
@@ -50,7 +54,12 @@ def gather(
     outcome = _Outcome(names, doing, describe_death)
     while index_of:
         remaining = max(0.0, deadline - time.monotonic())
-        ready, _ = ray.wait(list(index_of), num_returns=1, timeout=remaining)
+        slice_s = remaining if watch is None else min(remaining, WATCH_S)
+        ready, _ = ray.wait(list(index_of), num_returns=1, timeout=slice_s)
+        if watch is not None:
+            watch()
+        if not ready and slice_s < remaining:
+            continue
         if not ready:
             silent = ", ".join(names[index] for index in index_of.values())
             raise late(silent, doing, timeout_s, limit)

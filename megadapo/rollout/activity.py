@@ -21,7 +21,8 @@ class EngineActivity:
     max_waiting: int
     """Most responses that waited for their turn."""
     num_preemptions: int
-    """Responses that gave their place in the key-value cache up and began to compute it anew."""
+    """Responses that gave their place in the key-value cache up and began anew; counted with
+    rollout.prefix_caching."""
     max_kv_use: float
     """Largest share of the key-value cache in use."""
 
@@ -30,36 +31,34 @@ class ActivityCounter:
     """Adds up the steps of one engine."""
 
     def __init__(self, max_num_seqs: int) -> None:
-        self.num_tokens = 0
-        """Response tokens since the engine started."""
         self._max_num_seqs = max_num_seqs
         self._running = 0
         self._last = self._started = time.monotonic()
         self._tokens_before = self._max_waiting = self._num_preemptions = 0
         self._busy_s = self._running_s = self._max_kv_use = 0.0
 
-    def step(
-        self, *, running: int, waiting: int, kv_use: float, num_tokens: int, num_preemptions: int
-    ) -> None:
+    def step(self, *, running: int, waiting: int, kv_use: float, num_preemptions: int) -> None:
         """Count a step after which so many responses run and wait.
 
         Args:
             kv_use: share of the key-value cache in use.
-            num_tokens: response tokens that the step gave.
-            num_preemptions: responses that it sent back to those that wait.
+            num_preemptions: responses that it began anew, after they had to give their place up.
         """
         self._pass_time()
         self._running = running
-        self.num_tokens += num_tokens
         self._num_preemptions += num_preemptions
         self._max_waiting = max(self._max_waiting, waiting)
         self._max_kv_use = max(self._max_kv_use, kv_use)
 
-    def take(self) -> EngineActivity:
-        """Return what was counted since the last call, and start over."""
+    def take(self, num_tokens: int) -> EngineActivity:
+        """Return what was counted since the last call, and start over.
+
+        Args:
+            num_tokens: response tokens that the engine has generated since it started.
+        """
         self._pass_time()
         activity = EngineActivity(
-            num_tokens=self.num_tokens - self._tokens_before,
+            num_tokens=num_tokens - self._tokens_before,
             seconds=self._last - self._started,
             busy_seconds=self._busy_s,
             mean_running=(
@@ -70,7 +69,7 @@ class ActivityCounter:
             max_kv_use=self._max_kv_use,
         )
         self._started = self._last
-        self._tokens_before = self.num_tokens
+        self._tokens_before = num_tokens
         self._max_waiting = self._num_preemptions = 0
         self._busy_s = self._running_s = self._max_kv_use = 0.0
         return activity

@@ -49,7 +49,9 @@ class RolloutConfig(Section, title="rollout"):
     start_timeout_s: Timeout = 900.0
     """Seconds an engine may take to load and answer."""
     engine_progress_timeout_s: Timeout = 180.0
-    """Seconds an engine may give no token while it has work before it counts as stuck."""
+    """Seconds an engine may give no token while it has work before it counts as lost."""
+    max_engine_restarts: NonNegativeInt = 3
+    """Engines that are lost and started again in a run; after that it goes on with the others."""
 
     def conflicts(self) -> Iterator[str]:
         if self.top_p < 1.0:

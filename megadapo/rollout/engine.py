@@ -6,7 +6,7 @@ The actor's loop only submits requests and collects results; the model runs in v
 from __future__ import annotations
 
 import os
-import uuid
+import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,9 +54,10 @@ class EngineSpec:
 class RolloutEngine:
     """The actor. Errors leave it as InfraError, since vLLM's own may not survive pickling."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, mark: str) -> None:
+        """`mark`: by which all processes that this one starts are found."""
         self._spec = spec
-        self._mark = f"{os.getpid()}-{uuid.uuid4().hex}"
+        self._mark = mark
         self._policy_version = 0
         self._updating = False
         self._asleep = False
@@ -67,6 +68,14 @@ class RolloutEngine:
         _redirect_output(spec.log_file)
         os.environ.update(spec.platform.environment(spec.config))
         self._reaper = start_reaper(self._mark)
+
+    def pid(self) -> int:
+        """Number of this process on its node."""
+        return os.getpid()
+
+    def node(self) -> str:
+        """Name of the node."""
+        return socket.gethostname()
 
     async def start(self) -> None:
         """Load the model and answer one request.
@@ -120,7 +129,8 @@ class RolloutEngine:
 
     def activity(self) -> EngineActivity:
         """What the engine did since the last call."""
-        return self._counter.take()
+        assert self._generation is not None, "start first"
+        return self._counter.take(self._generation.num_tokens)
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Hand `init_info` to the weight-transfer engine of every rank."""
@@ -189,7 +199,7 @@ class RolloutEngine:
         from megadapo.rollout.generation import Generation
 
         assert self._llm is not None, "start_vllm first"
-        self._generation = Generation(self._llm, self._counter, engine=self._spec.index)
+        self._generation = Generation(self._llm, engine=self._spec.index)
 
     async def _answer_one(self) -> None:
         settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=1)

@@ -21,7 +21,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from megadapo.errors import InfraError
-from megadapo.rollout.activity import ActivityCounter
 from megadapo.rollout.requests import (
     EngineReport,
     GroupRequest,
@@ -51,8 +50,18 @@ class _Group:
     """What the parts gave, once the group has ended."""
     seconds: float = 0.0
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated for it, once it has ended."""
+        outputs = [output for output in self.outputs if output is not None]
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
     async def end(self) -> None:
         """Wait for every part."""
+        # read together: until then a part that has ended keeps what it got
+        for part in self.parts:
+            if part is not None:
+                await part.ready.wait()
         self.outputs = [
             None if part is None else cast(RequestOutput, await part.get()) for part in self.parts
         ]
@@ -62,21 +71,26 @@ class _Group:
 class Generation:
     """Submits groups to vLLM and collects what comes; lives in the actor's event loop."""
 
-    def __init__(self, llm: AsyncLLM, counter: ActivityCounter, *, engine: int) -> None:
+    def __init__(self, llm: AsyncLLM, *, engine: int) -> None:
         self._llm = llm
-        self._counter = counter
         self._engine = engine
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._groups: dict[int, _Group] = {}
         self._ended: list[_Group] = []
         self._error: BaseException | None = None
         self._wake, self._submitting = asyncio.Event(), asyncio.Lock()
-        self._num_submitted = self._num_requests = 0
+        self._num_submitted = self._num_requests = self._num_tokens = 0
 
     @property
     def num_ended(self) -> int:
         """Responses that have ended since the engine started, those that were stopped included."""
         return self._num_submitted - self._llm.get_num_unfinished_requests()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated since the engine started, those of unfinished responses included."""
+        parts = [part for group in self._groups.values() for part in group.parts if part]
+        return self._num_tokens + sum(map(self._num_tokens_of, parts))
 
     async def submit(self, groups: Sequence[GroupRequest], policy_version: int) -> None:
         """Begin to generate; vLLM starts with what it has while the rest is submitted."""
@@ -113,8 +127,7 @@ class Generation:
 
     def report(self, groups: tuple[GroupResponse, ...] = ()) -> EngineReport:
         """What the driver is told, with groups that have ended."""
-        num_tokens = self._counter.num_tokens
-        return EngineReport(groups=groups, num_ended=self.num_ended, num_tokens=num_tokens)
+        return EngineReport(groups=groups, num_ended=self.num_ended, num_tokens=self.num_tokens)
 
     async def stop(self, keys: Collection[int], *, keep: bool) -> StopReport:
         """End groups and forget them.
@@ -127,11 +140,10 @@ class Generation:
         await asyncio.gather(*(self._tasks[key] for key in chosen))
         stopped = [group for group in self._ended if group.request.key in keys]
         self._ended = [group for group in self._ended if group not in stopped]
-        outputs = [output for group in stopped for output in group.outputs if output is not None]
         return StopReport(
             keys=tuple(group.request.key for group in stopped),
             unfinished=await asyncio.to_thread(self._assemble, stopped) if keep else (),
-            num_tokens=sum(len(output.outputs[0].token_ids) for output in outputs),
+            num_tokens=sum(group.num_tokens for group in stopped),
         )
 
     async def _ask_all(self, group: _Group) -> None:
@@ -166,11 +178,20 @@ class Generation:
         try:
             await group.end()
             self._ended.append(group)
+            self._num_tokens += group.num_tokens
         except Exception as error:
             self._error = error
         finally:
             del self._groups[group.request.key], self._tasks[group.request.key]
             self._wake.set()
+
+    def _num_tokens_of(self, part: RequestOutputCollector) -> int:
+        if isinstance(part.output, RequestOutput):
+            return len(part.output.outputs[0].token_ids)
+        state = self._llm.output_processor.request_states.get(part.request_id)
+        if state is None or state.detokenizer is None:
+            return 0
+        return state.detokenizer.num_output_tokens()
 
     def _assemble(self, groups: Sequence[_Group]) -> tuple[GroupResponse, ...]:
         """Arrays and texts of groups that have ended."""

@@ -63,6 +63,11 @@ class GroupResponse:
     seconds: float = 0.0
     """From submission until the last token."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all responses."""
+        return sum(len(response.token_ids) for response in self.responses)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StopReport:

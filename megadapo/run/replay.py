@@ -133,6 +133,10 @@ class ReplayedRollouts:
         """Return what was saved of them."""
         return group.symbolic_correct
 
+    def take_notes(self) -> list[str]:
+        """Nothing happens."""
+        return []
+
     def closing_notes(self) -> Iterator[str]:
         """Nothing was scored that could be reported."""
         return iter(())

@@ -61,6 +61,10 @@ class Rollouts(Protocol):
         """Return whether each response is right by the comparison that does not decide."""
         ...
 
+    def take_notes(self) -> list[str]:
+        """Return what happened since the last call that must not be missed."""
+        ...
+
     def closing_notes(self) -> Iterator[str]:
         """Yield what is to be said after the last step."""
         ...
@@ -120,6 +124,10 @@ class LiveRollouts:
 
     def second_opinions(self, group: Group) -> Sequence[bool | None]:
         return self.questions.second_opinions(group)
+
+    def take_notes(self) -> list[str]:
+        """Which engines were lost."""
+        return self.engines.take_notes()
 
     def closing_notes(self) -> Iterator[str]:
         self.questions.verifier.finish_second_opinion(FINISH_S)

@@ -96,6 +96,8 @@ def _start_live(
         expert_parallel=config.rollout.expert_parallel,
         dtype=getattr(torch, config.model.dtype),
     )
+    engines.republish_with(publisher.republish)
+    engines.watch, trainer.watch = trainer.check, engines.check
     evaluations = Evaluations(
         config, engines, questions, phases, fingerprint=publisher.fingerprint, folder=answers
     )

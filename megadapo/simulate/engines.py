@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from megadapo.rollout.activity import EngineActivity
-from megadapo.rollout.engines import AHEAD
+from megadapo.rollout.fleet import AHEAD
 from megadapo.rollout.requests import (
     GroupRequest,
     GroupResponse,

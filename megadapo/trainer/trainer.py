@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,10 @@ class Trainer:
     def __init__(self, ranks: list[ActorHandle[Any]], *, timeout_s: float) -> None:
         self.ranks = ranks
         """One actor handle per rank."""
+        self.watch: Callable[[], None] | None = None
+        """Called every few seconds while the ranks work; may raise what ends the run."""
         self._timeout_s = timeout_s
+        self._pings: list[Any] = []
 
     @classmethod
     def start(cls, settings: TrainerSettings, cluster: Cluster) -> Trainer:
@@ -132,6 +135,23 @@ class Trainer:
         calls = [getattr(rank, method).remote(*args) for rank in self.ranks]
         return self._gather(calls, method, self._timeout_s, "trainer.timeout_s")
 
+    def check(self) -> None:
+        """Look after the ranks while nobody waits for them.
+
+        Raises:
+            InfraError: one has died.
+        """
+        import ray
+
+        if not self._pings:
+            self._pings = [rank.__ray_ready__.remote() for rank in self.ranks]
+        answered, _ = ray.wait(self._pings, num_returns=len(self._pings), timeout=0)
+        for number, ping in enumerate(self._pings):
+            if ping in answered:
+                gather([ping], names=[f"trainer rank {number}"], doing="rollout", timeout_s=0)
+        if len(answered) == len(self._pings):
+            self._pings = []
+
     def shutdown(self) -> None:
         """End all ranks; safe to call again, and after an error."""
         import ray
@@ -149,7 +169,14 @@ class Trainer:
         """Results in order; the first failure ends all ranks, as the others wait for that one."""
         names = [f"trainer rank {rank}" for rank in range(len(calls))]
         try:
-            return gather(calls, names=names, doing=method, timeout_s=timeout_s, limit=limit)
+            return gather(
+                calls,
+                names=names,
+                doing=method,
+                timeout_s=timeout_s,
+                limit=limit,
+                watch=self.watch,
+            )
         except MegadapoError:
             ranks, self.ranks = self.ranks, []
             _kill(ranks)

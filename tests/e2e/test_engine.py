@@ -25,6 +25,7 @@ from tests.support.engine_checks import (
     all_finished,
     ask,
     bits,
+    call_all,
     group_request,
     make_requests,
     running_engines,
@@ -79,7 +80,7 @@ def test_a_response_does_not_depend_on_its_company(engines):
     groups = make_requests(40, 4)
     expected = bits(ask(engines, groups))
     assert bits(ask(engines, groups)) == expected
-    engines.call_all("reset_prefix_cache", timeout_s=60)
+    call_all(engines, "reset_prefix_cache")
     urgent = [replace(group, priority=-group.key % 3) for group in groups[::-1]]
     assert bits(ask(engines, urgent)) == expected
     for some in (groups[30:33], groups[4:5]):

@@ -22,6 +22,7 @@ from megadapo.rollout.platform import EnginePlatform
 from megadapo.rollout.remote_engine import RemoteEngine
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
+from tests.support.engine_checks import call_all
 from tests.support.tiny_models import make_engine_model
 from tests.support.weight_actors import ray_on_this_machine, start_senders
 
@@ -40,10 +41,10 @@ def local_ray() -> Iterator[None]:
 class SilentEngine(RolloutEngine):
     """An engine that answers no request, not even the one that ends its start."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, mark: str) -> None:
         # lets a function be sent to vLLM's workers; only this test's own is
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        super().__init__(spec)
+        super().__init__(spec, mark)
 
     async def _answer_one(self) -> None:
         """Not even that."""
@@ -83,7 +84,7 @@ def test_an_update_leaves_in_every_rank_what_vllm_loads_from_the_checkpoint(tmp_
         for seed in (1, 2)
     ]
     loaded = start_silent_engine(second, tmp_path, "folder")
-    (expected,) = loaded.call_all("fingerprints", timeout_s=60)
+    (expected,) = call_all(loaded, "fingerprints")
     loaded.shutdown()
     experts = [name for name in expected[0] if name.endswith(("w13_weight", "w2_weight"))]
     assert len(experts) == 2 * 3
@@ -98,11 +99,11 @@ def test_an_update_leaves_in_every_rank_what_vllm_loads_from_the_checkpoint(tmp_
             expert_parallel=True, dtype=torch.float32,
         )  # fmt: skip
         publisher.publish(1)
-        (before,) = engines.call_all("fingerprints", timeout_s=60)
+        (before,) = call_all(engines, "fingerprints")
         assert all(before[0][name] != expected[0][name] for name in experts)
         ray.get([sender.load.remote(second) for sender in senders])
         publisher.publish(2)
-        (after,) = engines.call_all("fingerprints", timeout_s=60)
+        (after,) = call_all(engines, "fingerprints")
         assert after == expected
         for sender in senders:
             ray.kill(sender)

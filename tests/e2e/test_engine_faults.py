@@ -1,6 +1,5 @@
 """Engines that cannot start, stop answering or are killed: one message, nothing left behind."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -8,11 +7,17 @@ import time
 
 import psutil
 import pytest
-import ray
 
 from megadapo.cluster.reaper import marked_processes
 from megadapo.errors import InfraError
-from tests.support.engine_checks import ask, make_requests, running_engines
+from tests.support.engine_checks import (
+    actor_pid,
+    ask,
+    bits,
+    make_requests,
+    running_engines,
+    vllm_process,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.full]
 
@@ -42,29 +47,22 @@ def test_a_failed_start_is_one_message_with_the_remedy(
         pass
 
 
-def vllm_processes(engines, index: int, title: str) -> list[psutil.Process]:
-    """vLLM's processes under an engine's actor whose title contains `title`."""
-    pid = ray.get(engines.actors[index].__ray_call__.remote(lambda actor: os.getpid()))
-    children = psutil.Process(pid).children(recursive=True)
-    return [child for child in children if title in " ".join(child.cmdline())]
-
-
-def test_a_killed_and_a_stopped_engine_are_named_and_cleaned_up(tiny_model, tmp_path):
-    """SIGSTOP is what a hang looks like: only the deadline finds it."""
-    limit = {"engine_progress_timeout_s": 8.0}
-    with running_engines(tiny_model, tmp_path, num_engines=2, **limit) as engines:
+def test_with_no_restart_left_the_others_go_on_and_the_last_loss_ends_it(tiny_model, tmp_path):
+    """SIGSTOP is what a hang looks like: only its silence tells."""
+    limits = {"engine_progress_timeout_s": 8.0, "max_engine_restarts": 0}
+    with running_engines(tiny_model, tmp_path, num_engines=2, **limits) as engines:
         groups = make_requests(4, 2)
-        ask(engines, groups)
-        processes = [p for i in (0, 1) for p in vllm_processes(engines, i, "")]
+        expected = bits(ask(engines, groups))
+        actors = [psutil.Process(actor_pid(engines, index)) for index in (0, 1)]
+        processes = [child for actor in actors for child in actor.children(recursive=True)]
         assert len(processes) >= 2
-        (core,) = vllm_processes(engines, 1, "EngineCore")
-        core.kill()
+        vllm_process(engines, 1, "EngineCore").kill()
         start = time.monotonic()
-        with pytest.raises(InfraError, match="rollout engine 1"):
-            ask(engines, groups)
-        (other,) = vllm_processes(engines, 0, "EngineCore")
-        other.send_signal(signal.SIGSTOP)
-        with pytest.raises(InfraError, match=r"engine 0 .*no token .*progress_timeout_s"):
+        assert bits(ask(engines, groups)) == expected
+        (note,) = engines.take_notes()
+        assert note.startswith("rollout engine 1 ") and note.endswith("it stays away")
+        vllm_process(engines, 0, "EngineCore").send_signal(signal.SIGSTOP)
+        with pytest.raises(InfraError, match=r"engine 0 .*no token .*no engine is left"):
             ask(engines, [groups[0], groups[2]])
         assert time.monotonic() - start < 60
     assert wait_until(lambda: not any(p.is_running() for p in processes), 30)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -102,6 +103,26 @@ def bits(answers: dict[int, tuple[Response, ...]]) -> dict[int, list[tuple[Any, 
         key: [(r.token_ids.tobytes(), r.logprobs.tobytes(), r.finish_reason, r.text) for r in group]
         for key, group in answers.items()
     }
+
+
+def call_all(engines: Engines, method: str) -> list[Any]:
+    """The results of a method without arguments, by engine."""
+    refs = engines.call(method, dict.fromkeys(engines.updatable(), ()))
+    return list(engines.gather(refs, doing=method, timeout_s=60, forgive=False).values())
+
+
+def actor_pid(engines: Engines, index: int) -> int:
+    import ray
+
+    pid: int = ray.get(engines.actors[index].pid.remote())
+    return pid
+
+
+def vllm_process(engines: Engines, index: int, title: str) -> psutil.Process:
+    """The process of vLLM's under an engine's actor whose title contains `title`."""
+    children = psutil.Process(actor_pid(engines, index)).children(recursive=True)
+    (found,) = [child for child in children if title in " ".join(child.cmdline())]
+    return found
 
 
 class Reference:

@@ -32,7 +32,7 @@ class SenderRank:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._signal_at: tuple[int, int] | None = None
+        self._signal_at: tuple[int, int, int] | None = None
 
     def become(self, folder: Path, position: ShardPosition, rank: int) -> None:
         """Hold what a rank at `position` holds."""
@@ -48,13 +48,15 @@ class SenderRank:
         """Take the weights of another folder, as an optimizer step would change them."""
         import_weights(folder, self._params, self._layout, self._position)
 
-    def signal_at(self, round_number: int, signal: int) -> None:
-        """Send this process a signal when it is about to fill the bucket of a round."""
-        self._signal_at = (round_number, signal)
+    def signal_at(self, round_number: int, signal: int, pid: int | None = None) -> None:
+        """Send a process, or this one, a signal when it is about to fill the bucket of a round."""
+        self._signal_at = (round_number, signal, pid or os.getpid())
 
     def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if method == "fill" and self._signal_at and self._signal_at[0] == args[0]:
-            os.kill(os.getpid(), self._signal_at[1])
+            _, number, pid = self._signal_at
+            self._signal_at = None
+            os.kill(pid, number)
         return getattr(self._sender, method)(*args, **kwargs)
 
     def pid(self) -> int:
@@ -65,6 +67,8 @@ def ray_on_this_machine() -> Iterator[None]:
     """Ray with room for several placement groups, one after the other."""
     import ray
 
+    # as in a run: Ray's default lets its processes starve beside any other program
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         num_cpus=32, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1"
     )
@@ -103,6 +107,7 @@ def start_engines(
     pipeline_parallel: int = 1,
     expert_parallel: bool = False,
     weights_from: WeightsFrom = "trainer",
+    **settings: Any,
 ) -> Engines:
     """Engines for the model of `folder`, with its weights or still without."""
     config = RolloutConfig(
@@ -110,8 +115,7 @@ def start_engines(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         expert_parallel=expert_parallel,
-        max_response_tokens=16,
-        max_num_seqs=8,
+        **{"max_response_tokens": 16, "max_num_seqs": 8, **settings},
     )
     cluster = Cluster.start(
         ClusterConfig(device="cpu"),

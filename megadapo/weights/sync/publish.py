@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from megadapo.cluster.calls import gather
-from megadapo.errors import MegadapoError
+from megadapo.errors import InfraError, MegadapoError
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.buckets import num_rounds, pack, piece_bytes
 from megadapo.weights.sync.places import find_places
@@ -32,28 +32,46 @@ class UpdatableEngines(Protocol):
     """What an update needs of the rollout engines; `rollout.engines.Engines` is one."""
 
     @property
-    def actors(self) -> list[ActorHandle[Any]]:
-        """One actor handle per engine."""
+    def policy_version(self) -> int:
+        """Of the weights published last."""
         ...
 
-    @property
-    def gpus(self) -> list[tuple[int, ...]]:
-        """GPU numbers of each engine on its node; empty on a CPU."""
+    def updatable(self) -> list[int]:
+        """Numbers of the engines that an update can reach now."""
         ...
 
-    def init_weight_transfer(
-        self, init_infos: Sequence[dict[str, Any]], *, timeout_s: float
+    def place(self, index: int) -> Hashable:
+        """What changes when another process takes an engine's place."""
+        ...
+
+    def gpus(self, index: int) -> tuple[int, ...]:
+        """GPU numbers of an engine on its node; empty on a CPU."""
+        ...
+
+    def call(
+        self, method: str, arguments: Mapping[int, tuple[object, ...]]
+    ) -> dict[int, ObjectRef[Any]]:
+        """Call a method of the engines with these numbers, without waiting."""
+        ...
+
+    def gather(
+        self,
+        refs: Mapping[int, ObjectRef[Any]],
+        *,
+        doing: str,
+        timeout_s: float,
+        limit: str = "",
+        forgive: bool = True,
+    ) -> dict[int, Any]:
+        """Results of calls, without those of engines that were lost over them.
+
+        `forgive`: an engine that answers with an error is lost as well; else the error is raised.
+        """
+        ...
+
+    def finish_weight_update(
+        self, indices: Sequence[int], policy_version: int, *, timeout_s: float
     ) -> None: ...
-
-    def start_weight_update(self, *, timeout_s: float) -> None: ...
-
-    def submit_update(self, update_infos: Sequence[Any]) -> list[ObjectRef[Any]]: ...
-
-    def finish_weight_update(self, policy_version: int, *, timeout_s: float) -> None: ...
-
-    def collect(
-        self, refs: Sequence[ObjectRef[Any]], *, doing: str, timeout_s: float, limit: str = ""
-    ) -> list[Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,44 +117,60 @@ class Publisher:
             tp_size=tensor_parallel, pp_size=pipeline_parallel, expert_parallel=expert_parallel
         )
         self._plan: Plan | None = None
-        self._num_published = 0
+        self._places: list[Hashable] = []
+        """The engine processes that are connected."""
+        self._targets: list[int] = []
+        """Numbers of the engines that are being updated; one that is lost is left out."""
+        self._transport = ""
+        self._is_new = True
+        """Whether nothing has been sent over the present connection."""
 
     @property
     def plan(self) -> Plan:
         """The plan of every update; made and handed out at the first call."""
-        if self._plan is None:
-            self._plan = self._connect()
+        self._reach(self._engines.updatable())
+        assert self._plan is not None
         return self._plan
 
     def publish(self, policy_version: int) -> PublishReport:
-        """Put the trainer's present weights into every engine. The engines must be idle.
+        """Put the trainer's weights into every engine that is there. The engines must be idle.
 
         Afterwards the engines' prefix caches are empty and their samples carry `policy_version`.
+        An engine that fails or hangs meanwhile is lost; the others get their update.
 
         Raises:
-            InfraError: A rank or engine failed, missed `weights.deadline_s`, or found a checksum
+            InfraError: A rank failed, missed `weights.deadline_s`, or an engine found a checksum
                 that differs; the message names the bucket and the rank, or the parameter. The
                 engines then either still have their old weights, or refuse to generate.
         """
+        return self._update(self._engines.updatable(), policy_version)
+
+    def republish(self, index: int) -> PublishReport:
+        """Put the weights published last, which the trainer still has, into one engine.
+
+        The others go on generating; the next `publish` connects all of them anew.
+        """
+        return self._update([index], self._engines.policy_version)
+
+    def _update(self, targets: Sequence[int], policy_version: int) -> PublishReport:
         started = time.monotonic()
-        plan = self.plan
-        verify = self._config.verify == "every" or (
-            self._config.verify == "first" and self._num_published == 0
-        )
-        deadline = self._config.deadline_s
-        sums = self._move(verify)
-        if verify:
-            refs = self._engines.submit_update([{"checksums": sums}] * self._num_engines)
-            self._collect(refs, "checksums")
+        self._targets = list(targets)
+        # without engines, those that are being started get the weights when they are there
+        plan = self._reach(targets) if targets else None
+        verify = self._config.verify == "every" or (self._config.verify == "first" and self._is_new)
+        if plan is not None:
+            self._move(verify)
         with _phase("finish"):
-            self._engines.finish_weight_update(policy_version, timeout_s=deadline)
-        self._num_published += 1
+            self._engines.finish_weight_update(
+                self._targets, policy_version, timeout_s=self._config.deadline_s
+            )
+        self._is_new = plan is None
         return PublishReport(
             policy_version=policy_version,
             seconds=time.monotonic() - started,
-            num_bytes=plan_bytes(plan),
-            num_rounds=self._num_rounds,
-            verified=verify,
+            num_bytes=0 if plan is None else plan_bytes(plan),
+            num_rounds=0 if plan is None else self._num_rounds,
+            verified=verify and plan is not None,
         )
 
     def fingerprint(self) -> str:
@@ -147,35 +181,46 @@ class Publisher:
         sums: list[list[int]] = self._call("fingerprint")
         return hashlib.sha256(repr(sums).encode()).hexdigest()
 
-    def _move(self, verify: bool) -> list[list[list[int]]]:
-        """All rounds, two buckets in flight; the trainer's checksums as [feeder][round]."""
+    def _move(self, verify: bool) -> None:
+        """All rounds, two buckets in flight, and the comparison of checksums."""
         sums = [self._filled(0, self._fill(0, verify))]
         # Until here the engines kept their old weights; from here on they refuse to generate.
-        with _phase("start"):
-            self._engines.start_weight_update(timeout_s=self._config.deadline_s)
+        self._gather(self._call_engines("start_weight_update"), "start")
         for number in range(self._num_rounds):
             taking = self._take(number, verify)
             if number + 1 < self._num_rounds:
                 # Written into the other bucket while this one is read.
                 sums.append(self._filled(number + 1, self._fill(number + 1, verify)))
-            self._taken(number, taking)
-        return [list(rounds) for rounds in zip(*sums, strict=True)]
+            self._gather(taking, f"bucket {number} of {self._num_rounds}")
+        if verify:
+            by_feeder = [list(rounds) for rounds in zip(*sums, strict=True)]
+            comparing = self._call_engines("update_weights", {"checksums": by_feeder})
+            self._gather(comparing, "checksums", forgive=False)
 
-    @property
-    def _num_engines(self) -> int:
-        return len(self._engines.actors)
+    def _reach(self, targets: Sequence[int]) -> Plan:
+        """Connect with the engines that are to be updated, unless that has been done."""
+        self._targets = list(targets)
+        places = [self._engines.place(index) for index in targets]
+        if self._plan is None or places != self._places:
+            self._plan, self._places = None, places
+            self._plan = self._connect()
+            self._is_new = True
+        return self._plan
 
     def _connect(self) -> Plan:
         """Plan the update, and let trainer ranks and engines open their buckets."""
         import ray
 
+        targets = self._targets
         infos: list[SenderInfo] = self._call("describe")
+        nodes = self._gather(self._call_engines("node"), "find engines")
         places = find_places(
             self._config.transport,
             [(info.node, info.gpu) for info in infos],
-            self._engine_nodes(),
-            self._engines.gpus,
+            [nodes[index] for index in targets],
+            [self._engines.gpus(index) for index in targets],
         )
+        self._transport = places.transport
         bucket_bytes = int(self._config.bucket_mib * MIB)
         plan = make_plan(
             infos[0].layout,
@@ -201,18 +246,17 @@ class Publisher:
             "offers": offers,
         }
         connecting = self._submit("connect", offers)
-        with _phase("connect"):
-            self._engines.init_weight_transfer(
-                [common | {"engine": number} for number in places.numbers],
-                timeout_s=self._config.deadline_s,
-            )
+        opening = self._engines.call(
+            "init_weight_transfer",
+            {
+                index: (common | {"engine": number},)
+                for index, number in zip(targets, places.numbers, strict=True)
+            },
+        )
+        self._gather(opening, "connect", forgive=False)
         self._wait(connecting, "connect")
         self._call("opened")
         return plan
-
-    def _engine_nodes(self) -> list[str]:
-        refs = [actor.__ray_call__.remote(_host_name) for actor in self._engines.actors]
-        return self._collect(refs, "find engines")
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every trainer rank's sender and wait for all."""
@@ -227,12 +271,8 @@ class Publisher:
     def _filled(self, number: int, refs: Sequence[ObjectRef[Any]]) -> list[list[int]]:
         return self._wait(refs, f"bucket {number} of {self._num_rounds}")
 
-    def _take(self, number: int, verify: bool) -> list[ObjectRef[Any]]:
-        info = {"round": number, "with_checksums": verify}
-        return self._engines.submit_update([info] * self._num_engines)
-
-    def _taken(self, number: int, refs: Sequence[ObjectRef[Any]]) -> None:
-        self._collect(refs, f"bucket {number} of {self._num_rounds}")
+    def _take(self, number: int, verify: bool) -> dict[int, ObjectRef[Any]]:
+        return self._call_engines("update_weights", {"round": number, "with_checksums": verify})
 
     def _wait(self, refs: Sequence[ObjectRef[Any]], what: str) -> list[Any]:
         """Results of one call per trainer rank, in time or not at all."""
@@ -245,12 +285,29 @@ class Publisher:
                 limit=DEADLINE,
             )
 
-    def _collect(self, refs: Sequence[ObjectRef[Any]], what: str) -> list[Any]:
-        """Results of one call per engine, in time or not at all."""
+    def _call_engines(self, method: str, *args: object) -> dict[int, ObjectRef[Any]]:
+        return self._engines.call(method, dict.fromkeys(self._targets, args))
+
+    def _gather(
+        self, refs: Mapping[int, ObjectRef[Any]], what: str, *, forgive: bool = True
+    ) -> dict[int, Any]:
+        """Results of one call per engine; those that were lost over it are targets no more."""
         with _phase(what):
-            return self._engines.collect(
-                refs, doing=what, timeout_s=self._config.deadline_s, limit=DEADLINE
+            results = self._engines.gather(
+                refs,
+                doing=what,
+                timeout_s=self._config.deadline_s,
+                limit=DEADLINE,
+                forgive=forgive,
             )
+        lost = [index for index in self._targets if index not in results]
+        if lost and self._transport == "nccl":
+            raise InfraError(
+                f"weights: {what}: rollout engine {lost[0]} is lost, and the ranks of one process "
+                f"group cannot go on without it (log: engine-{lost[0]}.log)"
+            )
+        self._targets = [index for index in self._targets if index in results]
+        return results
 
 
 def plan_bytes(plan: Plan) -> int:
@@ -272,9 +329,3 @@ def _phase(what: str) -> Iterator[None]:
         yield
     except MegadapoError as error:
         raise type(error)(f"weights: {what}: {error}") from None
-
-
-def _host_name(actor: object) -> str:
-    import socket
-
-    return socket.gethostname()

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megadapo.rollout.requests import response_seeds, sampled_logprobs
+from megadapo.rollout.requests import continued_seed, response_seeds, sampled_logprobs
 
 
 def test_seeds_are_the_same_on_every_machine():
@@ -53,3 +53,23 @@ def test_a_missing_value_stays_nan():
     assert all(math.isnan(value) for value in values[1:])
     assert np.isnan(sampled_logprobs([1, 2], None)).all()
     assert np.isnan(sampled_logprobs([5, 6], table([[(5, -0.5)]]))).tolist() == [False, True]
+
+
+def test_one_entry_a_position_is_read_at_once():
+    """Nothing but the sampled token is asked for; missing values stay NaN there too."""
+    values = sampled_logprobs([5, 6, 7], table([[(5, -0.5)], [(6, None)], [(7, -2.0)]]))
+    assert values.dtype == np.float32
+    assert values[[0, 2]].tolist() == [-0.5, -2.0] and math.isnan(values[1])
+    # as many entries as positions, but not one each
+    shifted = sampled_logprobs([5, 6], table([[(5, -0.5), (6, -0.1)], []]))
+    assert shifted[0] == -0.5 and math.isnan(shifted[1])
+
+
+def test_a_continued_response_has_noise_of_its_own():
+    """With its old seed it would draw the same noise again, for other tokens."""
+    begun = np.array([3, 4, 5], dtype=np.int32)
+    seeds = {continued_seed(seed, begun[:n]) for seed in (1, 2) for n in range(4)}
+    assert len(seeds) == 8 and all(0 <= seed < 2**63 for seed in seeds)
+    assert continued_seed(1, begun[:0]) == 1
+    assert continued_seed(1, begun) == continued_seed(1, begun.copy())
+    assert continued_seed(1, begun) != continued_seed(1, begun[::-1].copy())
