@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from megadapo.errors import InfraError
-from megadapo.rollout.fleet import Fleet
+from megadapo.rollout.fleet import WATCH_S, Fleet
 from megadapo.rollout.remote_engine import Place
 from megadapo.rollout.requests import (
     EngineReport,
@@ -21,8 +21,6 @@ from megadapo.rollout.requests import (
     StopReport,
 )
 
-WATCH_S = 2.0
-"""Longest time between two looks at whether the engines get on."""
 NOWHERE: Place = (-1, 0)
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 
+WATCH_S = 2.0
+"""Longest time between two looks at whether the engines live and get on."""
 AHEAD = 0.25
 """Responses that wait for a slot, as a share of the slots: while the driver is busy with what came
 before, an engine takes the next ones from there."""
@@ -107,15 +109,13 @@ class Fleet:
         An engine that dies or does not answer in time is lost; `forgive`: so is one that answers
         with an error, which is raised otherwise.
         """
-        import ray
-
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         for index, ref in refs.items():
             engine = self.engines[index]
-            ready, _ = ray.wait([ref], timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                self.lose(engine, str(late(engine.name, doing, timeout_s, limit)))
+            cause = str(late(engine.name, doing, timeout_s, limit))
+            if (died := self._wait_for(engine, ref, deadline)) is not None:
+                self.lose(engine, died or cause)
                 continue
             try:
                 results[index] = self._read(engine, ref, doing)
@@ -124,6 +124,25 @@ class Fleet:
                     raise
                 self.lose(engine, str(error))
         return results
+
+    def _wait_for(self, engine: RemoteEngine, ref: ObjectRef[Any], deadline: float) -> str | None:
+        """Wait for a call; what ended the engine if it died over it, nothing if it is late.
+
+        vLLM does not answer a call over which its processes die; the next report is an error then.
+        """
+        import ray
+
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            if ray.wait([ref], timeout=min(left, WATCH_S))[0]:
+                return None
+            if engine.awaited is not None and ray.wait([engine.awaited], timeout=0)[0]:
+                try:
+                    self._read(engine, engine.awaited, "generate")  # `wait` takes it later
+                except ProcessDied as error:
+                    return str(error)
+            if not left:
+                return ""
 
     def lose(self, engine: RemoteEngine, cause: str) -> None:
         """End an engine, and start it again if it may be.

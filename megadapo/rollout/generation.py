@@ -117,6 +117,8 @@ class Generation:
         while not self._ended and self.num_ended < enough and time.monotonic() < deadline:
             if self._error is not None:
                 raise self._error
+            if self._llm.errored:  # which nothing else tells while no group is in flight
+                raise self._llm.dead_error
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), POLL_S)
