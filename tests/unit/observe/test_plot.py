@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from megadapo.cli import main
 from megadapo.errors import DataError
 from megadapo.observe.metrics import MetricsLog
-from megadapo.observe.plot import _COLOURS, plot_run, plot_runs
+from megadapo.observe.plot import COLOURS, plot_run, plot_runs
 from tests.support.recorded_runs import forget, record_run
 
 
@@ -35,18 +35,18 @@ def test_every_panel_shows_a_run_of_any_length(tmp_path: Path, num_steps: int) -
     """One step has no line to draw: it must still be seen."""
     png = plot_run(record_run(tmp_path / "run", num_steps=num_steps))
     assert png == tmp_path / "run" / "plot.png"
-    assert panels_with_colour(png, _COLOURS[0]) == 8
+    assert panels_with_colour(png, COLOURS[0]) == 8
 
 
 def test_runs_drawn_over_each_other_are_all_seen(tmp_path: Path) -> None:
     runs = [record_run(tmp_path / name, num_steps=n) for name, n in (("a", 8), ("b", 30))]
     png = plot_runs(runs, tmp_path / "deep" / "both.png")
-    assert panels_with_colour(png, _COLOURS[1]) == 8
-    assert panels_with_colour(png, _COLOURS[0]) >= 1
+    assert panels_with_colour(png, COLOURS[1]) == 8
+    assert panels_with_colour(png, COLOURS[0]) >= 1
 
 
 def test_more_runs_than_colours(tmp_path: Path) -> None:
-    runs = [record_run(tmp_path / f"{i}", num_steps=2) for i in range(len(_COLOURS) + 1)]
+    runs = [record_run(tmp_path / f"{i}", num_steps=2) for i in range(len(COLOURS) + 1)]
     assert plot_runs(runs, tmp_path / "many.png").exists()
 
 
@@ -65,9 +65,9 @@ def test_a_run_recorded_without_the_tail_is_drawn_without_it(tmp_path: Path) -> 
     """Records of older runs lack the names, others have gaps in them."""
     run = record_run(tmp_path / "run", num_steps=4)
     forget(run, "time/group_", "rollout/", "response_length/p50", "response_length/max")
-    assert panels_with_colour(plot_run(run), _COLOURS[0]) == 7
+    assert panels_with_colour(plot_run(run), COLOURS[0]) == 7
     forget(run, "response_length/", "tokens/")
-    assert panels_with_colour(plot_run(run), _COLOURS[0]) == 5
+    assert panels_with_colour(plot_run(run), COLOURS[0]) == 5
 
 
 def test_run_without_steps_is_a_clear_error(
