@@ -15,7 +15,7 @@ from megadapo.data.prompts import load_prompts
 from megadapo.observe.metrics import read_evaluations
 from megadapo.rewards.dapo_math import validate_ground_truth
 from megadapo.rewards.verifier import Verifier
-from megadapo.rollout.evaluation import Evaluation, evaluate
+from megadapo.rollout.evaluation import Evaluation, EvaluationUnderWay, HeldOut
 from tests.support import REPOSITORY
 from tests.support.engine_checks import (
     Reference,
@@ -51,15 +51,15 @@ def score(run_folder: Path, model: Path, log_folder: Path) -> tuple[Evaluation, 
     settings = config.rollout.model_dump(include={"max_num_seqs", "num_threads"})
     with running_engines(model, log_folder, **settings) as engines:
         with Verifier(config.reward) as verifier:
-            evaluation = evaluate(
-                engines,
+            held_out = HeldOut.of(
                 problems,
-                verifier,
                 config.evaluation,
                 tokenizer=tokenizer,
                 max_response_tokens=config.rollout.max_response_tokens,
                 seed=config.run.seed,
             )
+            with EvaluationUnderWay(engines, verifier, held_out) as under_way:
+                evaluation = under_way.finish()
         groups = make_requests(4, 2)
         return evaluation, worst_error(Reference(model), groups, ask(engines, groups))
 
