@@ -1,18 +1,21 @@
-"""Make the quickstart's base model: a tiny Qwen2 that answers sums in two ways.
+"""Make the base model of a built-in task: a tiny Qwen2 that answers sums in two ways.
 
 A short supervised run of the same Megatron trainer that DAPO uses, on generated worked answers.
-Most answers are direct, short and usually wrong; the others go step by step and are right. The
+Some answers are direct, short and usually wrong; the others go step by step and are right. The
 model learns both ways, so that an outcome reward alone can make it prefer the longer one.
 
     python tools/make_base_model.py configs/quickstart-base
+    python tools/make_base_model.py configs/chain-base --task arithmetic-chain
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +29,36 @@ from megadapo.data.batch import NO_VERSION, PackedBatch, Sample, pack_samples
 from megadapo.run.workers import trainer_settings
 from megadapo.trainer.trainer import Trainer
 
-DIRECT_SHARE = 0.7
-"""Share of direct answers in the data; the others go step by step."""
 DIRECT_WRONG_SHARE = 0.75
 """Share of the direct answers that are wrong on purpose."""
-BATCH_SIZE = 128
 NUM_PROBLEMS = 30_000
 WARMUP_STEPS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How the base model of a task is taught."""
+
+    direct_share: float
+    """Share of direct answers in the data; the others go step by step."""
+    batch_size: int
+    """Answers of a step."""
+    num_steps: int
+    """Supervised steps, unless told otherwise."""
+    max_positions: int
+    """Longest prompt and response together, in tokens."""
+    short_first: float
+    """Over this share of the steps the problems grow from the shortest ones to all."""
+
+
+RECIPES = {
+    "arithmetic": Recipe(
+        direct_share=0.7, batch_size=128, num_steps=1400, max_positions=256, short_first=0.0
+    ),
+    "arithmetic-chain": Recipe(
+        direct_share=0.3, batch_size=64, num_steps=800, max_positions=1024, short_first=0.5
+    ),
+}
 
 
 def main() -> None:
@@ -41,33 +67,56 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="where the Hugging Face folder is written")
-    parser.add_argument("--steps", type=int, default=1400, help="supervised steps (default 1400)")
+    parser.add_argument("--task", choices=RECIPES, default="arithmetic", help="what it answers")
+    parser.add_argument("--start", type=Path, help="go on from this model (default: none)")
+    parser.add_argument("--steps", type=int, help="supervised steps (default: the task's)")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default 2e-3)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
     options = parser.parse_args()
     if options.folder.exists():
         parser.error(f"{options.folder} exists already; name a new folder")
     losses = make_base_model(
-        options.folder, num_steps=options.steps, lr=options.lr, seed=options.seed
+        options.folder,
+        task=options.task,
+        start=options.start,
+        num_steps=options.steps or RECIPES[options.task].num_steps,
+        lr=options.lr,
+        seed=options.seed,
     )
     print(f"{options.folder}: loss {losses[0]:.3f} -> {np.mean(losses[-20:]):.3f} nats a token")
 
 
-def make_base_model(folder: Path, *, num_steps: int, lr: float, seed: int) -> list[float]:
-    """Train for `num_steps` and export to `folder`; returns the loss of each step in nats."""
-    problems = generate("train", NUM_PROBLEMS, seed)
+def make_base_model(
+    folder: Path,
+    *,
+    task: str = "arithmetic",
+    start: Path | None = None,
+    num_steps: int,
+    lr: float,
+    seed: int,
+) -> list[float]:
+    """Train for `num_steps` and export to `folder`; returns the loss of each step in nats.
+
+    Args:
+        start: a base model of the same shape to go on from; none: random weights.
+    """
+    recipe = RECIPES[task]
+    problems = generate("train", NUM_PROBLEMS, seed, task=task)
+    problems.sort(key=lambda problem: len(problem.terms))
     with tempfile.TemporaryDirectory() as temporary:
         blank = Path(temporary)
         tokenizer = make_tokenizer(problems)
         tokenizer.save_pretrained(blank)
-        model_config(tokenizer).save_pretrained(blank)
-        config = supervised_config(blank, num_steps=num_steps, lr=lr, seed=seed)
+        model_config(tokenizer, recipe).save_pretrained(blank)
+        if start is not None:
+            shutil.copy(start / "model.safetensors", blank)
+        config = supervised_config(blank, recipe, num_steps=num_steps, lr=lr, seed=seed)
         cluster = Cluster.start(config.cluster, num_trainer_ranks=1, num_engines=0, engine_ranks=1)
         trainer = Trainer.start(trainer_settings(config), cluster)
         losses = []
         with Progress() as progress:
             batches = progress.track(
-                supervised_batches(problems, tokenizer, num_steps=num_steps, seed=seed),
+                supervised_batches(problems, tokenizer, recipe, num_steps=num_steps, seed=seed),
                 total=num_steps,
                 description="supervised steps",
             )
@@ -91,7 +140,7 @@ def make_tokenizer(problems: list[Problem]) -> Qwen2Tokenizer:
     return tokenizer
 
 
-def model_config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
+def model_config(tokenizer: Qwen2Tokenizer, recipe: Recipe) -> Qwen2Config:
     """About 0.8 million parameters; every size divides by 2 for tensor and pipeline parallel."""
     return Qwen2Config(
         vocab_size=len(tokenizer),
@@ -100,7 +149,7 @@ def model_config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=recipe.max_positions,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
@@ -109,16 +158,19 @@ def model_config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
     )
 
 
-def supervised_config(model: Path, *, num_steps: int, lr: float, seed: int) -> RunConfig:
+def supervised_config(
+    model: Path, recipe: Recipe, *, num_steps: int, lr: float, seed: int
+) -> RunConfig:
     """A run whose trainer does maximum likelihood: one update a step, cosine learning rate."""
+    init = "pretrained" if (model / "model.safetensors").exists() else "random"
     return from_dict(
         {
             "run": {"folder": str(model / "run"), "num_steps": num_steps, "seed": seed},
-            "model": {"path": str(model), "init": "random", "dtype": "float32"},
+            "model": {"path": str(model), "init": init, "dtype": "float32"},
             "data": {"train": f"arithmetic:train:{NUM_PROBLEMS}"},
             "cluster": {"device": "cpu"},
-            "sampling": {"prompts_per_step": BATCH_SIZE // 2, "responses_per_prompt": 2},
-            "algorithm": {"responses_per_mini_batch": BATCH_SIZE, "overlong_buffer": 0},
+            "sampling": {"prompts_per_step": recipe.batch_size // 2, "responses_per_prompt": 2},
+            "algorithm": {"responses_per_mini_batch": recipe.batch_size, "overlong_buffer": 0},
             "trainer": {
                 "optimizer": {
                     "lr": lr,
@@ -134,26 +186,46 @@ def supervised_config(model: Path, *, num_steps: int, lr: float, seed: int) -> R
 
 
 def supervised_batches(
-    problems: list[Problem], tokenizer: Qwen2Tokenizer, *, num_steps: int, seed: int
+    problems: list[Problem],
+    tokenizer: Qwen2Tokenizer,
+    recipe: Recipe,
+    *,
+    num_steps: int,
+    seed: int,
 ) -> Iterator[PackedBatch]:
     """Batches of worked answers whose advantage is 1 and whose old policy is the current one.
 
     The ratio is then exactly 1 and unclipped, so the policy gradient is that of the likelihood.
+
+    Args:
+        problems: the shortest first.
     """
     rng = random.Random(f"base-model/{seed}")
-    for _ in range(num_steps):
-        samples = [_sample(rng.choice(problems), rng, tokenizer) for _ in range(BATCH_SIZE)]
+    for step in range(num_steps):
+        limit = round(len(problems) * _share_of_problems(step / num_steps, recipe))
+        samples = [
+            _sample(problems[rng.randrange(limit)], rng, tokenizer, recipe)
+            for _ in range(recipe.batch_size)
+        ]
         num_tokens = sum(len(sample.response_ids) for sample in samples)
         yield pack_samples(
             samples,
-            advantages=np.ones(BATCH_SIZE),
-            loss_weights=np.full(BATCH_SIZE, 1.0 / num_tokens),
-            mini_batch_size=BATCH_SIZE,
+            advantages=np.ones(len(samples)),
+            loss_weights=np.full(len(samples), 1.0 / num_tokens),
+            mini_batch_size=len(samples),
         )
 
 
-def _sample(problem: Problem, rng: random.Random, tokenizer: Qwen2Tokenizer) -> Sample:
-    kind: Kind = "direct" if rng.random() < DIRECT_SHARE else "steps"
+def _share_of_problems(progress: float, recipe: Recipe) -> float:
+    """The share that a step draws from; it begins at a tenth where the short ones come first."""
+    grown = progress >= recipe.short_first
+    return 1.0 if grown else 0.1 + 0.9 * progress / recipe.short_first
+
+
+def _sample(
+    problem: Problem, rng: random.Random, tokenizer: Qwen2Tokenizer, recipe: Recipe
+) -> Sample:
+    kind: Kind = "direct" if rng.random() < recipe.direct_share else "steps"
     wrong = kind == "direct" and rng.random() < DIRECT_WRONG_SHARE
     text = worked_answer(problem, rng, kind=kind, wrong=wrong)
     response = [*tokenizer.encode(text), tokenizer.eos_token_id]

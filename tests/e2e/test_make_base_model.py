@@ -1,4 +1,4 @@
-"""The base model of the quickstart: the tool that makes it learns, and what is shipped is small."""
+"""The base models of the built-in tasks: their tool learns, and what is shipped is small."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import REPOSITORY
 
-SHIPPED = REPOSITORY / "configs" / "quickstart-base"
+SHIPPED = {
+    "arithmetic": REPOSITORY / "configs" / "quickstart-base",
+    "arithmetic-chain": REPOSITORY / "configs" / "chain-base",
+}
 
 
 def load_tool():
@@ -43,13 +46,25 @@ def test_the_tool_still_learns_and_exports_what_it_learned(tmp_path):
     assert -logprobs[response, ids[0, response + 1]].mean() < 2.5
 
 
-def test_the_shipped_model_is_small_and_its_tokenizer_is_the_tools():
+@pytest.mark.parametrize("task", SHIPPED)
+def test_the_shipped_model_is_small_and_its_tokenizer_is_the_tools(task: str):
     """A tokenizer that changed under the weights would turn the base model into noise."""
-    assert sum(p.stat().st_size for p in SHIPPED.iterdir()) < 4_000_000
+    assert sum(p.stat().st_size for p in SHIPPED[task].iterdir()) < 4_000_000
     tool = load_tool()
-    made = tool.make_tokenizer(tool.generate("train", tool.NUM_PROBLEMS, 0))
-    shipped = AutoTokenizer.from_pretrained(SHIPPED)
+    made = tool.make_tokenizer(tool.generate("train", tool.NUM_PROBLEMS, 0, task=task))
+    shipped = AutoTokenizer.from_pretrained(SHIPPED[task])
     assert shipped.get_vocab() == made.get_vocab()
-    assert shipped.encode("12+34=46;46+5=51\nAnswer: 51") == made.encode(
-        "12+34=46;46+5=51\nAnswer: 51"
-    )
+    answer = "12+34=46;46+5=51\nAnswer: 51"
+    assert shipped.encode(answer) == made.encode(answer)
+
+
+def test_the_problems_of_a_step_grow_from_the_shortest_to_all():
+    """A step that begins with long sums learns nothing, one that never meets them cannot add up."""
+    tool = load_tool()
+    problems = [tool.Problem((1,) * num_terms) for num_terms in range(1, 101)]
+    recipe = tool.RECIPES["arithmetic-chain"]
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED["arithmetic"])
+    batches = tool.supervised_batches(problems, tokenizer, recipe, num_steps=8, seed=0)
+    longest = [batch.prompt_lengths.max() for batch in batches]
+    assert longest[0] <= 2 * 10 + 1 < longest[2]
+    assert min(longest[4:]) > 2 * 80
