@@ -180,6 +180,8 @@ class RolloutEngine:
 
         They hold nothing worth saving, and vLLM's own orderly end takes seconds.
         """
+        if self._generation is not None:
+            self._generation.close()
         kill_marked(self._mark)
         if self._llm is not None:
             self._llm.shutdown(timeout=0)

@@ -78,6 +78,7 @@ class Generation:
         self._groups: dict[int, _Group] = {}
         self._ended: list[_Group] = []
         self._error: BaseException | None = None
+        self._closed = False
         self._wake, self._submitting = asyncio.Event(), asyncio.Lock()
         self._num_submitted = self._num_requests = self._num_tokens = 0
 
@@ -115,6 +116,8 @@ class Generation:
         deadline = time.monotonic() + max_wait_s
         enough = self.num_ended + num_for_report
         while not self._ended and self.num_ended < enough and time.monotonic() < deadline:
+            if self._closed:
+                break
             if self._error is not None:
                 raise self._error
             if self._llm.errored:  # which nothing else tells while no group is in flight
@@ -130,6 +133,11 @@ class Generation:
     def report(self, groups: tuple[GroupResponse, ...] = ()) -> EngineReport:
         """What the driver is told, with groups that have ended."""
         return EngineReport(groups=groups, num_ended=self.num_ended, num_tokens=self.num_tokens)
+
+    def close(self) -> None:
+        """Whoever still waits for a report gets one: what ends from now on was meant to."""
+        self._closed = True
+        self._wake.set()
 
     async def stop(self, keys: Collection[int], *, keep: bool) -> StopReport:
         """End groups and forget them.

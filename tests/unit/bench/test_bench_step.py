@@ -67,7 +67,7 @@ def test_the_rival_gets_the_recipes_step(tmp_path: Path) -> None:
     asked = [stream.at(order) for order in range(5 * 32)]
     assert settings.prompts == [(list(p.messages), p.ground_truth) for p in asked]
     assert settings.updates_per_step == 4 and settings.responses_per_mini_batch == 64
-    assert settings.lr == config.trainer.optimizer.lr == 4e-5
+    assert settings.lr == config.trainer.optimizer.lr == 3e-5
     assert (settings.clip_low, settings.clip_high) == (0.2, 0.28)
     assert settings.max_response_tokens == 48 and settings.overlong_buffer == 16
     assert settings.trl_arguments == {"top_k": 0}
