@@ -121,23 +121,10 @@ def _start(
     config: RunConfig, compared: list[Way], folder: Path, stack: ExitStack, phases: Phases
 ) -> list[Sampler]:
     """Engines with the weights of model.path, and a sampler for each way."""
-    from megadapo.rollout.engines import Engines
-    from megadapo.run.sampling import Questions, start_cluster
+    from megadapo.run.sampling import Questions, start_engines_alone
 
     questions = Questions.start(config, phases, stack)
-    cluster = start_cluster(config, phases, stack, trains=False, samples=True)
-    with phases.phase("start engines"):
-        engines = Engines.start(
-            config.rollout,
-            cluster,
-            model=config.model.path,
-            dtype=config.model.dtype,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            log_folder=folder,
-            weights_from="folder",
-            shares_gpus=False,
-        )
-        stack.callback(engines.shutdown)
+    engines = start_engines_alone(config, phases, stack, log_folder=folder)
     return [questions.sampler(_with(config, way.settings), engines) for way in compared]
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -100,10 +101,8 @@ class RolloutEngine:
             InfraError: vLLM refused a request, or the engine cannot generate now.
         """
         generation = self._ready()
-        try:
+        with self._naming_failures("failed while generating"):
             await generation.submit(groups, self._policy_version)
-        except Exception as error:
-            raise self._failure("failed while generating", error) from None
 
     async def collect(self, max_wait_s: float, num_for_report: int) -> EngineReport:
         """Return as soon as a group has finished or `num_for_report` responses have ended, and
@@ -113,19 +112,15 @@ class RolloutEngine:
             ProcessDied: vLLM's processes are gone.
         """
         assert self._generation is not None, "start first"
-        try:
+        with self._naming_failures("failed while generating"):
             return await self._generation.collect(max_wait_s, num_for_report)
-        except Exception as error:
-            raise self._failure("failed while generating", error) from None
 
     async def stop(self, keys: Collection[int], keep: bool) -> tuple[StopReport, EngineReport]:
         """End groups, and hand over what they have so far if it is to be kept."""
         assert self._generation is not None, "start first"
-        try:
+        with self._naming_failures("failed while stopping"):
             stopped = await self._generation.stop(keys, keep=keep)
             return stopped, self._generation.report()
-        except Exception as error:
-            raise self._failure("failed while stopping", error) from None
 
     def activity(self) -> EngineActivity:
         """What the engine did since the last call."""
@@ -241,6 +236,14 @@ class RolloutEngine:
 
     def _out_of_service(self) -> str:
         return f"is out of service since it failed in {self._failed_in}; it must start anew"
+
+    @contextmanager
+    def _naming_failures(self, what: str) -> Iterator[None]:
+        """The boundary to vLLM, which raises many types: each becomes one that names the engine."""
+        try:
+            yield
+        except Exception as error:
+            raise self._failure(what, error) from None
 
     def _failure(self, what: str, error: Exception) -> InfraError:
         """What to raise for an error of vLLM's."""

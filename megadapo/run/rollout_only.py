@@ -14,11 +14,10 @@ from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import ConfigError
 from megadapo.observe.metrics import METRICS_FILE
 from megadapo.observe.rollouts import rollouts_path, saved_steps, write_rollouts
-from megadapo.rollout.engines import Engines
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.sampler import Sampler
 from megadapo.run.checkpoint import CHECKPOINTS
-from megadapo.run.sampling import Phases, Questions, start_cluster
+from megadapo.run.sampling import Phases, Questions, start_engines_alone
 from megadapo.run.step_rollouts import saved_groups
 
 SUFFIX = "-rollout"
@@ -62,19 +61,7 @@ class RolloutOnly:
         folder = prepare_folder(config)
         with ExitStack() as stack:
             questions = Questions.start(config, phases, stack)
-            cluster = start_cluster(config, phases, stack, trains=False, samples=True)
-            with phases.phase("start engines"):
-                engines = Engines.start(
-                    config.rollout,
-                    cluster,
-                    model=config.model.path,
-                    dtype=config.model.dtype,
-                    max_prompt_tokens=config.data.max_prompt_tokens,
-                    log_folder=folder,
-                    weights_from="folder",
-                    shares_gpus=False,
-                )
-                stack.callback(engines.shutdown)
+            engines = start_engines_alone(config, phases, stack, log_folder=folder)
             sampler = questions.sampler(config, engines)
             yield cls(config, folder, sampler, questions)
 

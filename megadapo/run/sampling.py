@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -17,6 +18,7 @@ from megadapo.data.prompts import Prompt, PromptStream, load_prompts
 from megadapo.errors import DataError
 from megadapo.rewards.dapo_math import validate_ground_truth
 from megadapo.rewards.verifier import Verifier
+from megadapo.rollout.engines import Engines
 from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.sampler import Sampler
@@ -112,6 +114,30 @@ def start_cluster(
         )
         stack.callback(cluster.shutdown)
     return cluster
+
+
+def start_engines_alone(
+    config: RunConfig, phases: Phases, stack: ExitStack, *, log_folder: Path
+) -> Engines:
+    """Start engines with the weights of model.path and no trainer beside them; left with `stack`.
+
+    Raises:
+        InfraError: the cluster lacks slots, or an engine did not start.
+    """
+    cluster = start_cluster(config, phases, stack, trains=False, samples=True)
+    with phases.phase("start engines"):
+        engines = Engines.start(
+            config.rollout,
+            cluster,
+            model=config.model.path,
+            dtype=config.model.dtype,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            log_folder=log_folder,
+            weights_from="folder",
+            shares_gpus=False,
+        )
+        stack.callback(engines.shutdown)
+    return engines
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
