@@ -1,4 +1,4 @@
-"""The policy head: from hidden states to DAPO's loss and gradient without the logits.
+"""The policy head: from hidden states to the loss and gradient without the logits.
 
 `policy_head_loss` closes the gradient inside the forward pass: per block of tokens a logits
 product, two row passes and the d_hidden and d_weight products, three in all, and nothing of size
@@ -177,16 +177,17 @@ def policy_head_loss(
         weight: [V/p, H], this rank's rows of the output layer in hidden's dtype. Its gradient is
             accumulated in fp32, into `weight.main_grad` where the parameter has one.
         targets: [T] token ids over the whole vocabulary.
-        logprobs_old: [T]. A token whose value is not finite is dropped and counted, as is one
-            whose importance weight or reference log-prob is not.
+        logprobs_old: [T], for a sequence ratio those of `algorithm.ratios.sequence_shifted`. A
+            token whose value is not finite is dropped and counted, as is one whose importance
+            weight or reference log-prob is not.
         advantages: [T].
         loss_weights: [T]; tokens with weight 0 do not enter the head at all.
-        objective: clip range and the optional terms.
+        objective: ratio, gate and the optional terms.
         temperature: logits are divided by it.
         process_group: the tensor-parallel one; None for a single rank.
         vocab_size: true vocabulary size; later rows of weight are padding and get no gradient.
         chunk_tokens: tokens per block; by default as many as fit the buffers.
-        logprobs_ref: [T] of the reference policy, needed when `objective.kl_coef` is not 0.
+        logprobs_ref: [T] of the reference policy, needed with a KL divergence in the loss.
         importance_weights: [T] factor on each token's policy term, such as a truncated
             trainer/engine importance weight.
         rows: [R] indices of the tokens to compute, ascending, when the caller has them; at least
@@ -198,7 +199,7 @@ def policy_head_loss(
         ValueError: shapes, dtypes or devices that do not fit; targets outside the vocabulary;
             advantages or loss weights that are not finite.
     """
-    if objective.kl_coef != 0.0 and logprobs_ref is None:
+    if objective.kl_loss_coef != 0.0 and logprobs_ref is None:
         raise ValueError(f"objective.kl_coef is {objective.kl_coef} but logprobs_ref is missing")
     options = HeadOptions(
         temperature=temperature,

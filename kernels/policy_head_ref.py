@@ -37,9 +37,15 @@ def policy_head_loss_ref(
     vocab_size: int | None = None,
     logprobs_ref: Tensor | None = None,
     importance_weights: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The loss of `policy_head_loss`, 0-d."""
+    """The loss of `policy_head_loss`, 0-d; for a sequence ratio from the old log-probs themselves.
+
+    `cu_seqlens`: [S + 1] integers, where each sequence begins, and T; None: one sequence.
+    """
     chosen = loss_weights != 0
+    ends = torch.tensor([0, len(chosen)]) if cu_seqlens is None else cu_seqlens
+    chosen_before = torch.cat([chosen.new_zeros(1).long(), chosen.cumsum(0)])
     logprobs, entropy = token_logprobs_ref(
         hidden[chosen], weight, targets[chosen], temperature=temperature, vocab_size=vocab_size
     )
@@ -48,7 +54,7 @@ def policy_head_loss_ref(
         logprobs_old[chosen],
         advantages[chosen],
         loss_weights[chosen],
-        torch.tensor([0, logprobs.shape[0]]),
+        chosen_before[ends],
         objective=objective,
         logprobs_ref=None if logprobs_ref is None else logprobs_ref[chosen],
         entropy=entropy,

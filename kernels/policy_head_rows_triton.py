@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.launch import block_size, warps_for
-from megadapo.kernels.policy_head_terms import DROPPED, KL_KINDS, kl_kind, token_terms
+from megadapo.kernels.policy_head_terms import DROPPED, describe_terms, token_terms
 from megadapo.kernels.policy_head_types import (
     NEVER,
     NUM_STATS,
@@ -164,25 +164,18 @@ def policy_rows_kernel(
     num_valid: tl.tensor,
     vocab_start: tl.tensor,
     inv_temperature: tl.tensor,
-    ratio_low: tl.tensor,
-    ratio_high: tl.tensor,
-    dual_clip: tl.tensor,
-    entropy_coef: tl.tensor,
-    kl_coef: tl.tensor,
-    HAS_DUAL_CLIP: tl.constexpr,
-    KL_KIND: tl.constexpr,
-    HAS_IMPORTANCE_WEIGHTS: tl.constexpr,
-    HAS_ENTROPY_GRAD: tl.constexpr,
+    numbers: tl.tuple,  # TermNumbers
+    SWITCHES: tl.constexpr,  # TermSwitches
     WRITES_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     maximum, log_total, logprob, entropy = _merge_row(STATS, row, num_rows, num_shards)
     importance_weight = 1.0
-    if HAS_IMPORTANCE_WEIGHTS:
+    if SWITCHES.has_importance_weights:
         importance_weight = tl.load(IMPORTANCE_WEIGHTS + row)
     logprob_ref = 0.0
-    if KL_KIND != 0:
+    if SWITCHES.kl_value != "none":
         logprob_ref = tl.load(LOGPROBS_REF + row)
     loss, d_logprob, ratio, kl, flags = token_terms(
         logprob=logprob,
@@ -191,13 +184,8 @@ def policy_rows_kernel(
         advantage=tl.load(ADVANTAGES + row),
         importance_weight=importance_weight,
         logprob_ref=logprob_ref,
-        ratio_low=ratio_low,
-        ratio_high=ratio_high,
-        dual_clip=dual_clip,
-        entropy_coef=entropy_coef,
-        kl_coef=kl_coef,
-        HAS_DUAL_CLIP=HAS_DUAL_CLIP,
-        KL_KIND=KL_KIND,
+        numbers=numbers,
+        SWITCHES=SWITCHES,
     )
     tl.store(LOGPROBS + row, logprob)
     tl.store(ENTROPY + row, entropy)
@@ -207,7 +195,7 @@ def policy_rows_kernel(
     tl.store(FLAGS + row, flags.to(tl.uint8))
     if WRITES_GRAD:
         weight = tl.load(LOSS_WEIGHTS + row)
-        d_entropy = tl.where(flags < _DROPPED, -entropy_coef * weight, 0.0)
+        d_entropy = tl.where(flags < _DROPPED, -numbers.entropy_coef * weight, 0.0)
         _write_row_grad(
             LOGITS=LOGITS,
             D_LOGITS=D_LOGITS,
@@ -223,7 +211,7 @@ def policy_rows_kernel(
             d_logprob=weight * d_logprob,
             d_entropy=d_entropy,
             inv_temperature=inv_temperature,
-            HAS_ENTROPY_GRAD=HAS_ENTROPY_GRAD,
+            HAS_ENTROPY_GRAD=SWITCHES.has_entropy,
             BLOCK=BLOCK,
         )
 
@@ -315,6 +303,11 @@ def policy_rows_triton(
     """`policy_rows` of policy_head_rows.py."""
     # an absent input is never loaded; any pointer fills its place
     absent = inputs.logprobs_old
+    switches, numbers = describe_terms(
+        objective,
+        has_reference=inputs.logprobs_ref is not None,
+        has_importance_weights=inputs.importance_weights is not None,
+    )
     policy_rows_kernel[(tile.num_rows,)](
         **_row_arguments(tile, stats, d_logits),
         LOGPROBS_OLD=inputs.logprobs_old,
@@ -330,15 +323,8 @@ def policy_rows_triton(
         RATIO=outputs.ratio,
         KL=outputs.kl,
         FLAGS=outputs.flags,
-        ratio_low=1.0 - objective.clip_low,
-        ratio_high=1.0 + objective.clip_high,
-        dual_clip=float(objective.dual_clip or 0.0),
-        entropy_coef=float(objective.entropy_coef),
-        kl_coef=float(objective.kl_coef),
-        HAS_DUAL_CLIP=objective.dual_clip is not None,
-        KL_KIND=KL_KINDS[kl_kind(objective, inputs.logprobs_ref)],
-        HAS_IMPORTANCE_WEIGHTS=inputs.importance_weights is not None,
-        HAS_ENTROPY_GRAD=objective.entropy_coef != 0.0,
+        numbers=numbers,
+        SWITCHES=switches,
         WRITES_GRAD=d_logits is not None,
     )
     if d_logits is not None:

@@ -1,4 +1,8 @@
-"""Group-relative advantages (DAPO, arXiv 2503.14476, equation 9)."""
+"""Advantages of a step's responses from their groups' shaped rewards, in float64.
+
+Sources: GRPO (arXiv 2402.03300) and DAPO (arXiv 2503.14476) equation 9; Dr. GRPO (arXiv
+2503.20783); RLOO (arXiv 2402.14740); REINFORCE++ (arXiv 2501.03262); MaxRL (arXiv 2602.02710).
+"""
 
 from __future__ import annotations
 
@@ -6,49 +10,103 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.config import AdvantageRule, AlgorithmConfig
 from megadapo.algorithm.groups import ScoredGroup
+from megadapo.algorithm.loss_weights import kept_responses
 from megadapo.algorithm.shaping import shaped_rewards
 
 
 def advantages(
     groups: Sequence[ScoredGroup], config: AlgorithmConfig, *, max_response_tokens: int
 ) -> np.ndarray:
-    """The advantage of every response of a step, from its group's shaped rewards: [S] float64."""
-    return np.concatenate(
-        [
-            group_advantages(
-                shaped_rewards(group, config, max_response_tokens=max_response_tokens),
-                normalize_by_std=config.normalize_by_std,
-            )
-            for group in groups
-        ]
-    )
+    """The advantage of every response of a step: [S] float64."""
+    parts = [
+        group_advantages(
+            shaped_rewards(group, config, max_response_tokens=max_response_tokens),
+            rule=config.advantage,
+            normalize_by_std=config.normalize_by_std,
+        )
+        for group in groups
+    ]
+    values: np.ndarray = np.concatenate(parts)
+    if config.advantage in ("reinforce++", "reinforce++-baseline"):
+        lengths = np.array([n for group in groups for n in group.lengths], dtype=np.int64)
+        return whitened(values, lengths * kept_responses(groups, config))
+    return values
 
 
 def group_advantages(
-    rewards: Sequence[float] | np.ndarray, *, normalize_by_std: bool = True
+    rewards: Sequence[float] | np.ndarray,
+    *,
+    rule: AdvantageRule = "grpo",
+    normalize_by_std: bool = True,
 ) -> np.ndarray:
-    """(R_i - mean) / std over the G responses to one prompt.
+    """What a group alone says of its G responses, before any whitening over the step.
 
-    The standard deviation is the unbiased one (G - 1), as in verl and NeMo-RL. A group whose
-    rewards are all equal has no signal and gets zeros, also for G = 1.
+    grpo: (R_i - mean) / std, with the unbiased standard deviation (G - 1), as in verl and TRL.
+    rloo: R_i less the mean of the others, which is G / (G - 1) (R_i - mean).
+    reinforce++: R_i itself. reinforce++-baseline: R_i - mean.
+    maxrl: (R_i - mean) / mean, where the better reward counts as 1 and the other as 0.
+    A group whose rewards are all equal has no signal and gets zeros, also for G = 1, but by
+    reinforce++.
 
     Args:
         rewards: [G], shaped rewards of one group.
-        normalize_by_std: False gives R_i - mean (Dr. GRPO, arXiv 2503.20783).
+        rule: one of `AdvantageRule`.
+        normalize_by_std: False leaves grpo's division out (Dr. GRPO).
 
     Returns:
         [G] float64.
+
+    Raises:
+        ValueError: no rewards, one that is not finite, or for maxrl others than 1 and 0, or 1
+            and -1.
     """
     values = np.asarray(rewards, dtype=np.float64)  # [G]
     if values.ndim != 1 or values.size == 0:
         raise ValueError(f"rewards must be a non-empty vector, got shape {values.shape}")
     if not np.isfinite(values).all():
         raise ValueError(f"rewards of a group must be finite, got {values.tolist()}")
+    if rule == "reinforce++":
+        return values
+    if rule == "maxrl":
+        values = _binary(values)
     if (values == values[0]).all():
         return np.zeros_like(values)
     centered: np.ndarray = values - values.mean()
-    if normalize_by_std:
+    if rule == "grpo" and normalize_by_std:
         centered /= values.std(ddof=1)
+    elif rule == "rloo":
+        centered *= values.size / (values.size - 1)
+    elif rule == "maxrl":
+        centered /= values.mean()
     return centered
+
+
+def whitened(values: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+    """Advantages [S] less their mean over all tokens, over their unbiased standard deviation.
+
+    Zeros where all are equal.
+
+    Args:
+        values: [S], the same for each token of a response.
+        num_tokens: [S] tokens of each response that count; 0 for one left out of the loss.
+    """
+    counted = values[num_tokens > 0]
+    total = num_tokens.sum()
+    if not len(counted) or (counted == counted[0]).all():
+        return np.zeros_like(values)
+    centered: np.ndarray = values - (values * num_tokens).sum() / total
+    variance = (centered**2 * num_tokens).sum() / (total - 1)
+    whitened_values: np.ndarray = centered / np.sqrt(variance)
+    return whitened_values
+
+
+def _binary(rewards: np.ndarray) -> np.ndarray:
+    """1 for a right response, 0 for a wrong one, from rewards of 1 and 0, or 1 and -1."""
+    if not set(rewards.tolist()) <= {1.0, 0.0} and not set(rewards.tolist()) <= {1.0, -1.0}:
+        raise ValueError(
+            'algorithm.advantage = "maxrl" needs rewards of 1 and 0, or 1 and -1, got '
+            f"{rewards.tolist()}"
+        )
+    return (rewards > 0).astype(np.float64)

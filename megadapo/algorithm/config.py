@@ -1,12 +1,13 @@
-"""What a DAPO step does with its rewards: the `[algorithm]` section."""
+"""What a step does with its rewards: the `[algorithm]` section."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.section import Section
@@ -16,20 +17,49 @@ Aggregation = Literal[
     "group-token-mean",
     "seq-mean-token-mean",
     "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
     "seq-sum-token-mean",
     "token-sum",
 ]
+AdvantageRule = Literal["grpo", "rloo", "reinforce++", "reinforce++-baseline", "maxrl"]
+
+
+class ReferenceConfig(Section, title="algorithm.reference"):
+    """The policy that the KL divergence is to."""
+
+    kind: Literal["fixed", "refreshed", "averaged"] = "fixed"
+    """fixed: the weights the run began with; refreshed: the policy's of some steps ago; averaged: a
+    moving average of the policy's."""
+    refresh_every: PositiveInt = 100
+    """Steps after which a refreshed reference takes the policy's weights."""
+    decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.99
+    """Share of its own weights that an averaged reference keeps at a step."""
+
+    def conflicts(self) -> Iterator[str]:
+        for key, kind in (("refresh_every", "refreshed"), ("decay", "averaged")):
+            if self.kind != kind and getattr(self, key) != type(self).model_fields[key].default:
+                yield (
+                    f"algorithm.reference.{key}: read only with algorithm.reference.kind = "
+                    f'"{kind}"; leave it out'
+                )
 
 
 class AlgorithmConfig(Section, title="algorithm"):
-    """Advantages, reward shaping, loss reduction and mini-batches; defaults are the paper's."""
+    """Advantages, reward shaping, loss reduction and mini-batches; defaults are DAPO's."""
 
     responses_per_mini_batch: PositiveInt = 512
     """Responses behind one optimizer update; a multiple of sampling.responses_per_prompt."""
+    advantage: AdvantageRule = "grpo"
+    """grpo: reward less the group's mean, over its standard deviation; rloo: less the mean of the
+    others; reinforce++: the reward, whitened over the step's tokens; reinforce++-baseline: less
+    the group's mean, then whitened; maxrl: less the mean, over the mean (rewards of two values)."""
+    normalize_by_std: bool = True
+    """Divide GRPO's advantages by the group's standard deviation (False: Dr. GRPO)."""
     loss_aggregation: Aggregation = "token-mean"
     """How token losses are reduced over a mini-batch (see algorithm/loss_weights.py)."""
-    normalize_by_std: bool = True
-    """Divide group advantages by the group's standard deviation (False: Dr. GRPO)."""
+    loss_length: PositiveInt | None = None
+    """Tokens that a response's sum is divided by with "seq-mean-token-sum-norm": a constant,
+    whatever the lengths (Dr. GRPO)."""
     overlong_buffer: NonNegativeInt = 4096
     """Tokens before rollout.max_response_tokens over which the length punishment grows; 0: none."""
     overlong_factor: NonNegativeFloat = 1.0
@@ -38,6 +68,10 @@ class AlgorithmConfig(Section, title="algorithm"):
     """Leave truncated responses out of the loss instead of punishing them."""
     objective: PolicyObjective = PolicyObjective()
     """The per-token objective."""
+    bapo: BapoConfig = BapoConfig()
+    """How the clip bounds of gate "bapo" are searched."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """The policy that the KL divergence is to."""
     importance: ImportanceConfig = ImportanceConfig()
     """Weights of tokens that other weights than the present ones sampled."""
 
@@ -47,4 +81,30 @@ class AlgorithmConfig(Section, title="algorithm"):
                 "algorithm.overlong_filtering = true leaves truncated responses out of the loss, "
                 "so the soft punishment cannot reach them: set algorithm.overlong_buffer = 0, or "
                 "turn algorithm.overlong_filtering off"
+            )
+        yield from self._advantage_conflicts()
+        has_length, needs_length = self.loss_length, "seq-mean-token-sum-norm"
+        if (has_length is not None) != (self.loss_aggregation == needs_length):
+            yield (
+                f'algorithm.loss_length and algorithm.loss_aggregation = "{needs_length}" need '
+                "each other: set both or neither"
+            )
+        if self.objective.gate != "bapo" and self.bapo != BapoConfig():
+            yield 'algorithm.bapo: read only with algorithm.objective.gate = "bapo"; leave it out'
+        if self.objective.kl_coef == 0.0 and self.reference != ReferenceConfig():
+            yield (
+                "algorithm.reference: no reference is kept with algorithm.objective.kl_coef = 0; "
+                "leave it out, or set that"
+            )
+
+    def _advantage_conflicts(self) -> Iterator[str]:
+        if self.advantage != "grpo" and not self.normalize_by_std:
+            yield (
+                f'algorithm.advantage = "{self.advantage}" divides by no standard deviation of a '
+                "group: leave algorithm.normalize_by_std out"
+            )
+        if self.advantage == "maxrl" and self.overlong_buffer > 0:
+            yield (
+                'algorithm.advantage = "maxrl" needs rewards of two values, and the soft overlong '
+                "punishment makes more: set algorithm.overlong_buffer = 0"
             )

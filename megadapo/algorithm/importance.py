@@ -23,13 +23,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from megadapo.algorithm.objective import MAX_LOG_RATIO
+from megadapo.algorithm.ratios import sequence_means
 from megadapo.section import Section
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_FIXED_POINT = 2.0**36
-"""2^63 holds the sum of more than a million log-ratios of MAX_LOG_RATIO at this resolution."""
 
 
 class ImportanceConfig(Section, title="algorithm.importance"):
@@ -92,11 +90,7 @@ def importance_ratios(
     log_ratios = (logprobs - logprobs_rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if level == "token":
         return log_ratios.exp()
-    # whole numbers add up to the same bits in every order and beside every other sequence
-    fixed = (log_ratios.double() * _FIXED_POINT).round().long()
-    sums = fixed.new_zeros(num_sequences).index_add_(0, sequences, fixed)
-    counts = fixed.new_zeros(num_sequences).index_add_(0, sequences, fixed.new_ones(len(fixed)))
-    means = sums.double() / _FIXED_POINT / counts.clamp(min=1)
+    means = sequence_means(log_ratios, sequences, num_sequences=num_sequences)
     return means.exp().to(log_ratios.dtype)[sequences]
 
 

@@ -22,15 +22,24 @@ def loss_weights(groups: Sequence[ScoredGroup], config: AlgorithmConfig) -> np.n
     """
     sizes = [len(group.lengths) for group in groups]
     lengths = np.array([n for group in groups for n in group.lengths], dtype=np.int64)
-    truncated = np.array([cut for group in groups for cut in group.truncated], dtype=bool)
-    keep = ~(truncated & config.overlong_filtering)
+    keep = kept_responses(groups, config)
     group_of = np.repeat(np.arange(len(groups)), sizes)
     weights = np.zeros(len(lengths))
     for indices in mini_batches(sizes, config.responses_per_mini_batch):
         weights[indices] = sequence_weights(
-            lengths[indices], group_of[indices], config.loss_aggregation, keep=keep[indices]
+            lengths[indices],
+            group_of[indices],
+            config.loss_aggregation,
+            keep=keep[indices],
+            loss_length=config.loss_length,
         )
     return weights
+
+
+def kept_responses(groups: Sequence[ScoredGroup], config: AlgorithmConfig) -> np.ndarray:
+    """Which responses of a step are in the loss: [S] bool."""
+    truncated = np.array([cut for group in groups for cut in group.truncated], dtype=bool)
+    return np.asarray(~(truncated & config.overlong_filtering))
 
 
 def sequence_weights(
@@ -39,19 +48,22 @@ def sequence_weights(
     aggregation: Aggregation,
     *,
     keep: np.ndarray | None = None,
+    loss_length: int | None = None,
 ) -> np.ndarray:
     """The loss weight of each token of each sequence; it is the same within a sequence.
 
     With S sequences of len_i response tokens, N tokens and K groups in the mini-batch:
     token-mean 1/N (DAPO as implemented in verl), group-token-mean 1/(K * N_group) (the paper's
-    equation 8), seq-mean-token-mean 1/(S * len_i) (GRPO), seq-mean-token-sum 1/S,
-    seq-sum-token-mean 1/len_i, token-sum 1.
+    equation 8), seq-mean-token-mean 1/(S * len_i) (GRPO), seq-mean-token-sum 1/S (RLOO),
+    seq-mean-token-sum-norm 1/(S * loss_length) (Dr. GRPO), seq-sum-token-mean 1/len_i,
+    token-sum 1.
 
     Args:
         lengths: [S] response tokens of each sequence.
         groups: [S] any integer label of the sequence's group.
         aggregation: one of `Aggregation`.
         keep: [S] False leaves the sequence out of the loss and out of every count.
+        loss_length: tokens, for seq-mean-token-sum-norm.
 
     Returns:
         [S] float64, 0 where left out or empty.
@@ -62,11 +74,15 @@ def sequence_weights(
     weights = np.zeros(lengths.shape, dtype=np.float64)
     if not counted.any():
         return weights
-    weights[counted] = 1.0 / _denominators(lengths[counted], groups[counted], aggregation)
+    weights[counted] = 1.0 / _denominators(
+        lengths[counted], groups[counted], aggregation, loss_length
+    )
     return weights
 
 
-def _denominators(lengths: np.ndarray, groups: np.ndarray, aggregation: Aggregation) -> np.ndarray:
+def _denominators(
+    lengths: np.ndarray, groups: np.ndarray, aggregation: Aggregation, loss_length: int | None
+) -> np.ndarray:
     num_sequences = lengths.size
     match aggregation:
         case "token-mean":
@@ -79,6 +95,9 @@ def _denominators(lengths: np.ndarray, groups: np.ndarray, aggregation: Aggregat
             return num_sequences * lengths
         case "seq-mean-token-sum":
             return np.full(num_sequences, num_sequences)
+        case "seq-mean-token-sum-norm":
+            assert loss_length is not None, "the configuration asks for it"
+            return np.full(num_sequences, num_sequences * loss_length)
         case "seq-sum-token-mean":
             return lengths
         case "token-sum":

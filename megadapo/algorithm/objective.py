@@ -1,34 +1,125 @@
-"""The numbers of the per-token policy objective; `reference.py` says what they mean.
+"""The numbers of the policy objective; `reference.py` says what they mean.
 
-Source: DAPO (arXiv 2503.14476) equation 8 for the decoupled clip; dual clip from
-"Mastering Complex Control in MOBA Games" (arXiv 1912.09729) equation 5; the k1, k2 and k3
-estimators of the KL divergence from Schulman's "Approximating KL Divergence" (2020).
+An objective is a composition: a ratio, a gate on it, a KL divergence and an entropy bonus. Rules,
+sources and where public implementations differ: docs/algorithms.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from megadapo.section import Section
 
 MAX_LOG_RATIO = 20.0
 """The log-ratio is clamped to +-20: exp(20) is far outside any clip window and still finite."""
 
+Ratio = Literal["token", "sequence", "none"]
+Gate = Literal["clip", "bapo", "soft", "weight", "dppo", "ipo", "none"]
+KlEstimator = Literal["k1", "k2", "k3", "corrected-k3"]
+
+KEYS_OF_GATE: dict[str, tuple[str, ...]] = {
+    "clip": ("clip_low", "clip_high", "dual_clip"),
+    "bapo": ("dual_clip",),
+    "soft": ("tau_pos", "tau_neg"),
+    "weight": ("weight_max",),
+    "dppo": ("mask_low", "mask_high"),
+    "ipo": ("mask_low", "mask_high"),
+    "none": (),
+}
+"""The keys that each gate reads."""
+
 
 class PolicyObjective(Section, title="algorithm.objective"):
-    """l_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t), with its options."""
+    """l_t = -gate(r_t, A_t) + kl_coef * KL_t - entropy_coef * H_t; defaults are DAPO's."""
 
+    ratio: Ratio = "token"
+    """r_t: the token's own; the geometric mean over its sequence (GSPO); or none, which makes the
+    policy term -A_t log pi_t (REINFORCE)."""
+    gate: Gate = "clip"
+    """clip: PPO's, decoupled; bapo: the same, bounds searched (`[algorithm.bapo]`); soft: SAPO's
+    sigmoid; weight: CISPO's detached, truncated weight; dppo, ipo: masks by the change of the
+    token's probability; none: r_t A_t."""
     clip_low: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
     """How far the ratio may fall below 1 before its gradient is cut (A < 0)."""
     clip_high: NonNegativeFloat = 0.28
     """How far the ratio may rise above 1 before its gradient is cut (A > 0)."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
     """Upper bound c > 1 on the ratio where the advantage is negative; none in the paper."""
+    tau_pos: PositiveFloat = 1.0
+    """Temperature of the soft gate where the advantage is positive."""
+    tau_neg: PositiveFloat = 1.05
+    """Temperature of the soft gate elsewhere."""
+    weight_max: PositiveFloat | None = None
+    """Upper bound of the detached weight, a ratio and not an offset from 1; gate "weight" needs
+    it."""
+    mask_low: PositiveFloat = 0.2
+    """How far a token's probability may fall before a mask drops the token (dppo: A < 0)."""
+    mask_high: PositiveFloat = 0.2
+    """How far a token's probability may rise before a mask drops the token (dppo: A > 0)."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus that is subtracted from the loss, in nats."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL divergence to the reference policy; DAPO uses none."""
-    kl_kind: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL divergence from one sampled token."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL divergence enters: differentiable in the loss, or as a number in the reward."""
+    kl_value: KlEstimator = "k3"
+    """Estimator of the KL divergence from one sampled token: what is added and reported."""
+    kl_gradient: KlEstimator = "k3"
+    """Estimator whose derivative is taken, where the KL divergence is in the loss."""
+
+    @property
+    def kl_loss_coef(self) -> float:
+        """Weight of the KL divergence within the loss."""
+        return self.kl_coef if self.kl_in == "loss" else 0.0
+
+    def conflicts(self) -> Iterator[str]:
+        yield from self._gate_conflicts()
+        yield from self._kl_conflicts()
+
+    def _gate_conflicts(self) -> Iterator[str]:
+        if self.ratio == "none" and self.gate != "none":
+            yield (
+                f'algorithm.objective.ratio = "none" leaves nothing that algorithm.objective.gate '
+                f'= "{self.gate}" could act on: set the gate to "none", or the ratio to "token"'
+            )
+        if self.ratio == "sequence" and self.gate in ("bapo", "dppo", "ipo"):
+            yield (
+                f'algorithm.objective.gate = "{self.gate}" is defined on single tokens, but '
+                'algorithm.objective.ratio = "sequence": set it to "token"'
+            )
+        if self.gate == "weight" and self.weight_max is None:
+            yield (
+                'algorithm.objective.gate = "weight" needs algorithm.objective.weight_max, the '
+                "largest weight of a token, such as 5.0"
+            )
+        gate_keys = {key for keys in KEYS_OF_GATE.values() for key in keys}
+        unused = [key for key in self._changed() if key in gate_keys - {*KEYS_OF_GATE[self.gate]}]
+        if unused:
+            keys = ", ".join(f"algorithm.objective.{key}" for key in unused)
+            yield f'{keys}: not read with algorithm.objective.gate = "{self.gate}"; leave out'
+
+    def _kl_conflicts(self) -> Iterator[str]:
+        estimators = {"kl_value": self.kl_value, "kl_gradient": self.kl_gradient}
+        changed = [key for key in self._changed() if key in ("kl_in", *estimators)]
+        if self.kl_coef == 0.0 and changed:
+            keys = ", ".join(f"algorithm.objective.{key}" for key in changed)
+            yield f"{keys}: not read with algorithm.objective.kl_coef = 0; leave out, or set that"
+        elif self.kl_in == "reward" and "kl_gradient" in changed:
+            yield (
+                'algorithm.objective.kl_gradient: with algorithm.objective.kl_in = "reward" the KL '
+                "divergence is a number and has no gradient; leave it out"
+            )
+        for key, estimator in estimators.items():
+            if estimator == "corrected-k3" and self.ratio == "sequence":
+                yield (
+                    f'algorithm.objective.{key} = "corrected-k3" weighs a token by its own ratio, '
+                    'but algorithm.objective.ratio = "sequence": use k1, k2 or k3'
+                )
+
+    def _changed(self) -> list[str]:
+        """Keys whose value is not the default."""
+        fields = type(self).model_fields
+        return [key for key, field in fields.items() if getattr(self, key) != field.default]

@@ -1,8 +1,7 @@
 """The policy loss by definition: plain torch, any dtype, differentiable by autograd.
 
 Kernels and rules are tested against this file, so it says what is meant and nothing about speed.
-Source: DAPO (arXiv 2503.14476) equation 8; dual clip: arXiv 1912.09729 equation 5; k1, k2, k3:
-Schulman, "Approximating KL Divergence" (2020).
+Source of each rule: docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
+from megadapo.algorithm.objective import MAX_LOG_RATIO, KlEstimator, PolicyObjective
+from megadapo.algorithm.ratios import sequence_shifted
 
 
 def policy_loss(
@@ -28,7 +28,7 @@ def policy_loss(
     """Return sum_t loss_weights[t] * l_t, 0-d, differentiable in logprobs and entropy.
 
     Tokens without a loss weight do not enter, nor do those whose old or reference log-prob or
-    importance weight is not finite.
+    importance weight is not finite: neither the sum nor the mean of a sequence's log-ratios.
 
     Args:
         logprobs: [T] of the response tokens, one response after the other.
@@ -36,8 +36,8 @@ def policy_loss(
         advantages: [T].
         loss_weights: [T], the whole reduction.
         cu_seqlens: [S + 1] integers, where each response begins, and T.
-        objective: clip range and the optional terms.
-        logprobs_ref: [T] of the reference policy, needed when `objective.kl_coef` is not 0.
+        objective: ratio, gate and the optional terms.
+        logprobs_ref: [T] of the reference policy, needed with a KL divergence in the loss.
         entropy: [T] in nats, needed when `objective.entropy_coef` is not 0.
         importance_weights: [T] factor on each token's policy term.
 
@@ -53,9 +53,15 @@ def policy_loss(
     kept = (loss_weights != 0) & logprobs_old.isfinite()
     for value in (logprobs_ref, importance_weights):
         kept = kept if value is None else kept & value.isfinite()
+    logprobs, logprobs_old = logprobs[kept], logprobs_old[kept]
+    if objective.ratio == "sequence":
+        sequences = torch.repeat_interleave(cu_seqlens.diff())[kept]
+        logprobs_old = sequence_shifted(
+            logprobs.detach(), logprobs_old, sequences, num_sequences=len(cu_seqlens) - 1
+        )
     losses = token_losses(
-        logprobs[kept],
-        logprobs_old[kept],
+        logprobs,
+        logprobs_old,
         advantages[kept],
         objective=objective,
         **{name: None if value is None else value[kept] for name, value in optional.items()},
@@ -73,21 +79,23 @@ def token_losses(
     entropy: Tensor | None = None,
     importance_weights: Tensor | None = None,
 ) -> Tensor:
-    """l_t of each token, [T], not yet weighted; the arguments are those of `policy_loss`."""
+    """l_t of each token, [T], not yet weighted; the arguments are those of `policy_loss`.
+
+    With a sequence ratio logprobs_old are those that `sequence_shifted` gives.
+    """
     ratio = (logprobs - logprobs_old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    clipped = ratio.clamp(1.0 - objective.clip_low, 1.0 + objective.clip_high)
-    loss = -torch.minimum(ratio * advantages, clipped * advantages)
-    if objective.dual_clip is not None:
-        bound = -objective.dual_clip * advantages
-        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    loss = _policy_term(logprobs, logprobs_old, ratio, advantages, objective)
     if importance_weights is not None:
         loss = loss * importance_weights
-    if objective.kl_coef != 0.0:
+    if objective.kl_loss_coef != 0.0:
         if logprobs_ref is None:
             raise ValueError(
                 f"objective.kl_coef is {objective.kl_coef} but logprobs_ref is missing"
             )
-        loss = loss + objective.kl_coef * kl_estimates(logprobs, logprobs_ref, objective)
+        gap = (logprobs_ref - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        value = kl_estimates(gap, ratio, objective.kl_value).detach()
+        slope = kl_estimates(gap, ratio, objective.kl_gradient)
+        loss = loss + objective.kl_coef * (value + (slope - slope.detach()))
     if objective.entropy_coef != 0.0:
         if entropy is None:
             raise ValueError(
@@ -97,11 +105,53 @@ def token_losses(
     return loss
 
 
-def kl_estimates(logprobs: Tensor, logprobs_ref: Tensor, objective: PolicyObjective) -> Tensor:
-    """KL(policy || reference) of each token, [T], estimated from the sampled token alone."""
-    gap = (logprobs_ref - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    kinds = {"k1": -gap, "k2": 0.5 * gap.square(), "k3": gap.exp() - gap - 1.0}
-    return kinds[objective.kl_kind]
+def kl_estimates(gap: Tensor, ratio: Tensor, estimator: KlEstimator) -> Tensor:
+    """KL(policy || reference) of each token, [T], estimated from the sampled token alone.
+
+    Args:
+        gap: [T] log-prob of the reference less the policy's, clamped to +-MAX_LOG_RATIO.
+        ratio: [T] of the policy to the old one, which corrected-k3 multiplies with.
+    """
+    k3 = gap.exp() - gap - 1.0
+    estimates = {"k1": -gap, "k2": 0.5 * gap.square(), "k3": k3, "corrected-k3": ratio * k3}
+    return estimates[estimator]
+
+
+def _policy_term(
+    logprobs: Tensor,
+    logprobs_old: Tensor,
+    ratio: Tensor,
+    advantages: Tensor,
+    objective: PolicyObjective,
+) -> Tensor:
+    if objective.ratio == "none":
+        return -advantages * logprobs
+    match objective.gate:
+        case "clip" | "bapo":
+            return _clipped(ratio, advantages, objective)
+        case "soft":
+            taus = advantages.new_tensor((objective.tau_neg, objective.tau_pos))
+            tau = taus[(advantages > 0).long()]
+            return -advantages * 4.0 / tau * torch.sigmoid(tau * (ratio - 1.0))
+        case "weight":
+            return -ratio.detach().clamp(max=objective.weight_max) * advantages * logprobs
+        case "dppo" | "ipo":
+            change = (logprobs.exp() - logprobs_old.exp()).detach()
+            low, high = change < -objective.mask_low, change > objective.mask_high
+            if objective.gate == "dppo":
+                low, high = low & (advantages < 0), high & (advantages > 0)
+            return torch.where(low | high, 0.0, -ratio * advantages)
+        case "none":
+            return -ratio * advantages
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, objective: PolicyObjective) -> Tensor:
+    clipped = ratio.clamp(1.0 - objective.clip_low, 1.0 + objective.clip_high)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    if objective.dual_clip is None:
+        return loss
+    bound = -objective.dual_clip * advantages
+    return torch.where(advantages < 0, torch.minimum(loss, bound), loss)
 
 
 def _check_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:

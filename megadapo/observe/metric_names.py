@@ -75,6 +75,11 @@ METRIC_NAMES = (
     "staleness/logprob_drift_max",
     "staleness/weight_truncated_share",
     "staleness/weight_masked_share",
+    "bapo/clip_low",
+    "bapo/clip_high",
+    "bapo/share_before",
+    "bapo/share",
+    "bapo/share_min",
     "eval/accuracy",
     "eval/policy_version",
 )
@@ -113,6 +118,10 @@ parity/engine_* how far the engine's is outside of what lies between them, so th
 at most the sum of both. staleness/token_share, mean and max are over all tokens with a loss weight,
 in publications since sampling. staleness/weight_*_share is of the tokens with an importance weight
 (`[algorithm.importance]`), null where none has one.
+
+bapo/* is null unless algorithm.objective.gate is "bapo". clip_low and clip_high are the bounds of
+the ratio itself, share_before and share the positive tokens' share where the search of an update
+began and where it ended, as means over the step's updates; share_min is the smallest share.
 
 Where saved rollouts are trained on again, what needs engines is null (tokens/generated,
 tokens_per_s, time/sync_s, time/reward_s, *engine*, eval/*), what is said of the groups is of

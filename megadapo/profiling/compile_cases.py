@@ -13,7 +13,7 @@ from megadapo.kernels.policy_head_rows_triton import (
     policy_rows_kernel,
     row_stats_kernel,
 )
-from megadapo.kernels.policy_head_terms import KL_KINDS
+from megadapo.kernels.policy_head_terms import GATES, TermNumbers, TermSwitches
 from megadapo.kernels.rmsnorm import rmsnorm_bwd_kernel, rmsnorm_fwd_kernel
 from megadapo.kernels.rotary import rotary_kernel
 from megadapo.kernels.swiglu import swiglu_bwd_kernel, swiglu_fwd_kernel
@@ -29,15 +29,16 @@ class CompileCase:
     kernel: JITFunction
     label: str
     """The shapes in words."""
-    values: Mapping[str, str | int]
-    """Each run-time argument: a Triton type such as "*fp32" or "fp32", or an integer's value."""
-    constants: Mapping[str, int | bool] = field(default_factory=dict)
+    values: Mapping[str, str | int | TermNumbers]
+    """Each run-time argument: a Triton type such as "*fp32" or "fp32", an integer's value, or the
+    types of the objective's numbers."""
+    constants: Mapping[str, int | bool | TermSwitches] = field(default_factory=dict)
     num_warps: int = 4
 
-    def signature(self) -> dict[str, str]:
+    def signature(self) -> dict[str, str | TermNumbers]:
         """Triton's signature: integers by width, constants named as such."""
         types = {
-            name: value if isinstance(value, str) else ("i32" if value < 2**31 else "i64")
+            name: ("i32" if value < 2**31 else "i64") if isinstance(value, int) else value
             for name, value in self.values.items()
         }
         types |= dict.fromkeys(self.constants, "constexpr")
@@ -54,6 +55,14 @@ class CompileCase:
         ]
         return {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
 
+
+_EVERY_OPTION = TermSwitches(
+    has_dual_clip=True,
+    kl_value="k3",
+    kl_gradient="corrected-k3",
+    has_importance_weights=True,
+    has_entropy=True,
+)
 
 POLICY_HEAD_CASES = (
     CompileCase(
@@ -101,24 +110,18 @@ POLICY_HEAD_CASES = (
                 "num_valid": _VOCAB_SIZE,
                 "vocab_start": 0,
                 "inv_temperature": "fp32",
-                "ratio_low": "fp32",
-                "ratio_high": "fp32",
-                "dual_clip": "fp32",
-                "entropy_coef": "fp32",
-                "kl_coef": "fp32",
+                "numbers": TermNumbers._make(["fp32"] * len(TermNumbers._fields)),
             },
-            constants={
-                "HAS_DUAL_CLIP": options,
-                "KL_KIND": KL_KINDS["k3"] if options else 0,
-                "HAS_IMPORTANCE_WEIGHTS": options,
-                "HAS_ENTROPY_GRAD": options,
-                "WRITES_GRAD": True,
-                "BLOCK": 4096,
-            },
+            constants={"SWITCHES": switches, "WRITES_GRAD": True, "BLOCK": 4096},
             num_warps=warps_for(4096),
         )
-        for dtype in ("bf16", "fp32")
-        for options, words in ((False, "DAPO"), (True, "every option"))
+        for dtype, words, switches in (
+            ("bf16", "DAPO", TermSwitches()),
+            ("fp32", "DAPO", TermSwitches()),
+            ("bf16", "every option", _EVERY_OPTION),
+            ("fp32", "every option", _EVERY_OPTION),
+            *(("bf16", gate, TermSwitches(gate=gate)) for gate in GATES if gate != "clip"),
+        )
     ),
     CompileCase(
         kernel=logprob_rows_kernel,

@@ -65,6 +65,7 @@ def step_metrics(
         "parity/logprob_abs_max": _measured(update.logprob_abs_max),
         **{f"parity/{name}": value for name, value in vars(update.parity_causes).items()},
         **{f"staleness/{name}": value for name, value in vars(update.staleness).items()},
+        **{f"bapo/{name}": value for name, value in vars(update.searched_bounds).items()},
         **_tail(sampled),
         **_spread("train/rank_tokens_{}", [share.num_tokens for share in update.shares]),
         **_spread("time/rank_logprobs_{}_s", [share.logprobs_seconds for share in update.shares]),

@@ -166,6 +166,7 @@ def trainer_settings(config: RunConfig) -> TrainerSettings:
         model=config.model,
         trainer=config.trainer,
         objective=config.algorithm.objective,
+        bapo=config.algorithm.bapo,
         importance=config.algorithm.importance,
         temperature=config.rollout.temperature,
         seed=config.run.seed,

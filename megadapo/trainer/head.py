@@ -1,4 +1,4 @@
-"""The model's last step: from hidden states to DAPO's loss or to log-probs, without the logits."""
+"""The model's last step: from hidden states to the loss or to log-probs, without the logits."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.ratios import sequence_shifted
 from megadapo.kernels.policy_head import PolicyHeadOutput, policy_head_loss, token_logprobs
 from megadapo.trainer.micro_batch import MicroBatch
 from megadapo.trainer.off_policy import OldPolicy
@@ -67,14 +69,43 @@ class PolicyHead:
         if context.old is None:
             logprobs, _ = token_logprobs(hidden, weight, micro_batch.targets, **common)
             return logprobs
+        logprobs_old = context.old.logprobs
+        if self.objective.ratio == "sequence":
+            # the same rows and blocks as below, so these are the loss's own log-probs
+            with torch.no_grad():
+                logprobs, _ = token_logprobs(hidden, weight, micro_batch.targets, **common)
+            logprobs_old = _sequence_old(micro_batch, context.old, logprobs)
+        own = context.old.advantages
         return policy_head_loss(
             hidden,
             weight,
             micro_batch.targets,
-            logprobs_old=context.old.logprobs,
-            advantages=micro_batch.advantages,
+            logprobs_old=logprobs_old,
+            advantages=micro_batch.advantages if own is None else own,
             loss_weights=micro_batch.loss_weights,
+            logprobs_ref=context.old.logprobs_ref,
             importance_weights=context.old.importance_weights,
             objective=self.objective,
             **common,
         )
+
+
+def _sequence_old(micro_batch: MicroBatch, old: OldPolicy, logprobs: Tensor) -> Tensor:
+    """[T] old log-probs that give every token its sequence's ratio.
+
+    A sequence is never cut over micro-batches. Tokens that the loss leaves out have no part in its
+    ratio and keep their old log-prob, so that the head drops and counts them.
+    """
+    known = micro_batch.loss_weights != 0
+    for values in (old.logprobs, old.logprobs_ref, old.importance_weights):
+        known = known if values is None else known & values.isfinite()
+    enters = known[micro_batch.rows]
+    rows = micro_batch.rows[enters]
+    shifted = old.logprobs.clone()
+    shifted[rows] = sequence_shifted(
+        logprobs[rows],
+        old.logprobs[rows],
+        torch.from_numpy(micro_batch.sequences).to(rows.device)[enters],
+        num_sequences=len(micro_batch.members),
+    )
+    return shifted

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 import torch
 
+from megadapo.algorithm.bapo import BapoBounds
 from megadapo.algorithm.importance import ImportanceConfig
-from megadapo.trainer.result import ParityCauses, Staleness, UpdateResult
+from megadapo.trainer.result import ParityCauses, SearchedBounds, Staleness, UpdateResult
 
 
 @dataclass(kw_only=True)
@@ -80,6 +82,7 @@ def summarize(
     lr: float,
     version_gaps: np.ndarray,
     importance: ImportanceConfig,
+    bounds: Sequence[BapoBounds] = (),
 ) -> UpdateResult:
     """The step's result from its mini-batches' reduced sums, in order.
 
@@ -87,6 +90,7 @@ def summarize(
         grad_norms: of the applied updates.
         version_gaps: publications between sampling and training of each token of the step.
         importance: how stale tokens were weighted.
+        bounds: clip bounds of each update, where they were searched.
     """
 
     step = _step_sums(mini_batches)
@@ -109,6 +113,7 @@ def summarize(
         tokens_trained=int(tokens),
         staleness=_staleness(step, version_gaps, importance),
         parity_causes=_parity_causes(step),
+        searched_bounds=_searched_bounds(bounds),
     )
 
 
@@ -145,6 +150,21 @@ def _parity_causes(step: MiniBatchSums) -> ParityCauses:
         batch_shape_abs_max=step.max_shape_difference if probed else None,
         engine_abs_mean=step.engine_difference / fresh if fresh else None,
         engine_abs_max=step.max_engine_difference if fresh else None,
+    )
+
+
+def _searched_bounds(bounds: Sequence[BapoBounds]) -> SearchedBounds:
+    def mean(values: Sequence[float]) -> float | None:
+        known = [value for value in values if not math.isnan(value)]
+        return sum(known) / len(known) if known else None
+
+    shares = [found.share for found in bounds]
+    return SearchedBounds(
+        clip_low=mean([found.low for found in bounds]),
+        clip_high=mean([found.high for found in bounds]),
+        share_before=mean([found.share_before for found in bounds]),
+        share=mean(shares),
+        share_min=min((share for share in shares if not math.isnan(share)), default=None),
     )
 
 

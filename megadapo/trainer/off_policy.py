@@ -27,6 +27,10 @@ class OldPolicy:
     engine's."""
     importance_weights: Tensor | None = None
     """[T], 1 on tokens that are not weighted; None where no token is."""
+    logprobs_ref: Tensor | None = None
+    """[T] of the reference policy; None where there is none."""
+    advantages: Tensor | None = None
+    """[T] of each token, in the place of the batch's; None where those hold."""
     num_weighted: int = 0
     num_outside: float = 0.0
     """Weighted tokens whose ratio is out of bounds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from megadapo.algorithm.bapo import BapoBounds
 from megadapo.data.batch import PackedBatch
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.trainer.checkpointing import load_checkpoint, save_checkpoint
+from megadapo.trainer.clip_bounds import BoundSearch
 from megadapo.trainer.cpu_platform import CPU
 from megadapo.trainer.gradient_buffers import (
     gather_weights_now,
@@ -142,9 +145,11 @@ class TrainerRank:
             score=self.logprobs_of,
             multiple_of=self._micro_batch_multiple,
         )
-        reduced, grad_norms = [], []
+        search = self.bound_search()
+        reduced, grad_norms, bounds = [], [], []
         for number, (micro_batches, logprobs_old) in enumerate(zip(cut, proximal, strict=True)):
-            sums = self._gradients(micro_batches, logprobs_old, recorder)
+            sums, found = self._gradients(micro_batches, logprobs_old, recorder, search)
+            bounds += found
             if number == 0:
                 probe.add_to(sums, micro_batches, logprobs_old)
             sums = sums.reduced(contributes=self.has_results, device=self.device)
@@ -162,6 +167,7 @@ class TrainerRank:
             lr=lr,
             version_gaps=gaps[trained],
             importance=importance,
+            bounds=bounds,
         )
 
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:
@@ -241,21 +247,42 @@ class TrainerRank:
         trainer = self.settings.trainer
         return trainer.pipeline_parallel if trainer.virtual_pipeline > 1 else 1
 
+    def bound_search(self) -> BoundSearch | None:
+        """What finds the clip bounds of a step's updates, where they are not fixed."""
+        if self.settings.objective.gate != "bapo":
+            return None
+        return BoundSearch(
+            self.settings.bapo,
+            score=self.logprobs_of,
+            contributes=self.has_results,
+            device=self.device,
+        )
+
     def _gradients(
         self,
         micro_batches: list[MicroBatch],
         proximal: list[Tensor],
         recorder: UpdateRecorder,
-    ) -> MiniBatchSums:
-        """Leave the mini-batch's gradients in the buffers; `proximal`: its old log-probs."""
+        search: BoundSearch | None,
+    ) -> tuple[MiniBatchSums, list[BapoBounds]]:
+        """Leave the mini-batch's gradients in the buffers; `proximal`: its old log-probs.
+
+        Returns its sums and the clip bounds that were searched for it, if any.
+        """
         old = [
             old_policy(micro_batch, logprobs, self.settings.importance)
             for micro_batch, logprobs in zip(micro_batches, proximal, strict=False)
         ]
-        sums, logprobs = compute_gradients(self.chunks, self.head, micro_batches, old)
+        head, bounds = self.head, []
+        if search is not None:
+            bounds = [search.bounds(micro_batches, old)]
+            head = replace(head, objective=bounds[0].put_into(head.objective))
+        sums, logprobs = compute_gradients(self.chunks, head, micro_batches, old)
         if self.has_results:
             recorder.add_logprobs(micro_batches, [policy.logprobs for policy in old], logprobs)
-        return sums
+        if search is not None:
+            search.observe(micro_batches, old, logprobs)
+        return sums, bounds
 
     def micro_batches(
         self,

@@ -68,6 +68,23 @@ class ParityCauses:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SearchedBounds:
+    """Clip bounds of the ratio that were searched for (gate "bapo"), over the step's updates; None
+    where none were, and shares also where there was no token to measure."""
+
+    clip_low: float | None = None
+    """Mean."""
+    clip_high: float | None = None
+    """Mean."""
+    share_before: float | None = None
+    """Mean share of positive tokens at the bounds where each search began."""
+    share: float | None = None
+    """Mean at the bounds that were found."""
+    share_min: float | None = None
+    """Smallest of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpdateResult:
     """What one step's updates did; means are over its trained tokens."""
 
@@ -97,6 +114,7 @@ class UpdateResult:
     tokens_trained: int
     staleness: Staleness = Staleness()
     parity_causes: ParityCauses = ParityCauses()
+    searched_bounds: SearchedBounds = SearchedBounds()
     shares: tuple[RankShare, ...] = field(default=(), compare=False)
     """Of each rank; known to the driver alone."""
     recorded: RecordedLogprobs | None = field(default=None, compare=False)

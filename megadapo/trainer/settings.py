@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.trainer.config import ModelConfig, TrainerConfig
@@ -16,6 +17,7 @@ class TrainerSettings:
     model: ModelConfig
     trainer: TrainerConfig
     objective: PolicyObjective
+    bapo: BapoConfig
     importance: ImportanceConfig
     temperature: float
     """Sampling temperature of the rollouts; log-probs are taken at it."""

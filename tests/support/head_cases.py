@@ -34,15 +34,17 @@ class HeadCase:
         (output.loss * scale).backward()
         return HeadResult(output, hidden.grad, weight.grad)
 
-    def reference(self, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> HeadReference:
-        """The same by the book: all logits at once, autograd."""
+    def reference(
+        self, scale: float = 1.0, dtype: torch.dtype = torch.float64, **options: Any
+    ) -> HeadReference:
+        """The same by the book: all logits at once, autograd; `options` are added to the call."""
         hidden = self.hidden.to(dtype, copy=True).requires_grad_()
         weight = self.weight.to(dtype, copy=True).requires_grad_()
         kwargs = {
             name: value.to(dtype) if isinstance(value, Tensor) else value
             for name, value in self.kwargs.items()
         }
-        loss = policy_head_loss_ref(hidden, weight, self.targets, **kwargs)
+        loss = policy_head_loss_ref(hidden, weight, self.targets, **(kwargs | options))
         (loss * scale).backward()
         with torch.no_grad():
             logprobs, entropy = token_logprobs_ref(

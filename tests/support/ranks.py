@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
@@ -155,6 +156,8 @@ def settings_for(
     recompute: bool = False,
     dtype: str = "float32",
     importance: ImportanceConfig | None = None,
+    objective: PolicyObjective | None = None,
+    bapo: BapoConfig | None = None,
 ) -> TrainerSettings:
     """Settings of a trainer over a tiny model."""
     return TrainerSettings(
@@ -177,7 +180,8 @@ def settings_for(
                 lr=lr, warmup_steps=0, weight_decay=0.01, grad_clip=grad_clip
             ),
         ),
-        objective=PolicyObjective(),
+        objective=objective or PolicyObjective(),
+        bapo=bapo or BapoConfig(),
         importance=importance or ImportanceConfig(),
         temperature=temperature,
         seed=seed,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megadapo.algorithm.advantages import advantages, group_advantages
+from megadapo.algorithm.advantages import advantages, group_advantages, whitened
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.selection import has_signal
 from megadapo.algorithm.shaping import overlong_penalty, shaped_rewards
@@ -41,6 +41,61 @@ def test_a_steps_advantages_follow_each_groups_shaped_rewards(normalize_by_std):
     expected = [group_advantages(one, normalize_by_std=normalize_by_std) for one in shaped]
     result = advantages(groups, config, max_response_tokens=20)
     np.testing.assert_allclose(result, np.concatenate(expected), rtol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("rule", "rewards", "expected"),
+    [
+        ("grpo", [1, -1, -1, -1], [1.5, -0.5, -0.5, -0.5]),
+        ("grpo", [1, 1, -1, -1], [0.866025404, 0.866025404, -0.866025404, -0.866025404]),
+        ("rloo", [1, -1, -1, -1], [2, -2 / 3, -2 / 3, -2 / 3]),
+        ("rloo", [1, 1, -1, -1], [4 / 3, 4 / 3, -4 / 3, -4 / 3]),
+        ("rloo", [3.0, 1.0], [2.0, -2.0]),
+        ("maxrl", [1, -1, -1, -1], [3.0, -1.0, -1.0, -1.0]),
+        ("maxrl", [1, 0, 1, 0], [1.0, -1.0, 1.0, -1.0]),
+        ("reinforce++", [1, -1, 0.5], [1.0, -1.0, 0.5]),
+        ("reinforce++-baseline", [1, -1, -1, -1], [1.5, -0.5, -0.5, -0.5]),
+    ],
+)
+def test_the_rules_on_one_group(rule, rewards, expected):
+    np.testing.assert_allclose(group_advantages(rewards, rule=rule), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("rule", ["rloo", "maxrl", "reinforce++-baseline"])
+@pytest.mark.parametrize("rewards", [[1.0], [-1.0] * 4, [0.0, 0.0]])
+def test_no_rule_with_a_baseline_learns_from_equal_rewards(rule, rewards):
+    """Also for a group of one, where RLOO has no others, and a mean of 0, MaxRL's divisor."""
+    assert (group_advantages(rewards, rule=rule) == 0.0).all()
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 0.0, -1.0], [2.0, 1.0], [1.0, -0.5]])
+def test_maxrl_refuses_rewards_of_other_values(rewards):
+    with pytest.raises(ValueError, match="1 and 0, or 1 and -1"):
+        group_advantages(rewards, rule="maxrl")
+
+
+def test_whitening_counts_tokens_and_only_those_in_the_loss():
+    """Against every token's value written out; the truncated response's would change both."""
+    groups = [
+        SimpleNamespace(rewards=[1.0, -1.0], lengths=[3, 1], truncated=[False, False]),
+        SimpleNamespace(rewards=[1.0, 5.0], lengths=[2, 7], truncated=[False, True]),
+    ]
+    config = AlgorithmConfig(advantage="reinforce++", overlong_buffer=0, overlong_filtering=True)
+    tokens = np.array([1.0, 1, 1, -1, 1, 1])
+    expected = (np.array([1.0, -1.0, 1.0]) - tokens.mean()) / tokens.std(ddof=1)
+    found = advantages(groups, config, max_response_tokens=20)
+    np.testing.assert_allclose(found[:3], expected, rtol=1e-12)
+    assert np.isfinite(found).all()
+    baseline = config.model_copy(update={"advantage": "reinforce++-baseline"})
+    tokens = np.array([1.0, 1, 1, -1, -2, -2])
+    expected = (np.array([1.0, -1.0, -2.0]) - tokens.mean()) / tokens.std(ddof=1)
+    found = advantages(groups, baseline, max_response_tokens=20)
+    np.testing.assert_allclose(found[:3], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("num_tokens", [[4, 4], [0, 0], [1, 0]])
+def test_whitening_of_equal_values_or_of_nothing_is_zero(num_tokens):
+    assert (whitened(np.array([0.3, 0.3]), np.array(num_tokens)) == 0.0).all()
 
 
 @pytest.mark.parametrize("rewards", [[1.0], [-1.0] * 16, [0.1 + 0.2] * 3])

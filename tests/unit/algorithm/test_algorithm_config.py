@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.errors import ConfigError
 
 
@@ -23,3 +26,63 @@ def test_filtered_responses_cannot_be_punished_too() -> None:
 def test_one_of_them_alone_is_fine(filtering: bool, buffer: int) -> None:
     settings = AlgorithmConfig(overlong_filtering=filtering, overlong_buffer=buffer)
     assert (settings.overlong_filtering, settings.overlong_buffer) == (filtering, buffer)
+
+
+@pytest.mark.parametrize(
+    ("objective", "problem"),
+    [
+        ({"ratio": "none"}, 'algorithm.objective.ratio = "none" leaves nothing'),
+        ({"ratio": "sequence", "gate": "bapo"}, 'algorithm.objective.gate = "bapo" is defined on'),
+        ({"ratio": "sequence", "gate": "ipo"}, 'algorithm.objective.gate = "ipo" is defined on'),
+        ({"gate": "weight"}, "needs algorithm.objective.weight_max"),
+        ({"gate": "soft", "clip_high": 0.3}, "algorithm.objective.clip_high: not read"),
+        ({"weight_max": 5.0}, "algorithm.objective.weight_max: not read"),
+        ({"gate": "none", "dual_clip": 3.0}, "algorithm.objective.dual_clip: not read"),
+        ({"gate": "bapo", "clip_low": 0.4}, "algorithm.objective.clip_low: not read"),
+        (
+            {"tau_pos": 2.0, "mask_low": 0.1},
+            "algorithm.objective.tau_pos, algorithm.objective.mask",
+        ),
+        ({"kl_value": "k1"}, "algorithm.objective.kl_value: not read"),
+        ({"kl_coef": 0.1, "kl_in": "reward", "kl_gradient": "k2"}, "has no gradient"),
+        ({"ratio": "sequence", "kl_coef": 1.0, "kl_value": "corrected-k3"}, "its own ratio"),
+    ],
+)
+def test_objectives_that_no_loss_can_be_made_of(objective: dict[str, object], problem: str) -> None:
+    """Each would train something else than its keys say."""
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        PolicyObjective(**objective)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "problem"),
+    [
+        ({"advantage": "rloo", "normalize_by_std": False}, "leave algorithm.normalize_by_std out"),
+        ({"advantage": "maxrl"}, "set algorithm.overlong_buffer = 0"),
+        ({"loss_aggregation": "seq-mean-token-sum-norm"}, "set both or neither"),
+        ({"loss_length": 100}, "set both or neither"),
+        ({"bapo": {"target_share": 0.5}}, "algorithm.bapo: read only with"),
+        ({"bapo": {"low_min": 0.9, "low_max": 0.6}}, "algorithm.bapo.low_min = 0.9 is above"),
+        ({"reference": {"kind": "averaged"}}, "no reference is kept with"),
+        ({"reference": {"decay": 0.5}}, "algorithm.reference.decay: read only with"),
+    ],
+)
+def test_sections_that_do_not_fit_together(algorithm: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        AlgorithmConfig(**algorithm)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"ratio": "none", "gate": "none", "entropy_coef": 0.01},
+        {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+        {"ratio": "sequence", "gate": "soft", "tau_neg": 1.0},
+        {"gate": "bapo", "dual_clip": 3.0},
+        {"gate": "weight", "weight_max": 5.0},
+        {"kl_coef": 0.1, "kl_value": "k3", "kl_gradient": "k2"},
+        {"ratio": "none", "gate": "none", "kl_coef": 0.1, "kl_in": "reward", "kl_value": "k1"},
+    ],
+)
+def test_compositions_that_make_sense(objective: dict[str, object]) -> None:
+    PolicyObjective(**objective)

@@ -12,6 +12,7 @@ from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.loss_weights import Aggregation, loss_weights, sequence_weights
 
 LENGTHS = np.array([3, 1, 7, 2, 5])
+LOSS_LENGTH = 11
 GROUPS = np.array([8, 8, 3, 3, 3])
 LOSSES = [np.random.default_rng(i).normal(size=n) for i, n in enumerate(LENGTHS)]
 
@@ -30,6 +31,8 @@ def by_definition(aggregation: Aggregation, losses: list[np.ndarray], groups: np
             return float(np.mean([x.mean() for x in losses]))
         case "seq-mean-token-sum":
             return float(np.mean([x.sum() for x in losses]))
+        case "seq-mean-token-sum-norm":
+            return float(np.mean([x.sum() / LOSS_LENGTH for x in losses]))
         case "seq-sum-token-mean":
             return float(np.sum([x.mean() for x in losses]))
         case "token-sum":
@@ -40,7 +43,7 @@ def by_definition(aggregation: Aggregation, losses: list[np.ndarray], groups: np
 @pytest.mark.parametrize("keep", [None, [True, False, True, True, False]])
 def test_weighted_sum_is_the_aggregation(aggregation, keep):
     keep = None if keep is None else np.array(keep)
-    weights = sequence_weights(LENGTHS, GROUPS, aggregation, keep=keep)
+    weights = sequence_weights(LENGTHS, GROUPS, aggregation, keep=keep, loss_length=LOSS_LENGTH)
     total = sum(w * x.sum() for w, x in zip(weights, LOSSES, strict=True))
     chosen = np.flatnonzero(np.ones(5, bool) if keep is None else keep)
     expected = by_definition(aggregation, [LOSSES[i] for i in chosen], GROUPS[chosen])
@@ -49,7 +52,8 @@ def test_weighted_sum_is_the_aggregation(aggregation, keep):
 
 @pytest.mark.parametrize("aggregation", typing.get_args(Aggregation))
 def test_nothing_kept_gives_zero_weights_and_no_division_by_zero(aggregation):
-    weights = sequence_weights(LENGTHS, GROUPS, aggregation, keep=np.zeros(5, bool))
+    keep = np.zeros(5, bool)
+    weights = sequence_weights(LENGTHS, GROUPS, aggregation, keep=keep, loss_length=LOSS_LENGTH)
     assert (weights == 0).all()
     empty = sequence_weights(np.array([], int), np.array([], int), aggregation)
     assert empty.shape == (0,)
@@ -75,6 +79,27 @@ def test_a_truncated_response_is_left_out_only_where_it_is_filtered(filtering, e
         responses_per_mini_batch=2, overlong_buffer=0, overlong_filtering=filtering
     )
     np.testing.assert_allclose(loss_weights(groups, config), expected, rtol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [
+        ("token-mean", [1 / 15] * 4),
+        ("group-token-mean", [0.1, 0.1, 0.05, 0.05]),
+        ("seq-mean-token-mean", [0.125, 1 / 12, 1 / 16, 1 / 24]),
+    ],
+)
+def test_the_weights_of_two_groups(aggregation, weights):
+    """Lengths [2, 3] and [4, 6], worked by hand."""
+    found = sequence_weights(np.array([2, 3, 4, 6]), np.array([0, 0, 1, 1]), aggregation)
+    np.testing.assert_allclose(found, weights, rtol=1e-15)
+
+
+def test_the_constant_length_reaches_the_weights():
+    """Dr. GRPO's is the configuration's, whatever the longest response is."""
+    group = SimpleNamespace(lengths=[2, 4], truncated=[False, False])
+    config = AlgorithmConfig(loss_aggregation="seq-mean-token-sum-norm", loss_length=50)
+    assert loss_weights([group], config).tolist() == [0.01, 0.01]
 
 
 def test_an_unknown_aggregation_is_refused():

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.ratios import sequence_shifted
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
 from megadapo.kernels.policy_head_ref import token_logprobs_ref
 from tests.support.head_cases import HeadCase, clip_counts, loss_error, make_case, relative_error
@@ -27,8 +28,9 @@ def check_fp32(case: HeadCase, **options) -> None:
     assert relative_error(got.d_weight, expected.d_weight) <= GRAD_TOLERANCE
     assert (got.output.logprobs - expected.logprobs).abs().max() <= 4e-6
     assert (got.output.entropy - expected.entropy).abs().max() <= 4e-6
-    low, high = clip_counts(case, expected.logprobs)
-    assert (got.output.clip_low_count.item(), got.output.clip_high_count.item()) == (low, high)
+    if case.kwargs["objective"].gate == "clip":
+        counts = got.output.clip_low_count.item(), got.output.clip_high_count.item()
+        assert counts == clip_counts(case, expected.logprobs)
 
 
 @pytest.mark.parametrize("kind", ["random", "peaked", "negative"])
@@ -41,13 +43,53 @@ def test_matches_fp64(num_tokens: int, kind: str) -> None:
 @pytest.mark.parametrize("kl_kind", ["k1", "k2", "k3"])
 def test_every_option_matches_fp64(kl_kind: str, temperature: float) -> None:
     """Entropy bonus, KL, dual clip and importance weights, all at once."""
-    objective = PolicyObjective(dual_clip=1.5, entropy_coef=0.02, kl_coef=0.1, kl_kind=kl_kind)
+    objective = PolicyObjective(dual_clip=1.5, entropy_coef=0.02, kl_coef=0.1, kl_value=kl_kind)
     case = make_case(
         70, 24, 500, padded=504, temperature=temperature, objective=objective, extras=True
     )
     case.kwargs["logprobs_old"][::7] -= 1.0
     check_fp32(case, chunk_tokens=64)
     assert case.run().output.dual_clip_count > 0
+
+
+@pytest.mark.parametrize("gate", ["soft", "weight", "dppo", "none", "logprob"])
+def test_every_gate_matches_fp64(gate: str) -> None:
+    """A gate that is right for a token but reaches the kernel wrong, alone or beside an entropy."""
+    options = {
+        "soft": {"gate": "soft"},
+        "weight": {"gate": "weight", "weight_max": 1.2, "entropy_coef": 0.02},
+        "dppo": {"gate": "dppo", "mask_low": 0.01, "mask_high": 0.01},
+        "none": {"gate": "none", "kl_coef": 0.1, "kl_gradient": "corrected-k3"},
+        "logprob": {"ratio": "none", "gate": "none"},
+    }[gate]
+    objective = PolicyObjective(**options)
+    case = make_case(70, 24, 500, padded=504, objective=objective, extras=True)
+    check_fp32(case, chunk_tokens=64)
+
+
+def test_a_sequence_ratio_matches_fp64() -> None:
+    """Two calls of the head against the definition, which cuts the tokens itself: one sequence is
+    empty, one has no token with a loss weight, and one is a single token."""
+    objective = PolicyObjective(ratio="sequence", clip_low=0.05, clip_high=0.05)
+    case = make_case(70, 24, 500, objective=objective)
+    cu_seqlens = torch.tensor([0, 13, 13, 14, 30, 49, 70])
+    case.kwargs["loss_weights"][30:49] = 0.0
+    case.kwargs["loss_weights"][13] = 0.02
+    sequences = torch.repeat_interleave(cu_seqlens.diff())
+    rows = case.loss_weights.nonzero()[:, 0]
+    options = {"temperature": 1.0, "vocab_size": 500, "rows": rows, "chunk_tokens": 64}
+    with torch.no_grad():
+        logprobs, _ = token_logprobs(case.hidden, case.weight, case.targets, **options)
+    definition, old = case.reference(cu_seqlens=cu_seqlens), case.kwargs["logprobs_old"].clone()
+    case.kwargs["logprobs_old"][rows] = sequence_shifted(
+        logprobs[rows], old[rows], sequences[rows], num_sequences=6
+    )
+    got = case.run(rows=rows, chunk_tokens=64)
+    assert loss_error(got.output.loss, case, definition) <= LOSS_TOLERANCE
+    assert relative_error(got.d_hidden, definition.d_hidden) <= GRAD_TOLERANCE
+    assert relative_error(got.d_weight, definition.d_weight) <= GRAD_TOLERANCE
+    clipped = got.output.clip_low_count + got.output.clip_high_count
+    assert 0 < clipped < got.output.num_tokens
 
 
 @pytest.mark.parametrize("vocab_size, padded", [(129_920, 129_920), (151_669, 151_680)])

@@ -14,16 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
-from megadapo.algorithm.reference import kl_estimates, token_losses
+from megadapo.algorithm.reference import token_losses
 from megadapo.kernels.launch import uses_triton
 from megadapo.kernels.policy_head_terms import (
     CLIPPED_HIGH,
     CLIPPED_LOW,
     DROPPED,
     DUAL_CLIPPED,
-    KL_KINDS,
+    GATES,
     TokenTerms,
-    kl_kind,
+    describe_terms,
     policy_terms,
     token_terms,
 )
@@ -63,13 +63,8 @@ def _terms_kernel(
     RATIO,
     KL,
     FLAGS,
-    ratio_low,
-    ratio_high,
-    dual_clip,
-    entropy_coef,
-    kl_coef,
-    HAS_DUAL_CLIP: tl.constexpr,
-    KL_KIND: tl.constexpr,
+    numbers,
+    SWITCHES: tl.constexpr,
 ):
     row = tl.program_id(0)
     loss, d_logprob, ratio, kl, flags = token_terms(
@@ -79,13 +74,8 @@ def _terms_kernel(
         advantage=tl.load(ADVANTAGES + row),
         importance_weight=tl.load(IMPORTANCE_WEIGHTS + row),
         logprob_ref=tl.load(LOGPROBS_REF + row),
-        ratio_low=ratio_low,
-        ratio_high=ratio_high,
-        dual_clip=dual_clip,
-        entropy_coef=entropy_coef,
-        kl_coef=kl_coef,
-        HAS_DUAL_CLIP=HAS_DUAL_CLIP,
-        KL_KIND=KL_KIND,
+        numbers=numbers,
+        SWITCHES=SWITCHES,
     )
     tl.store(LOSS + row, loss)
     tl.store(D_LOGPROBS + row, d_logprob)
@@ -117,6 +107,7 @@ def terms(values: dict[str, Tensor], objective: PolicyObjective) -> TokenTerms:
     )
     if not uses_triton(values["logprobs"]):
         return policy_terms(values["logprobs"], values["entropy"], inputs, objective)
+    switches, numbers = describe_terms(objective, has_reference=True, has_importance_weights=True)
     loss, d_logprobs, ratio, kl = torch.empty(4, len(inputs.advantages)).unbind()
     flags = torch.empty(len(loss), dtype=torch.uint8)
     _terms_kernel[(len(loss),)](
@@ -131,13 +122,8 @@ def terms(values: dict[str, Tensor], objective: PolicyObjective) -> TokenTerms:
         RATIO=ratio,
         KL=kl,
         FLAGS=flags,
-        ratio_low=1.0 - objective.clip_low,
-        ratio_high=1.0 + objective.clip_high,
-        dual_clip=float(objective.dual_clip or 0.0),
-        entropy_coef=objective.entropy_coef,
-        kl_coef=objective.kl_coef,
-        HAS_DUAL_CLIP=objective.dual_clip is not None,
-        KL_KIND=KL_KINDS[kl_kind(objective, inputs.logprobs_ref)],
+        numbers=numbers,
+        SWITCHES=switches,
     )
     return TokenTerms(loss=loss, d_logprobs=d_logprobs, ratio=ratio, kl=kl, flags=flags)
 
@@ -180,29 +166,94 @@ def test_no_gradient_beyond_the_clamp(log_ratio: float, sign: float) -> None:
     assert not got.flags.any() and not got.d_logprobs.any()
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_kl_and_entropy_terms(kind: str) -> None:
+GATED = {
+    "soft": PolicyObjective(gate="soft", tau_pos=0.7),
+    "weight": PolicyObjective(gate="weight", weight_max=5.0),
+    "dppo": PolicyObjective(gate="dppo", mask_low=0.05, mask_high=0.1),
+    "ipo": PolicyObjective(gate="ipo", mask_low=0.05, mask_high=0.1),
+    "none": PolicyObjective(gate="none"),
+    "logprob": PolicyObjective(ratio="none", gate="none"),
+}
+
+
+@pytest.mark.parametrize("gate", list(GATED))
+def test_gates(gate: str) -> None:
+    """Also where the ratio is 2e-9 or 5e8, where inf * 0 would be NaN in a gate like SAPO's."""
+    assert {"clip", *GATED} == set(GATES)
+    check(make_inputs(LOG_RATIOS, (0.0,)), GATED[gate])
+
+
+def test_bapo_is_a_clip_at_the_bounds_it_was_given() -> None:
+    window = {"clip_low": 0.4, "clip_high": 1.0}
+    values = make_inputs(LOG_RATIOS, (0.0,))
+    searched = PolicyObjective(gate="bapo").model_copy(update=window)
+    got, expected = terms(values, searched), terms(values, PolicyObjective(**window))
+    assert torch.equal(got.d_logprobs, expected.d_logprobs) and got.flags.any()
+    check(values, searched)
+
+
+def test_masks_look_at_probabilities_and_dppo_at_the_advantage_too() -> None:
+    """A ratio of e of a rare token is a small change; IPO drops a change of either sign of A."""
+    values = make_inputs((0.0, 0.0, 0.0, 0.0), (0.0,))
+    values["logprobs"] = torch.tensor([-0.5, -0.5, -2.0, -7.0]).repeat_interleave(3)
+    values["logprobs_old"] = torch.tensor([-2.0, -0.5, -0.5, -8.0]).repeat_interleave(3)
+    ipo, dppo = (terms(values, PolicyObjective(gate=gate)) for gate in ("ipo", "dppo"))
+    rises, falls, stays = [CLIPPED_HIGH] * 3, [CLIPPED_LOW] * 3, [0] * 3
+    assert ipo.flags.tolist() == [*rises, *stays, *falls, *stays]
+    # advantages of -1.5, 0 and 0.75
+    assert dppo.flags.tolist() == [0, 0, CLIPPED_HIGH, *stays, CLIPPED_LOW, 0, 0, *stays]
+    for got in (ipo, dppo):
+        assert not got.d_logprobs[got.flags != 0].any() and not got.loss[got.flags != 0].any()
+
+
+ESTIMATORS = ("k1", "k2", "k3", "corrected-k3")
+
+
+@pytest.mark.parametrize("gradient", ESTIMATORS)
+@pytest.mark.parametrize("value", ESTIMATORS)
+def test_kl_and_entropy_terms(value: str, gradient: str) -> None:
     """The reference may be as far away; its estimate is clamped and has no gradient there.
 
     Alone, as a policy term of the other sign would cancel its digits.
     """
-    objective = PolicyObjective(kl_coef=0.1, kl_kind=kind, entropy_coef=0.02)
-    values = make_inputs((-0.5, 0.0, 0.125), LOG_RATIOS)
+    objective = PolicyObjective(
+        kl_coef=0.1, kl_value=value, kl_gradient=gradient, entropy_coef=0.02
+    )
+    values = make_inputs((-30.0, -0.5, 0.0, 0.125), LOG_RATIOS)
     values["advantages"] = torch.zeros_like(values["advantages"])
     check(values, objective)
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_a_corrected_gradient_survives_where_exponentials_cancel() -> None:
+    """r k3 + r (1 - e^gap) is r times the distance: summed up in fp32, e^20 would eat it."""
+    objective = PolicyObjective(kl_coef=1.0, kl_gradient="corrected-k3")
+    values = make_inputs((0.0,), (19.5,))
+    values["advantages"] = torch.zeros_like(values["advantages"])
+    assert terms(values, objective).d_logprobs.tolist() == [-19.5] * 3
+
+
+def test_a_kl_divergence_in_the_reward_is_reported_and_not_in_the_loss() -> None:
+    values = make_inputs((0.125,), (0.5,))
+    got = terms(values, PolicyObjective(kl_coef=0.1, kl_in="reward", kl_value="k1"))
+    expected = terms(values, PolicyObjective())
+    assert torch.equal(got.loss, expected.loss) and torch.equal(got.d_logprobs, expected.d_logprobs)
+    assert got.kl.tolist() == [-0.5] * 3
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
 def test_ratio_and_kl_are_reported_as_defined(kind: str) -> None:
     """A report of something else would leave the training right and its curves wrong."""
-    objective = PolicyObjective(kl_coef=0.1, kl_kind=kind)
+    objective = PolicyObjective(kl_coef=0.1, kl_value=kind)
     values = make_inputs(LOG_RATIOS, (-30.0, -0.5, 0.0, 0.5))
     got = terms(values, objective)
     log_ratio = (values["logprobs"] - values["logprobs_old"]).double()
-    expected = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    torch.testing.assert_close(got.ratio.double(), expected, rtol=4e-6, atol=0.0)
-    kl = kl_estimates(values["logprobs"].double(), values["logprobs_ref"].double(), objective)
-    torch.testing.assert_close(got.kl.double(), kl, rtol=4e-6, atol=1e-6)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    torch.testing.assert_close(got.ratio.double(), ratio, rtol=4e-6, atol=0.0)
+    gap = (values["logprobs_ref"] - values["logprobs"]).double()
+    gap = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k3 = gap.exp() - gap - 1.0
+    expected = {"k1": -gap, "k2": 0.5 * gap**2, "k3": k3, "corrected-k3": ratio * k3}[kind]
+    torch.testing.assert_close(got.kl.double(), expected, rtol=4e-6, atol=1e-6)
 
 
 def test_flags_name_the_side_that_was_clipped() -> None:
@@ -268,5 +319,5 @@ def test_terms_without_reference_and_importance_weights() -> None:
     for name, value in vars(got).items():
         assert value.dtype == (torch.uint8 if name == "flags" else torch.float32)
         torch.testing.assert_close(value, getattr(expected, name), rtol=4e-6, atol=1e-6)
-    assert kl_kind(objective, None) == "none"
-    assert kl_kind(objective, values["logprobs_ref"]) == "k3"
+    switches, _ = describe_terms(objective, has_reference=False, has_importance_weights=False)
+    assert (switches.kl_value, switches.kl_gradient) == ("none", "none")

@@ -45,7 +45,9 @@ policy/skipped_updates, parity/logprob_abs_mean, parity/logprob_abs_max,
 parity/batch_shape_abs_mean, parity/batch_shape_abs_max, parity/engine_abs_mean,
 parity/engine_abs_max, staleness/token_share, staleness/mean, staleness/max,
 staleness/logprob_drift_mean, staleness/logprob_drift_max, staleness/weight_truncated_share,
-staleness/weight_masked_share, eval/accuracy, eval/policy_version
+staleness/weight_masked_share,
+bapo/clip_low, bapo/clip_high, bapo/share_before, bapo/share, bapo/share_min,
+eval/accuracy, eval/policy_version
 """
 
 

@@ -1,0 +1,174 @@
+"""BAPO's clip bounds (arXiv 2510.18927): moved until positive tokens have their share.
+
+The sums behind every pair of bounds on the grid are taken once, between the grid's edges: they add
+up over micro-batches and ranks, and the search is then arithmetic, the same on every rank.
+Algorithm 1 of the paper; where its official code differs, and which reading is whose, is in
+docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import numpy as np
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.section import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ROUNDING = 1e-6
+"""Share of a step by which a range may miss a whole number of steps."""
+
+
+class BapoConfig(Section, title="algorithm.bapo"):
+    """Bounds of the ratio itself, not offsets from 1, each moved in steps over its range."""
+
+    target_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
+    """Share of the positive tokens that the search stops at."""
+    statistic: Literal["share", "gradient_share", "official"] = "share"
+    """What has a share: the clipped surrogate's size; the same of the tokens with a gradient; or
+    the surrogate with the lower bound moved first, as in the authors' code."""
+    scope: Literal["minibatch", "lagged"] = "minibatch"
+    """Ratios that the search is over: of the mini-batch itself under the present weights, for one
+    more forward pass of the model; or of the step's mini-batch before it, for nothing."""
+    low_min: NonNegativeFloat = 0.6
+    """Lower bound of the ratio where the search begins."""
+    low_max: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
+    """Largest lower bound."""
+    low_step: PositiveFloat = 0.02
+    """What the lower bound is moved by."""
+    high_min: Annotated[float, Field(ge=1.0)] = 1.2
+    """Upper bound of the ratio where the search begins."""
+    high_max: Annotated[float, Field(ge=1.0)] = 3.0
+    """Largest upper bound."""
+    high_step: PositiveFloat = 0.05
+    """What the upper bound is moved by."""
+
+    def conflicts(self) -> Iterator[str]:
+        for side in ("low", "high"):
+            smallest, largest = getattr(self, f"{side}_min"), getattr(self, f"{side}_max")
+            if smallest > largest:
+                yield (
+                    f"algorithm.bapo.{side}_min = {smallest} is above "
+                    f"algorithm.bapo.{side}_max = {largest}"
+                )
+
+    @property
+    def low_edges(self) -> np.ndarray:
+        """Every lower bound, ascending."""
+        return _edges(self.low_min, self.low_max, self.low_step)
+
+    @property
+    def high_edges(self) -> np.ndarray:
+        """Every upper bound, ascending."""
+        return _edges(self.high_min, self.high_max, self.high_step)
+
+
+def _edges(smallest: float, largest: float, step: float) -> np.ndarray:
+    """Counted, not added up: the rounding of 36 additions could move the stop by a step."""
+    counts = np.arange(int((largest - smallest) / step + _ROUNDING) + 1)
+    return np.asarray(np.round(smallest + step * counts, 12))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BapoBounds:
+    """What one update clips the ratio at, and what that does to the positive tokens' share."""
+
+    low: float
+    high: float
+    share_before: float
+    """Of the positive tokens at the bounds where the search began; NaN without any token."""
+    share: float
+    """At these bounds; below the target where no bounds on the grid reach it."""
+
+    def put_into(self, objective: PolicyObjective) -> PolicyObjective:
+        """The objective that clips at these bounds."""
+        bounds = {"clip_low": 1.0 - self.low, "clip_high": self.high - 1.0}
+        return objective.model_copy(update=bounds)
+
+
+def bapo_sums(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> Tensor:
+    """What tokens add to the sums between the grid's edges, float64; add them over all tokens.
+
+    Bin k of a side holds the ratios above edge k - 1 and up to edge k; below, for the lower side,
+    from edge k - 1 up to but without edge k. Laid out as (sum of r |A|, sum of |A|) of the upper
+    bins, for A > 0, then of the lower bins, for A < 0.
+
+    Args:
+        ratios: [N] fp32, clamped as in the loss.
+        advantages: [N].
+    """
+    import torch
+
+    sizes = advantages.abs().double()
+    sums = []
+    for edges, is_upper in ((config.high_edges, True), (config.low_edges, False)):
+        # in the dtype of the ratios, as the head compares them
+        bounds = torch.from_numpy(edges).to(ratios)
+        chosen = advantages > 0 if is_upper else advantages < 0
+        bins = torch.bucketize(ratios[chosen], bounds, right=not is_upper)
+        weights = sizes[chosen]
+        for values in (ratios[chosen].double() * weights, weights):
+            sums.append(values.new_zeros(len(edges) + 1).index_add_(0, bins, values))
+    return torch.cat(sums)
+
+
+def num_bapo_sums(config: BapoConfig) -> int:
+    """How many numbers `bapo_sums` gives."""
+    return 2 * (len(config.high_edges) + 1) + 2 * (len(config.low_edges) + 1)
+
+
+def search_bounds(sums: np.ndarray, config: BapoConfig) -> BapoBounds:
+    """Move the bounds until positive tokens have their share, or the grid ends.
+
+    Args:
+        sums: `bapo_sums` of all tokens of a mini-batch, added up.
+    """
+    lows, highs = config.low_edges, config.high_edges
+    positive, negative = _sizes(sums, config)
+
+    def share(low: int, high: int) -> float:
+        total = positive[high] + negative[low]
+        return float(positive[high] / total) if total else float("nan")
+
+    path = _path(len(lows), len(highs), lower_first=config.statistic == "official")
+    reached = (pair for pair in path if not share(*pair) < config.target_share)
+    low, high = next(reached, path[-1])
+    return BapoBounds(
+        low=float(lows[low]),
+        high=float(highs[high]),
+        share_before=share(0, 0),
+        share=share(low, high),
+    )
+
+
+def _path(num_low: int, num_high: int, *, lower_first: bool) -> list[tuple[int, int]]:
+    """Which bounds the search passes: one side is moved to its end, then the other."""
+    if lower_first:
+        first = [(low, 0) for low in range(num_low)]
+        return first + [(num_low - 1, high) for high in range(1, num_high)]
+    first = [(0, high) for high in range(num_high)]
+    return first + [(low, num_high - 1) for low in range(1, num_low)]
+
+
+def _sizes(sums: np.ndarray, config: BapoConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Size of the positive tokens' term at each upper bound, of the negative ones' at each lower.
+
+    With min(r A, clip(r) A) it is sum A min(r, high) and sum |A| max(r, low); of the tokens that
+    keep their gradient, sum A r over r <= high and sum |A| r over r >= low.
+    """
+    lows, highs = config.low_edges, config.high_edges
+    cuts = np.cumsum([len(highs) + 1, len(highs) + 1, len(lows) + 1])
+    moved_up, size_up, moved_down, size_down = np.split(sums, cuts)
+    below = moved_up.cumsum()[:-1]  # r <= high
+    above = moved_down[::-1].cumsum()[::-1][1:]  # r >= low
+    if config.statistic == "gradient_share":
+        return below, above
+    beyond_high = size_up[::-1].cumsum()[::-1][1:]
+    beyond_low = size_down.cumsum()[:-1]
+    return below + highs * beyond_high, above + lows * beyond_low

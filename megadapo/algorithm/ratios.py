@@ -1,0 +1,53 @@
+"""Ratios of whole sequences: geometric means over their tokens, the same bits under every split.
+
+Source: GSPO (arXiv 2507.18071) equations 7 and 14.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megadapo.algorithm.objective import MAX_LOG_RATIO
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FIXED_POINT = 2.0**36
+"""2^63 holds the sum of more than a million log-ratios of MAX_LOG_RATIO at this resolution."""
+
+
+def sequence_means(log_ratios: Tensor, sequences: Tensor, *, num_sequences: int) -> Tensor:
+    """The mean of each sequence's log-ratios, [S] float64; 0 where it has none.
+
+    Log-ratios are clamped to +-MAX_LOG_RATIO; NaN makes its own sequence's mean meaningless.
+
+    Args:
+        log_ratios: [N].
+        sequences: [N] int64, which sequence a token is of; all of a sequence's tokens are here.
+        num_sequences: S.
+    """
+    clamped = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # whole numbers add up to the same bits in every order and beside every other sequence
+    fixed = (clamped.double() * _FIXED_POINT).round().long()
+    sums = fixed.new_zeros(num_sequences).index_add_(0, sequences, fixed)
+    counts = fixed.new_zeros(num_sequences).index_add_(0, sequences, fixed.new_ones(len(fixed)))
+    return sums.double() / _FIXED_POINT / counts.clamp(min=1)
+
+
+def sequence_shifted(
+    logprobs: Tensor, logprobs_old: Tensor, sequences: Tensor, *, num_sequences: int
+) -> Tensor:
+    """Old log-probs against which every token's ratio is its sequence's, [N].
+
+    With s_i the geometric mean of a sequence's ratios it is log pi - log s_i, detached: the ratio
+    exp(log pi - that) then has the value s_i and the derivative s_i in the token's log-prob, which
+    is GSPO-token (equation 14), and GSPO where a sequence has one advantage.
+
+    Args:
+        logprobs: [N] of the present weights, the same bits that the loss will see.
+        logprobs_old: [N], finite.
+        sequences: [N] int64, which of `num_sequences` sequences a token is of.
+        num_sequences: S.
+    """
+    means = sequence_means(logprobs - logprobs_old, sequences, num_sequences=num_sequences)
+    return (logprobs - means.to(logprobs.dtype)[sequences]).detach()

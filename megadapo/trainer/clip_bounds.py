@@ -1,0 +1,89 @@
+"""BAPO's clip bounds of each update of a step: sums over every rank, then arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megadapo.algorithm.bapo import (
+    BapoBounds,
+    BapoConfig,
+    bapo_sums,
+    num_bapo_sums,
+    search_bounds,
+)
+from megadapo.algorithm.objective import MAX_LOG_RATIO
+from megadapo.trainer.micro_batch import MicroBatch
+from megadapo.trainer.off_policy import OldPolicy
+
+
+class BoundSearch:
+    """Finds the bounds of one update after the other; every rank calls it as often."""
+
+    def __init__(
+        self,
+        config: BapoConfig,
+        *,
+        score: Callable[[list[MicroBatch]], list[Tensor]],
+        contributes: bool,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            score: log-probs [T] of micro-batches under the present weights.
+            contributes: whether this rank's tokens count; tensor-parallel ranks have the same.
+            device: of the sums.
+        """
+        self._config = config
+        self._score = score
+        self._contributes = contributes
+        self._sums = torch.zeros(num_bapo_sums(config), dtype=torch.float64, device=device)
+        self._is_first = True
+
+    def bounds(self, micro_batches: list[MicroBatch], old: Sequence[OldPolicy]) -> BapoBounds:
+        """The bounds of the next update of the step; collective, with one sum over all ranks."""
+        if self._config.scope == "minibatch":
+            # before the first update the present log-probs are those that were just taken
+            present = (
+                [policy.proximal for policy in old]
+                if self._is_first
+                else self._score(micro_batches)
+            )
+            self._sums = self._own_sums(micro_batches, old, present)
+        self._is_first = False
+        total = self._sums.clone()
+        torch.distributed.all_reduce(total)
+        return search_bounds(total.cpu().numpy(), self._config)
+
+    def observe(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        old: Sequence[OldPolicy],
+        logprobs: Sequence[Tensor],
+    ) -> None:
+        """Keep what an update saw, for the bounds of the update behind it where they lag."""
+        if self._config.scope == "lagged":
+            self._sums = self._own_sums(micro_batches, old, logprobs)
+
+    def _own_sums(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        old: Sequence[OldPolicy],
+        logprobs: Sequence[Tensor],
+    ) -> Tensor:
+        total = torch.zeros_like(self._sums)
+        if not self._contributes:
+            return total
+        for micro_batch, policy, values in zip(micro_batches, old, logprobs, strict=True):
+            known = (micro_batch.loss_weights != 0) & policy.logprobs.isfinite()
+            rows = micro_batch.rows[known[micro_batch.rows]]
+            log_ratios = values[rows] - policy.logprobs[rows]
+            own = policy.advantages
+            total += bapo_sums(
+                log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(),
+                (micro_batch.advantages if own is None else own)[rows],
+                self._config,
+            )
+        return total

@@ -1,0 +1,127 @@
+"""BAPO's search against the paper's loop written out, and against numbers worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megadapo.algorithm.bapo import BapoConfig, bapo_sums, num_bapo_sums, search_bounds
+from megadapo.algorithm.objective import PolicyObjective
+
+ADVANTAGES = torch.tensor([1.0, 1.0, 1.0] + [-1.0] * 7)
+RATIOS = torch.tensor([1.0, 1.5, 2.52, 0.5, 0.75, 1.0, 1.1, 1.0, 1.0, 1.25])
+OFFICIAL = {"low_max": 0.8, "low_step": 0.05, "high_max": 2.0, "target_share": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("options", "bounds", "share", "before"),
+    [
+        ({}, (0.6, 2.0), 0.401785714, 0.336633663),
+        ({"statistic": "gradient_share"}, (0.6, 2.55), 0.451438849, 0.140845070),
+        ({"statistic": "official"}, (0.9, 2.3), 0.401673640, 0.336633663),
+        ({"statistic": "official", **OFFICIAL}, (0.8, 2.0), 0.393013100, 0.336633663),
+    ],
+    ids=["share", "gradient_share", "official", "official-misses-its-target"],
+)
+def test_bounds_and_shares(
+    options: dict[str, object], bounds: tuple[float, float], share: float, before: float
+) -> None:
+    config = BapoConfig(**options)
+    found = search_bounds(bapo_sums(RATIOS, ADVANTAGES, config).numpy(), config)
+    assert (found.low, found.high) == bounds
+    assert found.share == pytest.approx(share, abs=3e-8)
+    assert found.share_before == pytest.approx(before, abs=3e-8)
+
+
+def loop(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> tuple[float, float, float]:
+    """Algorithm 1, each pair of bounds tried on every token."""
+    ratios, sizes = ratios.double(), advantages.abs().double()
+
+    def share(low: float, high: float) -> float:
+        # as the head compares: in the ratios' own precision
+        low, high = float(np.float32(low)), float(np.float32(high))
+        good, bad = advantages > 0, advantages < 0
+        if config.statistic == "gradient_share":
+            good, bad = good & (ratios <= high), bad & (ratios >= low)
+            positive = (ratios * sizes)[good].sum()
+            return float(positive / (positive + (ratios * sizes)[bad].sum()))
+        positive = (ratios.clamp(max=high) * sizes)[good].sum()
+        return float(positive / (positive + (ratios.clamp(min=low) * sizes)[bad].sum()))
+
+    low, high = config.low_min, config.high_min
+    while share(low, high) < config.target_share and low + config.low_step <= config.low_max + 1e-9:
+        if high + config.high_step <= config.high_max + 1e-9:
+            high = round(high + config.high_step, 12)
+        else:
+            low = round(low + config.low_step, 12)
+    return low, high, share(low, high)
+
+
+@pytest.mark.parametrize("statistic", ["share", "gradient_share"])
+@pytest.mark.parametrize("offset", [-0.6, -0.35, -0.1, 0.3])
+def test_sums_between_edges_find_what_the_loop_finds(statistic: str, offset: float) -> None:
+    """On random tokens, some exactly on an edge; from a target met at once to one never met."""
+    generator = torch.Generator().manual_seed(round(100 * (1 + offset)))
+    ratios = (0.5 * torch.randn(500, generator=generator)).exp()
+    ratios[:74] = torch.from_numpy(BapoConfig().high_edges.repeat(2)).float()
+    ratios[74:90] = torch.from_numpy(BapoConfig().low_edges).float()
+    advantages = torch.randn(500, generator=generator) + offset
+    advantages[::9] = 0.0
+    config = BapoConfig(statistic=statistic)
+    found = search_bounds(bapo_sums(ratios, advantages, config).numpy(), config)
+    low, high, share = loop(ratios, advantages, config)
+    assert (found.low, found.high) == (low, high)
+    assert found.share == pytest.approx(share, rel=1e-6)
+
+
+def test_sums_add_up_over_any_cut() -> None:
+    """What ranks and micro-batches hold is added: no mean of means, no search of a part."""
+    config = BapoConfig()
+    whole = bapo_sums(RATIOS, ADVANTAGES, config)
+    parts = [
+        bapo_sums(RATIOS[part], ADVANTAGES[part], config)
+        for part in (slice(0, 1), slice(1, 1), slice(1, 6), slice(6, None))
+    ]
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-15, atol=0.0)
+    assert len(whole) == num_bapo_sums(config) == 2 * (37 + 1) + 2 * (16 + 1)
+
+
+@pytest.mark.parametrize(
+    ("advantages", "bounds", "share"),
+    [
+        ([0.0] * 10, (0.6, 1.2), math.nan),
+        ([1.0] * 10, (0.6, 1.2), 1.0),
+        ([-1.0] * 10, (0.9, 3.0), 0.0),
+    ],
+    ids=["no-signal", "all-positive", "all-negative"],
+)
+def test_one_sided_batches(
+    advantages: list[float], bounds: tuple[float, float], share: float
+) -> None:
+    """A target that nothing can reach ends at the grid's end, and says so by its share."""
+    sums = bapo_sums(RATIOS, torch.tensor(advantages), BapoConfig())
+    found = search_bounds(sums.numpy(), BapoConfig())
+    assert (found.low, found.high) == bounds
+    assert found.share == pytest.approx(share, nan_ok=True)
+
+
+def test_edges_are_counted_and_not_added_up() -> None:
+    """0.6 + 15 x 0.02 is 0.9: added step by step it would end below, or one step short."""
+    config = BapoConfig()
+    assert (len(config.low_edges), len(config.high_edges)) == (16, 37)
+    assert (config.low_edges[-1], config.high_edges[-1]) == (0.9, 3.0)
+    alone = BapoConfig(low_min=0.8, low_max=0.8)
+    assert alone.low_edges.tolist() == [0.8]
+
+
+def test_the_objective_clips_at_the_bounds() -> None:
+    config = BapoConfig()
+    found = search_bounds(bapo_sums(RATIOS, ADVANTAGES, config).numpy(), config)
+    objective = found.put_into(PolicyObjective(gate="bapo", dual_clip=3.0))
+    assert 1.0 - objective.clip_low == pytest.approx(0.6, abs=1e-15)
+    assert 1.0 + objective.clip_high == 2.0
+    assert (objective.gate, objective.dual_clip) == ("bapo", 3.0)
