@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -55,10 +55,13 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Results by rank; an error on any rank is raised here with its traceback."""
+        """Results by rank; an error on any rank is raised here with its traceback.
+
+        The processes start anew after whatever went wrong, a test's time limit included.
+        """
         try:
             return self._run(world_size, function, args)
-        except AssertionError:
+        except BaseException:
             # the other ranks may still wait for the one that failed
             self.close()
             self._start()
@@ -73,7 +76,8 @@ class Ranks:
             rendezvous = Rendezvous(
                 address="127.0.0.1", port=port, rank=rank, world_size=world_size
             )
-            self._ends[rank].send(Task(function, rendezvous, args))
+            with _naming_a_death(rank):
+                self._ends[rank].send(Task(function, rendezvous, args))
         waiting = {self._ends[rank]: rank for rank in range(world_size)}
         answers: list[Any] = [None] * world_size
         while waiting:
@@ -81,7 +85,8 @@ class Ranks:
             assert ready, f"ranks {sorted(waiting.values())} did not answer"
             for end in ready:
                 rank = waiting.pop(end)
-                succeeded, answers[rank] = end.recv()
+                with _naming_a_death(rank):
+                    succeeded, answers[rank] = end.recv()
                 assert succeeded, f"rank {rank} failed:\n{answers[rank]}"
         return answers
 
@@ -97,6 +102,15 @@ class Ranks:
         for end in self._ends:
             end.close()
         self._processes, self._ends = [], []
+
+
+@contextlib.contextmanager
+def _naming_a_death(rank: int) -> Iterator[None]:
+    """A rank that died, or was killed for its memory, is known by its closed connection."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise AssertionError(f"rank {rank} died: {error!r}") from None
 
 
 def _serve(end: Connection) -> None:
