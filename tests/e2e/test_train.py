@@ -73,10 +73,18 @@ def test_a_finished_run_starts_nothing(uninterrupted):
     assert len(metrics(uninterrupted)) == NUM_STEPS
 
 
-def test_a_run_stopped_twice_equals_one_that_was_not(uninterrupted, tmp_path):
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param((3,), id="once"),
+        # before a checkpoint was due, and after a checkpoint of a resumed run
+        pytest.param((1, 3), id="twice", marks=pytest.mark.full),
+    ],
+)
+def test_a_stopped_run_equals_one_that_was_not(uninterrupted, tmp_path, steps):
     """Weights, moments, learning rate, prompts, seeds and reserve must all come back."""
     folder = tmp_path / "stopped"
-    for step in (1, 3):
+    for step in steps:
         process = start(folder)
         wait_for_step(process, folder, step)
         process.send_signal(signal.SIGTERM)
