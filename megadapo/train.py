@@ -13,6 +13,7 @@ from megadapo.errors import RunInterrupted
 from megadapo.observe.metrics import MetricRecord
 from megadapo.observe.oracles import check_oracles
 from megadapo.observe.summary import RunSummary
+from megadapo.run.evaluations import find_unfinished
 from megadapo.run.replay import check_replay
 from megadapo.run.run import Run
 from megadapo.run.step_metrics import step_metrics, step_notes
@@ -32,10 +33,18 @@ def train(config: RunConfig, *, replay: Path | None = None) -> RunSummary:
     """
     notes = [] if replay is None else [check_replay(config, replay)]
     with Run.open(config) as run:
+        unfinished = None
+        if replay is None:
+            unfinished, notes = find_unfinished(config, run.checkpoint)
         run.note(*notes)
         if not run.finished:
             with start_workers(
-                config, run, run.checkpoint, replay=replay, answers=run.folder
+                config,
+                run,
+                run.checkpoint,
+                replay=replay,
+                answers=run.folder,
+                unfinished=unfinished,
             ) as workers:
                 for _ in training_steps(config, run, workers):
                     pass

@@ -145,7 +145,8 @@ def _reserve(config: ClusterConfig, num_slots: int) -> PlacementGroup:
         raise InfraError(
             f"the layout asks for {num_slots} slots of {bundle}, the Ray cluster has "
             f"{have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs: start more nodes, or "
-            "lower trainer.* / rollout.* parallel sizes"
+            "lower trainer.* / rollout.* parallel sizes or rollout.num_engines (beside which "
+            'evaluation.placement = "engine" takes one more)'
         )
     return group
 

@@ -52,10 +52,12 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
     for note in notes:
         console.print(note, markup=False, soft_wrap=True)
     step = 0 if checkpoint is None else checkpoint.step
+    # there are no rollouts that it could go beside
+    alone = config.evaluation.model_copy(update={"placement": "alone"})
+    config = config.model_copy(update={"evaluation": alone})
     with start_workers(config, Spinner(console), checkpoint) as workers:
         workers.rollouts.publish(policy_version=step)
         workers.rollouts.evaluate(step)
-        workers.rollouts.wait()
         [record] = workers.rollouts.scored()
     console.print(
         f"avg@{record.samples_per_problem} on {record.num_problems} problems: "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.cluster.config import ClusterConfig
-from megadapo.config.sections import RunSection
+from megadapo.config.sections import CheckpointConfig, RunSection
 from megadapo.data.config import DataConfig
 from megadapo.rollout.config import EvaluationConfig, RolloutConfig, SamplingConfig
 from megadapo.section import Section
@@ -66,6 +66,25 @@ def _check_evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterato
         yield (
             f"evaluation.every = {evaluation.every} needs problems: set data.held_out, or "
             "evaluation.every = 0"
+        )
+
+
+def _check_evaluation_engine(
+    evaluation: EvaluationConfig, cluster: ClusterConfig, checkpoint: CheckpointConfig
+) -> Iterator[str]:
+    if evaluation.num_engines == 0:
+        return
+    if cluster.placement == "colocated":
+        yield (
+            'evaluation.placement = "engine" generates while the trainer updates, but with '
+            'cluster.placement = "colocated" engines share the trainer\'s GPUs: set it to '
+            '"separate"'
+        )
+    if evaluation.every % checkpoint.every:
+        yield (
+            f"evaluation.every = {evaluation.every} must be a multiple of checkpoint.every = "
+            f'{checkpoint.every} with evaluation.placement = "engine": a run that was stopped '
+            "finds the weights of an evaluation under way in the checkpoint of its step"
         )
 
 
@@ -134,6 +153,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_ranks,
     _check_lengths,
     _check_evaluation,
+    _check_evaluation_engine,
     _check_reference,
     _check_warmup,
     _check_deadline,

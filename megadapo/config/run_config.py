@@ -52,6 +52,11 @@ class RunConfig(Section, title="megadapo"):
         """Groups behind one optimizer update of a whole batch."""
         return self.algorithm.responses_per_mini_batch // self.sampling.responses_per_prompt
 
+    @property
+    def num_engines(self) -> int:
+        """All engines of a run, those for held-out problems last."""
+        return self.rollout.num_engines + self.evaluation.num_engines
+
     def conflicts(self) -> Iterator[str]:
         return conflicts_between(dict(self))
 

@@ -188,9 +188,10 @@ class EvaluationConfig(Section, title="evaluation"):
 
     every: NonNegativeInt = 0
     """Evaluate after every so many steps; 0 means never."""
-    placement: Literal["alone", "interleaved"] = "alone"
+    placement: Literal["alone", "interleaved", "engine"] = "alone"
     """alone: training waits; interleaved: asked with the next step's rollouts, in the slots they
-    leave idle, and only what is left when the trainer's new weights are ready is waited for."""
+    leave idle, and only what is left when the trainer's new weights are ready is waited for;
+    engine: asked of one more engine, which keeps the weights until it has answered."""
     samples_per_problem: PositiveInt = 32
     """Responses per problem (the k of avg@k)."""
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 1.0
@@ -199,3 +200,8 @@ class EvaluationConfig(Section, title="evaluation"):
     """Nucleus: responses come from the most probable tokens that hold this mass."""
     max_problems: PositiveInt | None = None
     """Use only so many problems, the first ones; none means all."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that have the held-out problems to themselves."""
+        return int(self.placement == "engine" and self.every > 0)

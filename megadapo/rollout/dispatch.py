@@ -120,7 +120,7 @@ class Dispatcher:
             self._in_flight[group.key] = (group, engine.place)
             shares.setdefault(engine.spec.index, []).append(group)
         for index, share in shares.items():
-            self._fleet.engines[index].submit(share)
+            self._fleet.slots[index].submit(share)
 
     def _look_around(self) -> None:
         if self.watch is not None and time.monotonic() - self._watched > WATCH_S:
@@ -171,7 +171,7 @@ class Dispatcher:
             limit="rollout.engine_progress_timeout_s",
         )
         for index, (_, report) in answers.items():
-            self._fleet.engines[index].take(report, ask_again=False)
+            self._fleet.slots[index].take(report, ask_again=False)
         return [stopped for stopped, _ in answers.values()]
 
     def _forget(self, key: int) -> GroupRequest:

@@ -58,16 +58,19 @@ class Engines:
         dtype: WeightDtype,
         max_prompt_tokens: int,
         log_folder: Path,
+        numbers: Sequence[int] | None = None,
         weights_from: WeightsFrom = "trainer",
         shares_gpus: bool = True,
         wait: bool = True,
     ) -> Engines:
-        """Start all engines.
+        """Start engines.
 
         Args:
             model: Hugging Face folder or Hub name.
             dtype: type of weights and activations.
             log_folder: where every engine writes its own log file.
+            numbers: which of the cluster's engines these are; None: the first
+                `config.num_engines`.
             weights_from: "trainer" leaves the weights random until they are published.
             shares_gpus: whether a trainer works on the same GPUs.
             wait: False returns at once, and `wait_until_ready` must follow.
@@ -86,7 +89,7 @@ class Engines:
                 platform=EnginePlatform(gpus=cluster.engine_gpus(index), shares_gpus=shares_gpus),
                 log_file=log_folder.resolve() / f"engine-{index}.log",
             )
-            for index in range(config.num_engines)
+            for index in (range(config.num_engines) if numbers is None else numbers)
         ]
         engines = cls([RemoteEngine(spec, cluster.engine_options(spec.index)) for spec in specs])
         if wait:
@@ -203,8 +206,12 @@ class Engines:
         self._fleet.republish = republish
 
     def weights_will_change(self) -> None:
-        """The trainer begins to change its weights: none can be published until it has ended."""
+        """The trainer begins to work: it can give weights to nobody until it has ended."""
         self._fleet.weights_will_change()
+
+    def weights_stay(self) -> None:
+        """The trainer has ended, and still has the weights that these engines were given last."""
+        self._fleet.weights_are_published()
 
     def updatable(self) -> list[int]:
         """Numbers of the engines that an update can reach now."""
@@ -212,11 +219,11 @@ class Engines:
 
     def place(self, index: int) -> Place:
         """What changes when another process takes an engine's place."""
-        return self._fleet.engines[index].place
+        return self._fleet.slots[index].place
 
     def gpus(self, index: int) -> tuple[int, ...]:
         """GPU numbers of an engine on its node; empty on a CPU."""
-        return self._fleet.engines[index].spec.platform.gpus
+        return self._fleet.slots[index].spec.platform.gpus
 
     def call(
         self, method: str, arguments: Mapping[int, tuple[object, ...]]
@@ -252,7 +259,7 @@ class Engines:
         method = "finish_weight_update"
         refs = self.call(method, {index: (policy_version,) for index in indices})
         for index in self.gather(refs, doing=method, timeout_s=timeout_s):
-            self._fleet.engines[index].state = "serving"
+            self._fleet.slots[index].state = "serving"
         self.policy_version = policy_version
         self._fleet.weights_are_published()
 
@@ -289,7 +296,7 @@ class Engines:
                 continue
         for engine in engines:
             ray.kill(engine.actor)
-        self._fleet.engines = []
+        self._fleet.slots = {}
 
     def _ask_all(self, method: str, timeout_s: float, *arguments: object) -> dict[int, Any]:
         refs = self.call(method, {index: arguments for index in self.updatable()})

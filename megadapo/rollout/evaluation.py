@@ -1,6 +1,6 @@
 """Accuracy on held-out problems: avg@k with its standard error.
 
-An evaluation can have the engines to itself, or take the slots that training leaves idle.
+An evaluation can have engines to itself, or take the slots that training leaves idle.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class EvaluationUnderWay:
             answers: what an earlier process got of the same evaluation, and where answers are
                 kept for a later one; None: neither.
         """
+        self._engines = engines
         self.policy_version = engines.policy_version
         """Of the weights that are scored: those that the engines hold until it has finished."""
         self._held_out = held_out
@@ -153,6 +154,11 @@ class EvaluationUnderWay:
         """Keys of the groups that the engines have and have not handed back."""
         return self._generating
 
+    @property
+    def answered(self) -> bool:
+        """Whether `finish` has nothing to wait for."""
+        return not self._unasked and not self._inquiry.open
+
     def ask(self, room: int | None = None) -> None:
         """Ask the next questions, as many as fit into so many responses; all of them for None."""
         num_groups = None if room is None else room // self._held_out.samples_per_problem
@@ -170,6 +176,14 @@ class EvaluationUnderWay:
         self._inquiry.take(own)
         self._keep(self._inquiry.scored())
         return others
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Take what the engines have finished, if nobody else uses them.
+
+        Raises:
+            InfraError: an engine failed.
+        """
+        self.take(self._engines.finished(timeout_s))
 
     def finish(self) -> Evaluation:
         """Ask what is not asked yet and wait for the rest; nobody else may use the engines.

@@ -29,7 +29,8 @@ class Fleet:
     """All slots. A lost engine is ended, started again and given the present weights."""
 
     def __init__(self, engines: Sequence[RemoteEngine]) -> None:
-        self.engines = list(engines)
+        self.slots = {engine.spec.index: engine for engine in engines}
+        """By number."""
         self.config = engines[0].spec.config
         self.notes: list[str] = []
         """One line for every engine that was lost."""
@@ -41,6 +42,11 @@ class Fleet:
         self._num_restarts, self._max_restarts = 0, self.config.max_engine_restarts
         self._weights_stay = False
         self._bringing_up = threading.RLock()
+
+    @property
+    def engines(self) -> list[RemoteEngine]:
+        """All slots, in order of their numbers."""
+        return list(self.slots.values())
 
     @property
     def serving(self) -> list[RemoteEngine]:
@@ -67,7 +73,7 @@ class Fleet:
     ) -> dict[int, ObjectRef[Any]]:
         """Call a method of the engines with these numbers, without waiting."""
         return {
-            index: getattr(self.engines[index].actor, method).remote(*values)
+            index: getattr(self.slots[index].actor, method).remote(*values)
             for index, values in arguments.items()
         }
 
@@ -112,7 +118,7 @@ class Fleet:
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         for index, ref in refs.items():
-            engine = self.engines[index]
+            engine = self.slots[index]
             cause = str(late(engine.name, doing, timeout_s, limit))
             if (died := self._wait_for(engine, ref, deadline)) is not None:
                 self.lose(engine, died or cause)

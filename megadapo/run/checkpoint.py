@@ -28,6 +28,8 @@ MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints, in the run's folder."""
 STATE = "state.json"
+EVALUATING = "evaluating"
+"""Key of a run's state: the earlier step, saved too, whose weights are still being evaluated."""
 TRAINER = "trainer"
 _STEP_NAME = re.compile(r"step-\d+")
 _TEMPORARY = "tmp-"

@@ -15,6 +15,7 @@ from megadapo.rollout.engines import Engines
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.sampler import Sampler
 from megadapo.rollout.selection import in_training_order
+from megadapo.run.checkpoint import EVALUATING
 from megadapo.run.evaluations import Evaluations
 from megadapo.run.sampling import Questions
 from megadapo.run.step_metrics import verifier_note
@@ -96,7 +97,7 @@ class LiveRollouts:
     def next_batch(self) -> SampledBatch:
         batch = self.sampler.next_batch()
         if self.config.cluster.engines_sleep:
-            self.evaluations.finish()
+            self.evaluations.make_way()
         self.questions.ask_second_opinion(batch)
         groups = in_training_order(
             batch.groups, self.policy_version, self.config.groups_per_mini_batch
@@ -105,16 +106,18 @@ class LiveRollouts:
 
     def wait(self) -> None:
         self.sampler.wait()
-        self.evaluations.finish()
+        self.evaluations.make_way()
 
     def sleep(self) -> None:
         self.engines.sleep()
+        self.evaluations.weights_will_change()
 
     def publish(self, policy_version: int) -> None:
         """Put the trainer's weights into the engines, which then sample as that version."""
         self.engines.wake_weights()
         self.publisher.publish(policy_version)
         self.engines.wake_cache()
+        self.evaluations.weights_stay()
 
     def evaluate(self, step: int) -> None:
         self.evaluations.begin(step)
@@ -127,14 +130,17 @@ class LiveRollouts:
 
     def take_notes(self) -> list[str]:
         """Which engines were lost."""
-        return self.engines.take_notes()
+        return [*self.engines.take_notes(), *self.evaluations.take_notes()]
 
     def closing_notes(self) -> Iterator[str]:
         self.questions.verifier.finish_second_opinion(FINISH_S)
         yield verifier_note(self.questions.verifier.counts)
 
     def state_dict(self) -> dict[str, object]:
-        return {SAMPLER_STATE: self.sampler.state_dict()}
+        state: dict[str, object] = {SAMPLER_STATE: self.sampler.state_dict()}
+        if self.evaluations.on_reserved is not None:
+            state[EVALUATING] = self.evaluations.on_reserved
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken.

@@ -28,7 +28,13 @@ from megadapo.observe.saved_group import SavedGroup
 from megadapo.observe.summary import RunSummary, print_report
 from megadapo.rollout.answer_log import answers_path
 from megadapo.run.background_export import BackgroundExports
-from megadapo.run.checkpoint import CHECKPOINTS, Checkpoint, CheckpointStore, load
+from megadapo.run.checkpoint import (
+    CHECKPOINTS,
+    EVALUATING,
+    Checkpoint,
+    CheckpointStore,
+    load,
+)
 from megadapo.run.stop import StopSignal
 
 
@@ -215,18 +221,18 @@ class Run:
                 self.step,
                 write_trainer=write_trainer,
                 state=self._state,
-                in_use=self._exports.steps,
+                in_use=self._exports.steps | {self._state.get(EVALUATING, self.step)},
             )
             self.checkpoint = Checkpoint(path, self.step, self._state)
         self._start_export()
 
     def _unreported(self) -> EvaluationRecord | None:
-        """The evaluation of the step resumed from, where the record that has it is written anew.
+        """The newest evaluation, where the record that has it is written anew.
 
-        What was scored before the first step is in no record.
+        What was scored before the first step need not be in one.
         """
         evaluations = read_evaluations(self.folder)
-        if self.step == 0 or not evaluations or evaluations[-1].step != self.step:
+        if not evaluations or evaluations[-1].step == 0:
             return None
         reported = {record.get("eval/policy_version") for record in self.records}
         return None if evaluations[-1].policy_version in reported else evaluations[-1]

@@ -98,7 +98,7 @@ class Questions:
 
 
 def start_cluster(
-    config: RunConfig, phases: Phases, stack: ExitStack, *, trains: bool, samples: bool
+    config: RunConfig, phases: Phases, stack: ExitStack, *, trains: bool, num_engines: int
 ) -> Cluster:
     """Start or join Ray with slots for trainer ranks, engines or both; left with `stack`.
 
@@ -109,7 +109,7 @@ def start_cluster(
         cluster = Cluster.start(
             config.cluster,
             num_trainer_ranks=config.trainer.num_ranks if trains else 0,
-            num_engines=config.rollout.num_engines if samples else 0,
+            num_engines=num_engines,
             engine_ranks=config.rollout.ranks_per_engine,
         )
         stack.callback(cluster.shutdown)
@@ -124,7 +124,8 @@ def start_engines_alone(
     Raises:
         InfraError: the cluster lacks slots, or an engine did not start.
     """
-    cluster = start_cluster(config, phases, stack, trains=False, samples=True)
+    num_engines = config.rollout.num_engines
+    cluster = start_cluster(config, phases, stack, trains=False, num_engines=num_engines)
     with phases.phase("start engines"):
         engines = Engines.start(
             config.rollout,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from megadapo.data.batch import PackedBatch
 from megadapo.rollout.ahead import AheadSampler
 from megadapo.rollout.engines import Engines
 from megadapo.run.checkpoint import Checkpoint
-from megadapo.run.evaluations import Evaluations
+from megadapo.run.evaluations import Evaluations, ReservedEngine, UnfinishedEvaluation
 from megadapo.run.replay import ReplayedRollouts
 from megadapo.run.rollouts import LiveRollouts, Rollouts
 from megadapo.run.sampling import Phases, Questions, load_tokenizer, start_cluster
@@ -53,6 +53,7 @@ def start_workers(
     *,
     replay: Path | None = None,
     answers: Path | None = None,
+    unfinished: UnfinishedEvaluation | None = None,
 ) -> Iterator[Workers]:
     """Start every part, at `checkpoint` where there is one; all have ended when this returns.
 
@@ -60,6 +61,7 @@ def start_workers(
         replay: folder of saved rollouts that take the place of engines.
         answers: folder for those of an evaluation under way, so that it can go on after a stop;
             None: they are not kept.
+        unfinished: an evaluation of weights before the checkpoint's, to be gone on with.
 
     Raises:
         ConfigError: steps to be replayed are not saved.
@@ -76,32 +78,40 @@ def start_workers(
             workers = _start_replay(config, phases, stack, rollouts)
         if checkpoint is not None:
             with phases.phase("load checkpoint"):
+                if unfinished is not None:
+                    _resume(unfinished, workers)
                 workers.trainer.load(checkpoint.trainer_folder)
                 workers.rollouts.load_state_dict(checkpoint.state)
         yield workers
+
+
+def _resume(unfinished: UnfinishedEvaluation, workers: Workers) -> None:
+    """Let the trainer take the weights of an earlier step, for as long as they are published."""
+    if unfinished.trainer_folder is not None:
+        workers.trainer.load(unfinished.trainer_folder)
+    workers.rollouts.evaluate(unfinished.step)
 
 
 def _start_live(
     config: RunConfig, phases: Phases, stack: ExitStack, answers: Path | None
 ) -> Workers:
     questions = Questions.start(config, phases, stack)
-    cluster = start_cluster(config, phases, stack, trains=True, samples=True)
-    trainer, engines = _start_processes(config, phases, cluster, stack)
-    publisher = Publisher(
-        trainer.ranks,
-        engines,
-        config.weights,
-        tensor_parallel=config.rollout.tensor_parallel,
-        pipeline_parallel=config.rollout.pipeline_parallel,
-        expert_parallel=config.rollout.expert_parallel,
-        dtype=getattr(torch, config.model.dtype),
-    )
+    cluster = start_cluster(config, phases, stack, trains=True, num_engines=config.num_engines)
+    trainer, engines, held_out = _start_processes(config, phases, cluster, stack)
+    publisher = _publisher(config, trainer, engines)
     engines.republish_with(publisher.republish)
-    engines.watch, trainer.watch = trainer.check, engines.check
     evaluations = Evaluations(
-        config, engines, questions, phases, fingerprint=publisher.fingerprint, folder=answers
+        config,
+        engines,
+        questions,
+        phases,
+        fingerprint=publisher.fingerprint,
+        folder=answers,
+        reserved=None if held_out is None else _reserved(config, trainer, engines, held_out),
     )
     stack.callback(evaluations.close)
+    engines.watch = _each(trainer.check, evaluations.check)
+    trainer.watch = _each(engines.check, evaluations.check)
     sampler = questions.sampler(config, evaluations.sampling_engines)
     ahead = config.sampling.mode == "one_step_off"
     rollouts = LiveRollouts(
@@ -119,36 +129,95 @@ def _start_replay(
     config: RunConfig, phases: Phases, stack: ExitStack, rollouts: ReplayedRollouts
 ) -> Workers:
     tokenizer = load_tokenizer(config)
-    cluster = start_cluster(config, phases, stack, trains=True, samples=False)
+    cluster = start_cluster(config, phases, stack, trains=True, num_engines=0)
     trainer = _start_trainer(config, phases, cluster, stack)
     return Workers(trainer=trainer, rollouts=rollouts, tokenizer=tokenizer)
 
 
+def _publisher(
+    config: RunConfig, trainer: Trainer, engines: Engines, *, held: bool = False
+) -> Publisher:
+    return Publisher(
+        trainer.ranks,
+        engines,
+        config.weights,
+        tensor_parallel=config.rollout.tensor_parallel,
+        pipeline_parallel=config.rollout.pipeline_parallel,
+        expert_parallel=config.rollout.expert_parallel,
+        dtype=getattr(torch, config.model.dtype),
+        held=held,
+    )
+
+
+def _reserved(
+    config: RunConfig, trainer: Trainer, engines: Engines, held_out: Engines
+) -> ReservedEngine:
+    """The engine of the held-out problems, whose weights the trainer's ranks hold for it."""
+    publisher = _publisher(config, trainer, held_out, held=True)
+
+    def publish(policy_version: int) -> None:
+        publisher.hold()
+        held_out.republish_with(publisher.republish)
+        publisher.publish(policy_version)
+
+    return ReservedEngine(
+        engines=held_out, publish=publish, watch=_each(trainer.check, engines.check)
+    )
+
+
+def _each(*checks: Callable[[], None]) -> Callable[[], None]:
+    """All of the checks as one."""
+
+    def check() -> None:
+        for one in checks:
+            one()
+
+    return check
+
+
 def _start_processes(
     config: RunConfig, phases: Phases, cluster: Cluster, stack: ExitStack
-) -> tuple[Trainer, Engines]:
-    """Start engines and trainer, at once unless they share GPUs."""
+) -> tuple[Trainer, Engines, Engines | None]:
+    """Start engines and trainer, at once unless they share GPUs.
+
+    Returns:
+        The trainer, the engines it trains with, and what there is for held-out problems only.
+    """
     # an engine measures the free memory of its GPU, so it must be alone on it while it starts
     one_by_one = config.cluster.engines_sleep
     with phases.phase("start engines"):
-        engines = Engines.start(
-            config.rollout,
-            cluster,
-            model=config.model.path,
-            dtype=config.model.dtype,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            log_folder=config.run.folder,
-            shares_gpus=config.cluster.placement == "colocated",
-            wait=one_by_one,
-        )
-        stack.callback(engines.shutdown)
+        first, num_engines = config.rollout.num_engines, config.num_engines
+        engines = _start_engines(config, cluster, stack, range(first), wait=one_by_one)
+        held_out = None
+        if num_engines > first:
+            held_out = _start_engines(config, cluster, stack, range(first, num_engines), wait=False)
         if one_by_one:
             engines.sleep()
     trainer = _start_trainer(config, phases, cluster, stack)
-    if not one_by_one:
-        with phases.phase("wait for engines"):
+    with phases.phase("wait for engines"):
+        if not one_by_one:
             engines.wait_until_ready()
-    return trainer, engines
+        if held_out is not None:
+            held_out.wait_until_ready()
+    return trainer, engines, held_out
+
+
+def _start_engines(
+    config: RunConfig, cluster: Cluster, stack: ExitStack, numbers: Sequence[int], *, wait: bool
+) -> Engines:
+    engines = Engines.start(
+        config.rollout,
+        cluster,
+        model=config.model.path,
+        dtype=config.model.dtype,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        log_folder=config.run.folder,
+        numbers=numbers,
+        shares_gpus=config.cluster.placement == "colocated",
+        wait=wait,
+    )
+    stack.callback(engines.shutdown)
+    return engines
 
 
 def _start_trainer(

@@ -55,7 +55,7 @@ from megadapo.weights.disk.export import export_weights
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.layout.layout import ModelLayout
-from megadapo.weights.sync.sender import WeightSender
+from megadapo.weights.sync.sender import HeldWeightSender, WeightSender
 
 
 class TrainerRank:
@@ -96,9 +96,8 @@ class TrainerRank:
             vocab_size=self.layout.shape.vocab_size,
             wait_for_weight=partial(wait_for_weight, self.chunks[-1]),
         )
-        self.weight_sender = WeightSender(
-            self.parameters, self.layout, self.position, torch.distributed.get_rank()
-        )
+        shards = (self.parameters, self.layout, self.position, torch.distributed.get_rank())
+        self.weight_sender, self.held_sender = WeightSender(*shards), HeldWeightSender(*shards)
         self._builder = MicroBatchBuilder(
             inverse_frequencies=inverse_frequencies(self.model),
             token_multiple=settings.trainer.tensor_parallel,

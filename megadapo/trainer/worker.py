@@ -123,6 +123,11 @@ class TrainerWorker:
         return getattr(self._started().weight_sender, method)(*args, **kwargs)
 
     @_named_failures
+    def held_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As `weight_sender`, of the weights that this rank holds beside the present ones."""
+        return getattr(self._started().held_sender, method)(*args, **kwargs)
+
+    @_named_failures
     def leave(self) -> None:
         """Take the process groups apart before the process ends."""
         if self._trainer is not None:

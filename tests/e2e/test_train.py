@@ -125,24 +125,78 @@ def test_a_killed_run_leaves_no_process_and_loses_no_checkpoint(uninterrupted, t
 
 @pytest.mark.full
 @pytest.mark.fault
+@pytest.mark.parametrize("placement", ["interleaved", "engine"])
 def test_an_evaluation_beside_the_rollouts_changes_no_number_even_of_a_killed_run(
-    uninterrupted, tmp_path
+    uninterrupted, tmp_path, placement
 ):
     """Seeds, batches or weights that an evaluation touches would show in the metrics after it.
 
-    The kill comes when the evaluation of step 2 is recorded, and step 3 has to be done again.
+    The kill comes when step 3 is recorded, which has to be done again. With "interleaved" that has
+    the evaluation of step 2; an engine of its own may still be at it.
     """
-    folder, beside = tmp_path / "interleaved", "--evaluation.placement=interleaved"
-    process = start(folder, beside)
+    folder = tmp_path / placement
+    beside = (f"--evaluation.placement={placement}", "--cluster.placement=separate")
+    process = start(folder, *beside)
     wait_for_step(process, folder, 3)
     process.kill()
     process.communicate(timeout=60)
-    result = run(folder, beside)
+    result = run(folder, *beside)
     assert result.returncode == 0, result.stdout + result.stderr
     assert read_evaluations(folder) == read_evaluations(uninterrupted)
-    assert [r["eval/policy_version"] for r in metrics(folder)] == [0, None, 2, 4]
+    if placement == "interleaved":
+        assert [r["eval/policy_version"] for r in metrics(folder)] == [0, None, 2, 4]
     assert without_evaluations(folder) == without_evaluations(uninterrupted)
     assert list(folder.glob("evaluation-*.jsonl")) == []
+
+
+LONG = (
+    "--evaluation.max_problems=64",
+    "--evaluation.samples_per_problem=64",
+    "--checkpoint.every=1",
+    "--checkpoint.keep=1",
+)
+"""An evaluation takes several steps, each of which is saved."""
+
+
+@pytest.mark.full
+@pytest.mark.fault
+def test_an_engine_scores_weights_that_training_has_left_behind_whatever_is_lost(tmp_path):
+    """Catches weights of another step, in an engine that comes back as in a run that does.
+
+    The engine is killed with the weights of step 0 while others train on; the run is killed when it
+    has saved step 3 and the weights of step 2 are still evaluated.
+    """
+    alone, folder = tmp_path / "alone", tmp_path / "engine"
+    own = (*LONG, "--evaluation.placement=engine", "--cluster.placement=separate")
+    result = run(alone, *LONG)
+    assert result.returncode == 0, result.stdout + result.stderr
+    process = start(folder, *own)
+    wait_for_step(process, folder, 1)
+    os.kill(writer_of(folder / "engine-1.log", folder), signal.SIGKILL)
+    while not (folder / "checkpoints/step-3/manifest.json").exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    process.kill()
+    process.communicate(timeout=60)
+    assert [evaluation.step for evaluation in read_evaluations(folder)] == [0]
+    assert "restart 1 of 3" in (folder / "log.txt").read_text()
+    result = run(folder, *own)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "resuming after step 3" in result.stdout
+    assert read_evaluations(folder) == read_evaluations(alone)
+    assert without_evaluations(folder) == without_evaluations(alone)
+    assert list(folder.glob("evaluation-*.jsonl")) == []
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-4"]
+
+
+def writer_of(log: Path, folder: Path) -> int:
+    """The actor that writes a log file; vLLM's processes under it do so as well."""
+    (found,) = (
+        pid
+        for pid, name in descendants(folder)
+        if name.startswith("ray::") and (Path("/proc") / str(pid) / "fd" / "1").resolve() == log
+    )
+    return found
 
 
 def without_evaluations(folder: Path) -> list[dict]:

@@ -95,6 +95,9 @@ class ScriptedEngines:
     def activity(self) -> list[EngineActivity]:
         return []
 
+    def check(self) -> None:
+        """They are never lost."""
+
     def _answer(self, group: GroupRequest, *, cut: bool = False) -> GroupResponse:
         begun = group.begun or (None,) * len(group.seeds)
         responses = tuple(

@@ -91,13 +91,15 @@ class Publisher:
 
     Args:
         trainer_ranks: Ray actors of the trainer, by rank. Each has a method
-            `weight_sender(method, *args, **kwargs)` that calls its `WeightSender`.
+            `weight_sender(method, *args, **kwargs)` that calls its `WeightSender`, and where
+            `held` is asked for a `held_sender` that does so with its `HeldWeightSender`.
         engines: The rollout engines.
         config: The `[weights]` section.
         tensor_parallel: Ranks of one stage of an engine.
         pipeline_parallel: Stages of an engine.
         expert_parallel: Whether an engine's ranks hold whole experts.
         dtype: Type of the engines' weights.
+        held: Send what the ranks `hold` in the place of their present weights.
     """
 
     def __init__(
@@ -110,8 +112,10 @@ class Publisher:
         pipeline_parallel: int = 1,
         expert_parallel: bool = False,
         dtype: torch.dtype,
+        held: bool = False,
     ) -> None:
         self._ranks, self._engines, self._config = list(trainer_ranks), engines, config
+        self._sender = "held_sender" if held else "weight_sender"
         self._dtype = dtype
         self._engine = EngineShape(
             tp_size=tensor_parallel, pp_size=pipeline_parallel, expert_parallel=expert_parallel
@@ -172,6 +176,10 @@ class Publisher:
             num_rounds=0 if plan is None else self._num_rounds,
             verified=verify and plan is not None,
         )
+
+    def hold(self) -> None:
+        """Have the ranks keep a copy of their present weights, which is sent from now on."""
+        self._call("hold")
 
     def fingerprint(self) -> str:
         """Return a name of the trainer's present weights that depends on every bit of them.
@@ -263,7 +271,7 @@ class Publisher:
         return self._wait(self._submit(method, *args, **kwargs), method)
 
     def _submit(self, method: str, *args: Any, **kwargs: Any) -> list[ObjectRef[Any]]:
-        return [rank.weight_sender.remote(method, *args, **kwargs) for rank in self._ranks]
+        return [getattr(rank, self._sender).remote(method, *args, **kwargs) for rank in self._ranks]
 
     def _fill(self, number: int, verify: bool) -> list[ObjectRef[Any]]:
         return self._submit("fill", number, with_checksums=verify)

@@ -183,6 +183,35 @@ class WeightSender:
         return torch.distributed.P2POp(torch.distributed.isend, place, transfer.feeder)
 
 
+class HeldWeightSender(WeightSender):
+    """Sends weights as they were when they were held, however far training is since.
+
+    The copies are in main memory, once more the size of this rank's parameters.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, torch.Tensor],
+        layout: ModelLayout,
+        position: ShardPosition,
+        rank: int,
+    ) -> None:
+        """Nothing is held yet; arguments as for `WeightSender`."""
+        super().__init__(params, layout, position, rank)
+        self._live, self._params = self._params, {}
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Copy the present weights, in the place of those held before."""
+        if not self._params:
+            self._params = {
+                name: torch.empty(param.shape, dtype=param.dtype)
+                for name, param in self._live.items()
+            }
+        for name, param in self._live.items():
+            self._params[name].copy_(param)
+
+
 def _checksums(ready: _Prepared, bucket: torch.Tensor, placed: Placed) -> list[int]:
     return [
         checksum(slice_view(bucket, offset, copy, ready.dtype))

@@ -206,6 +206,14 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
         ),
         (["evaluation.every=5"], ["evaluation.every", "data.held_out"]),
         (
+            ["evaluation.every=10", "evaluation.placement=engine"],
+            ['evaluation.placement = "engine"', "cluster.placement"],
+        ),
+        (
+            ["evaluation.every=5", "evaluation.placement=engine", "cluster.placement=separate"],
+            ["evaluation.every = 5", "checkpoint.every = 10"],
+        ),
+        (
             ["algorithm.overlong_filtering=true"],
             ["algorithm.overlong_filtering", "algorithm.overlong_buffer"],
         ),
@@ -244,6 +252,16 @@ def test_impossible_combination_names_its_keys(
 ) -> None:
     message = refused(recipe, *overrides)
     assert all(key in message for key in keys), message
+
+
+def test_an_engine_for_held_out_problems_is_one_more_and_only_where_there_are_evaluations(
+    recipe: Path,
+) -> None:
+    own = ["evaluation.placement=engine", "cluster.placement=separate", "rollout.num_engines=3"]
+    held_out = ["evaluation.every=10", "data.held_out=arithmetic:held_out:8"]
+    assert load_config(recipe, [*own, *held_out]).num_engines == 4
+    assert load_config(recipe, own).num_engines == 3
+    assert load_config(recipe, [*held_out, "rollout.num_engines=3"]).num_engines == 3
 
 
 def test_every_key_of_every_section_is_described() -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from megadapo.config import RunConfig, from_dict
+from megadapo.observe.metrics import EvaluationRecord, MetricsLog
 from megadapo.rollout.answer_log import answers_path
-from megadapo.run.evaluations import Evaluations
+from megadapo.run.checkpoint import EVALUATING, CheckpointStore, load
+from megadapo.run.evaluations import Evaluations, ReservedEngine, find_unfinished
 from megadapo.run.sampling import Questions
 from tests.support.scripted_engines import (
     PlainTokenizer,
@@ -34,22 +36,28 @@ class Phases:
         yield
 
 
-def config_of(placement: str) -> RunConfig:
+def config_of(placement: str, folder: str | Path = "somewhere") -> RunConfig:
     return from_dict(
         {
-            "run": {"folder": "somewhere", "num_steps": 5},
+            "run": {"folder": str(folder), "num_steps": 5},
             "model": {"path": "somewhere"},
             "data": {"train": "arithmetic:train:64", "held_out": "arithmetic:held_out:8"},
             "evaluation": {"every": 1, "samples_per_problem": 4, "placement": placement},
             "rollout": {"max_response_tokens": 20},
             "algorithm": {"overlong_buffer": 0},
             "trainer": {"optimizer": {"warmup_steps": 2}},
+            "cluster": {"placement": "separate"},
+            "checkpoint": {"every": 1},
         }
     )
 
 
 def make(
-    placement: str, engines: ScriptedEngines, folder: Path | None = None, weights: str = "weights"
+    placement: str,
+    engines: ScriptedEngines,
+    folder: Path | None = None,
+    weights: str = "weights",
+    reserved: ReservedEngine | None = None,
 ) -> Evaluations:
     questions = Questions(
         tokenizer=PlainTokenizer(),
@@ -64,7 +72,35 @@ def make(
         Phases(),
         fingerprint=lambda: weights,
         folder=folder,
+        reserved=reserved,
     )
+
+
+class Reserved:
+    """An engine of its own, and what became of it."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.others, self.own = ScriptedEngines(), ScriptedEngines(at_once=1)
+        self.num_looks = 0
+        engine = ReservedEngine(engines=self.own, publish=self._publish, watch=self._look)
+        self.evaluations = make("engine", self.others, folder, reserved=engine)
+
+    def _publish(self, policy_version: int) -> None:
+        assert self.own.num_in_flight == 0, "it generates"
+        self.own.policy_version = policy_version
+
+    def _look(self) -> None:
+        self.num_looks += 1
+
+
+def record_of(step: int) -> EvaluationRecord:
+    """What an evaluation that has the engines to itself makes of the same weights."""
+    engines = ScriptedEngines()
+    engines.policy_version = step
+    evaluations = make("alone", engines)
+    evaluations.begin(step)
+    [record] = evaluations.take_finished()
+    return record
 
 
 @pytest.mark.parametrize(("placement", "step"), [("alone", 2), ("interleaved", 5)])
@@ -119,3 +155,89 @@ def test_what_is_under_way_can_be_given_up():
     evaluations.begin(1)
     evaluations.close()
     assert evaluations.take_finished() == []
+
+
+def test_one_on_its_own_engine_is_never_waited_for_while_training_goes_on():
+    """Catches a step that waits, weights that change under it, questions asked of the others."""
+    run = Reserved()
+    run.evaluations.begin(2)
+    assert len(run.own.asked) == NUM_PROBLEMS and run.others.asked == []
+    assert run.evaluations.sampling_engines.evaluation is None
+    for num_left in range(NUM_PROBLEMS - 1, 0, -1):
+        run.others.policy_version += 1
+        run.evaluations.make_way()
+        run.evaluations.check()
+        assert run.own.num_in_flight == num_left and run.evaluations.on_reserved == 2
+    records = []
+    while not records:
+        records = run.evaluations.take_finished()
+    assert records == [record_of(2)] and run.evaluations.on_reserved is None
+    assert run.num_looks == 0
+
+
+def test_the_next_one_waits_for_the_engine_and_the_last_goes_to_the_others():
+    """The rest of the run is looked after meanwhile."""
+    run = Reserved()
+    for step in (0, 2, 5):
+        run.others.policy_version = step
+        run.evaluations.begin(step)
+    assert run.evaluations.take_finished() == [record_of(step) for step in (0, 2, 5)]
+    assert len(run.own.asked) == 2 * NUM_PROBLEMS and len(run.others.asked) == NUM_PROBLEMS
+    assert run.num_looks == 2 * NUM_PROBLEMS
+
+
+def test_what_its_own_engine_had_answered_is_not_asked_again(tmp_path):
+    first, second = Reserved(tmp_path), Reserved(tmp_path)
+    first.evaluations.begin(2)
+    while not answers_path(tmp_path, 2).exists():
+        first.evaluations.check()
+    first.evaluations.close()
+    first.evaluations.check()
+    num_known = len(answers_path(tmp_path, 2).read_text().splitlines())
+    assert 0 < num_known < NUM_PROBLEMS
+    second.evaluations.begin(2)
+    assert len(second.own.asked) == NUM_PROBLEMS - num_known
+    second.evaluations.finish()
+    assert second.evaluations.take_finished() == [record_of(2)]
+
+
+def saved_run(folder: Path, **state: int):
+    """A run's folder with checkpoints of steps 2 and 3; the state is the newer one's."""
+    store = CheckpointStore(folder / "checkpoints", keep=2)
+    for step in (2, 3):
+        store.save(
+            step,
+            write_trainer=lambda path: (path / "shard").write_text("x"),
+            state=state if step == 3 else {},
+        )
+    return load(folder / "checkpoints" / "step-3")
+
+
+def test_a_run_goes_on_with_the_evaluation_of_weights_that_it_has_left_behind(tmp_path):
+    """They are in the checkpoint of their step; before the first step the trainer has them."""
+    config = config_of("engine", tmp_path)
+    checkpoint = saved_run(tmp_path, **{EVALUATING: 2})
+    unfinished, notes = find_unfinished(config, checkpoint)
+    assert notes == [] and unfinished is not None
+    assert unfinished.step == 2
+    assert unfinished.trainer_folder == tmp_path / "checkpoints" / "step-2" / "trainer"
+    alone, notes = find_unfinished(config_of("alone", tmp_path), checkpoint)
+    assert alone is None and "step 2" in notes[0] and "evaluation.placement" in notes[0]
+    with MetricsLog(tmp_path, writers=(), config={}) as log:
+        log.record_evaluation(record_of(2))
+    assert find_unfinished(config, checkpoint) == (None, [])
+
+
+@pytest.mark.parametrize(("state", "lost"), [({}, 0), ({EVALUATING: 3}, 0), ({EVALUATING: 1}, 1)])
+def test_nothing_is_gone_on_with_where_there_is_nothing(tmp_path, state, lost):
+    """Its own step's is begun as any other; one whose checkpoint is gone must not end the run."""
+    config = config_of("engine", tmp_path)
+    unfinished, notes = find_unfinished(config, saved_run(tmp_path, **state))
+    assert unfinished is None and len(notes) == lost
+    assert find_unfinished(config, None) == (None, [])
+
+
+def test_before_the_first_step_the_trainer_itself_has_the_weights(tmp_path):
+    checkpoint = saved_run(tmp_path, **{EVALUATING: 0})
+    unfinished, _ = find_unfinished(config_of("engine", tmp_path), checkpoint)
+    assert unfinished is not None and (unfinished.step, unfinished.trainer_folder) == (0, None)

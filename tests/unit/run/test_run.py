@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from megadapo.config import RunConfig, from_dict
+from megadapo.config.sections import CheckpointConfig
 from megadapo.errors import CheckpointError, ConfigError, InfraError
 from megadapo.observe import rollouts
 from megadapo.observe.config import ObserveConfig
 from megadapo.observe.metrics import EvaluationRecord, read_evaluations, read_metrics
 from megadapo.rollout.answer_log import answers_path
-from megadapo.run.checkpoint import CheckpointStore
+from megadapo.run.checkpoint import EVALUATING, CheckpointStore
 from megadapo.run.run import Run
 from tests.support.saved_groups import saved_group
 
@@ -176,6 +177,31 @@ def test_a_step_that_is_done_again_reports_the_evaluation_that_it_did_not_ask_ag
         assert not run.evaluates(2)
         advance(run, 4)
     assert reported(tmp_path) == [(None, None), (None, None), (0.5, 2), (None, None)]
+
+
+def test_an_evaluation_that_took_several_steps_is_reported_by_a_step_that_is_done_again(tmp_path):
+    """It may be of an earlier step than the checkpoint that the run goes on from."""
+    with Run.open(config_of(tmp_path)) as run:
+        run.record_evaluation(evaluation(0))
+        advance(run, 4)
+        run.record_evaluation(evaluation(2))
+    for _ in range(2):
+        with Run.open(config_of(tmp_path)) as run:
+            advance(run, 5)
+        assert reported(tmp_path) == [(None, None)] * 4 + [(0.5, 2)]
+
+
+def test_the_checkpoint_of_weights_that_are_still_evaluated_is_kept(tmp_path):
+    """A run that is stopped then has them nowhere else."""
+    config = config_of(tmp_path)
+    config = config.model_copy(update={"checkpoint": CheckpointConfig(every=1, keep=1)})
+    with Run.open(config) as run:
+        for step in run.steps():
+            record_step(run, step)
+            run.complete(step, {EVALUATING: 2} if step in (3, 4) else {})
+            run.save(lambda folder: (folder / "shard").write_bytes(b"shard"))
+            kept = ["step-2", f"step-{step}"] if step in (3, 4) else [f"step-{step}"]
+            assert saved_steps(tmp_path) == kept
 
 
 def test_answers_are_kept_until_their_evaluation_is_recorded(tmp_path):

@@ -19,7 +19,7 @@ from megadapo.weights.sync.parcels import Parcel
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
-from megadapo.weights.sync.sender import WeightSender
+from megadapo.weights.sync.sender import HeldWeightSender, WeightSender
 from megadapo.weights.sync.shared_memory import MEMORY_FOLDER, SharedMemoryInbox, SharedMemoryOutbox
 from tests.support.tiny_models import FAMILY_NAMES, make_model
 
@@ -47,7 +47,7 @@ class Shards:
 class Connection:
     """All trainer ranks and all ranks of one engine, connected through shared memory."""
 
-    def __init__(self, folder, trainer, engine, dtype=torch.float32):
+    def __init__(self, folder, trainer, engine, dtype=torch.float32, sender=WeightSender):
         self.layout = open_layout(folder)
         self.engine, self.dtype = engine, dtype
         positions = replica_positions(self.layout, **trainer)
@@ -55,7 +55,7 @@ class Connection:
         for rank, position in enumerate(positions):
             params = {s.name: torch.empty(s.shape) for s in self.layout.megatron_shards(position)}
             import_weights(folder, params, self.layout, position)
-            self.senders.append(WeightSender(params, self.layout, position, rank))
+            self.senders.append(sender(params, self.layout, position, rank))
         self.plan = make_plan(
             self.layout, positions, engine, itemsize=dtype.itemsize, max_bundle_bytes=BUCKET
         )
@@ -164,6 +164,27 @@ def test_interleaved_stages_send_each_layer_from_where_it_is(tmp_path, family, e
     for transfer in connection.plan.transfers:
         layer = connection.plan.blocks[transfer.block].layer
         assert layer is None or layer in stages[transfer.feeder]
+
+
+@pytest.mark.parametrize("trainer", [{"tp_size": 2, "pp_size": 2}, {"num_dp": 2}])
+def test_what_is_held_is_sent_however_the_weights_change(model_folders, trainer):
+    """An engine that came back would else score the weights of another step."""
+    folder, engine = model_folders["Qwen3"], EngineShape(tp_size=2)
+    connection = Connection(folder, trainer, engine, sender=HeldWeightSender)
+    for sender in connection.senders:
+        sender.hold()
+        for param in sender._live.values():
+            param.fill_(torch.nan)
+    for _ in range(2):
+        for rank, target in enumerate(connection.run()):
+            expected = expected_shards(
+                folder, connection.layout, engine.position(rank), torch.float32
+            )
+            assert target.done.keys() == expected.keys()
+            assert all(torch.equal(target.done[name], expected[name]) for name in expected)
+    fingerprints = [sender.fingerprint() for sender in connection.senders]
+    connection.senders[0].hold()
+    assert connection.senders[0].fingerprint() != fingerprints[0]
 
 
 def test_a_fingerprint_shows_a_change_of_a_single_bit(model_folders):
