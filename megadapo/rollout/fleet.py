@@ -114,6 +114,9 @@ class Fleet:
 
         An engine that dies or does not answer in time is lost; `forgive`: so is one that answers
         with an error, which is raised otherwise.
+
+        Raises:
+            InfraError: the last engine is lost.
         """
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
