@@ -88,11 +88,12 @@ METRIC_NAMES = (
 time/step_s is time/rollout_s + time/train_s + time/sync_s. time/evaluate_s and time/checkpoint_s
 are not part of it: they are the seconds spent on those since the record before, or since the
 process started. So a checkpoint, which is written after the record of its step, is in the next
-one's. Of an evaluation it is what the run waited for: nothing of what passes beside rollouts.
+one's. Of an evaluation it is what the run waited for: nothing of what passes beside training.
 
 eval/accuracy is in the record of the step in which it became known, and eval/policy_version says
 which weights it is of: the step's own where evaluation.placement is "alone", and after the last
-step; else those that the step sampled with. evaluations.jsonl has each evaluation under the step
+step; with "interleaved" those that the step sampled with, with "engine" those or earlier ones.
+Where several became known it is the newest. evaluations.jsonl has each evaluation under the step
 that trained its weights, with its standard error. What engines did (time/engine_*, rollout/*)
 includes the share of an evaluation beside the rollouts.
 
