@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megadapo.cluster.memory import KEEP_FREED_MEMORY
+from megadapo.cluster.cpu_process import cpu_environment
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.cpu_stages import EXTENSION
 
@@ -52,10 +52,9 @@ class EnginePlatform:
         # vLLM would pin every engine's threads to the same first cores, and asks for a NUMA node
         # per rank; unpinned threads let engines, ranks and trainer share the cores
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        variables["OMP_NUM_THREADS"] = str(config.num_threads)
         # splitting a sequence over threads depends on what else is in the batch
         variables["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-        return variables | KEEP_FREED_MEMORY
+        return variables | cpu_environment(config.num_threads)
 
     def engine_arguments(self, config: RolloutConfig, max_model_len: int) -> dict[str, Any]:
         """Arguments of vLLM's AsyncEngineArgs that depend on the device."""

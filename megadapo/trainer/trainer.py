@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megadapo.cluster.calls import gather
-from megadapo.cluster.memory import KEEP_FREED_MEMORY
+from megadapo.cluster.cpu_process import cpu_environment
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import MegadapoError
 from megadapo.trainer.config import TrainerConfig
@@ -186,22 +186,11 @@ class Trainer:
 def rank_environment(trainer: TrainerConfig, *, uses_cuda: bool) -> dict[str, str]:
     """Environment of a rank's process, fixed before it loads torch."""
     cores = len(os.sched_getaffinity(0))
-    num_threads = trainer.num_threads or max(1, cores // trainer.num_ranks)
-    environment = {
-        "OMP_NUM_THREADS": str(num_threads),
-        "MKL_NUM_THREADS": str(num_threads),
-        # a waiting rank must not burn the core that another one computes on
-        "OMP_WAIT_POLICY": "PASSIVE",
-        # but a tenth of a millisecond: operations follow each other faster than threads wake up
-        "GOMP_SPINCOUNT": "20000",
-        "KMP_BLOCKTIME": "0",
-    }
+    environment = cpu_environment(trainer.num_threads or max(1, cores // trainer.num_ranks))
     if uses_cuda:
         # keeps sequence-parallel communication in front of the matrix product it overlaps with
-        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    else:
-        environment |= {"CUDA_VISIBLE_DEVICES": "", **KEEP_FREED_MEMORY}
-    return environment
+        return environment | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return environment | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def _shared(batch: PackedBatch) -> Any:

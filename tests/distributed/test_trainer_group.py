@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megadapo.cluster.memory import KEEP_FREED_MEMORY
 from megadapo.errors import ConfigError, DataError, InfraError
 from megadapo.trainer.trainer import Trainer, rank_environment
 from tests.support.batches import RAGGED, random_batch
@@ -105,15 +104,10 @@ def test_a_stopped_rank_is_reported_within_the_deadline(ray_started: None, model
 
 
 def test_threads_are_shared_out_unless_given() -> None:
-    """More threads than cores make ranks wait for each other, and so do threads that never sleep;
-    those that sleep at once lose a tenth of a millisecond in every operation.
-    """
+    """More threads than cores make ranks wait for each other."""
     cores = len(os.sched_getaffinity(0))
     trainer = settings_for("x", tensor=2).trainer
     shared = rank_environment(trainer, uses_cuda=False)
     assert shared["OMP_NUM_THREADS"] == str(max(1, cores // 2))
-    assert shared["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert 0 < int(shared["GOMP_SPINCOUNT"]) <= 20_000
-    assert shared.items() >= KEEP_FREED_MEMORY.items()
     given = rank_environment(trainer.model_copy(update={"num_threads": 3}), uses_cuda=False)
     assert given["OMP_NUM_THREADS"] == "3"

@@ -1,6 +1,6 @@
 import importlib
 
-from megadapo.cluster.memory import KEEP_FREED_MEMORY
+from megadapo.cluster.cpu_process import cpu_environment
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.platform import EnginePlatform
 
@@ -19,9 +19,10 @@ def test_attention_on_a_cpu_does_not_split_a_sequence_over_threads():
     assert CPU.environment(RolloutConfig())["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
 
 
-def test_a_cpu_engine_keeps_freed_memory() -> None:
-    """Page faults would cost as much as the model does."""
-    assert CPU.environment(RolloutConfig()).items() >= KEEP_FREED_MEMORY.items()
+def test_a_cpu_engine_has_the_environment_of_all_that_computes_there() -> None:
+    """Page faults would cost as much as the model does, and so would waiting threads."""
+    variables = CPU.environment(RolloutConfig(num_threads=3))
+    assert variables.items() >= cpu_environment(3).items()
 
 
 def test_no_prompt_is_cut_on_a_cpu():
