@@ -29,6 +29,9 @@ def add(commands: Commands) -> None:
         "--solved", type=float, metavar="SHARE", help="of prompts whose answers are all right"
     )
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="that count (default 4)")
+    parser.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="run.seed and those after (default 1)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.add_argument(
         "--png",
@@ -62,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         solved_share=arguments.solved,
     )
     with console.status("simulating"):
-        results = compare(assumptions, num_steps=arguments.steps)
+        results = compare(assumptions, num_steps=arguments.steps, num_seeds=arguments.seeds)
     console.print(results_table(results, title(assumptions)))
     draw(results, title(assumptions), arguments.png)
     console.print(str(arguments.png), highlight=False)

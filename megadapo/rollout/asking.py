@@ -12,6 +12,10 @@ from typing import Any
 
 MEMORY = 0.5
 """Weight that each step keeps in an estimate when a newer one comes in."""
+PRICE_OF_LATENESS = 0.25
+"""How much longer a step takes if a group it lacks is asked for late, as a share of a group's time:
+half of it, as a shortage is noticed half-way on average, and nothing in every other case, where the
+batch waits for a longer group anyway."""
 MARGIN = 2.0
 """Standard deviations by which more groups than expected may come back with a signal."""
 
@@ -64,21 +68,13 @@ class Chances:
     """How many of the groups that are out will have a signal: mean and variance of their number."""
 
     mean: float = 0.0
-    independent: float = 0.0
-    """Variance where the chance of each is known."""
-    common: float = 0.0
-    """Sum of the chances' own standard deviations, which err together."""
+    variance: float = 0.0
 
-    @property
-    def variance(self) -> float:
-        return self.independent + self.common**2
-
-    def add(self, estimate: YieldEstimate, num_groups: int = 1) -> None:
-        """So many groups more."""
+    def add(self, estimate: YieldEstimate, num_groups: int) -> None:
+        """All groups of one yield; different ones err independently of each other."""
         p = estimate.value
         self.mean += num_groups * p
-        self.independent += num_groups * p * (1.0 - p)
-        self.common += num_groups * math.sqrt(estimate.variance)
+        self.variance += num_groups * p * (1.0 - p) + num_groups**2 * estimate.variance
 
 
 def is_worth_asking(
@@ -87,9 +83,9 @@ def is_worth_asking(
     """Whether a group more should be asked for now, or only once it is known to be missing.
 
     It is the one that fills the batch with the chance `density * yield`; then asking for it late
-    would cost half the time of a group, as a shortage is noticed half-way on average. It always
-    costs the others one group's share of the engines' throughput. By Little's law the ratio of the
-    two is half the number of groups that run at once, whatever the engines' speed.
+    would cost PRICE_OF_LATENESS times a group's time. It always costs the others one group's share
+    of the engines' throughput. By Little's law a group's time holds as many such shares as groups
+    run at once, whatever the engines' speed.
 
     Args:
         num_missing: groups with a signal that the batch lacks.
@@ -106,14 +102,15 @@ def is_worth_asking(
         return False
     gap = (num_missing - 0.5 - chances.mean) / spread
     density = math.exp(-0.5 * gap * gap) / math.sqrt(2.0 * math.pi) / spread
-    return density * estimate.value * 0.5 * num_at_once > 1.0
+    return density * estimate.value * PRICE_OF_LATENESS * num_at_once > 1.0
 
 
 def may_grow_too_old(num_usable: int, num_ready: int, chances: Chances) -> bool:
     """Whether a group more could come back when there is no batch left that may train on it.
 
     Args:
-        num_usable: groups that this step and those after it, as far as groups may wait, train on.
+        num_usable: groups that this step and those after it, as far as groups may wait, can train
+            on beside what those steps ask for themselves.
         num_ready: groups with a signal that are there.
         chances: of the groups that are out.
     """

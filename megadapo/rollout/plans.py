@@ -182,7 +182,7 @@ class PartialPlan(Plan):
 
         Args:
             num_usable: groups that this step and those after it, as far as groups may wait, can
-                still train on.
+                train on beside what those steps ask for themselves.
         """
         super().__init__(num_needed, max_asked)
         self._num_usable = num_usable

@@ -141,7 +141,7 @@ class Sampler:
             return PartialPlan(
                 num_needed,
                 max_asked,
-                num_usable=num_needed + config.max_staleness * config.prompts_per_step,
+                num_usable=num_needed + config.max_staleness * config.prompts_per_step // 2,
             )
         return SyncPlan(num_needed, max_asked)
 

@@ -12,7 +12,7 @@ from megadapo.simulate.engines import EngineSettings
 from megadapo.simulate.fit import RunFit
 from megadapo.simulate.lengths import read_lengths
 from megadapo.simulate.policies import all_policies
-from megadapo.simulate.simulation import PolicyResult, simulate
+from megadapo.simulate.simulation import PolicyResult, pooled, simulate
 from megadapo.simulate.task import Task, TaskSettings
 
 MAX_ENGINES = 64
@@ -67,18 +67,25 @@ class Assumptions:
         return cls(sampling=sampling, engines=engines, task=task)
 
 
-def compare(assumptions: Assumptions, *, num_steps: int) -> list[PolicyResult]:
+def compare(assumptions: Assumptions, *, num_steps: int, num_seeds: int = 1) -> list[PolicyResult]:
     """Run every policy on the same prompts and answers.
+
+    Args:
+        num_steps: of each policy and seed.
+        num_seeds: sets of prompts and answers, from the seed of the assumptions on.
 
     Raises:
         ConfigError: there is no such task, or no step to count.
         SamplingError: a batch cannot be filled.
     """
-    if num_steps < 1:
-        raise ConfigError(f"--steps {num_steps}: at least one step must count")
-    task = Task(assumptions.task)
+    if num_steps < 1 or num_seeds < 1:
+        raise ConfigError(
+            f"--steps {num_steps} --seeds {num_seeds}: at least one step must count, of one seed"
+        )
+    first = assumptions.task.seed
+    tasks = [Task(replace(assumptions.task, seed=first + i)) for i in range(num_seeds)]
     return [
-        simulate(policy, assumptions.engines, task, num_steps=num_steps)
+        pooled([simulate(policy, assumptions.engines, task, num_steps=num_steps) for task in tasks])
         for policy in all_policies(assumptions.sampling)
     ]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
 BASELINE = "rounds-3x"
 """The policy that times are also shown as multiples of."""
 CAPTION = (
-    f"seconds until a batch is full, x: of {BASELINE}'s; gen.: tokens generated per token trained; "
-    "used: of the tokens of groups with a signal; bias: of their mean length; staleness: mean / "
-    "largest, in weight publications; slots: in use"
+    f"seconds until a batch is full +- standard error, x: of {BASELINE}'s; gen.: tokens generated "
+    "per token trained; used: of the tokens of groups with a signal; bias: of their mean length; "
+    "staleness: mean/largest, in weight publications; slots: in use"
 )
 
 
@@ -35,21 +37,28 @@ def results_table(results: Sequence[PolicyResult], title: str) -> Table:
     from rich.table import Table
 
     table = Table(
-        title=title, title_justify="left", caption=CAPTION, caption_justify="left", box=SIMPLE_HEAD
+        title=title,
+        title_justify="left",
+        caption=CAPTION,
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
     )
     table.add_column("policy", no_wrap=True)
-    for name in ("seconds", "x", "gen.", "used", "bias", "staleness", "slots"):
+    for name in ("seconds", "+-", "x", "gen.", "used", "bias", "staleness", "slots"):
         table.add_column(name, justify="right", no_wrap=True)
     baseline = _baseline(results)
     for one in results:
         table.add_row(
             one.name,
             f"{one.seconds_per_batch:,.1f}",
+            "" if one.seconds_error is None else f"{one.seconds_error / one.seconds_per_batch:.0%}",
             f"{one.seconds_per_batch / baseline:.2f}",
             f"{one.generated_per_trained:.2f}",
             f"{one.kept_tokens_trained:.0%}",
             f"{one.length_bias:+.1%}",
-            f"{one.staleness_mean:.2f} / {one.staleness_max}",
+            f"{one.staleness_mean:.2f}/{one.staleness_max}",
             f"{one.slot_use:.0%}",
         )
     return table
@@ -80,15 +89,20 @@ def fit_table(fit: RunFit) -> Table:
 def write_json(
     results: Sequence[PolicyResult], engines: EngineSettings, task: TaskSettings, path: Path
 ) -> None:
-    """Write one object a policy, each with what was simulated.
+    """Write what was simulated and, under "policies", one object a policy.
 
     Raises:
         DataError: the file cannot be written.
     """
-    settings = {"engines": asdict(engines), "task": _described(task)}
-    entries = [{**asdict(one), "settings": settings} for one in results]
+    document = {
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {name: metadata.version(name) for name in ("megadapo", "numpy")},
+        "engines": asdict(engines),
+        "task": _described(task),
+        "policies": [asdict(one) for one in results],
+    }
     try:
-        path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise DataError(f"{path}: cannot be written: {error.strerror}") from error
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,6 +26,8 @@ class PolicyResult:
     description: str
     seconds_per_batch: float
     """Mean time until a batch is full."""
+    seconds_error: float | None
+    """Standard error of that mean; none for one step."""
     seconds: tuple[float, ...]
     """Of each step."""
     generated_per_trained: float
@@ -66,6 +69,34 @@ def simulate(
     return _result(
         policy, steps, _Counters.of(engines).since(before), engine_settings, engines.asked
     )
+
+
+def pooled(results: Sequence[PolicyResult]) -> PolicyResult:
+    """Return one result for repetitions of the same policy with as many steps each."""
+
+    def mean(name: str) -> float:
+        return float(np.mean([getattr(result, name) for result in results]))
+
+    seconds = tuple(one for result in results for one in result.seconds)
+    return replace(
+        results[0],
+        seconds_per_batch=mean("seconds_per_batch"),
+        seconds_error=_standard_error(seconds),
+        seconds=seconds,
+        generated_per_trained=mean("generated_per_trained"),
+        kept_tokens_trained=mean("kept_tokens_trained"),
+        length_bias=mean("length_bias"),
+        staleness_mean=mean("staleness_mean"),
+        staleness_max=max(result.staleness_max for result in results),
+        stale_token_share=mean("stale_token_share"),
+        slot_use=mean("slot_use"),
+    )
+
+
+def _standard_error(seconds: Sequence[float]) -> float | None:
+    if len(seconds) < 2:
+        return None
+    return float(np.std(seconds, ddof=1)) / math.sqrt(len(seconds))
 
 
 @dataclass(frozen=True)
@@ -132,6 +163,7 @@ def _result(
         name=policy.name,
         description=policy.description,
         seconds_per_batch=done.seconds / len(steps),
+        seconds_error=_standard_error([step.seconds for step in steps]),
         seconds=tuple(step.seconds for step in steps),
         generated_per_trained=done.num_tokens / num_trained,
         kept_tokens_trained=min(1.0, num_trained / done.signal_tokens),

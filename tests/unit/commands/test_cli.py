@@ -349,14 +349,16 @@ def test_simulate_compares_the_policies_without_starting_anything(
 ) -> None:
     recipe = Path(megadapo.__file__).parents[1] / "configs" / "qwen2.5-32b.toml"
     json_file, png = tmp_path / "results.json", tmp_path / "picture.png"
-    sizes = ("--engines", "1", "--sampling.prompts_per_step=32", "--steps", "1")
+    sizes = ("--engines", "1", "--sampling.prompts_per_step=32", "--steps", "1", "--seeds", "2")
     outputs = ("--json", str(json_file), "--png", str(png))
     assert main(["simulate", str(recipe), *sizes, *outputs]) == 0
-    entries = json.loads(json_file.read_text())
+    document = json.loads(json_file.read_text())
+    assert document["versions"]["numpy"] and document["engines"]["num_engines"] == 1
+    entries = document["policies"]
     names = [entry["name"] for entry in entries]
     assert {"rounds-1x", "rounds-3x", "first-finished", "sync", "partial"} <= set(names)
     assert all(entry["seconds_per_batch"] > 0 for entry in entries)
-    assert entries[0]["settings"]["engines"]["num_engines"] == 1
+    assert all(len(entry["seconds"]) == 2 for entry in entries)
     shown = capsys.readouterr().out
     assert all(name in shown for name in names)
     assert png.read_bytes().startswith(b"\x89PNG")
@@ -368,6 +370,7 @@ def test_simulate_compares_the_policies_without_starting_anything(
         (("--engines", "65"), "1 to 64"),
         (("--keep-rate", "0.9", "--solved", "0.4"), "signal"),
         (("--steps", "0"), "at least one step"),
+        (("--seeds", "0"), "of one seed"),
     ],
 )
 def test_simulate_refuses_what_cannot_be(

@@ -18,16 +18,14 @@ def estimate(num_asked: int, num_with_signal: int) -> YieldEstimate:
 
 def chances_of(num_groups: int, known: YieldEstimate) -> Chances:
     chances = Chances()
-    for _ in range(num_groups):
-        chances.add(known)
+    chances.add(known, num_groups)
     return chances
 
 
 def num_asked(num_needed: int, known: YieldEstimate, *, num_at_once: int) -> int:
     """Groups asked for before any of them has come back."""
-    chances, count = Chances(), 0
-    while is_worth_asking(num_needed, chances, known, num_at_once=num_at_once):
-        chances.add(known)
+    count = 0
+    while is_worth_asking(num_needed, chances_of(count, known), known, num_at_once=num_at_once):
         count += 1
     return count
 
@@ -105,11 +103,21 @@ def test_nothing_is_asked_for_a_full_batch_nor_where_the_outcome_is_certain():
 def test_prompts_of_different_yields_are_added_up():
     """The mean alone would call two prompts of 0.99 and 0.01 two coins."""
     sure, coin = estimate(10**9, 10**9), estimate(10**9, 5 * 10**8)
-    chances = Chances()
-    for one in (sure, sure, coin):
-        chances.add(one)
+    chances = chances_of(2, sure)
+    chances.add(coin, 1)
     assert chances.mean == pytest.approx(2.5)
     assert chances.variance == pytest.approx(0.25, abs=1e-3)
+
+
+def test_one_wrong_guess_is_wrong_for_all_groups_it_is_made_for():
+    """Counted as if each erred by itself, a vague yield would look as sure as a coin's."""
+    vague, other = estimate(7, 3), estimate(7, 3)
+    together = chances_of(20, vague)
+    apart = chances_of(10, vague)
+    apart.add(other, 10)
+    coins = 20 * vague.value * (1 - vague.value)
+    assert together.variance - coins == pytest.approx(20**2 * vague.variance)
+    assert apart.variance - coins == pytest.approx(2 * 10**2 * vague.variance)
 
 
 def test_groups_that_could_find_no_batch_are_not_begun():
