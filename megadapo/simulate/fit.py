@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,7 +58,7 @@ def fit_run(folder: Path) -> RunFit:
     measured = [float(record["time/rollout_s"] or 0.0) for record in records]
     half = len(records) // 2
     tasks = [Task(_step_task(config, record)) for record in records]
-    speed = _fit_speed(config, tasks[:half], measured[:half])
+    speed = _fit_speed(config, records[:half])
     engines = _engines(config, speed)
     return RunFit(
         engines=engines,
@@ -69,22 +70,36 @@ def fit_run(folder: Path) -> RunFit:
     )
 
 
-def _fit_speed(config: RunConfig, tasks: Sequence[Task], measured: Sequence[float]) -> EngineSpeed:
-    """Choose the speed whose rollout times come nearest to those measured, relatively.
+def _fit_speed(config: RunConfig, records: Sequence[MetricRecord]) -> EngineSpeed:
+    """Choose the speed whose engine steps take what the run's took, by their ratio.
 
-    Steps that are much alike say how long they take, and little of what it is made of.
+    Twice too slow counts as much as twice too fast: a step that something else delayed pulls
+    little. Steps that are much alike say how long they take, and little of what it is made of.
     """
+    running = np.array([_value(one, "rollout/slot_use") for one in records])
+    running *= config.rollout.max_num_seqs
+    context = running * [0.5 * _value(one, "response_length/mean") for one in records]
+    measured = np.log([_token_s(one) for one in records]) + np.log(running)
     fits = []
     default = EngineSpeed()
     for cost in RESPONSE_COSTS:
         shape = replace(default, response_s=default.response_s * cost)
-        times = np.array(_predict(config.sampling, _engines(config, shape), tasks))
-        # times are proportional to the speed as a whole: its best factor is known at once
-        ratios = times / np.array(measured)
-        factor = float(ratios.sum() / (ratios * ratios).sum())
-        error = float(((factor * ratios - 1.0) ** 2).sum())
-        fits.append((error, cost, shape.scaled(factor)))
-    return min(fits)[2]
+        times = [shape.step_time(*one) for one in zip(running, context, strict=True)]
+        gaps = measured - np.log(times)
+        fits.append((float(gaps.var()), cost, shape.scaled(math.exp(gaps.mean()))))
+    return min(fits, key=lambda fit: fit[:2])[2]
+
+
+def _token_s(record: MetricRecord) -> float:
+    """Seconds that an engine took for each token it generated, while it was busy."""
+    num_tokens = _value(record, "rollout/engine_tokens_min", "rollout/engine_tokens_max") / 2
+    seconds = _value(record, "time/rollout_s") * _value(record, "rollout/engine_busy_share")
+    return seconds / num_tokens
+
+
+def _value(record: MetricRecord, *names: str) -> float:
+    """Sum of these metrics of a step."""
+    return sum(float(record[name] or 0.0) for name in names)
 
 
 def _predict(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def record_run(folder: Path, num_steps: int) -> None:
             start = engines.now
             batch = inner(sampler).next_batch()
             engines.publish()
+            (engine,) = batch.engines
             lengths = batch.response_lengths
             record = {
                 "step": step,
@@ -54,6 +56,10 @@ def record_run(folder: Path, num_steps: int) -> None:
                 "groups/all_wrong": batch.num_all_wrong,
                 "response_length/mean": float(np.mean(lengths)),
                 "response_length/p95": float(np.quantile(lengths, 0.95)),
+                "rollout/engine_busy_share": engine.busy_seconds / engine.seconds,
+                "rollout/slot_use": engine.mean_running,
+                "rollout/engine_tokens_min": engine.num_tokens,
+                "rollout/engine_tokens_max": engine.num_tokens,
             }
             file.write(json.dumps(record) + "\n")
 
@@ -82,6 +88,19 @@ def test_a_run_is_predicted_from_its_first_half(tmp_path: Path) -> None:
     # which prompts come is not in the metrics, so single steps differ
     assert predicted[4:].sum() == pytest.approx(measured[4:].sum(), rel=0.15)
     assert 0.3 < fit.task.keep_rate < 0.6
+
+
+def test_a_real_run_is_predicted_from_its_first_half(tmp_path: Path) -> None:
+    """The metrics are of the quickstart on two cores, where answers grow to twice their length and
+    fewer groups have a signal from step to step."""
+    config = load_config(str(RECIPE), [f"run.folder={tmp_path}"])
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    shutil.copy(Path(__file__).with_name("quickstart-metrics.jsonl"), tmp_path / "metrics.jsonl")
+    fit = fit_run(tmp_path)
+    assert fit.num_fitted == 15
+    measured, predicted = np.array(fit.measured[15:]), np.array(fit.predicted[15:])
+    assert predicted.sum() == pytest.approx(measured.sum(), rel=0.15)
+    assert np.abs(predicted / measured - 1.0).mean() < 0.2
 
 
 def test_too_short_a_run_is_refused(tmp_path: Path) -> None:
