@@ -1,6 +1,6 @@
 """Ratios of whole sequences: geometric means over their tokens, the same bits under every split.
 
-Source: GSPO (arXiv 2507.18071) equations 7 and 14.
+Source: GSPO (arXiv 2507.18071) equations 7, 13 and 14.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from megadapo.trainer.model_layout import validate_model_layout
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
+ALGORITHMS = sorted((REPOSITORY / "configs" / "algorithms").glob("*.toml"))
 
 # Sizes from the models' published config.json files.
 QWEN_32B = {
@@ -41,7 +42,7 @@ def test_there_are_recipes() -> None:
     assert {path.stem for path in CONFIGS} >= {"qwen2.5-32b", "qwen2.5-32b-verl", "qwen2.5-7b"}
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS + ALGORITHMS, ids=lambda path: path.stem)
 def test_every_recipe_passes_a_dry_run(
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -112,3 +113,16 @@ def test_7b_recipe_fits_one_node_of_eight_gpus() -> None:
     assert num_gpus == 8 == config.rollout.num_engines * config.rollout.tensor_parallel
     assert config.cluster.address is None
     validate_model_layout(describe_model(QWEN_7B), trainer)
+
+
+def test_algorithms_are_that_many_and_change_nothing_but_the_algorithm() -> None:
+    """Two that train the same way, or one that trains something else as well, compare nothing."""
+    base = load_config(REPOSITORY / "configs" / "quickstart.toml")
+    configs = {path.stem: load_config(path) for path in ALGORITHMS}
+    assert configs["dapo"].algorithm == base.algorithm
+    for name, config in configs.items():
+        assert config.run.folder == Path("runs") / name
+        for same in ("model", "data", "rollout", "evaluation", "trainer", "reward"):
+            assert getattr(config, same) == getattr(base, same), (name, same)
+    assert len({config.algorithm.model_dump_json() for config in configs.values()}) == len(configs)
+    assert configs["dr-grpo"].algorithm.loss_length == base.rollout.max_response_tokens

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from megadapo.algorithm.bapo import BapoBounds
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.trainer.metrics import MiniBatchSums, summarize
 
@@ -89,3 +90,17 @@ def test_what_was_not_measured_is_nan_not_zero() -> None:
     assert math.isnan(result.logprob_abs_mean) and math.isnan(result.logprob_abs_max)
     assert math.isnan(result.entropy) and math.isnan(result.grad_norm)
     assert result.skipped_updates == 1 and result.tokens_trained == 0
+
+
+def test_searched_bounds_are_means_and_the_smallest_share() -> None:
+    """Of an update without a token there is no share; where nothing is searched, no bound."""
+
+    def found(high: float, before: float, share: float) -> BapoBounds:
+        return BapoBounds(low=0.6, high=high, share_before=before, share=share)
+
+    bounds = [found(1.2, 0.5, 0.5), found(2.0, 0.3, 0.4), found(1.2, math.nan, math.nan)]
+    result = step_of([sums()], bounds=bounds).searched_bounds
+    assert (result.clip_low, result.clip_high) == (pytest.approx(0.6), pytest.approx(4.4 / 3))
+    assert (result.share_before, result.share) == (pytest.approx(0.4), pytest.approx(0.45))
+    assert result.share_min == 0.4
+    assert set(vars(step_of([sums()]).searched_bounds).values()) == {None}
