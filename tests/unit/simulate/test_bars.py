@@ -7,6 +7,7 @@ groups on 32, where the tail is; lengths are log-normal, 4,800 tokens on average
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -60,9 +61,6 @@ def test_a_memory_of_solved_prompts_saves_asking_for_them() -> None:
     assert with_memory.seconds_per_batch < 0.9 * without.seconds_per_batch
 
 
-SEEDS = (0, 1)
-
-
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
@@ -79,13 +77,16 @@ def test_the_bars(
     keep_rate: float, size: int, num_engines: int, num_steps: int, sync: float, partial: float
 ) -> None:
     """How often rounds of three times the batch need a second one decides their time: the rarer
-    it is, the more steps it takes to see."""
+    it is, the more steps it takes to see. Where few are kept of many, that share is 1 to 40 % by
+    seed, as the prompts drawn keep 0.337 to 0.361 of their groups."""
+    seeds = range(8) if (keep_rate, size) == (0.35, 512) else range(2)
     steps = dict.fromkeys(("rounds-1x", "first-finished", "sync", "partial"), num_steps)
     found = pooled_results(
         SamplingConfig(prompts_per_step=size),
         num_engines,
         TaskSettings(keep_rate=keep_rate),
         {**steps, "rounds-3x": max(16, num_steps)},
+        seeds,
     )
     seconds = {name: one.seconds_per_batch for name, one in found.items()}
     assert seconds["sync"] <= seconds["rounds-1x"]
@@ -96,24 +97,13 @@ def test_the_bars(
     assert found["first-finished"].length_bias < -0.02
 
 
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_the_bar_where_solved_prompts_rest() -> None:
-    found = pooled_results(
-        SamplingConfig(prompts_per_step=512, rest_after=1, rest_epochs=10),
-        16,
-        TaskSettings(keep_rate=0.35, solved_share=0.4),
-        {"rounds-3x": 16, "partial-memory": 6},
-    )
-    with_memory = found["partial-memory"]
-    assert with_memory.seconds_per_batch <= 0.45 * found["rounds-3x"].seconds_per_batch
-    assert with_memory.kept_tokens_trained >= 0.95
-
-
 def pooled_results(
-    sampling: SamplingConfig, num_engines: int, task: TaskSettings, steps: dict[str, int]
+    sampling: SamplingConfig,
+    num_engines: int,
+    task: TaskSettings,
+    steps: dict[str, int],
+    seeds: Iterable[int],
 ) -> dict[str, PolicyResult]:
-    """`results` of all SEEDS together: a bar is met on average, or it is luck."""
-    repeated = [results(sampling, num_engines, replace(task, seed=seed), steps) for seed in SEEDS]
+    """`results` of all seeds together: a bar is met on average, or it is luck."""
+    repeated = [results(sampling, num_engines, replace(task, seed=seed), steps) for seed in seeds]
     return {name: pooled([one[name] for one in repeated]) for name in steps}
