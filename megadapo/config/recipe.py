@@ -88,11 +88,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: expected an object with the sections of a configuration")
     table = {_RENAMED.get(name) or name: section for name, section in table.items()}
+    return _without_former_keys(table)
+
+
+def _without_former_keys(table: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what a run was written with and no run reads any more."""
     sampling = table.get("sampling")
     if isinstance(sampling, dict) and "oversampling" in sampling:
         # of rounds that no sampler makes any more, with a reserve that knew no staleness
         kept = {key: sampling[key] for key in sampling.keys() - {"oversampling", "reserve_limit"}}
         table["sampling"] = kept
+    algorithm = table.get("algorithm")
+    objective = algorithm.get("objective") if isinstance(algorithm, dict) else None
+    if isinstance(algorithm, dict) and isinstance(objective, dict) and "kl_kind" in objective:
+        # an estimator beside a coefficient that could only be 0
+        kept = {key: objective[key] for key in objective.keys() - {"kl_kind"}}
+        table["algorithm"] = algorithm | {"objective": kept}
     return table
 
 

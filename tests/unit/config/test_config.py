@@ -359,7 +359,7 @@ def test_a_configuration_written_before_there_were_newer_keys_is_read(tmp_path: 
         "model": {"path": "m", "init": "pretrained", "dtype": "float32"},
         "data": {"train": "arithmetic:train:64", "held_out": None, "max_prompt_tokens": 16},
         "sampling": {"oversampling": 1.2, "reserve_limit": 5, "prompts_per_step": 32},
-        "dapo": {"overlong_buffer": 16, "objective": {"dual_clip": None}},
+        "dapo": {"overlong_buffer": 16, "objective": {"dual_clip": None, "kl_kind": "k3"}},
         "cluster": {"placement": "colocated", "device": "auto", "address": None},
     }
     (tmp_path / "config.json").write_text(json.dumps(table))
