@@ -1,6 +1,6 @@
 # make quickstart   a small model learns to reason on two CPU cores
-# make test         the test suite; make test-all adds the minutes-long ones; both test the
-#                   report's page too where chromium is installed
+# make test         the test suite, tests/unit first; make test-all adds the minutes-long ones;
+#                   both test the report's page too where chromium is installed
 # make test-unit    tests/unit alone, in two halves at once
 # make test-megatron  the trainer's tests on the newest megatron-core it is known to run on
 # make mutants      small wrong changes to the pure packages: does a test notice each one?
@@ -25,8 +25,8 @@ MEGATRON := build/megatron-core-$(NEWER_MEGATRON)
 quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
 
-test: install
-	$(BIN)/pytest -m "not gpu and not full $(BROWSER)" --durations=12 tests
+test: test-unit
+	$(BIN)/pytest -m "not gpu and not full $(BROWSER)" --durations=12 --ignore=tests/unit tests
 
 test-all: install
 	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=30 tests
@@ -36,10 +36,10 @@ test-unit: install
 	$(MAKE) --no-print-directory --output-sync=target --jobs=2 test-unit-tensors test-unit-others
 
 test-unit-tensors:
-	$(BIN)/pytest -m "not gpu" --durations=6 tests/unit/kernels tests/unit/weights
+	$(BIN)/pytest -m "not gpu and not full" --durations=6 tests/unit/kernels tests/unit/weights
 
 test-unit-others:
-	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=6 --ignore=tests/unit/kernels --ignore=tests/unit/weights tests/unit
+	$(BIN)/pytest -m "not gpu and not full $(BROWSER)" --durations=6 --ignore=tests/unit/kernels --ignore=tests/unit/weights tests/unit
 
 test-megatron: install $(MEGATRON)
 	MEGADAPO_TEST_MEGATRON=$(NEWER_MEGATRON) PYTHONPATH="$(CURDIR)/$(MEGATRON)" \

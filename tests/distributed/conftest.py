@@ -13,9 +13,7 @@ from tests.support.ranks import Ranks
 @pytest.fixture(scope="package")
 def ranks() -> Iterator[Ranks]:
     # they end before other folders' tests: an idle group's threads still wake up all the time
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        started = Ranks()
+    started = Ranks()
     yield started
     started.close()
 

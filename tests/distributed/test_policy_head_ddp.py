@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import policy_head_loss
 from megadapo.kernels.policy_head_ref import policy_head_loss_ref
+from tests.support.forked import run_processes
 
 NUM_TOKENS, HIDDEN, VOCAB, NUM_MICRO_BATCHES, WORLD = 40, 16, 96, 3, 2
 
@@ -98,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy_head_ddp")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    mp.spawn(run_process, args=(port, str(folder)), nprocs=WORLD)
+    run_processes(run_process, (port, str(folder)), WORLD)
     return folder
 
 

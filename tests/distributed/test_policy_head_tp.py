@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
+from tests.support.forked import run_processes
 
 TP_SIZES = (1, 2, 4, 8)
 
@@ -127,7 +127,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
     folder = tmp_path_factory.mktemp("policy_head_tp")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    mp.spawn(run_process, args=(port, str(folder)), nprocs=max(TP_SIZES))
+    run_processes(run_process, (port, str(folder)), max(TP_SIZES))
     yield {
         tp: [torch.load(folder / f"tp{tp}_rank{rank}.pt") for rank in range(tp)] for tp in TP_SIZES
     }

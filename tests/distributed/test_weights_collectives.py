@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from megadapo.weights.disk.export import export_weights
@@ -28,6 +27,7 @@ from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
 from megadapo.weights.sync.shared_memory import SharedMemoryInbox
 from megadapo.weights.sync.transports import open_inbox
+from tests.support.forked import run_processes
 from tests.support.tiny_models import make_model
 
 BUCKET = 4096
@@ -36,11 +36,13 @@ NOISE = 2 << 20
 """What a process may grow by beside the buckets: a quarter of one."""
 
 
-def run_ranks(function, world_size: int, tmp_path: Path, *args: object) -> None:
+def run_ranks(
+    function, world_size: int, tmp_path: Path, *args: object, fresh: bool = False
+) -> None:
     """Run `function(rank, *args)` in processes of one Gloo group."""
     meeting = tmp_path / "meeting"
     meeting.unlink(missing_ok=True)
-    mp.spawn(_joined, (world_size, meeting, function, args), nprocs=world_size)
+    run_processes(_joined, (world_size, meeting, function, args), world_size, fresh=fresh)
 
 
 def _joined(rank: int, world_size: int, meeting: Path, function, args) -> None:
@@ -337,12 +339,12 @@ def large_model(tmp_path, monkeypatch) -> Path:
 
 def test_relaying_to_three_feeders_takes_no_more_than_two_buckets(large_model, tmp_path):
     """Catches slices that are staged beside the buckets: one rank stages for every feeder."""
-    run_ranks(relay_and_measure, 4, tmp_path, large_model)
+    run_ranks(relay_and_measure, 4, tmp_path, large_model, fresh=True)
 
 
 def test_receiving_from_three_feeders_takes_no_more_than_two_buckets(large_model, tmp_path):
     """Catches an engine rank that receives whatever all feeders send in a round at once."""
-    run_ranks(send_and_measure, 4, tmp_path, large_model)
+    run_ranks(send_and_measure, 4, tmp_path, large_model, fresh=True)
 
 
 def test_separate_devices_are_joined_by_messages_in_plan_order(tmp_path):

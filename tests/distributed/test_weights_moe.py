@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.layout.layout import padded_vocab_size
 from megadapo.weights.layout.placement import replica_positions
+from tests.support.forked import run_processes
 from tests.support.tiny_models import make_model
 
 TOKENS = [[5, 17, 300, 2, 2, 96, 41, 7, 250, 33, 1, 0, 12]]
@@ -97,7 +97,7 @@ def test_logits_equal_transformers(tmp_path, num_ranks):
 
     folder = make_model(tmp_path / "model", "Qwen3Moe", std=0.3, num_hidden_layers=2)
     meeting = tmp_path / "meeting"
-    mp.spawn(megatron_logits, (num_ranks, folder, meeting), nprocs=num_ranks)
+    run_processes(megatron_logits, (num_ranks, folder, meeting), num_ranks)
     found = torch.load(tmp_path / "logits.pt", weights_only=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.metadata
-import multiprocessing
 import os
 import socket
 import traceback
@@ -21,6 +20,7 @@ from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
+from tests.support.forked import fork_context
 
 MEGATRON_VARIABLE = "MEGADAPO_TEST_MEGATRON"
 """Version of megatron-core that the ranks must run on, where it is not the installed one."""
@@ -44,9 +44,7 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        # forked off one process that has torch and Megatron loaded already
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.preload"])
+        context = fork_context()
         for _ in range(NUM_PROCESSES):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=False)
