@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from megadapo import __version__
 from megadapo.commands import (
+    ablate,
     bench,
     config,
     convert,
@@ -32,7 +33,7 @@ EXIT_KEYBOARD_INTERRUPT = 130
 
 COMMANDS = (
     *(train, rollout, eval, export, convert, weights, bench, simulate, profile),
-    *(show, plot, report, config, doctor),
+    *(ablate, show, plot, report, config, doctor),
 )
 """One module a command, in the order --help lists them."""
 

@@ -107,12 +107,21 @@ def _without_former_keys(table: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
-def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """Read one TOML file, laid over the file that its `extends` names, if any."""
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read one TOML file.
+
+    Raises:
+        ConfigError: it cannot be read, or is not TOML.
+    """
     try:
-        table = tomllib.loads(_read_text(path))
+        return tomllib.loads(_read_text(path))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """Read one TOML file, laid over the file that its `extends` names, if any."""
+    table = read_toml(path)
     if "extends" not in table:
         return table
     base = table.pop("extends")
@@ -122,12 +131,13 @@ def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     base_path = path.parent / base
     if base_path.resolve() in seen:
         raise ConfigError(f"{path}: extends {base}, which leads back to this file")
-    return _merge(_read_recipe(base_path, seen), table)
+    return merge_tables(_read_recipe(base_path, seen), table)
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return `base` with the keys of `over` laid over it, table by table."""
     merged = dict(base)
     for key, value in over.items():
         both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both_tables else value
+        merged[key] = merge_tables(merged[key], value) if both_tables else value
     return merged

@@ -65,7 +65,7 @@ def plot_runs(folders: Sequence[Path], output: Path) -> Path:
             for panel, draw in zip(panels, _PANELS, strict=True):
                 draw(panel, run, colour)
         for panel in panels:
-            _finish(panel)
+            finish(panel)
         figure.suptitle(_title(runs), fontsize=13)
         if len(runs) > 1:
             _name_runs(figure, runs)
@@ -192,7 +192,8 @@ def _use(axes: Axes, run: _Run, colour: str) -> None:
 _PANELS = (_accuracy, _length, _entropy, _group_time, _reward, _clip, _parity, _use)
 
 
-def _finish(axes: Axes) -> None:
+def finish(axes: Axes) -> None:
+    """Give a panel its axes and legend, or say that nothing of it was measured."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("step")
@@ -226,6 +227,11 @@ def _name_runs(figure: Figure, runs: Sequence[_Run]) -> None:
 
 
 def save(figure: Figure, output: Path) -> None:
+    """Write a figure as PNG.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output, dpi=130, format="png")

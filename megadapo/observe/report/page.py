@@ -12,14 +12,14 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
 
 from megadapo import __version__
 from megadapo.errors import DataError
-from megadapo.observe.report.responses import read_responses
+from megadapo.observe.report.responses import MAX_BYTES, read_responses
 from megadapo.observe.report.runs import read_runs
 
 REPORT_FILE = "report.html"
@@ -28,6 +28,7 @@ _LIBRARY_SCRIPT = "uplot/uPlot.iife.min.js"
 # In this order: what one does at once, the ones before it must have declared.
 _SCRIPTS = (
     "core.js",
+    "tables.js",
     "overview.js",
     "plot.js",
     "panels.js",
@@ -46,12 +47,32 @@ _SLOT = re.compile(r"\{\{(\w+)\}\}")
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
-def write_report(folders: Sequence[Path], output: Path) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class TextTable:
+    """A table of texts that is shown before the runs."""
+
+    title: str
+    note: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+def write_report(
+    folders: Sequence[Path],
+    output: Path,
+    *,
+    tables: Sequence[TextTable] = (),
+    max_bytes: int = MAX_BYTES,
+) -> Path:
     """Write the report of run folders into one HTML file and return its path.
+
+    Args:
+        tables: shown before the runs.
+        max_bytes: of compressed responses on the page.
 
     Raises DataError for a folder without recorded steps, or a damaged or unwritable file.
     """
-    page = render(folders)
+    page = render(folders, tables=tables, max_bytes=max_bytes)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page, encoding="utf-8")
@@ -60,13 +81,16 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
     return output
 
 
-def render(folders: Sequence[Path]) -> str:
-    """Return the report of run folders as HTML."""
+def render(
+    folders: Sequence[Path], *, tables: Sequence[TextTable] = (), max_bytes: int = MAX_BYTES
+) -> str:
+    """Return the report of run folders as HTML; the arguments are those of `write_report`."""
     runs = read_runs(folders)
-    saved = read_responses(folders)
+    saved = read_responses(folders, max_bytes=max_bytes)
     data = {
         "version": __version__,
         "written": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "tables": [asdict(table) for table in tables],
         "runs": [asdict(run) for run in runs],
         "saved": [asdict(run) for run in saved.runs],
         "groups": [asdict(entry) for entry in saved.entries],

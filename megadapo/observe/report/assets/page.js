@@ -48,6 +48,7 @@ document.getElementById("theme").addEventListener("click", nextTheme);
 const written = `Written by megadapo ${data.version} on ${data.written}.`;
 document.getElementById("footer").textContent = `${written} It loads nothing from the network.`;
 systemDark.addEventListener("change", drawCharts);
+drawTables();
 drawOverview();
 setTheme("system");
 drawResponses();
