@@ -95,7 +95,7 @@ def test_bf16_weights_continue_from_their_fp32_masters(
 @pytest.mark.parametrize(
     "origin",
     [
-        pytest.param(VPP2, id="vpp2"),
+        pytest.param(VPP2, id="vpp2", marks=[pytest.mark.full, pytest.mark.slow]),
         pytest.param(VPP2_DP2, id="vpp2-dp2"),
         pytest.param(UNEVEN, id="uneven", marks=[pytest.mark.full, pytest.mark.slow]),
     ],
