@@ -27,6 +27,12 @@ class SamplingError(MegadapoError):
     exit_code = 3
 
 
+class RewardError(MegadapoError):
+    """A reward function failed, and the configuration says to stop then."""
+
+    exit_code = 3
+
+
 class WeightError(MegadapoError):
     """A weight is missing, unknown, or does not have the shape its layout says."""
 

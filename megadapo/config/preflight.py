@@ -18,6 +18,7 @@ from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoErr
 from megadapo.models.description import ModelDescription, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, read_hf_config
 from megadapo.observe.writers import missing_packages
+from megadapo.rewards.functions import check_functions
 from megadapo.rollout.model_layout import validate_engine_layout
 from megadapo.trainer.config import ModelConfig
 from megadapo.trainer.model_layout import validate_model_layout
@@ -39,6 +40,7 @@ def check_run(config: RunConfig) -> list[str]:
         _check_data,
         _check_resume,
         _check_writers,
+        _check_rewards,
     )
     for check in checks:
         try:
@@ -174,6 +176,12 @@ def _check_resume(config: RunConfig) -> list[str]:
     resume = config.run.resume
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         raise CheckpointError(f"run.resume = {resume}: there is no such checkpoint folder")
+    return []
+
+
+def _check_rewards(config: RunConfig) -> list[str]:
+    """Import every reward function where it will run."""
+    check_functions(config.reward.functions)
     return []
 
 

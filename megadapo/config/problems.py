@@ -87,7 +87,9 @@ def _key_of(root: type[Section], loc: tuple[int | str, ...]) -> tuple[str, ...]:
         if section is None:
             break
         keys.append(str(part))
-        field = section.model_fields.get(str(part))
+        if isinstance(part, int):
+            continue  # an entry of a list of sections
+        field = section.model_fields.get(part)
         section = section_of(field) if field is not None else None
     return tuple(keys)
 
@@ -95,7 +97,7 @@ def _key_of(root: type[Section], loc: tuple[int | str, ...]) -> tuple[str, ...]:
 def _field_at(root: type[Section], keys: tuple[str, ...]) -> FieldInfo | None:
     section: type[Section] | None = root
     field = None
-    for key in keys:
+    for key in (key for key in keys if not key.isdigit()):
         field = section.model_fields.get(key) if section is not None else None
         section = section_of(field) if field is not None else None
     return field

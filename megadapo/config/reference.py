@@ -19,7 +19,13 @@ from megadapo.config.toml import toml_value
 from megadapo.errors import ConfigError
 from megadapo.section import NONE_TEXT, Section
 
-_TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}
+_TYPES = {
+    "integer": "int",
+    "number": "float",
+    "boolean": "bool",
+    "string": "str",
+    "object": "table",
+}
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 _INTRODUCTION = """\

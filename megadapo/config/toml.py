@@ -39,4 +39,6 @@ def toml_value(value: object) -> str:
         return '"' + value.translate(_ESCAPES) + '"'
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml_value(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
     return repr(value)

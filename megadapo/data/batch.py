@@ -55,6 +55,9 @@ class Group:
     """What the verifier read as the answer of each response."""
     symbolic_correct: tuple[bool | None, ...]
     """Verdict of the symbolic comparison on each response; None where it gave none."""
+    reward_parts: tuple[tuple[tuple[str, float], ...], ...] = ()
+    """(name, value) of each part of a response's reward, where more than the rule scores; counted
+    when the group comes back, and not kept with it."""
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import jinja2
@@ -34,10 +34,13 @@ class Prompt:
     """(role, content) of each chat message."""
     ground_truth: str
     data_source: str
+    extra_info: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What else the row says, as JSON values; empty unless a reward function is given it."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the prompt as JSON values."""
-        return {**asdict(self), "messages": [list(message) for message in self.messages]}
+        """Return the prompt as JSON values, what is empty left out."""
+        entry = {**asdict(self), "messages": [list(message) for message in self.messages]}
+        return {name: value for name, value in entry.items() if name != "extra_info" or value}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
@@ -62,7 +65,8 @@ class LoadCounts:
 def load_prompts(
     source: str,
     *,
-    check_gold: Callable[[object], str],
+    check_gold: Callable[[object, str], str],
+    with_extra_info: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_prompt_tokens: int | None = None,
     overlong_prompts: Literal["error", "drop"] = "error",
@@ -73,8 +77,9 @@ def load_prompts(
         source: a parquet or JSONL file or a folder of them, a Hub dataset
             ORG/NAME[@REVISION][/PATH], or a built-in task: arithmetic:SPLIT:NUM[:SEED] or
             arithmetic-chain:SPLIT:NUM[:SEED].
-        check_gold: returns a gold that can be scored, or raises DataError saying why it cannot;
-            `rewards.dapo_math.validate_ground_truth` for the rule of the run.
+        check_gold: returns the gold of a prompt from a data_source if it can be scored, or raises
+            DataError saying why it cannot; `rewards.config.RewardConfig.check_gold` is one.
+        with_extra_info: read the column of that name too, where there is one.
         tokenizer: together with max_prompt_tokens, measures every prompt as `render` makes it.
 
     Raises:
@@ -83,6 +88,7 @@ def load_prompts(
     prompts, counts = read_prompts(
         source,
         check_gold=check_gold,
+        with_extra_info=with_extra_info,
         tokenizer=tokenizer,
         max_prompt_tokens=max_prompt_tokens,
         overlong_prompts=overlong_prompts,
@@ -94,14 +100,15 @@ def load_prompts(
 def read_prompts(
     source: str,
     *,
-    check_gold: Callable[[object], str],
+    check_gold: Callable[[object, str], str],
+    with_extra_info: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_prompt_tokens: int | None = None,
     overlong_prompts: Literal["error", "drop"] = "error",
 ) -> tuple[list[Prompt], LoadCounts]:
     """Do what `load_prompts` does, and return the counts instead of logging them."""
-    found = _Collection(source, check_gold)
-    for row in read_rows(source):
+    found = _Collection(source, check_gold, with_extra_info)
+    for row in read_rows(source, with_extra_info=with_extra_info):
         found.add(row)
     agreed = found.finish()
     prompts = agreed
@@ -204,12 +211,15 @@ class PromptStream:
 class _Collection:
     """The different prompts among the rows of a source, and what is wrong with the others."""
 
-    def __init__(self, source: str, check_gold: Callable[[object], str]) -> None:
+    def __init__(
+        self, source: str, check_gold: Callable[[object, str], str], with_extra_info: bool
+    ) -> None:
         self.num_rows = 0
         self.num_duplicates = 0
         self.conflicts: dict[Messages, str] = {}
         self._source = source
         self._check_gold = check_gold
+        self._with_extra_info = with_extra_info
         self._prompts: dict[Messages, Prompt] = {}
         self._bad_golds: list[str] = []
 
@@ -240,13 +250,15 @@ class _Collection:
 
     def _add_new(self, row: Row, messages: Messages, gold: object) -> None:
         try:
-            checked = self._check_gold(gold)
+            checked = self._check_gold(gold, row.data_source)
         except DataError as error:
             self._bad_golds.append(f"{row.place}: {error}")
             checked = str(gold)
         key = json.dumps([row.data_source, messages, checked])
         prompt_id = hashlib.sha256(key.encode()).hexdigest()[:16]
-        self._prompts[messages] = Prompt(prompt_id, messages, checked, row.data_source)
+        extra_info = row.extra_info if self._with_extra_info else {}
+        prompt = Prompt(prompt_id, messages, checked, row.data_source, extra_info)
+        self._prompts[messages] = prompt
 
 
 def _apply_chat_template(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:

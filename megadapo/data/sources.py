@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +19,8 @@ from megadapo.data import arithmetic
 from megadapo.errors import DataError
 
 COLUMNS = ("data_source", "prompt", "reward_model")
+EXTRA_INFO = "extra_info"
+"""The column with what else is known of a prompt; few readers need it."""
 SUFFIXES = (".parquet", ".jsonl")
 SPLIT_WORDS = ("train", "test", "validation")
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>.+))?")
@@ -63,6 +66,18 @@ class Row:
         return str(gold) if type(gold) is int else gold
 
     @property
+    def extra_info(self) -> dict[str, Any]:
+        """What else is known, as JSON values; what JSON cannot hold is text."""
+        extra_info = self.columns.get(EXTRA_INFO)
+        if extra_info is None:
+            return {}
+        if not isinstance(extra_info, dict):
+            raise DataError(f"{self.place}: {EXTRA_INFO} is not a table: {extra_info!r:.80}")
+        text = json.dumps(extra_info, default=str)
+        plain: dict[str, Any] = json.loads(text, parse_constant=lambda name: None)
+        return plain
+
+    @property
     def data_source(self) -> str:
         """The name of the collection the row is from."""
         source = self.columns.get("data_source")
@@ -71,8 +86,11 @@ class Row:
         return source
 
 
-def read_rows(source: str) -> Iterator[Row]:
+def read_rows(source: str, *, with_extra_info: bool = False) -> Iterator[Row]:
     """Give the rows of a file, a folder of files, a Hub dataset or an arithmetic task, in order.
+
+    Args:
+        with_extra_info: read that column of parquet files too; few need it.
 
     Raises:
         DataError: the source does not exist, cannot be read, or does not have the columns.
@@ -82,7 +100,10 @@ def read_rows(source: str) -> Iterator[Row]:
             yield Row(f"{source}, row {number}", problem.row())
         return
     for file in _files(source):
-        yield from _parquet_rows(file) if file.suffix == ".parquet" else _jsonl_rows(file)
+        if file.suffix == ".parquet":
+            yield from _parquet_rows(file, with_extra_info)
+        else:
+            yield from _jsonl_rows(file)
 
 
 def _files(source: str) -> list[Path]:
@@ -135,12 +156,14 @@ def _download(source: str, match: re.Match[str]) -> Path:
     return found
 
 
-def _parquet_rows(file: Path) -> Iterator[Row]:
+def _parquet_rows(file: Path, with_extra_info: bool) -> Iterator[Row]:
     try:
         parquet = pq.ParquetFile(file)
         _check_columns(file, parquet.schema_arrow.names)
+        has_more = with_extra_info and EXTRA_INFO in parquet.schema_arrow.names
+        wanted = [*COLUMNS, EXTRA_INFO] if has_more else [*COLUMNS]
         number = 0
-        for batch in parquet.iter_batches(batch_size=8192, columns=list(COLUMNS)):
+        for batch in parquet.iter_batches(batch_size=8192, columns=wanted):
             for columns in batch.to_pylist():
                 yield Row(f"{file}, row {number}", columns)
                 number += 1

@@ -110,6 +110,9 @@ groups/resting were left out, see sampling.rest_after. train/rank_tokens_* is wh
 had to compute, prompts included, and time/rank_logprobs_* how long it took for the old log-probs of
 that, a pass in which no data-parallel rank waits for another. reward/* is over all responses
 generated, as accuracy/mean is; reward/shaped_mean is reward/mean + reward/overlong_penalty_mean.
+Where reward.functions has more than the rule, reward/NAME is the mean score of a function, without
+its weight, reward/NAME/PART the mean of a part, and reward/NAME/failed the share of responses that
+it failed on; those a step has none of are not in its record.
 
 parity/* is |trainer - engine| log-prob before the step's first update on fresh tokens, which the
 present weights sampled, and staleness/logprob_drift_* the same on stale ones, which earlier weights
@@ -128,3 +131,6 @@ Where saved rollouts are trained on again, what needs engines is null (tokens/ge
 tokens_per_s, time/sync_s, time/reward_s, *engine*, eval/*), what is said of the groups is of
 those saved, and parity/* is against the saved log-probs.
 """
+
+REWARD_PARTS = "reward/"
+"""Begins the names of what rewards are made of, which the configuration and its functions give."""

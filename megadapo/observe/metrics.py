@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from megadapo.errors import DataError
 from megadapo.observe.config import WriterName
-from megadapo.observe.metric_names import METRIC_NAMES
+from megadapo.observe.metric_names import METRIC_NAMES, REWARD_PARTS
 from megadapo.observe.writers import MetricWriter, open_writer
 
 METRICS_FILE = "metrics.jsonl"
@@ -79,10 +79,15 @@ class MetricsLog:
         self._last_step = int(last_step)
 
     def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
-        """Write one step's object with every metric name; names not given are null."""
-        unknown = sorted(values.keys() - set(METRIC_NAMES))
+        """Write one step's object with every metric name, those not given as null.
+
+        Parts of rewards follow them, as far as they are given.
+        """
+        more = [name for name in values if name not in METRIC_NAMES]
+        unknown = [name for name in more if not name.startswith(REWARD_PARTS)]
         assert not unknown, f"not in METRIC_NAMES: {unknown}"
-        record: MetricRecord = {name: _number(values.get(name)) for name in METRIC_NAMES}
+        names = (*METRIC_NAMES, *more)
+        record: MetricRecord = {name: _number(values.get(name)) for name in names}
         step = record["step"]
         assert isinstance(step, int), "a record needs its step"
         assert step > self._last_step, f"step {step} after step {self._last_step}"

@@ -24,6 +24,9 @@ boxed: the last complete \\boxed{...}, compared as it is written.
 answer_or_boxed: `answer`, and `boxed` where there is no such line (verl since August 2026).
 """
 
+RewardParts = tuple[tuple[str, float], ...]
+"""(name, value) of each part that a reward is made of."""
+
 INVALID = "[INVALID]"
 """What stands for the answer of a response that gives none."""
 
@@ -98,6 +101,8 @@ class Score:
     """The answer as it was compared, or `[INVALID]`."""
     symbolic_correct: bool | None = None
     """Whether the symbolic comparison accepts it; None where there was none, or it gave up."""
+    parts: RewardParts = ()
+    """What the reward is made of, where more than the rule scores."""
 
 
 def score(response: str, ground_truth: str, rule: Rule = "answer") -> Score:

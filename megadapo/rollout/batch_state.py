@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import MISSING, Field, asdict, fields
 from typing import Any
 
 from megadapo.errors import CheckpointError
@@ -43,7 +43,8 @@ def decode_batch(entry: Mapping[str, Any]) -> SampledBatch:
         plain = {
             field.name: entry[field.name]
             for field in fields(SampledBatch)
-            if field.name not in _WITH_GROUPS
+            # a state of a run that knew no parts has none
+            if field.name not in _WITH_GROUPS and (field.name in entry or _is_required(field))
         }
         lists = {name: tuple(value) for name, value in plain.items() if isinstance(value, list)}
         return SampledBatch(
@@ -59,3 +60,7 @@ def decode_batch(entry: Mapping[str, Any]) -> SampledBatch:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the saved batch of the next step is damaged: {error!r}") from error
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING

@@ -111,7 +111,7 @@ class EvaluationUnderWay:
     def __init__(
         self,
         engines: SupportsGenerate,
-        verifier: SupportsScore,
+        scorer: SupportsScore,
         held_out: HeldOut,
         answers: AnswerLog | None = None,
     ) -> None:
@@ -126,7 +126,7 @@ class EvaluationUnderWay:
         """Of the weights that are scored: those that the engines hold until it has finished."""
         self._held_out = held_out
         self._answers = answers
-        self._inquiry = Inquiry(engines, verifier)
+        self._inquiry = Inquiry(engines, scorer)
         self._generating: set[int] = set()
         self._results: dict[int, ProblemResult] = {}
         known = {} if answers is None else answers.read()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from megadapo.data.batch import Group
 from megadapo.observe.config import SavedGroups
 from megadapo.observe.saved_group import Fate
+from megadapo.rewards.dapo_math import RewardParts
 from megadapo.rollout.activity import EngineActivity
 from megadapo.rollout.selection import SampledGroup, choose_saved
 
@@ -55,6 +57,8 @@ class SampledBatch:
     """Share of correct responses."""
     reward_mean: float
     """Mean reward of the verifier, before any shaping."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Mean of each part of the rewards, over the responses that have it."""
     truncated_fraction: float
     """Share of responses that were cut at the length limit."""
     response_lengths: tuple[int, ...]
@@ -96,6 +100,8 @@ class Outcome:
     num_truncated: int
     has_signal: bool
     seconds: float
+    parts: RewardParts = ()
+    """Of the rewards of all responses."""
 
     @classmethod
     def of(cls, group: Group, *, has_signal: bool, seconds: float) -> Outcome:
@@ -105,6 +111,7 @@ class Outcome:
             num_correct=sum(group.correct),
             num_responses=len(group.correct),
             reward_sum=float(sum(group.rewards)),
+            parts=tuple(part for parts in group.reward_parts for part in parts),
             lengths=group.lengths,
             num_truncated=sum(group.truncated),
             has_signal=has_signal,
@@ -172,6 +179,7 @@ class Tally:
             reward_seconds=self.reward_seconds,
             accuracy=_share(sum(o.num_correct for o in self.outcomes), num_responses),
             reward_mean=_share(sum(o.reward_sum for o in self.outcomes), num_responses),
+            reward_parts=_part_means(self.outcomes),
             truncated_fraction=_share(sum(o.num_truncated for o in self.outcomes), num_responses),
             response_lengths=tuple(lengths),
             group_seconds=tuple(outcome.seconds for outcome in self.outcomes),
@@ -226,6 +234,15 @@ def _fate(group: Group) -> Fate:
     if all(group.correct):
         return "all_correct"
     return "out_of_band" if any(group.correct) else "all_wrong"
+
+
+def _part_means(outcomes: Iterable[Outcome]) -> dict[str, float]:
+    """The mean of each part, the names in alphabetical order."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        for name, value in outcome.parts:
+            values[name].append(value)
+    return {name: math.fsum(found) / len(found) for name, found in sorted(values.items())}
 
 
 def _share(part: float, whole: int) -> float:

@@ -43,7 +43,7 @@ class Sampler:
         self,
         engines: SupportsGenerate,
         prompts: PromptStream,
-        verifier: SupportsScore,
+        scorer: SupportsScore,
         config: SamplingConfig,
         *,
         settings: SamplingSettings,
@@ -60,7 +60,7 @@ class Sampler:
             scoring: makes what a step's groups are scored in; by default a thread.
         """
         self._engines = engines
-        self._verifier = verifier
+        self._scorer = scorer
         self._config = config
         self._settings = settings
         self._tokenizer = tokenizer
@@ -85,7 +85,7 @@ class Sampler:
         reserved = self._take_reserved(tally)
         pools = self._config.mode == "partial"
         executor = None if self._scoring is None else self._scoring()
-        with Inquiry(self._engines, self._verifier, executor) as inquiry:
+        with Inquiry(self._engines, self._scorer, executor) as inquiry:
             plan = self._plan(self._config.prompts_per_step - (0 if pools else len(reserved)))
             step = Step(plan=plan, inquiry=inquiry, tally=tally)
             if pools:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
+import numpy as np
+
 from megadapo.data.prompts import Prompt
 from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.activity import EngineActivity
@@ -60,11 +62,13 @@ class SupportsGenerate(Protocol):
 
 
 class SupportsScore(Protocol):
-    """What sampling needs of the verifier; rewards.verifier.Verifier is one."""
+    """What sampling needs of the rewards; rewards.scorer.Scorer is one."""
 
-    def score_batch(
-        self, responses: Sequence[str], ground_truths: Sequence[str]
-    ) -> list[Score]: ...
+    def score_group(
+        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
+    ) -> list[Score]:
+        """Score the responses to one prompt."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +113,13 @@ class Inquiry:
     """
 
     def __init__(
-        self, engines: SupportsGenerate, verifier: SupportsScore, executor: Executor | None = None
+        self, engines: SupportsGenerate, scorer: SupportsScore, executor: Executor | None = None
     ) -> None:
         """`executor`: where groups are scored, one after the other; by default a thread."""
         self.reward_seconds = 0.0
         """Time spent scoring; most of it passes while responses are still generated."""
         self._engines = engines
-        self._verifier = verifier
+        self._scorer = scorer
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="scoring")
         self._open: dict[int, Question] = {}
         self._scoring: list[Future[Answer]] = []
@@ -185,6 +189,7 @@ class Inquiry:
     def _score(self, question: Question, response: GroupResponse) -> Answer:
         start = time.perf_counter()
         texts = [sample.text for sample in response.responses]
-        scores = self._verifier.score_batch(texts, [question.prompt.ground_truth] * len(texts))
+        token_ids = [sample.token_ids for sample in response.responses]
+        scores = self._scorer.score_group(question.prompt, texts, token_ids)
         self.reward_seconds += time.perf_counter() - start
         return Answer(question=question, response=response, scores=tuple(scores))

@@ -63,6 +63,7 @@ class Step:
 def group_of(answer: Answer) -> Group:
     """Put a question, its responses and their scores together."""
     question, scores = answer.question, answer.scores
+    parts = tuple(score.parts for score in scores)
     return Group(
         order=question.key,
         prompt=question.prompt,
@@ -71,6 +72,7 @@ def group_of(answer: Answer) -> Group:
         correct=tuple(score.correct for score in scores),
         answers=tuple(score.answer for score in scores),
         symbolic_correct=tuple(score.symbolic_correct for score in scores),
+        reward_parts=parts if any(parts) else (),
     )
 
 

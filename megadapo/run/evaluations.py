@@ -124,7 +124,7 @@ class Evaluations:
                 reserved.publish(step)
             under_way = EvaluationUnderWay(
                 self._engines if reserved is None else reserved.engines,
-                self._questions.verifier,
+                self._questions.scorer,
                 self._held_out(),
                 self._answers(step),
             )

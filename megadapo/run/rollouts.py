@@ -129,8 +129,12 @@ class LiveRollouts:
         return self.questions.second_opinions(group)
 
     def take_notes(self) -> list[str]:
-        """Which engines were lost."""
-        return [*self.engines.take_notes(), *self.evaluations.take_notes()]
+        """Which engines were lost, and which reward functions failed."""
+        return [
+            *self.engines.take_notes(),
+            *self.evaluations.take_notes(),
+            *self.questions.scorer.take_notes(),
+        ]
 
     def closing_notes(self) -> Iterator[str]:
         self.questions.verifier.finish_second_opinion(FINISH_S)

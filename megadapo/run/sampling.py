@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +15,7 @@ from megadapo.config import RunConfig
 from megadapo.data.batch import Group
 from megadapo.data.prompts import Prompt, PromptStream, load_prompts
 from megadapo.errors import DataError
-from megadapo.rewards.dapo_math import validate_ground_truth
+from megadapo.rewards.scorer import Scorer
 from megadapo.rewards.verifier import Verifier
 from megadapo.rollout.engines import Engines
 from megadapo.rollout.requests import SamplingSettings
@@ -38,13 +37,19 @@ class Questions:
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Prompt]
     held_out: list[Prompt]
-    verifier: Verifier
+    scorer: Scorer
+
+    @property
+    def verifier(self) -> Verifier:
+        """What compares answers, by the rule and symbolically."""
+        return self.scorer.verifier
 
     @classmethod
     def start(cls, config: RunConfig, phases: Phases, stack: ExitStack) -> Questions:
-        """Load the prompts and start the verifier, which ends with `stack`.
+        """Load the prompts and start what scores, which ends with `stack`.
 
         Raises:
+            ConfigError: a reward function cannot be imported or called.
             DataError: prompts, gold answers or the tokenizer cannot be used.
             InfraError: a process of the verifier did not start.
         """
@@ -55,8 +60,8 @@ class Questions:
             if config.data.held_out is not None:
                 held_out = _load_prompts(config, config.data.held_out, tokenizer)
         with phases.phase("start verifier"):
-            verifier = stack.enter_context(Verifier(config.reward))
-        return cls(tokenizer=tokenizer, prompts=prompts, held_out=held_out, verifier=verifier)
+            scorer = stack.enter_context(Scorer(config.reward))
+        return cls(tokenizer=tokenizer, prompts=prompts, held_out=held_out, scorer=scorer)
 
     def ask_second_opinion(self, sampled: SampledBatch) -> None:
         """Have the answers of a batch compared symbolically, what is saved of them first.
@@ -84,7 +89,7 @@ class Questions:
         return Sampler(
             engines,
             PromptStream(self.prompts, config.run.seed, shuffle=config.data.shuffle),
-            self.verifier,
+            self.scorer,
             config.sampling,
             settings=SamplingSettings(
                 temperature=config.rollout.temperature,
@@ -168,7 +173,8 @@ def _load_prompts(
 ) -> list[Prompt]:
     return load_prompts(
         source,
-        check_gold=partial(validate_ground_truth, rule=config.reward.rule),
+        check_gold=config.reward.check_gold,
+        with_extra_info=config.reward.reads_extra_info,
         tokenizer=tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
         overlong_prompts=config.data.overlong_prompts,

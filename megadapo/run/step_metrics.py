@@ -93,6 +93,7 @@ def _responses(sampled: SampledBatch, config: RunConfig) -> dict[str, int | floa
         "response_length/max": float(longest),
         "response_length/truncated_fraction": sampled.truncated_fraction,
     }
+    values |= {f"reward/{name}": value for name, value in sampled.reward_parts.items()}
     return {name: _measured(value) for name, value in values.items()}
 
 

@@ -136,7 +136,7 @@ def _responses(
             shaped_reward=float(group.rewards[i] + penalties[i]),
             correct=group.correct[i],
             answer=group.answers[i],
-            rule_correct=score(sample.text, group.prompt.ground_truth, config.reward.rule).correct,
+            rule_correct=_rule_correct(group, i, config),
             symbolic_correct=symbolic[i],
             advantage=trained[i].advantage,
             logprobs_old=trained[i].logprobs_old,
@@ -144,6 +144,14 @@ def _responses(
         )
         for i, sample in enumerate(group.samples)
     )
+
+
+def _rule_correct(group: Group, i: int, config: RunConfig) -> bool:
+    """The rule's verdict on a response; where it is not asked, that of what scores the prompt."""
+    if not config.reward.uses_rule(group.prompt.data_source):
+        return group.correct[i]
+    text, gold = group.samples[i].text, group.prompt.ground_truth
+    return score(text, gold, config.reward.rule).correct
 
 
 def _sequences_by_order(sampled: SampledBatch) -> dict[int, range]:

@@ -142,11 +142,10 @@ class TaskTokenizer:
 class TaskVerifier:
     """Reads off a virtual response whether it is right."""
 
-    def score_batch(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Score]:
-        return [
-            _SCORES[response == truth]
-            for response, truth in zip(responses, ground_truths, strict=True)
-        ]
+    def score_group(
+        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
+    ) -> list[Score]:
+        return [_SCORES[text == prompt.ground_truth] for text in texts]
 
 
 _SCORES = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from subprocess import run as run_command
 
@@ -15,8 +14,7 @@ from megadapo.config import load_config
 from megadapo.data.prompts import load_prompts
 from megadapo.observe.metrics import read_evaluations
 from megadapo.observe.rollouts import read_rollouts, rollouts_path
-from megadapo.rewards.dapo_math import validate_ground_truth
-from megadapo.rewards.verifier import Verifier
+from megadapo.rewards.scorer import Scorer
 from megadapo.rollout.evaluation import Evaluation, EvaluationUnderWay, HeldOut
 from tests.support import REPOSITORY
 from tests.support.engine_checks import (
@@ -45,14 +43,14 @@ def score(run_folder: Path, model: Path, log_folder: Path) -> tuple[Evaluation, 
     tokenizer = AutoTokenizer.from_pretrained(model)
     problems = load_prompts(
         config.data.held_out,
-        check_gold=partial(validate_ground_truth, rule=config.reward.rule),
+        check_gold=config.reward.check_gold,
         tokenizer=tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
         overlong_prompts=config.data.overlong_prompts,
     )
     settings = config.rollout.model_dump(include={"max_num_seqs", "num_threads"})
     with running_engines(model, log_folder, **settings) as engines:
-        with Verifier(config.reward) as verifier:
+        with Scorer(config.reward) as scorer:
             held_out = HeldOut.of(
                 problems,
                 config.evaluation,
@@ -60,7 +58,7 @@ def score(run_folder: Path, model: Path, log_folder: Path) -> tuple[Evaluation, 
                 max_response_tokens=config.rollout.max_response_tokens,
                 seed=config.run.seed,
             )
-            with EvaluationUnderWay(engines, verifier, held_out) as under_way:
+            with EvaluationUnderWay(engines, scorer, held_out) as under_way:
                 evaluation = under_way.finish()
         groups = make_requests(4, 2)
         return evaluation, worst_error(Reference(model), groups, ask(engines, groups))

@@ -160,11 +160,13 @@ class RightAtLeast:
     def __init__(self, bound: int) -> None:
         self._bound = bound
 
-    def score_batch(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Score]:
-        right = [sum(map(int, response)) >= self._bound for response in responses]
+    def score_group(
+        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
+    ) -> list[Score]:
+        right = [sum(map(int, text)) >= self._bound for text in texts]
         return [
-            Score(1.0 if ok else -1.0, ok, response[-1:], None)
-            for ok, response in zip(right, responses, strict=True)
+            Score(1.0 if ok else -1.0, ok, text[-1:], None)
+            for ok, text in zip(right, texts, strict=True)
         ]
 
 

@@ -24,6 +24,10 @@ CHAT_TEMPLATE = (
 )
 
 
+def check_gold(gold: object, data_source: str) -> str:
+    return validate_ground_truth(gold)
+
+
 def row(content: str, gold: object = "42", source: str = "math") -> dict:
     return {
         "data_source": source,
@@ -39,7 +43,7 @@ def write_jsonl(path: Path, rows: list[object]) -> str:
 
 
 def read(source: str, **options) -> tuple[list[Prompt], LoadCounts]:
-    return read_prompts(source, check_gold=validate_ground_truth, **options)
+    return read_prompts(source, check_gold=check_gold, **options)
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +111,14 @@ def test_each_prompt_with_two_golds_is_a_line_of_the_warning(tmp_path, caplog) -
 def test_what_was_dropped_is_logged(tmp_path, caplog) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [row("a"), row("a")])
     with caplog.at_level(logging.INFO):
-        assert len(load_prompts(source, check_gold=validate_ground_truth)) == 1
+        assert len(load_prompts(source, check_gold=check_gold)) == 1
     assert caplog.messages == [f"{source}: 1 prompts; {LoadCounts(2, 1, 0, 0)}"]
 
 
 def test_the_limit_and_what_it_does_reach_the_reader(tmp_path, tokenizer) -> None:
     """A run whose limit got lost on the way would fail in the engine, hours later."""
     source = write_jsonl(tmp_path / "a.jsonl", [row("x"), row("xxxx")])
-    limit = {"check_gold": validate_ground_truth, "tokenizer": tokenizer, "max_prompt_tokens": 3}
+    limit = {"check_gold": check_gold, "tokenizer": tokenizer, "max_prompt_tokens": 3}
     assert len(load_prompts(source, **limit, overlong_prompts="drop")) == 1
     with pytest.raises(DataError, match="has 4 tokens; at most 3"):
         load_prompts(source, **limit)

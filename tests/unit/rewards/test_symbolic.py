@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from megadapo.errors import InfraError
-from megadapo.rewards import symbolic
+from megadapo.rewards import worker_process
 from megadapo.rewards.refusal import MAX_CHARS, MAX_DEPTH, refusal
 from megadapo.rewards.symbolic import SymbolicCounts, SymbolicPool
 
@@ -73,7 +73,7 @@ def pool() -> Iterator[SymbolicPool]:
 
 
 def worker_ids(pool: SymbolicPool) -> list[int]:
-    return [worker._process.pid for worker in pool._workers]
+    return pool.process_ids
 
 
 def is_running(pid: int) -> bool:
@@ -219,9 +219,12 @@ def test_memory_is_limited() -> None:
 
 def test_a_worker_that_cannot_start_is_an_error_that_says_why(monkeypatch) -> None:
     def environment_without_packages() -> dict[str, str]:
-        return {"PYTHONPATH": str(Path(symbolic.__file__).parents[2]), "PYTHONNOUSERSITE": "1"}
+        return {
+            "PYTHONPATH": str(Path(worker_process.__file__).parents[2]),
+            "PYTHONNOUSERSITE": "1",
+        }
 
-    monkeypatch.setattr(symbolic, "_environment", environment_without_packages)
+    monkeypatch.setattr(worker_process, "_environment", environment_without_packages)
     monkeypatch.setattr(sys, "executable", os.path.realpath(sys.executable))
     with pytest.raises(InfraError, match="cannot start: ModuleNotFoundError: .*math_verify"):
         start_pool()
@@ -285,7 +288,7 @@ def test_workers_do_not_outlive_a_killed_run_even_while_they_are_busy() -> None:
         "pool = SymbolicPool(num_workers=2, **options)\n"
         f"pairs = [({SLOW!r}, '1')]\n"
         "threading.Thread(target=pool.check_batch, args=(pairs,)).start()\n"
-        "print(json.dumps([w._process.pid for w in pool._workers]), flush=True)\n"
+        "print(json.dumps(pool.process_ids), flush=True)\n"
         "time.sleep(60)\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -95,7 +95,7 @@ def test_workers_that_cannot_be_replaced_end_the_run_at_the_next_question(monkey
     """Nobody waits for the thread in which it happens."""
     with Verifier(RewardConfig(symbolic_workers=1, symbolic_timeout_s=30.0)) as verifier:
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        os.kill(verifier._pool._workers[0]._process.pid, signal.SIGKILL)
+        os.kill(verifier._pool.process_ids[0], signal.SIGKILL)
         verifier.score_batch(["Answer: 1", "Answer: 2"], ["1", "2"])
         verifier.ask_second_opinion()
         verifier._second.finish(SOON_S)

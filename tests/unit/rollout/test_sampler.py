@@ -364,9 +364,9 @@ def test_scoring_runs_while_generation_goes_on():
     scored = threading.Event()
 
     class Judge(RightAtLeast):
-        def score_batch(self, responses, ground_truths):
+        def score_group(self, prompt, texts, token_ids):
             scored.set()
-            return super().score_batch(responses, ground_truths)
+            return super().score_group(prompt, texts, token_ids)
 
     sampler = make_sampler(WaitsForTheJudge(scored), judge=Judge(HALF))
     assert sampler.next_batch().num_kept == 8
@@ -377,10 +377,10 @@ def test_the_time_of_scoring_is_that_of_all_groups():
     class Slow(RightAtLeast):
         seconds = 0.0
 
-        def score_batch(self, responses, ground_truths):
+        def score_group(self, prompt, texts, token_ids):
             start = time.perf_counter()
             time.sleep(0.001)
-            scores = super().score_batch(responses, ground_truths)
+            scores = super().score_group(prompt, texts, token_ids)
             self.seconds += time.perf_counter() - start
             return scores
 
@@ -394,9 +394,22 @@ def test_a_failing_verifier_ends_the_step():
     """An exception in the scoring thread must not be lost."""
 
     class Broken:
-        def score_batch(self, responses, ground_truths):
+        def score_group(self, prompt, texts, token_ids):
             raise ValueError("no score")
 
     sampler = make_sampler(ScriptedEngines(), judge=Broken())
     with pytest.raises(ValueError, match="no score"):
         sampler.next_batch()
+
+
+def test_parts_of_rewards_are_means_over_the_responses_that_have_them():
+    class Parts(RightAtLeast):
+        def score_group(self, prompt, texts, token_ids):
+            scores = super().score_group(prompt, texts, token_ids)
+            assert [len(ids) > 0 for ids in token_ids] == [True] * len(texts)
+            parts = [(("all", float(i)), *[("first", 7.0)] * (i == 0)) for i in range(len(texts))]
+            return [replace(one, parts=those) for one, those in zip(scores, parts, strict=True)]
+
+    batch = make_sampler(ScriptedEngines(), judge=Parts(HALF)).next_batch()
+    size = len(batch.groups[0].samples)
+    assert batch.reward_parts == {"all": (size - 1) / 2, "first": 7.0}

@@ -63,7 +63,7 @@ def make(
         tokenizer=PlainTokenizer(),
         prompts=[],
         held_out=make_prompts(NUM_PROBLEMS),
-        verifier=RightAtLeast(40),
+        scorer=RightAtLeast(40),
     )
     return Evaluations(
         config_of(placement),

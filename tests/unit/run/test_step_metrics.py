@@ -9,6 +9,7 @@ import pytest
 
 from megadapo.config import from_dict
 from megadapo.observe.metric_names import METRIC_NAMES
+from megadapo.observe.metrics import MetricsLog, read_metrics
 from megadapo.rewards.symbolic import SymbolicCounts
 from megadapo.rewards.verifier import VerifierCounts
 from megadapo.rollout.activity import EngineActivity
@@ -107,6 +108,15 @@ def metrics(sampled: SampledBatch = SAMPLED) -> dict[str, int | float | None]:
 def test_every_name_but_what_the_run_itself_adds_is_given():
     """A metric that is forgotten here would be null in every run."""
     assert set(metrics()) == set(METRIC_NAMES) - ADDED_BY_THE_RUN
+
+
+def test_parts_of_rewards_have_metrics_of_their_own(tmp_path):
+    found = metrics(replace(SAMPLED, reward_parts={"mine/format": 0.5}))
+    with MetricsLog(tmp_path) as log:
+        log.record(found)
+    (record,) = read_metrics(tmp_path)
+    assert list(record) == [*METRIC_NAMES, "reward/mine/format"]
+    assert record["reward/mine/format"] == 0.5
 
 
 def test_parity_without_fresh_tokens_is_unmeasured_and_not_nan():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError
 from megadapo.rollout.requests import response_seeds
 from megadapo.simulate.task import RIGHT, WRONG, Draw, Task, TaskSettings, TaskVerifier
@@ -61,6 +62,7 @@ def test_impossible_shares_are_refused(keep_rate: float, solved: float | None) -
 
 
 def test_the_verifier_reads_right_and_wrong() -> None:
-    scores = TaskVerifier().score_batch([RIGHT, WRONG], [RIGHT, RIGHT])
+    prompt = Prompt("id", (("user", "0"),), RIGHT, "task")
+    scores = TaskVerifier().score_group(prompt, [RIGHT, WRONG], [[], []])
     assert [score.correct for score in scores] == [True, False]
     assert [score.reward for score in scores] == [1.0, -1.0]

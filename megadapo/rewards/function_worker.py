@@ -1,0 +1,202 @@
+"""The program of a process that calls one reward function.
+
+What a user writes is trusted and may be wrong: here it is kept from starting processes and from
+opening sockets by mistake, and everything that it can return or raise becomes a reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import importlib
+import inspect
+import math
+import numbers
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from megadapo.rewards.worker import CannotStart, Handler, serve
+
+ARGUMENTS = ("messages", "response", "tokens", "ground_truth", "extra_info")
+BATCH_PARAMETER = "responses"
+"""A function whose second parameter has this name is called with lists."""
+MAX_PARTS = 32
+MAX_NAME = 64
+"""Characters of a part's name."""
+MAX_ERROR = 200
+"""Characters of what is told of an error."""
+
+_STARTS_PROCESS = ("os.fork", "os.forkpty", "os.exec", "os.system", "os.posix_spawn", "os.spawn")
+
+
+class WrongResult(Exception):
+    """A function returned something that is no score."""
+
+
+def main() -> None:
+    """Serve calls, `{"calls": [[argument, ...], ...]}` to `{"results": [result, ...]}`.
+
+    A result is `{"score", "correct"?, "parts"}`, or `{"error"}` where the function failed.
+    """
+    serve(_prepare)
+
+
+def _prepare(settings: Mapping[str, Any]) -> Handler:
+    function = load(settings["path"], settings["options"])
+    # an event loop opens a pair of sockets
+    loop = asyncio.new_event_loop() if inspect.iscoroutinefunction(function) else None
+    _forbid(network=not settings["network"], processes=not settings["processes"])
+    is_batched = takes_batches(function)
+    call = partial(function, **settings["options"])
+
+    def handle(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        calls = request["calls"]
+        if calls is None:
+            return {"takes": "batch" if is_batched else "one" if loop is None else "async"}
+        _forget_printed()
+        arguments = [list(column) for column in zip(*calls, strict=True)]
+        batches = [arguments] if is_batched else calls
+        if loop is None:
+            returned = [_call(call, batch) for batch in batches]
+        else:
+            returned = loop.run_until_complete(_gather(call, batches, settings["timeout_s"]))
+        if is_batched:
+            returned = _each_of(returned[0], len(calls))
+        return {"results": [_result(value) for value in returned]}
+
+    return handle
+
+
+def load(path: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Import MODULE:FUNCTION, and see whether it can be called.
+
+    Raises:
+        CannotStart: it cannot be imported, is no function, or takes other arguments.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        # a module that is imported raises anything at all
+        raise CannotStart(f"{module_name} cannot be imported: {_describe(error)}") from error
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(function):
+        raise CannotStart(f"{module_name} has no function {name}")
+    try:
+        inspect.signature(function).bind(*ARGUMENTS, **options)
+    except (TypeError, ValueError) as error:
+        raise CannotStart(
+            f"{path} cannot be called with ({', '.join([*ARGUMENTS, *options])}): {error}"
+        ) from error
+    return function
+
+
+def takes_batches(function: Callable[..., Any]) -> bool:
+    """Whether a function is called with lists, by the name of its second parameter."""
+    names = list(inspect.signature(function).parameters)
+    return len(names) > 1 and names[1] == BATCH_PARAMETER
+
+
+async def _gather(
+    function: Callable[..., Any], batches: Sequence[Sequence[Any]], timeout_s: float
+) -> list[Any]:
+    """What each coroutine returned or raised, all side by side."""
+    calls = (asyncio.wait_for(function(*batch), timeout_s) for batch in batches)
+    return list(await asyncio.gather(*calls, return_exceptions=True))
+
+
+def _call(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """What a call returned or raised."""
+    try:
+        value = function(*arguments)
+        sys.stdout.flush()
+    except (Exception, SystemExit) as error:
+        # a user's function raises anything at all
+        return error
+    return value
+
+
+def _forget_printed() -> None:
+    os.ftruncate(1, 0)
+    os.lseek(1, 0, os.SEEK_SET)
+
+
+def _each_of(returned: Any, num_calls: int) -> list[Any]:
+    """One value a response of what a batched function returned."""
+    if isinstance(returned, BaseException):
+        return [returned] * num_calls
+    if not isinstance(returned, list | tuple) or len(returned) != num_calls:
+        size = f" of {len(returned)}" if isinstance(returned, list | tuple) else ""
+        wrong = WrongResult(
+            f"returned a {type(returned).__name__}{size}; expected a list of {num_calls} scores"
+        )
+        return [wrong] * num_calls
+    return list(returned)
+
+
+def _result(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, BaseException):
+        return {"error": _describe(value)}
+    try:
+        return _read(value)
+    except WrongResult as error:
+        return {"error": str(error)}
+
+
+def _read(value: Any) -> Mapping[str, Any]:
+    """A returned number, or a dict with a "score", as JSON values."""
+    if not isinstance(value, dict):
+        return {"score": _number(value), "parts": {}}
+    if "score" not in value:
+        raise WrongResult('returned a dict without "score"')
+    names = [name for name in value if name not in ("score", "correct")]
+    if len(names) > MAX_PARTS or any(
+        not isinstance(name, str) or not 0 < len(name) <= MAX_NAME for name in names
+    ):
+        raise WrongResult(
+            f"returned parts that are not at most {MAX_PARTS} names of up to {MAX_NAME} characters"
+        )
+    result = {
+        "score": _number(value["score"]),
+        "parts": {name: _number(value[name], name) for name in names},
+    }
+    if "correct" in value:
+        result["correct"] = bool(value["correct"])
+    return result
+
+
+def _number(value: Any, part: str = "") -> float:
+    of_part = f" as {part}" if part else ""
+    if not isinstance(value, numbers.Real):
+        raise WrongResult(f"returned {type(value).__name__}{of_part}, not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise WrongResult(f"returned {number}{of_part}")
+    return number
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, TimeoutError) and not str(error):
+        return "took longer than reward.functions.timeout_s"
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return "printed or wrote more than reward.functions.output_kib"
+    return f"{type(error).__name__}: {error}"[:MAX_ERROR].removesuffix(": ")
+
+
+def _forbid(*, network: bool, processes: bool) -> None:
+    """Raise where the function opens a socket or starts a process, for the rest of this process."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if network and event in ("socket.__new__", "socket.getaddrinfo"):
+            raise PermissionError("opens a socket, and reward.functions.network is false")
+        if processes and (event in _STARTS_PROCESS or event == "subprocess.Popen"):
+            raise PermissionError("starts a process, and reward.functions.processes is false")
+
+    sys.addaudithook(hook)
+
+
+if __name__ == "__main__":
+    main()

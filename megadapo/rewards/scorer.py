@@ -1,0 +1,110 @@
+"""Scores every response: the reward is the weighted sum of what reward.functions say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+
+import numpy as np
+
+from megadapo.data.prompts import Prompt
+from megadapo.rewards.config import RewardConfig
+from megadapo.rewards.dapo_math import Score, score
+from megadapo.rewards.function_config import RewardFunction
+from megadapo.rewards.functions import FunctionRunner
+from megadapo.rewards.verifier import Verifier
+
+
+class Scorer:
+    """The rule and all other functions; safe to use from any thread.
+
+    Raises:
+        ConfigError: a function cannot be imported or called.
+        InfraError: a process cannot be started.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        asks_rule = any(one.function == "rule" for one in config.functions)
+        with ExitStack() as stack:
+            verifier = Verifier(config if asks_rule else _without_symbols(config))
+            self.verifier = stack.enter_context(verifier)
+            """What compares answers, by the rule and symbolically."""
+            self._runners: dict[str, FunctionRunner] = {}
+            for one in config.functions:
+                if not one.is_in_process:
+                    self._runners[one.label] = runner = FunctionRunner(one)
+                    stack.callback(runner.close)
+            self._started = stack.pop_all()
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def score_group(
+        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
+    ) -> list[Score]:
+        """Score the responses to one prompt.
+
+        Args:
+            token_ids: [n] int32 of each response.
+
+        Raises:
+            RewardError: a function failed, and its configuration says to stop then.
+            InfraError: the processes of a function can no longer be started.
+        """
+        if self._config.is_rule_alone:
+            return self.verifier.score_batch(texts, [prompt.ground_truth] * len(texts))
+        applying = [one for one in self._config.functions if one.applies_to(prompt.data_source)]
+        columns = [self._ask(one, prompt, texts, token_ids) for one in applying]
+        return [_combined(applying, row) for row in zip(*columns, strict=True)]
+
+    def take_notes(self) -> list[str]:
+        """Say which functions failed since the last call, and why."""
+        notes = (runner.take_note() for runner in self._runners.values())
+        return [note for note in notes if note is not None]
+
+    def close(self) -> None:
+        """End all processes."""
+        self._started.close()
+
+    def _ask(
+        self,
+        function: RewardFunction,
+        prompt: Prompt,
+        texts: Sequence[str],
+        token_ids: Sequence[np.ndarray],
+    ) -> list[Score]:
+        """What one function says of each response, as if there were no other."""
+        golds = [prompt.ground_truth] * len(texts)
+        if function.function == "rule":
+            return self.verifier.score_batch(texts, golds)
+        if (rule := self._config.rule_of(function)) is not None:
+            return [score(text, prompt.ground_truth, rule) for text in texts]
+        scores = self._runners[function.label].score_group(prompt, texts, token_ids)
+        return [Score(one.score, one.correct, "", parts=one.parts) for one in scores]
+
+
+def _combined(functions: Sequence[RewardFunction], scores: Sequence[Score]) -> Score:
+    """The score of one response; the first function says whether it is right."""
+    parts: list[tuple[str, float]] = []
+    for function, one in zip(functions, scores, strict=True):
+        parts.append((function.label, one.reward))
+        parts += ((f"{function.label}/{name}", value) for name, value in one.parts)
+    weighted = (f.weight * one.reward for f, one in zip(functions, scores, strict=True))
+    answer = next((one.answer for one in scores if one.answer), "")
+    return replace(scores[0], reward=math.fsum(weighted), answer=answer, parts=tuple(parts))
+
+
+def _without_symbols(config: RewardConfig) -> RewardConfig:
+    return config.model_copy(update={"symbolic": False, "decide": "rule"})

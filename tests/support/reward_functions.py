@@ -1,0 +1,107 @@
+"""Reward functions as users write them, good and bad: what tests name in reward.functions."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def digits(messages, response, tokens, ground_truth, extra_info):
+    """Everything that a function is given comes back as a part."""
+    return {
+        "score": sum(character.isdigit() for character in response),
+        "correct": response == ground_truth,
+        "tokens": len(tokens),
+        "turns": len(messages),
+        "from_test": extra_info["data_source"] == "test",
+        "index": extra_info.get("index", -1),
+    }
+
+
+def scaled(messages, response, tokens, ground_truth, extra_info, *, factor):
+    return factor * len(response)
+
+
+def in_batches(messages, responses, tokens, ground_truths, extra_infos):
+    return [float(len(responses)) for _ in zip(messages, tokens, ground_truths, strict=True)]
+
+
+async def later(messages, response, tokens, ground_truth, extra_info):
+    """All responses of a group wait at the same time; one of them for ever."""
+    if response == "raise":
+        raise ValueError("no")
+    await asyncio.sleep(60 if response == "hang" else 0.3)
+    return 1.0
+
+
+async def batches_later(messages, responses, tokens, ground_truths, extra_infos):
+    await asyncio.sleep(0)
+    return [2.0] * len(responses)
+
+
+def too_few(messages, responses, tokens, ground_truths, extra_infos):
+    return [1.0]
+
+
+def hostile(messages, response, tokens, ground_truth, extra_info):
+    """Does what the response says."""
+    match response:
+        case "raise":
+            raise ValueError("no such answer")
+        case "hang":
+            while True:
+                pass
+        case "sleep":
+            time.sleep(60)
+        case "nan":
+            return float("nan")
+        case "none":
+            return None
+        case "no score":
+            return {"format": 1.0}
+        case "part":
+            return {"score": 1.0, "format": float("inf")}
+        case "print":
+            for _ in range(1 << 10):
+                print("x" * (1 << 20))
+        case "stderr":
+            for _ in range(1 << 10):
+                os.write(2, b"x" * (1 << 20))
+        case "memory":
+            return len(bytearray(1 << 34))
+        case "fork":
+            os.fork()
+        case "subprocess":
+            subprocess.run(["sleep", "60"], check=True)
+        case "socket":
+            socket.create_connection(("127.0.0.1", 9), timeout=1)
+        case "exit":
+            sys.exit(3)
+        case "die":
+            os._exit(3)
+        case "segfault":
+            os.kill(os.getpid(), 11)
+    return 1.0
+
+
+def leaves_a_child(messages, response, tokens, ground_truth, extra_info):
+    """Starts a process, says which, and hangs."""
+    child = subprocess.Popen(["sleep", "600"])
+    Path(extra_info["file"]).write_text(str(child.pid))
+    time.sleep(60)
+
+
+def secret(messages, response, tokens, ground_truth, extra_info):
+    return float("SECRET" in os.environ) + 2.0 * ("SHOWN" in os.environ)
+
+
+def takes_less(messages, response):
+    return 0.0
+
+
+NOT_A_FUNCTION = 3
