@@ -9,7 +9,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from megadapo.algorithm.bapo import BapoConfig, bapo_sums, search_bounds
 from megadapo.algorithm.importance import ImportanceConfig
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.reference import policy_loss
 from megadapo.data.batch import PackedBatch
 
 
@@ -55,6 +58,50 @@ def loss_and_gradients(
     torch.set_num_threads(num_threads)
     gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
     return total.item(), gradients
+
+
+def loss_and_gradients_of(
+    folder: Path, batch: PackedBatch, objective: PolicyObjective, bapo: BapoConfig
+) -> tuple[float, dict[str, np.ndarray]]:
+    """The first mini-batch's under an objective: the definition's loss of a dense model.
+
+    Old log-probs are 0.15 sin(t) above the present ones, those of the reference 0.15 sin(0.7 t).
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    places, logprobs, entropies, lengths = [], [], [], []
+    for index in batch.mini_batches[0]:
+        start, stop = int(batch.cu_seqlens[index]), int(batch.cu_seqlens[index + 1])
+        log_p = model(torch.from_numpy(batch.tokens[start:stop])[None]).logits[0, :-1]
+        log_p = log_p.log_softmax(-1)
+        targets = torch.from_numpy(batch.tokens[start + 1 : stop])[:, None]
+        places.append(torch.arange(start + 1, stop))
+        logprobs.append(log_p.gather(1, targets)[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+        lengths.append(stop - start - 1)
+    at, logprob = torch.cat(places), torch.cat(logprobs)
+    old = logprob.detach() + 0.15 * torch.sin(at.double())
+    advantages = torch.from_numpy(batch.advantages).double()[at]
+    weights = torch.from_numpy(batch.loss_weights).double()[at]
+    if objective.gate == "bapo":
+        chosen = weights != 0
+        ratios = (logprob.detach() - old).exp()[chosen]
+        sums = bapo_sums(ratios, advantages[chosen], bapo)
+        objective = search_bounds(sums.numpy(), bapo).put_into(objective)
+    loss = policy_loss(
+        logprob,
+        old,
+        advantages,
+        weights,
+        torch.tensor([0, *np.cumsum(lengths)]),
+        objective=objective,
+        logprobs_ref=logprob.detach() + 0.15 * torch.sin(0.7 * at.double()),
+        entropy=torch.cat(entropies),
+    )
+    loss.backward()
+    torch.set_num_threads(num_threads)
+    return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters()}
 
 
 def corrected(

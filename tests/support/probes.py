@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megadapo.algorithm.importance import ImportanceConfig
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.trainer.result import RankUpdate
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
@@ -16,6 +17,7 @@ from megadapo.trainer.settings import Rendezvous, TrainerSettings
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megadapo.trainer.head import PolicyHead
     from megadapo.trainer.micro_batch import MicroBatch
     from megadapo.trainer.off_policy import OldPolicy
     from megadapo.trainer.rank import TrainerRank
@@ -57,10 +59,42 @@ def gradients_by_case(
     return found if rendezvous.rank == 0 else None
 
 
+def gradients_by_objective(
+    rendezvous: Rendezvous,
+    settings: TrainerSettings,
+    batch: PackedBatch,
+    cases: dict[str, PolicyObjective],
+) -> dict[str, Gradients] | None:
+    """`gradients` under several objectives, on one and the same trainer; with a reference policy
+    where there is a KL divergence, and with the clip bounds that are searched for `bapo`."""
+    from dataclasses import replace
+
+    from megadapo.trainer.micro_batch import trained_tokens
+    from megadapo.trainer.off_policy import OldPolicy
+
+    rank = build(rendezvous, settings)
+    cut = rank.micro_batches(batch, batch.mini_batches[0], trained_tokens(batch)[0], 0)
+    present = rank.logprobs_of(cut)
+    found = {}
+    for name, objective in cases.items():
+        old = [
+            OldPolicy(
+                proximal=values,
+                logprobs=shifted(micro_batch, values),
+                logprobs_ref=shifted(micro_batch, values, 0.7) if objective.kl_coef else None,
+            )
+            for micro_batch, values in zip(cut, present, strict=False)
+        ]
+        head = replace(rank.head, objective=objective)
+        if objective.gate == "bapo":
+            head = replace(head, objective=rank.bound_search().bounds(cut, old).put_into(objective))
+        found[name] = _measured(rank, head, cut, old)
+    return found if rendezvous.rank == 0 else None
+
+
 def _gradients(rank: TrainerRank, batch: PackedBatch, importance: ImportanceConfig) -> Gradients:
     from megadapo.trainer.micro_batch import trained_tokens
     from megadapo.trainer.off_policy import old_policy
-    from megadapo.trainer.step import compute_gradients
 
     predicted, _ = trained_tokens(batch)
     present = int(batch.policy_versions.max())
@@ -69,9 +103,17 @@ def _gradients(rank: TrainerRank, batch: PackedBatch, importance: ImportanceConf
         old_policy(micro_batch, shifted(micro_batch, values), importance)
         for micro_batch, values in zip(cut, rank.logprobs_of(cut), strict=False)
     ]
+    return _measured(rank, rank.head, cut, old)
+
+
+def _measured(
+    rank: TrainerRank, head: PolicyHead, cut: list[MicroBatch], old: list[OldPolicy]
+) -> Gradients:
+    from megadapo.trainer.step import compute_gradients
+
     # megatron-core learns in the first pass what to wait for, and overlaps from the second on
     for _ in range(1 + rank.settings.trainer.overlap_grad_reduce):
-        sums, _ = compute_gradients(rank.chunks, rank.head, cut, old)
+        sums, _ = compute_gradients(rank.chunks, head, cut, old)
     rank.optimizer.prepare_grads()
     norm = float(rank.optimizer.get_grad_norm())
     _gather_gradients(rank)
@@ -99,12 +141,12 @@ def _gather_gradients(rank: TrainerRank) -> None:
             torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
-def shifted(micro_batch: MicroBatch, logprobs: Tensor) -> Tensor:
+def shifted(micro_batch: MicroBatch, logprobs: Tensor, pace: float = 1.0) -> Tensor:
     """Log-probs moved by an amount that depends on the token's place in the batch only."""
     import torch
 
     moved = logprobs.clone()
-    moved[micro_batch.rows] += torch.from_numpy(0.15 * np.sin(micro_batch.source)).float()
+    moved[micro_batch.rows] += torch.from_numpy(0.15 * np.sin(pace * micro_batch.source)).float()
     return moved
 
 
