@@ -95,9 +95,9 @@ class BapoBounds:
 def bapo_sums(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> Tensor:
     """What tokens add to the sums between the grid's edges, float64; add them over all tokens.
 
-    Bin k of a side holds the ratios above edge k - 1 and up to edge k; below, for the lower side,
-    from edge k - 1 up to but without edge k. Laid out as (sum of r |A|, sum of |A|) of the upper
-    bins, for A > 0, then of the lower bins, for A < 0.
+    Bin k of the upper bounds holds ratios above edge k - 1 and up to edge k, bin k of the lower ones
+    those from edge k - 1 up to but without edge k. Laid out as the sums of r |A| and those of |A|
+    in the upper bins, for A > 0, then in the lower bins, for A < 0.
 
     Args:
         ratios: [N] fp32, clamped as in the loss.
@@ -113,8 +113,10 @@ def bapo_sums(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> Tensor:
         chosen = advantages > 0 if is_upper else advantages < 0
         bins = torch.bucketize(ratios[chosen], bounds, right=not is_upper)
         weights = sizes[chosen]
-        for values in (ratios[chosen].double() * weights, weights):
-            sums.append(values.new_zeros(len(edges) + 1).index_add_(0, bins, values))
+        values = torch.stack([ratios[chosen].double() * weights, weights])
+        # a product, as scattered additions would have other bits on every run of a GPU
+        is_in = bins[:, None] == torch.arange(len(edges) + 1, device=bins.device)
+        sums.append((values @ is_in.double()).flatten())
     return torch.cat(sums)
 
 
