@@ -95,9 +95,9 @@ class BapoBounds:
 def bapo_sums(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> Tensor:
     """What tokens add to the sums between the grid's edges, float64; add them over all tokens.
 
-    Bin k of the upper bounds holds ratios above edge k - 1 and up to edge k, bin k of the lower ones
-    those from edge k - 1 up to but without edge k. Laid out as the sums of r |A| and those of |A|
-    in the upper bins, for A > 0, then in the lower bins, for A < 0.
+    Bin k of the upper bounds holds ratios above edge k - 1 and up to edge k; bin k of the lower
+    bounds those from edge k - 1 up to but without edge k. Laid out as the sums of r |A| and those
+    of |A| in the upper bins, for A > 0, then in the lower bins, for A < 0.
 
     Args:
         ratios: [N] fp32, clamped as in the loss.
