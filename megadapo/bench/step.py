@@ -43,6 +43,11 @@ OVERRIDES = (
 )
 """What the rival's step does not have is off, and every answer that is sampled is trained on."""
 
+SECTIONS = ("model", "data", "reward", "rollout", "sampling", "algorithm", "trainer")
+"""Of the configuration, what decides a measurement."""
+NOT_MEASURED = ("prompts", "model", "folder")
+"""Of the rival's settings, what the configuration says already, and where it was."""
+
 
 class Contender(Protocol):
     """One side: takes a step when it is told to."""
@@ -200,8 +205,8 @@ def compare(
                 for side in (ours, theirs)
             ],
             "warmup": warmup,
-            "ours": to_dict(config),
-            "theirs": {k: v for k, v in asdict(settings).items() if k != "prompts"},
+            "ours": {name: to_dict(config)[name] for name in SECTIONS},
+            "theirs": {k: v for k, v in asdict(settings).items() if k not in NOT_MEASURED},
         }
         json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
