@@ -18,7 +18,7 @@ from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoErr
 from megadapo.models.description import ModelDescription, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, read_hf_config
 from megadapo.observe.writers import missing_packages
-from megadapo.rewards.functions import check_functions
+from megadapo.rewards.runners import check_functions
 from megadapo.rollout.model_layout import validate_engine_layout
 from megadapo.trainer.config import ModelConfig
 from megadapo.trainer.model_layout import validate_model_layout

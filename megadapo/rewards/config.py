@@ -9,7 +9,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from megadapo.errors import DataError
 from megadapo.rewards.dapo_math import Rule, validate_ground_truth
-from megadapo.rewards.function_config import RewardFunction
+from megadapo.rewards.function_config import PYTHON_TESTS, RewardFunction
+from megadapo.rewards.unit_tests import read_tests
 from megadapo.section import Section, Timeout
 
 
@@ -72,6 +73,8 @@ class RewardConfig(Section, title="reward"):
         for one in applying:
             if (rule := self.rule_of(one)) is not None:
                 gold = validate_ground_truth(gold, rule)
+            elif one.function == PYTHON_TESTS:
+                read_tests(gold)
         if not isinstance(gold, str):
             raise DataError(f"the gold answer is not a string but {type(gold).__name__}")
         return gold

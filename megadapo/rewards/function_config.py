@@ -22,8 +22,17 @@ IN_PROCESS = ("rule", "answer", "boxed", "answer_or_boxed")
 IN_WORKERS = {
     "format": "megadapo.rewards.builtin:format_reward",
     "length": "megadapo.rewards.builtin:length_reward",
+    "judge": "megadapo.rewards.served:judge_reward",
+    "reward_model": "megadapo.rewards.served:reward_model_reward",
 }
 """Functions that run as a user's do, by the names that a configuration calls them."""
+PYTHON_TESTS = "python_tests"
+"""Unit tests of what a response has written, in a sandbox."""
+BUILT_IN = (*IN_PROCESS, *IN_WORKERS, PYTHON_TESTS)
+WITH_NETWORK = ("judge", "reward_model")
+"""Built-in functions that ask a server."""
+REQUEST_TIMEOUT_S = 60.0
+"""Their limit of one request, where no other is given."""
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[\w.-]+")
 _TAKEN = ("mean", "shaped_mean", "overlong_penalty_mean")
@@ -86,6 +95,11 @@ class RewardFunction(Section, title="reward.functions"):
         return self.function in IN_PROCESS
 
     @property
+    def may_use_network(self) -> bool:
+        """Whether it may open sockets; built-in functions that ask a server may."""
+        return self.network or self.function in WITH_NETWORK
+
+    @property
     def path(self) -> str:
         """MODULE:FUNCTION of one that runs in worker processes."""
         return IN_WORKERS.get(self.function, self.function)
@@ -100,7 +114,7 @@ class RewardFunction(Section, title="reward.functions"):
         return not self.data_sources or data_source in self.data_sources
 
     def conflicts(self) -> Iterator[str]:
-        if ":" not in self.function and self.function not in (*IN_PROCESS, *IN_WORKERS):
+        if ":" not in self.function and self.function not in BUILT_IN:
             yield self._unknown()
         elif ":" in self.function and not _PATH.fullmatch(self.function):
             yield f'reward.functions.function = "{self.function}": write "MODULE:FUNCTION"'
@@ -109,9 +123,8 @@ class RewardFunction(Section, title="reward.functions"):
         yield from self._wrong_options()
 
     def _unknown(self) -> str:
-        known = [*IN_PROCESS, *IN_WORKERS]
-        near = difflib.get_close_matches(self.function, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        near = difflib.get_close_matches(self.function, BUILT_IN, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BUILT_IN)}"
         return (
             f'reward.functions.function = "{self.function}" is no built-in function; {hint} '
             'Your own are named "MODULE:FUNCTION"'
@@ -121,8 +134,30 @@ class RewardFunction(Section, title="reward.functions"):
         pattern = self.options.get("pattern", "")
         if self.function in IN_PROCESS and self.options:
             yield f'reward.functions.options: "{self.function}" takes none'
+        elif self.function in WITH_NETWORK:
+            yield from self._wrong_server_options()
+        elif self.function == PYTHON_TESTS:
+            yield from self._wrong_test_options()
         elif self.function == "format" and isinstance(pattern, str):
             try:
                 re.compile(pattern)
             except re.error as error:
                 yield f"reward.functions.options.pattern is no regular expression: {error}"
+
+    def _wrong_test_options(self) -> Iterator[str]:
+        kinds = {"partial": (bool,), "seconds_per_test": (int, float)}
+        for key, value in self.options.items():
+            kind = kinds.get(key)
+            if kind is None:
+                yield f"reward.functions.options.{key} is unknown; there are {', '.join(kinds)}"
+            elif type(value) not in kind or (key == "seconds_per_test" and value <= 0):
+                yield f"reward.functions.options.{key} = {value!r} cannot be used"
+
+    def _wrong_server_options(self) -> Iterator[str]:
+        limit = self.options.get("request_timeout_s", REQUEST_TIMEOUT_S)
+        if not isinstance(limit, int | float) or self.timeout_s <= limit:
+            yield (
+                f"reward.functions.timeout_s = {self.timeout_s:g} ends the call of a group before "
+                f"options.request_timeout_s = {limit} ends one request: raise the first, with room "
+                "for retries, or lower the second"
+            )

@@ -87,6 +87,11 @@ class ProcessPool:
                 outcomes.update(self._wait(until if queue else math.inf))
             return [outcomes.get(number, Lost("closed")) for number in range(len(requests))]
 
+    def grow(self, num_more: int) -> None:
+        """Start more workers; they get requests as soon as they are ready."""
+        with self._lock:
+            self._workers += [WorkerProcess(self._program) for _ in range(num_more)]
+
     def close(self) -> None:
         """Kill the workers; requests that are being worked on get no reply."""
         self._closing = True

@@ -14,7 +14,8 @@ from megadapo.data.prompts import Prompt
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.dapo_math import Score, score
 from megadapo.rewards.function_config import RewardFunction
-from megadapo.rewards.functions import FunctionRunner
+from megadapo.rewards.runner import Runner
+from megadapo.rewards.runners import start_runner
 from megadapo.rewards.verifier import Verifier
 
 
@@ -33,10 +34,10 @@ class Scorer:
             verifier = Verifier(config if asks_rule else _without_symbols(config))
             self.verifier = stack.enter_context(verifier)
             """What compares answers, by the rule and symbolically."""
-            self._runners: dict[str, FunctionRunner] = {}
+            self._runners: dict[str, Runner] = {}
             for one in config.functions:
                 if not one.is_in_process:
-                    self._runners[one.label] = runner = FunctionRunner(one)
+                    self._runners[one.label] = runner = start_runner(one)
                     stack.callback(runner.close)
             self._started = stack.pop_all()
 
@@ -68,6 +69,11 @@ class Scorer:
         applying = [one for one in self._config.functions if one.applies_to(prompt.data_source)]
         columns = [self._ask(one, prompt, texts, token_ids) for one in applying]
         return [_combined(applying, row) for row in zip(*columns, strict=True)]
+
+    @property
+    def num_threads(self) -> int:
+        """Groups that are worth being scored at the same time."""
+        return max((runner.num_threads for runner in self._runners.values()), default=1)
 
     def take_notes(self) -> list[str]:
         """Say which functions failed since the last call, and why."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
@@ -115,12 +116,13 @@ class Inquiry:
     def __init__(
         self, engines: SupportsGenerate, scorer: SupportsScore, executor: Executor | None = None
     ) -> None:
-        """`executor`: where groups are scored, one after the other; by default a thread."""
+        """`executor`: where groups are scored; by default a thread, one after the other."""
         self.reward_seconds = 0.0
         """Time spent scoring; most of it passes while responses are still generated."""
         self._engines = engines
         self._scorer = scorer
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="scoring")
+        self._lock = threading.Lock()
         self._open: dict[int, Question] = {}
         self._scoring: list[Future[Answer]] = []
 
@@ -191,5 +193,6 @@ class Inquiry:
         texts = [sample.text for sample in response.responses]
         token_ids = [sample.token_ids for sample in response.responses]
         scores = self._scorer.score_group(question.prompt, texts, token_ids)
-        self.reward_seconds += time.perf_counter() - start
+        with self._lock:
+            self.reward_seconds += time.perf_counter() - start
         return Answer(question=question, response=response, scores=tuple(scores))

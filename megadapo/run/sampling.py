@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,7 @@ class Questions:
             tokenizer=self.tokenizer,
             seed=config.run.seed,
             saved_groups=config.observe.saved_groups,
+            scoring=lambda: ThreadPoolExecutor(self.scorer.num_threads, "scoring"),
         )
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megadapo.config.preflight import check_functions
 from megadapo.config.run_config import from_dict
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, DataError, RewardError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.function_config import RewardFunction
-from megadapo.rewards.functions import FunctionRunner
+from megadapo.rewards.runner import Runner
+from megadapo.rewards.runners import check_functions, start_runner
 from megadapo.rewards.scorer import Scorer
 from tests.unit.rewards.test_symbolic import is_running
 
@@ -42,8 +42,8 @@ def tokens(texts: list[str]) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def hostile() -> Iterator[FunctionRunner]:
-    runner = FunctionRunner(
+def hostile() -> Iterator[Runner]:
+    runner = start_runner(
         function("hostile", timeout_s=1.0, failure_score=-0.5, num_workers=2, memory_mib=1024)
     )
     yield runner
@@ -120,7 +120,7 @@ def test_batched_and_async_functions() -> None:
     ],
 )
 def test_a_failure_is_named_counted_and_costs_one_score(
-    hostile: FunctionRunner, response: str, reason: str
+    hostile: Runner, response: str, reason: str
 ) -> None:
     texts = ["fine", response, "fine"]
     started = time.perf_counter()

@@ -1,0 +1,79 @@
+"""Unit tests as a gold answer, and the program of a response that they are run on.
+
+The gold answer is either Python with assertions, which is run behind the program, or JSON:
+`{"inputs": [text, ...], "outputs": [text, ...]}`, what the program is to print for each text on
+stdin. Nothing of either is run here.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from dataclasses import dataclass
+
+from megadapo.errors import DataError
+
+_FENCED = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)```", re.S | re.I)
+
+
+@dataclass(frozen=True)
+class UnitTests:
+    """Either assertions, or inputs with the outputs that they are to give."""
+
+    assertions: str | None
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of a program that passes all of them."""
+        return len(self.inputs) if self.assertions is None else 1
+
+
+def read_tests(gold: object) -> UnitTests:
+    """Read the tests of a gold answer.
+
+    Raises:
+        DataError: they are neither Python nor such JSON, or there are none.
+    """
+    if not isinstance(gold, str) or not gold.strip():
+        raise DataError(f"the gold answer holds no unit tests: {gold!r:.80}")
+    if gold.lstrip().startswith("{"):
+        return _read_json(gold)
+    try:
+        tree = ast.parse(gold)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DataError(f"the unit tests {gold!r:.80} are not Python: {error}") from None
+    if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+        raise DataError(f"the unit tests {gold!r:.80} assert nothing")
+    return UnitTests(gold)
+
+
+def program_of(response: str) -> str | None:
+    """The last fenced block of Python that a response has; None where it has none."""
+    fenced = _FENCED.findall(response)
+    return fenced[-1] if fenced else None
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Whether two outputs are the same, but for spaces that end a line and lines that end all."""
+    return _lines(printed) == _lines(expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _read_json(gold: str) -> UnitTests:
+    try:
+        entry = json.loads(gold)
+        inputs, outputs = entry["inputs"], entry["outputs"]
+    except (ValueError, KeyError, RecursionError) as error:
+        raise DataError(f"the unit tests {gold!r:.80} cannot be read: {error!r:.80}") from None
+    both = (inputs, outputs)
+    if not all(isinstance(one, list) and all(isinstance(t, str) for t in one) for one in both):
+        raise DataError(f"the unit tests {gold!r:.80}: inputs and outputs must be lists of texts")
+    if len(inputs) != len(outputs) or not inputs:
+        raise DataError(f"the unit tests have {len(inputs)} inputs for {len(outputs)} outputs")
+    return UnitTests(None, tuple(inputs), tuple(outputs))

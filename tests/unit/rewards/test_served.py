@@ -1,0 +1,141 @@
+"""Judges and reward models behind an address, asked of a small server on loopback.
+
+Would catch: a busy server that ends a run, an answer without a score that passes for 0, a key that
+goes where it was not named.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from megadapo.data.prompts import Prompt
+from megadapo.errors import ConfigError
+from megadapo.rewards.function_config import RewardFunction
+from megadapo.rewards.runner import FunctionScore
+from megadapo.rewards.runners import start_runner
+
+PROMPT = Prompt("id", (("system", "Be brief."), ("user", "1+1=?")), "2", "test")
+
+
+class Server(ThreadingHTTPServer):
+    """Does what a request's text says; remembers requests, with their authorization."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.seen: list[tuple[str, str | None, dict]] = []
+        self.num_busy = 0
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def answer(self, path: str, body: dict) -> tuple[int, object]:
+        text = body["messages"][-1]["content"]
+        if "busy" in text:
+            self.num_busy += 1
+            if self.num_busy <= 2:
+                return 503, {}
+        if "forbidden" in text:
+            return 401, {}
+        if path == "/classify":
+            return 200, {"data": [{"probs": [0.1, len(text) / 2]}]}
+        said = "I cannot say." if "unclear" in text else "Score: 3?\n**Score: 8**"
+        return 200, {"choices": [{"message": {"content": said}}] if "empty" not in text else []}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append((self.path, self.headers["Authorization"], body))
+        if "cut off" in body["messages"][-1]["content"]:
+            self.connection.close()
+            return
+        status, reply = self.server.answer(self.path, body)
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(reply).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing on the terminal."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def ask(name: str, texts: list[str], **options: object) -> list[FunctionScore]:
+    environment = options.pop("environment", ())
+    options = {"request_timeout_s": 2.0, "retries": 2, "model": "m"} | options
+    config = RewardFunction(function=name, timeout_s=10.0, options=options, environment=environment)
+    runner = start_runner(config)
+    try:
+        return runner.score_group(PROMPT, texts, [np.arange(1)] * len(texts))
+    finally:
+        runner.close()
+
+
+def test_a_judge_is_asked_of_each_response_and_what_fails_fails_alone(server: Server) -> None:
+    texts = ["two", "unclear", "busy", "forbidden", "cut off", "empty"]
+    scores = ask("judge", texts, url=f"{server.url}/v1/")
+    assert [one.score for one in scores] == [0.8, 0.0, 0.8, 0.0, 0.0, 0.0]
+    assert [dict(one.parts).get("retries") for one in scores[:3]] == [0.0, None, 2.0]
+    assert [one.failure and one.failure.partition(":")[0] for one in scores] == [
+        *(None, "NoAnswer", None, "NoAnswer", "NoAnswer", "NoAnswer")
+    ]
+    assert "gave no score: 'I cannot say.'" in scores[1].failure
+    assert "HTTP 401" in scores[3].failure and "after 2 retries" in scores[4].failure
+    path, key, body = next(one for one in server.seen if "two" in str(one[2]))
+    asked = body["messages"][0]["content"]
+    assert (path, key, body["temperature"]) == ("/v1/chat/completions", None, 0.0)
+    assert "Be brief.\n\n1+1=?" in asked and "The right answer: 2" in asked
+
+
+def test_a_key_is_sent_only_where_it_is_named(server: Server, monkeypatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    url = f"{server.url}/v1"
+    ask("judge", ["a"], url=url)
+    ask("judge", ["a"], url=url, environment=["OPENAI_API_KEY"])
+    assert [key for _, key, _ in server.seen] == [None, "Bearer k"]
+
+
+def test_a_template_and_a_pattern_of_ones_own(server: Server) -> None:
+    own = {"template": "$response/$ground_truth {x}", "pattern": r"Score: (\d)\?", "scale": 1.0}
+    assert [one.score for one in ask("judge", ["a"], url=f"{server.url}/v1", **own)] == [3.0]
+    assert server.seen[0][2]["messages"][0]["content"] == "a/2 {x}"
+
+
+def test_a_reward_model_scores_the_whole_conversation(server: Server) -> None:
+    scores = ask("reward_model", ["four", "busy"], url=server.url, index=1)
+    assert [one.score for one in scores] == [2.0, 2.0]
+    roles = [message["role"] for message in server.seen[0][2]["messages"]]
+    assert roles == ["system", "user", "assistant"]
+    assert server.seen[0][2]["use_activation"] is False
+
+
+def test_a_server_that_is_not_there_is_a_failure_of_each_response() -> None:
+    scores = ask("reward_model", ["a", "b"], url="http://127.0.0.1:9", retries=0)
+    assert all("Connection refused" in one.failure for one in scores)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "u", "model": "m"}, "timeout_s = 10 ends the call of a group before"),
+        ({"url": "u", "request_timeout_s": 1.0}, "missing a required .*'model'"),
+        ({"url": "u", "model": "m", "request_timeout_s": 1.0, "modle": 1}, "unexpected .*'modle'"),
+    ],
+)
+def test_wrong_options_are_found_before_anything_starts(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start_runner(RewardFunction(function="judge", options=options))
