@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig
 from megadapo.data.batch import Group
+from megadapo.data.overlap import warn_of_overlap
 from megadapo.data.prompts import Prompt, PromptStream, load_prompts
 from megadapo.errors import DataError
 from megadapo.rewards.scorer import Scorer
@@ -60,6 +61,7 @@ class Questions:
             held_out = []
             if config.data.held_out is not None:
                 held_out = _load_prompts(config, config.data.held_out, tokenizer)
+                warn_of_overlap(prompts, held_out)
         with phases.phase("start verifier"):
             scorer = stack.enter_context(Scorer(config.reward))
         return cls(tokenizer=tokenizer, prompts=prompts, held_out=held_out, scorer=scorer)

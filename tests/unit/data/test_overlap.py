@@ -1,0 +1,73 @@
+"""Would catch: a copy of a held-out problem in the training data that nobody is told of, and two
+problems that are taken for one."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from megadapo.data.arithmetic import generate
+from megadapo.data.overlap import normalised, overlapping, warn_of_overlap
+from megadapo.data.prompts import Prompt
+
+
+def prompts(*texts: str, system: str | None = None) -> list[Prompt]:
+    before = () if system is None else (("system", system),)
+    return [Prompt(text, (*before, ("user", text)), "1", "test") for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("What is $2+2$?", "what is  2 + 2"),
+        ("Find \\frac{1}{2}.", "Find \\frac {1} {2}"),
+        ("\uff11\uff12+3=?", "12+3=?"),
+        ("Let x_1 be 3.5.", "Let x_1 be 3.5"),
+    ],
+)
+def test_copies_that_look_different_are_found(one: str, other: str) -> None:
+    assert normalised(one) == normalised(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("What is 2+2?", "What is 2-2?"),
+        ("What is 3.5?", "What is 35?"),
+        ("a < b", "a > b"),
+        ("12+34+56=?", "12+34+65=?"),
+        ("求 1 的和", "求 2 的和"),
+    ],
+)
+def test_other_problems_stay_others(one: str, other: str) -> None:
+    assert normalised(one) != normalised(other)
+
+
+def test_what_overlaps_is_named_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    training = prompts("A: 1?", "B: 2?", "C: 3?", "D: 4?", "E: 5?", system="Be brief.")
+    held_out = prompts("z: 9", "b: 2", "C: 3?", "D:4", "E:5.")
+    assert [prompt.id for prompt in overlapping(training, held_out)] == [
+        "b: 2",
+        "C: 3?",
+        "D:4",
+        "E:5.",
+    ]
+    with caplog.at_level(logging.WARNING):
+        warn_of_overlap(training, held_out)
+    [record] = caplog.records
+    assert "4 of 5 held-out problems" in record.message
+    assert "'b: 2'" in record.message and "and 1 more" in record.message
+    caplog.clear()
+    warn_of_overlap(training, held_out[:1])
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "arithmetic-chain"])
+def test_the_built_in_splits_do_not_overlap(task: str) -> None:
+    """Their sums differ only in signs' places and digits, which must stay."""
+    train, held_out = (
+        prompts(*(problem.text for problem in generate(split, 2000, 0, task=task)))
+        for split in ("train", "held_out")
+    )
+    assert overlapping(train, held_out) == []
