@@ -59,6 +59,7 @@ METRIC_NAMES = (
     "policy/clip_low_fraction",
     "policy/clip_high_fraction",
     "policy/token_probability_mean",
+    "policy/positive_gradient_share",
     "policy/grad_norm",
     "policy/lr",
     "policy/skipped_updates",
@@ -80,10 +81,12 @@ METRIC_NAMES = (
     "bapo/share_before",
     "bapo/share",
     "bapo/share_min",
+    "reflection/response_share",
     "eval/accuracy",
     "eval/policy_version",
 )
 """Every name of a step's record, in the order it is written; a value is null where not measured.
+Names that the configuration gives (`OWN_AREAS`) follow them.
 
 time/step_s is time/rollout_s + time/train_s + time/sync_s. time/evaluate_s and time/checkpoint_s
 are not part of it: they are the seconds spent on those since the record before, or since the
@@ -123,6 +126,14 @@ at most the sum of both. staleness/token_share, mean and max are over all tokens
 in publications since sampling. staleness/weight_*_share is of the tokens with an importance weight
 (`[algorithm.importance]`), null where none has one.
 
+policy/positive_gradient_share is what tokens with a positive advantage have of the sum of |loss
+weight x derivative of the policy term in the log-prob|, behind the clip: 0.5 is a balance, and
+negative tokens that drown the others lead to a low one.
+
+reflection/response_share is the share of the responses trained on that have any of
+observe.reflection_phrases, and reflection/NAME the share that have that phrase, with _ between its
+words.
+
 bapo/* is null unless algorithm.objective.gate is "bapo". clip_low and clip_high are the bounds of
 the ratio itself, share_before and share the positive tokens' share where the search of an update
 began and where it ended, as means over the step's updates; share_min is the smallest share.
@@ -132,5 +143,5 @@ tokens_per_s, time/sync_s, time/reward_s, *engine*, eval/*), what is said of the
 those saved, and parity/* is against the saved log-probs.
 """
 
-REWARD_PARTS = "reward/"
-"""Begins the names of what rewards are made of, which the configuration and its functions give."""
+OWN_AREAS = ("reward/", "reflection/")
+"""Begin the names that the configuration and its reward functions give."""

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from megadapo.errors import DataError
 from megadapo.observe.config import WriterName
-from megadapo.observe.metric_names import METRIC_NAMES, REWARD_PARTS
+from megadapo.observe.metric_names import METRIC_NAMES, OWN_AREAS
 from megadapo.observe.writers import MetricWriter, open_writer
 
 METRICS_FILE = "metrics.jsonl"
@@ -79,14 +79,12 @@ class MetricsLog:
         self._last_step = int(last_step)
 
     def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
-        """Write one step's object with every metric name, those not given as null.
-
-        Parts of rewards follow them, as far as they are given.
-        """
-        more = [name for name in values if name not in METRIC_NAMES]
-        unknown = [name for name in more if not name.startswith(REWARD_PARTS)]
+        """Write one step's object with every metric name, null where it is not given, and the
+        run's own names."""
+        own = [name for name in values if name not in METRIC_NAMES]
+        unknown = [name for name in own if not name.startswith(OWN_AREAS)]
         assert not unknown, f"not in METRIC_NAMES: {unknown}"
-        names = (*METRIC_NAMES, *more)
+        names = (*METRIC_NAMES, *own)
         record: MetricRecord = {name: _number(values.get(name)) for name in names}
         step = record["step"]
         assert isinstance(step, int), "a record needs its step"

@@ -11,6 +11,7 @@ import numpy as np
 from megadapo.algorithm.mini_batches import mini_batch_sizes
 from megadapo.algorithm.shaping import overlong_penalties
 from megadapo.config import RunConfig
+from megadapo.observe.reflection import reflection_shares
 
 if TYPE_CHECKING:
     from megadapo.rewards.verifier import VerifierCounts
@@ -38,6 +39,10 @@ def step_metrics(
         "policy_version": policy_version,
         "time/reward_s": sampled.reward_seconds,
         **_responses(sampled, config),
+        **reflection_shares(
+            [sample.text for group in sampled.groups for sample in group.samples],
+            config.observe.reflection_phrases,
+        ),
         "groups/sampled": sampled.num_sampled,
         "groups/kept": sampled.num_kept,
         "groups/all_correct": sampled.num_all_correct,
@@ -58,6 +63,7 @@ def step_metrics(
         "policy/clip_low_fraction": update.clip_low_fraction,
         "policy/clip_high_fraction": update.clip_high_fraction,
         "policy/token_probability_mean": update.token_probability_mean,
+        "policy/positive_gradient_share": _measured(update.positive_gradient_share),
         "policy/grad_norm": update.grad_norm,
         "policy/lr": update.lr,
         "policy/skipped_updates": update.skipped_updates,

@@ -74,7 +74,7 @@ class PolicyHead:
             # the same rows and blocks as below, so these are the loss's own log-probs
             with torch.no_grad():
                 logprobs, _ = token_logprobs(hidden, weight, micro_batch.targets, **common)
-            logprobs_old = _sequence_old(micro_batch, context.old, logprobs)
+            logprobs_old = sequence_old(micro_batch, context.old, logprobs)
         own = context.old.advantages
         return policy_head_loss(
             hidden,
@@ -90,7 +90,7 @@ class PolicyHead:
         )
 
 
-def _sequence_old(micro_batch: MicroBatch, old: OldPolicy, logprobs: Tensor) -> Tensor:
+def sequence_old(micro_batch: MicroBatch, old: OldPolicy, logprobs: Tensor) -> Tensor:
     """[T] old log-probs that give every token its sequence's ratio.
 
     A sequence is never cut over micro-batches. Tokens that the loss leaves out have no part in its

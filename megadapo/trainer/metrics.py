@@ -26,6 +26,10 @@ class MiniBatchSums:
     clipped_high: float = 0.0
     token_probability: float = 0.0
     logprob: float = 0.0
+    positive_gradient: float = 0.0
+    """Of `gradient`, what is of tokens with a positive advantage."""
+    gradient: float = 0.0
+    """Size of the policy term's gradient over the log-probs."""
     num_compared: float = 0.0
     """Tokens sampled from the present weights, whose two log-probs must agree."""
     logprob_difference: float = 0.0
@@ -104,6 +108,7 @@ def summarize(
         clip_high_fraction=_ratio(step.clipped_high, tokens),
         token_probability_mean=_ratio(step.token_probability, tokens),
         logprob_mean=_ratio(step.logprob, tokens),
+        positive_gradient_share=_ratio(step.positive_gradient, step.gradient),
         grad_norm=_ratio(sum(grad_norms), len(grad_norms)),
         lr=lr,
         skipped_updates=skipped_updates,

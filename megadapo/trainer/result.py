@@ -101,6 +101,9 @@ class UpdateResult:
     token_probability_mean: float
     logprob_mean: float
     """Mean log-prob of the trained tokens in nats: minus the loss of a supervised run."""
+    positive_gradient_share: float
+    """Share of tokens with a positive advantage in the size of the policy term's gradient over the
+    log-probs; NaN where that is 0."""
     grad_norm: float
     """Mean over the applied updates, before clipping; NaN if none was applied."""
     lr: float

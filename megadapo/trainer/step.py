@@ -18,8 +18,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.profiler import record_function
 
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import PolicyHeadOutput
-from megadapo.trainer.head import HeadTask, PolicyHead
+from megadapo.kernels.policy_head_types import PolicyInputs
+from megadapo.trainer.gradient_share import gradient_sizes
+from megadapo.trainer.head import HeadTask, PolicyHead, sequence_old
 from megadapo.trainer.metrics import MiniBatchSums
 from megadapo.trainer.micro_batch import MicroBatch
 from megadapo.trainer.off_policy import OldPolicy
@@ -68,6 +71,7 @@ def compute_gradients(
     sums = MiniBatchSums()
     for task, output in zip(tasks, outputs, strict=False):
         _add(sums, task, output)
+        _add_gradient_sizes(sums, task, output.logprobs, head.objective)
     return sums, [output.logprobs for output in outputs]
 
 
@@ -144,6 +148,24 @@ def _add(sums: MiniBatchSums, task: HeadTask, output: PolicyHeadOutput) -> None:
         sums.max_logprob_drift = max(sums.max_logprob_drift, drift.max().item())
     sums.num_weighted += old.num_weighted
     sums.num_outside += old.num_outside
+
+
+def _add_gradient_sizes(
+    sums: MiniBatchSums, task: HeadTask, logprobs: Tensor, objective: PolicyObjective
+) -> None:
+    micro_batch, old = task.micro_batch, task.old
+    assert old is not None, "there is no gradient without it"
+    by_token = objective.ratio != "sequence"
+    inputs = PolicyInputs(
+        logprobs_old=old.logprobs if by_token else sequence_old(micro_batch, old, logprobs),
+        advantages=micro_batch.advantages if old.advantages is None else old.advantages,
+        loss_weights=micro_batch.loss_weights,
+        logprobs_ref=None,
+        importance_weights=old.importance_weights,
+    ).map(lambda values: values[micro_batch.rows])
+    positive, size = gradient_sizes(logprobs[micro_batch.rows], inputs, objective)
+    sums.positive_gradient += positive
+    sums.gradient += size
 
 
 def _ratio_error(micro_batch: MicroBatch, old: OldPolicy, output: PolicyHeadOutput) -> float:

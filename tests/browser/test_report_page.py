@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megadapo.observe.metrics import MetricsLog
-from megadapo.observe.report import write_report
+from megadapo.observe.report import TextTable, write_report
 from megadapo.observe.rollouts import rollouts_path, write_rollouts
 from tests.support.chromium import Page, chromium
 from tests.support.demo_run import HOSTILE, demo_run
@@ -129,6 +129,37 @@ def test_the_tail_is_a_band_for_each_run_that_measured_it(browser: Page, tmp_pat
     browser.open(write_report(runs[2:], tmp_path / "old.html"))
     assert bands(browser) == {"Accuracy": 1, "Tokens": 1}
     assert "Long tail" not in browser.text("#curves")
+    assert_quiet(browser)
+
+
+def test_tables_come_first_as_plain_text_and_only_where_there_are_any(
+    browser: Page, tmp_path: Path
+) -> None:
+    run = demo_run(tmp_path / "one")
+    table = TextTable(
+        title="Rows", note="a note", head=["row", "x"], rows=[["first", "1"], [HOSTILE, "2"]]
+    )
+    browser.open(write_report([run], tmp_path / "tables.html", tables=[table]))
+    assert browser.texts("#tables tbody th")[0] == "first"
+    shown = browser.js("document.querySelectorAll('#tables tbody th')[1].textContent")
+    assert shown == HOSTILE
+    assert browser.js("document.querySelector('main > section').id") == "tables"
+    browser.open(write_report([run], tmp_path / "none.html"))
+    assert browser.js("document.getElementById('tables')") is None
+    assert_quiet(browser)
+
+
+def test_length_against_accuracy_has_a_point_for_each_step(browser: Page, tmp_path: Path) -> None:
+    """Steps of equal accuracy, too: each of them is a point."""
+    runs = [demo_run(tmp_path / "one"), demo_run(tmp_path / "two", num_steps=4)]
+    browser.open(write_report(runs, tmp_path / "against.html"))
+    title = "node.innerText === 'Length'"
+    panel = f"[...document.querySelectorAll('#curves h4')].find((node) => {title})"
+    counts = browser.js(
+        f"{panel}.closest('.panel').querySelector('.plot').plot.data"
+        ".map((column) => column.filter((value) => value !== null).length)"
+    )
+    assert counts == [10, 6, 4]
     assert_quiet(browser)
 
 

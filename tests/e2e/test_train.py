@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megadapo.errors import InfraError, OracleError, RunInterrupted
-from megadapo.observe.metric_names import METRIC_NAMES
+from megadapo.observe.metric_names import METRIC_NAMES, OWN_AREAS
 from megadapo.observe.metrics import read_evaluations
 from megadapo.observe.rollouts import read_rollouts, rollouts_path
 from megadapo.observe.saved_group import encode_saved
@@ -32,7 +32,11 @@ def test_a_run_leaves_what_it_promises(uninterrupted):
     records = metrics(uninterrupted)
     assert [r["step"] for r in records] == [1, 2, 3, 4]
     for record in records:
-        assert list(record) == list(METRIC_NAMES)
+        names = list(record)
+        assert names[: len(METRIC_NAMES)] == list(METRIC_NAMES)
+        assert all(name.startswith(OWN_AREAS) for name in names[len(METRIC_NAMES) :])
+        assert 0.0 < record["policy/positive_gradient_share"] < 1.0
+        assert record["reflection/response_share"] == record["reflection/wait"] == 0.0
         assert record["groups/kept"] == 8
         assert record["policy/skipped_updates"] == 0
     assert [r["eval/accuracy"] is not None for r in records] == [False, True, False, True]

@@ -33,6 +33,7 @@ _SCRIPTS = (
     "plot.js",
     "panels.js",
     "curves.js",
+    "against.js",
     "time.js",
     "distributions.js",
     "tokens.js",

@@ -40,14 +40,15 @@ rollout/engine_busy_share, rollout/slot_use, rollout/preemptions, rollout/kv_use
 rollout/tokens_per_s_min, rollout/tokens_per_s_max, rollout/engine_tokens_min,
 rollout/engine_tokens_max, train/rank_tokens_min, train/rank_tokens_max, policy/loss,
 policy/entropy, policy/ratio_mean, policy/ratio_first_max_error, policy/clip_low_fraction,
-policy/clip_high_fraction, policy/token_probability_mean, policy/grad_norm, policy/lr,
+policy/clip_high_fraction, policy/token_probability_mean, policy/positive_gradient_share,
+policy/grad_norm, policy/lr,
 policy/skipped_updates, parity/logprob_abs_mean, parity/logprob_abs_max,
 parity/batch_shape_abs_mean, parity/batch_shape_abs_max, parity/engine_abs_mean,
 parity/engine_abs_max, staleness/token_share, staleness/mean, staleness/max,
 staleness/logprob_drift_mean, staleness/logprob_drift_max, staleness/weight_truncated_share,
 staleness/weight_masked_share,
 bapo/clip_low, bapo/clip_high, bapo/share_before, bapo/share, bapo/share_min,
-eval/accuracy, eval/policy_version
+reflection/response_share, eval/accuracy, eval/policy_version
 """
 
 
@@ -77,6 +78,19 @@ def tensorboard_scalars(folder: Path, name: str) -> list[tuple[int, float]]:
 
 def test_names_are_those_users_build_dashboards_on() -> None:
     assert list(METRIC_NAMES) == [name.strip() for name in CONTRACT.split(",")]
+
+
+def test_names_that_a_run_gives_follow_the_others_and_no_other_name_is_taken(
+    tmp_path: Path,
+) -> None:
+    """A misspelt metric would be null in every run, and a new one beside it nobody looks for."""
+    with MetricsLog(tmp_path) as log:
+        log.record({"step": 1, "reflection/wait": 0.25, "policy/loss": 0.5})
+        with pytest.raises(AssertionError, match="policy/los"):
+            log.record({"step": 2, "policy/los": 0.5})
+    [record] = read_metrics(tmp_path)
+    assert list(record) == [*METRIC_NAMES, "reflection/wait"]
+    assert record["reflection/wait"] == 0.25
 
 
 def test_every_line_has_every_name_in_order(tmp_path: Path) -> None:

@@ -17,14 +17,14 @@ from tests.support.recorded_runs import forget, record_run
 
 
 def panels_with_colour(png: Path, colour: str) -> int:
-    """Count the eight panels that hold pixels of a curve's colour."""
+    """Count the twelve panels that hold pixels of a curve's colour."""
     pixels = imread(png)[..., :3]
     wanted = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     near = np.abs(pixels - wanted).max(axis=-1) < 0.02
     rows, columns = near.shape
     cells = [
-        near[i * rows // 2 : (i + 1) * rows // 2, j * columns // 4 : (j + 1) * columns // 4]
-        for i in range(2)
+        near[i * rows // 3 : (i + 1) * rows // 3, j * columns // 4 : (j + 1) * columns // 4]
+        for i in range(3)
         for j in range(4)
     ]
     return sum(bool(cell.sum() > 20) for cell in cells)
@@ -35,13 +35,13 @@ def test_every_panel_shows_a_run_of_any_length(tmp_path: Path, num_steps: int) -
     """One step has no line to draw: it must still be seen."""
     png = plot_run(record_run(tmp_path / "run", num_steps=num_steps))
     assert png == tmp_path / "run" / "plot.png"
-    assert panels_with_colour(png, COLOURS[0]) == 8
+    assert panels_with_colour(png, COLOURS[0]) == 12
 
 
 def test_runs_drawn_over_each_other_are_all_seen(tmp_path: Path) -> None:
     runs = [record_run(tmp_path / name, num_steps=n) for name, n in (("a", 8), ("b", 30))]
     png = plot_runs(runs, tmp_path / "deep" / "both.png")
-    assert panels_with_colour(png, COLOURS[1]) == 8
+    assert panels_with_colour(png, COLOURS[1]) == 12
     assert panels_with_colour(png, COLOURS[0]) >= 1
 
 
@@ -65,9 +65,9 @@ def test_a_run_recorded_without_the_tail_is_drawn_without_it(tmp_path: Path) -> 
     """Records of older runs lack the names, others have gaps in them."""
     run = record_run(tmp_path / "run", num_steps=4)
     forget(run, "time/group_", "rollout/", "response_length/p50", "response_length/max")
-    assert panels_with_colour(plot_run(run), COLOURS[0]) == 7
+    assert panels_with_colour(plot_run(run), COLOURS[0]) == 11
     forget(run, "response_length/", "tokens/")
-    assert panels_with_colour(plot_run(run), COLOURS[0]) == 5
+    assert panels_with_colour(plot_run(run), COLOURS[0]) == 8
 
 
 def test_run_without_steps_is_a_clear_error(

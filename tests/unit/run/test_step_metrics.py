@@ -10,6 +10,7 @@ import pytest
 from megadapo.config import from_dict
 from megadapo.observe.metric_names import METRIC_NAMES
 from megadapo.observe.metrics import MetricsLog, read_metrics
+from megadapo.observe.reflection import metric_name
 from megadapo.rewards.symbolic import SymbolicCounts
 from megadapo.rewards.verifier import VerifierCounts
 from megadapo.rollout.activity import EngineActivity
@@ -68,6 +69,7 @@ UPDATE = UpdateResult(
     clip_low_fraction=0.01,
     clip_high_fraction=0.02,
     token_probability_mean=0.9,
+    positive_gradient_share=0.45,
     logprob_mean=-0.2,
     grad_norm=1.0,
     lr=1e-6,
@@ -95,6 +97,7 @@ CONFIG = from_dict(
         },
     }
 )
+OWN = [metric_name(phrase) for phrase in CONFIG.observe.reflection_phrases]
 ADDED_BY_THE_RUN = {
     *("time/step_s", "time/rollout_s", "time/train_s", "time/sync_s", "tokens_per_s"),
     *("time/evaluate_s", "time/checkpoint_s", "eval/accuracy", "eval/policy_version"),
@@ -107,7 +110,7 @@ def metrics(sampled: SampledBatch = SAMPLED) -> dict[str, int | float | None]:
 
 def test_every_name_but_what_the_run_itself_adds_is_given():
     """A metric that is forgotten here would be null in every run."""
-    assert set(metrics()) == set(METRIC_NAMES) - ADDED_BY_THE_RUN
+    assert set(metrics()) == {*METRIC_NAMES, *OWN} - ADDED_BY_THE_RUN
 
 
 def test_parts_of_rewards_have_metrics_of_their_own(tmp_path):
@@ -115,7 +118,7 @@ def test_parts_of_rewards_have_metrics_of_their_own(tmp_path):
     with MetricsLog(tmp_path) as log:
         log.record(found)
     (record,) = read_metrics(tmp_path)
-    assert list(record) == [*METRIC_NAMES, "reward/mine/format"]
+    assert list(record) == [*METRIC_NAMES, "reward/mine/format", *OWN]
     assert record["reward/mine/format"] == 0.5
 
 

@@ -10,7 +10,7 @@ function drawCurves() {
     if (!shown.length) continue;
     const grid = el("div", { class: "panels" });
     node.append(el("h3", {}, heading), grid);
-    shown.forEach((panel) => drawPanel(grid, panel));
+    shown.forEach((panel) => (panel.against ? drawAgainst : drawPanel)(grid, panel));
   }
 }
 

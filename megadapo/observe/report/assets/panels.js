@@ -1,5 +1,15 @@
 // Which metric is drawn where.
 
+/** [metric, label] of every metric below `prefix` that is not among `others`. */
+function metricsBelow(prefix, others = []) {
+  const metrics = new Set(data.runs.flatMap((run) => Object.keys(run.series)));
+  return [...metrics]
+    .filter((metric) => metric.startsWith(prefix) && !others.includes(metric))
+    .map((metric) => [metric, metric.slice(prefix.length).replaceAll("_", " ")]);
+}
+
+const REWARDS = ["reward/mean", "reward/shaped_mean", "reward/overlong_penalty_mean"];
+
 // [heading, panels]; a panel: title, unit, lines [metric, label], and how it is drawn: `band` is
 // filled between two of its metrics, the higher one first, and may have a label.
 const CURVES = [
@@ -21,6 +31,7 @@ const CURVES = [
           ["reward/overlong_penalty_mean", "overlong penalty"],
         ],
       },
+      { title: "Parts of the reward", unit: "mean", lines: metricsBelow("reward/", REWARDS) },
       {
         title: "Response length",
         unit: "tokens",
@@ -49,6 +60,11 @@ const CURVES = [
         lines: [["policy/token_probability_mean", "probability"]],
       },
       {
+        title: "Positive tokens",
+        unit: "share of the gradient",
+        lines: [["policy/positive_gradient_share", "share"]],
+      },
+      {
         title: "Clipped",
         unit: "share of tokens",
         lines: [
@@ -57,6 +73,31 @@ const CURVES = [
         ],
       },
       { title: "Ratio", unit: "mean", lines: [["policy/ratio_mean", "ratio"]] },
+    ],
+  ],
+  [
+    "What to watch",
+    [
+      {
+        title: "Length",
+        unit: "tokens, against training accuracy",
+        against: "accuracy/mean",
+        lines: [["response_length/mean", "length"]],
+      },
+      {
+        title: "Entropy",
+        unit: "nats, against training accuracy",
+        against: "accuracy/mean",
+        lines: [["policy/entropy", "entropy"]],
+      },
+      {
+        title: "Looking back",
+        unit: "share of responses with the phrase",
+        lines: [
+          ["reflection/response_share", "any phrase"],
+          ...metricsBelow("reflection/", ["reflection/response_share"]),
+        ],
+      },
     ],
   ],
   [

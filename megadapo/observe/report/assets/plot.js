@@ -22,7 +22,7 @@ function destroyPlots() {
   plots.clear();
 }
 
-function axes(log, grid) {
+function axes(log, grid, overSteps) {
   const common = () => ({
     stroke: cssColour("--muted"),
     font: FONT,
@@ -35,7 +35,7 @@ function axes(log, grid) {
       grid: { show: false },
       size: 26,
       space: 56,
-      values: (_, ticks) => ticks.map(stepTick),
+      values: (_, ticks) => ticks.map(overSteps ? stepTick : formatTick),
     },
     {
       ...common(),
@@ -79,7 +79,17 @@ function stepRange(_, low, high) {
  */
 function addPlot(
   box,
-  { table, series, bands = [], log = false, yRange = null, grid = true, under = [], read = null },
+  {
+    table,
+    series,
+    bands = [],
+    log = false,
+    yRange = null,
+    grid = true,
+    under = [],
+    read = null,
+    overSteps = true,
+  },
 ) {
   const options = {
     width: Math.max(box.clientWidth, 120),
@@ -90,11 +100,11 @@ function addPlot(
       x: { time: false, range: stepRange },
       y: log ? { distr: 3, range: logRange } : { range: yRange ?? linearRange },
     },
-    axes: axes(log, grid),
+    axes: axes(log, grid, overSteps),
     series: [{ label: "step" }, ...series],
     bands,
     cursor: {
-      sync: { key: "steps", scales: ["x", null] },
+      ...(overSteps ? { sync: { key: "steps", scales: ["x", null] } } : {}),
       points: { size: 7 },
       drag: { x: true, y: false },
       y: false,
@@ -105,7 +115,7 @@ function addPlot(
   const plot = new uPlot(options, table, box);
   box.plot = plot;
   plots.add(plot);
-  crosshair.sub(plot);
+  if (overSteps) crosshair.sub(plot);
   observer.observe(box);
   return plot;
 }
