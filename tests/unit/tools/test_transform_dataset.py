@@ -1,0 +1,233 @@
+"""Would catch: a rewritten problem whose answer nobody checked, a held-out or repeated problem in
+the new data, an origin that is lost, a stop that asks or writes something twice."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megadapo.data.prompts import read_prompts
+from megadapo.errors import ConfigError, DataError, InfraError
+from megadapo.rewards.dapo_math import validate_ground_truth
+from tests.support import REPOSITORY
+
+PROBLEMS = {
+    "What is six times seven?": "42",
+    "What is 1/2 + 1/3?": "5/6",
+    "What is 1/2+1/3": "5/6",
+    "Find the root of 2 x = 1.": "1/2",
+    "Prove that 1 + 1 = 2.": "proof",
+    "Find x with 3 x = 1, which nobody can.": "1/3",
+    "Find the half of one.": "1/2",
+    "The held-out problem about a fair die and its mean.": "7/2",
+}
+
+
+def reply(prompt: str) -> str:
+    """What the model behind the address says: a chat model's replies to these few problems."""
+    rewrites = "Rewrite the problem" in prompt
+    if "1/2 + 1/3" in prompt:
+        if rewrites:
+            return (
+                "<problem>Let m/n = 1/2 + 1/3 in lowest terms. Find m + n.</problem>"
+                "<answer>$11$</answer>"
+            )
+        return "5 + 6\nAnswer: 11"
+    if rewrites and ("half of one" in prompt or "root of 2 x" in prompt):
+        return "<problem>Let x be half of one. Find 2 x.</problem><answer>1</answer>"
+    if "nobody can" in prompt and rewrites:
+        return "<problem>Find m + n for that nobody can.</problem><answer>4</answer>"
+    if "2 x" in prompt:
+        return "Answer: 1"
+    return "REFUSED: no" if rewrites else "Answer: 5"
+
+
+class Address:
+    """A server that speaks the protocol, and counts what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.failures: list[int] = []
+        """Status codes of the next replies, as far as there are any."""
+        self.keys: list[str | None] = []
+        self.url = ""
+
+
+@contextmanager
+def serve() -> Iterator[Address]:
+    address = Address()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            prompt = body["messages"][0]["content"]
+            address.asked[prompt] += 1
+            address.keys.append(self.headers["Authorization"])
+            status = address.failures.pop() if address.failures else 200
+            message = {"choices": [{"message": {"content": reply(prompt)}}]}
+            text = json.dumps(message if status == 200 else {"error": "later"}).encode()
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing on the screen."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    address.url = f"http://127.0.0.1:{server.server_port}/v1"
+    try:
+        yield address
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def address() -> Iterator[Address]:
+    with serve() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    path = REPOSITORY / "tools" / "transform_dataset.py"
+    spec = importlib.util.spec_from_file_location("transform_dataset", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["transform_dataset"] = module
+    spec.loader.exec_module(module)
+    module.BACKOFF_S = 0.01
+    return module
+
+
+def source(path: Path, problems: dict[str, str]) -> Path:
+    rows = [
+        {
+            "data_source": "test",
+            "prompt": [{"role": "user", "content": text}],
+            "reward_model": {"ground_truth": gold, "style": "rule"},
+        }
+        for text, gold in problems.items()
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(tool: ModuleType, folder: Path, address: Address, *words: str) -> int:
+    held_out = source(
+        folder / "held-out.jsonl", {"The HELD-OUT problem about a fair die, and its mean": "7/2"}
+    )
+    problems = source(folder / "problems.jsonl", PROBLEMS)
+    output = folder / "integers.jsonl"
+    return tool.main(
+        [str(problems), str(output), "--address", address.url, "--model", "m"]
+        + ["--held-out", str(held_out), "--concurrency", "2", *words]
+    )
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_is_kept_is_checked_and_what_is_refused_says_why(
+    tool: ModuleType, tmp_path: Path, address: Address, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tool, tmp_path, address) == 0
+    rows = {
+        row["extra_info"]["transformed_from"]["problem"]: row
+        for row in lines(tmp_path / "integers.jsonl")
+    }
+    assert rows["What is six times seven?"]["reward_model"]["ground_truth"] == "42"
+    fraction = rows["What is 1/2 + 1/3?"]
+    assert fraction["reward_model"]["ground_truth"] == "11"
+    assert "Find m + n." in fraction["prompt"][0]["content"]
+    origin = fraction["extra_info"]["transformed_from"]
+    assert (origin["answer"], origin["method"], origin["num_agreed"]) == ("5/6", "rewritten", 4)
+    assert origin["model"] == "m" and "problems.jsonl, line 2" in origin["place"]
+
+    refused = {
+        line["extra_info"]["transformed_from"]["problem"]: line["refusal"]
+        for line in lines(tmp_path / "integers.jsonl.refused.jsonl")
+    }
+    assert refused["Prove that 1 + 1 = 2."] == "not rewritten"
+    assert refused["Find x with 3 x = 1, which nobody can."].startswith("only 0 of 4")
+    held_out = "The held-out problem about a fair die and its mean."
+    assert refused[held_out] == "among the held-out problems"
+    assert not any(held_out in prompt for prompt in address.asked)
+    # two problems became the same one
+    both = {"Find the half of one.", "Find the root of 2 x = 1."}
+    assert len(both & rows.keys()) == 1
+    assert [refused[text] for text in both & refused.keys()] == ["a duplicate"]
+    assert rows.keys() | refused.keys() == PROBLEMS.keys() - {"What is 1/2+1/3"}
+    assert "1 left out: seen before" in capsys.readouterr().out
+    prompts, counts = read_prompts(
+        str(tmp_path / "integers.jsonl"), check_gold=lambda gold, *_: validate_ground_truth(gold)
+    )
+    assert len(prompts) == len(rows) and counts.num_duplicates == 0
+
+
+def test_a_second_run_asks_and_writes_nothing_again(
+    tool: ModuleType, tmp_path: Path, address: Address
+) -> None:
+    """Among what is there is a line that a kill cut off: its problem is done anew."""
+    assert run(tool, tmp_path, address) == 0
+    path = tmp_path / "integers.jsonl"
+    whole, asked = path.read_text(), address.asked.total()
+    assert run(tool, tmp_path, address) == 0
+    assert path.read_text() == whole and address.asked.total() == asked
+    path.write_text(whole[:-20])
+    assert run(tool, tmp_path, address) == 0
+    assert {json.dumps(row, sort_keys=True) for row in lines(path)} == {
+        json.dumps(json.loads(line), sort_keys=True) for line in whole.splitlines()
+    }
+
+
+def test_a_busy_address_is_asked_again_and_a_refusing_one_is_not(
+    tool: ModuleType,
+    tmp_path: Path,
+    address: Address,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    address.failures = [429, 503]
+    assert run(tool, tmp_path, address) == 0
+    assert set(address.keys) == {"Bearer secret"}
+    (tmp_path / "integers.jsonl").unlink()
+    address.failures = [401] * 50
+    assert run(tool, tmp_path, address) == ConfigError.exit_code
+    said = capsys.readouterr().err
+    assert "401" in said and "secret" not in said
+    address.failures = [500] * 50
+    assert run(tool, tmp_path, address) == InfraError.exit_code
+
+
+def test_wrong_arguments_and_foreign_files_are_refused(
+    tool: ModuleType, tmp_path: Path, address: Address
+) -> None:
+    assert run(tool, tmp_path, address, "--min-agreed", "5") == ConfigError.exit_code
+    (tmp_path / "integers.jsonl").write_text('{"prompt": 3}\n')
+    assert run(tool, tmp_path, address) == DataError.exit_code
+    assert (tmp_path / "integers.jsonl").read_text() == '{"prompt": 3}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "integer"),
+    [("42", "42"), (" -7 ", "-7"), ("$1,000$", "1000"), ("007", "7"), ("+3", "3")]
+    + [("3.0", None), ("5/6", None), ("", None), ("x", None), ("9" * 30, None), ("1e3", None)],
+)
+def test_integers_have_one_spelling(tool: ModuleType, text: str, integer: str | None) -> None:
+    assert tool._integer(text) == integer
