@@ -31,8 +31,8 @@ class Gradients:
     by_name: dict[str, np.ndarray]
     """Full gradients under their Hugging Face names."""
     grad_norm: float
-    positive_share: float
-    """Of tokens with a positive advantage, in the policy term's gradient."""
+    sizes: tuple[float, float]
+    """Of the policy term's gradient over the log-probs: of positive tokens, and of all."""
 
 
 def build(rendezvous: Rendezvous, settings: TrainerSettings) -> TrainerRank:
@@ -121,7 +121,7 @@ def _measured(
     _gather_gradients(rank)
     sums = sums.reduced(contributes=rank.has_results, device=rank.device)
     full = gathered(rank, {name: param.main_grad for name, param in rank.parameters.items()})
-    return Gradients(sums.loss, full, norm, sums.positive_gradient / sums.gradient)
+    return Gradients(sums.loss, full, norm, (sums.positive_gradient, sums.gradient))
 
 
 def held_against(rank: TrainerRank, cut: list[MicroBatch]) -> list[OldPolicy]:
