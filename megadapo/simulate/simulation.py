@@ -62,7 +62,7 @@ def simulate(
     engines = VirtualEngines(engine_settings, task, dealing=policy.dealing)
     source = policy.start(policy.sampling, engines, task)
     _run(source, engines, num_warm_up)
-    while max(engines.asked) < policy.warm_up_epochs * task.settings.num_prompts:
+    while max(engines.asked, default=0) < policy.warm_up_epochs * task.settings.num_prompts:
         _run(source, engines, 1)
     before = _Counters.of(engines)
     steps = _run(source, engines, num_steps)
