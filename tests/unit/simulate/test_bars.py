@@ -40,8 +40,8 @@ def results(
             settings,
             known,
             num_steps=steps[policy.name],
-            # rounds leave nothing over to the step after them
-            num_warm_up=0 if policy.sampling.mode == "rounds" else NUM_WARM_UP,
+            # the rivals leave nothing over to the step after them
+            num_warm_up=0 if policy.name in RIVALS else NUM_WARM_UP,
         )
         for policy in all_policies(sampling)
         if policy.name in steps
