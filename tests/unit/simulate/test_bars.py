@@ -19,6 +19,8 @@ from megadapo.simulate.policies import all_policies
 from megadapo.simulate.simulation import NUM_WARM_UP, PolicyResult, pooled, simulate
 from megadapo.simulate.task import Task, TaskSettings
 
+RIVALS = ("rounds-1x", "rounds-3x", "first-finished")
+
 
 @pytest.fixture(autouse=True)
 def no_collections() -> Iterator[None]:
