@@ -13,6 +13,7 @@ from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.cluster.config import ClusterConfig
 from megadapo.config.sections import CheckpointConfig, RunSection
 from megadapo.data.config import DataConfig
+from megadapo.rewards.config import RewardConfig
 from megadapo.rollout.config import EvaluationConfig, RolloutConfig, SamplingConfig
 from megadapo.section import Section
 from megadapo.trainer.config import TrainerConfig
@@ -96,6 +97,14 @@ def _check_reference(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
 
 
+def _check_binary_rewards(algorithm: AlgorithmConfig, reward: RewardConfig) -> Iterator[str]:
+    if algorithm.advantage == "maxrl" and not reward.is_rule_alone:
+        yield (
+            'algorithm.advantage = "maxrl" needs rewards of two values: leave reward.functions at '
+            '["rule"]'
+        )
+
+
 def _check_warmup(run: RunSection, trainer: TrainerConfig) -> Iterator[str]:
     warmup_steps = trainer.optimizer.warmup_steps
     if warmup_steps > run.num_steps:
@@ -155,6 +164,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_evaluation,
     _check_evaluation_engine,
     _check_reference,
+    _check_binary_rewards,
     _check_warmup,
     _check_deadline,
     _check_transport,

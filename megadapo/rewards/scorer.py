@@ -29,6 +29,7 @@ class Scorer:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
+        self._is_rule_alone = config.is_rule_alone
         asks_rule = any(one.function == "rule" for one in config.functions)
         with ExitStack() as stack:
             verifier = Verifier(config if asks_rule else _without_symbols(config))
@@ -64,7 +65,7 @@ class Scorer:
             RewardError: a function failed, and its configuration says to stop then.
             InfraError: the processes of a function can no longer be started.
         """
-        if self._config.is_rule_alone:
+        if self._is_rule_alone:
             return self.verifier.score_batch(texts, [prompt.ground_truth] * len(texts))
         applying = [one for one in self._config.functions if one.applies_to(prompt.data_source)]
         columns = [self._ask(one, prompt, texts, token_ids) for one in applying]

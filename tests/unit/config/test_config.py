@@ -232,6 +232,14 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
             ["weights.transport=cuda_ipc", "cluster.device=cpu"],
             ["weights.transport", "cluster.device"],
         ),
+        (
+            [
+                "algorithm.advantage=maxrl",
+                "algorithm.overlong_buffer=0",
+                'reward.functions=["length"]',
+            ],
+            ["algorithm.advantage", "reward.functions"],
+        ),
         (["algorithm.objective.kl_coef=0.1"], ["algorithm.objective.kl_coef", "reference model"]),
         (
             ["algorithm.importance.stale_logprobs=rollout", "algorithm.importance.high=3.0"],
