@@ -40,6 +40,8 @@ class _Child:
     watcher: subprocess.Popen[bytes]
     """Ends the child when this process is killed."""
     since: float
+    log_start: int
+    """Bytes of the log that earlier processes of the run wrote."""
 
 
 class Runner:
@@ -85,6 +87,7 @@ class Runner:
         goes_on = "goes on" if run.standing() == "begun" else "begins"
         run.log.parent.mkdir(parents=True, exist_ok=True)
         with run.log.open("ab") as output:
+            log_start = output.tell()
             process = subprocess.Popen(
                 run.command,
                 stdin=subprocess.DEVNULL,
@@ -94,7 +97,7 @@ class Runner:
                 start_new_session=True,
             )
         watcher = kill_after_this_process([process.pid])
-        self._children.append(_Child(run, process, watcher, time.monotonic()))
+        self._children.append(_Child(run, process, watcher, time.monotonic(), log_start))
         self._say(f"{run.name} {goes_on}: {run.folder}")
 
     def _close(self, child: _Child) -> None:
@@ -105,7 +108,7 @@ class Runner:
         if code == 0:
             self._say(f"{child.run.name} finished after {took:.0f} s")
             return
-        failure = Failure(run=child.run, exit_code=code, message=_last_words(child.run))
+        failure = Failure(run=child.run, exit_code=code, message=_last_words(child))
         self._failures.append(failure)
         self._say(f"{failure}")
 
@@ -119,8 +122,9 @@ class Runner:
         self._children.clear()
 
 
-def _last_words(run: PlannedRun) -> str:
+def _last_words(child: _Child) -> str:
     """The error that the process ended with, else the last line it wrote."""
-    lines = run.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    said = child.run.log.read_bytes()[child.log_start :].decode(errors="replace")
+    lines = said.strip().splitlines()
     errors = [line for line in lines if line.startswith("megadapo: ")]
     return (errors or lines or ["it said nothing"])[-1].removeprefix("megadapo: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 FOLDER = Path("runs") / "ablations"
 """Where ablations are kept, each by the name of its file of rows."""
+COLUMN_GAP = 2
+MARGIN = 2
 
 ABOUT = """Train a recipe with each row of a file over it and with several seeds, every run in a
 process of its own, and write a table with standard errors, curves and a report. What is finished
@@ -81,10 +84,38 @@ def report(plan: Plan, failures: list[Failure], console: Console) -> int:
     result = collect(plan, failures)
     tables = ablation_tables(result)
     for table in tables:
-        _show(console, table)
+        for piece in fitting(table, console.width - MARGIN):
+            _show(console, piece)
     for path in write_reports(result, tables):
         _say(console, str(path))
     return 1 if failures else 0
+
+
+def fitting(table: TextTable, width: int) -> list[TextTable]:
+    """Cut a table into some with fewer columns each, so that their cells need no second line.
+
+    The first column is in each of them, and the last one may be broken into lines.
+    """
+    lines = [table.head, *table.rows]
+    widths = [max(map(len, column)) + COLUMN_GAP for column in zip(*lines, strict=True)]
+    pieces: list[list[int]] = [[0]]
+    for column in range(1, len(widths)):
+        used = sum(widths[taken] for taken in pieces[-1])
+        if len(pieces[-1]) > 1 and used + widths[column] > width:
+            pieces.append([0])
+        pieces[-1].append(column)
+    cut = [[[line[column] for column in piece] for line in lines] for piece in pieces]
+    last = len(cut) - 1
+    return [
+        replace(
+            table,
+            title=table.title if number == 0 else "",
+            note=table.note if number == last else "",
+            head=head,
+            rows=rows,
+        )
+        for number, (head, *rows) in enumerate(cut)
+    ]
 
 
 def _show(console: Console, table: TextTable) -> None:
@@ -93,9 +124,9 @@ def _show(console: Console, table: TextTable) -> None:
     from rich.text import Text
 
     shown = Table(
-        title=table.title,
+        title=table.title or None,
         title_justify="left",
-        caption=Text(table.note),
+        caption=Text(table.note) if table.note else None,
         caption_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,

@@ -14,6 +14,7 @@ from megadapo.ablation.result import AblationResult, collect
 from megadapo.ablation.runner import Failure
 from megadapo.ablation.tables import ablation_tables, markdown
 from megadapo.cli import main
+from megadapo.commands.ablate import fitting
 from tests.support import REPOSITORY
 from tests.support.ablations import ROWS, finish, plan_of
 from tests.unit.observe.test_report import embedded
@@ -115,3 +116,21 @@ def test_the_committed_ablations_are_ready_to_run(tmp_path: Path, monkeypatch, c
     for rows in files:
         words = ["ablate", "configs/quickstart.toml", "--rows", str(rows), "--dry-run"]
         assert main([*words, "--folder", str(tmp_path)]) == 0, capsys.readouterr().err
+
+
+def test_a_wide_table_is_cut_into_some_that_fit_and_lose_nothing(tmp_path: Path) -> None:
+    table = ablation_tables(collect(finished(tmp_path)))[0]
+    assert fitting(table, 1000) == [table]
+    pieces = fitting(table, 80)
+    assert len(pieces) > 1
+    assert [piece.head[0] for piece in pieces] == ["row"] * len(pieces)
+    assert [name for piece in pieces for name in piece.head[1:]] == table.head[1:]
+    for number, row in enumerate(table.rows):
+        assert [cell for piece in pieces for cell in piece.rows[number][1:]] == row[1:]
+    for piece in pieces:
+        lines = [piece.head, *piece.rows]
+        columns = zip(*lines, strict=True)
+        assert sum(max(map(len, column)) + 2 for column in columns) <= 80
+    assert [bool(piece.note) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    # what fits nowhere has a table of its own
+    assert len(fitting(table, 1)) == len(table.head) - 1

@@ -97,12 +97,15 @@ def test_a_failed_run_is_named_and_ends_no_other(tmp_path: Path) -> None:
     broken = tmp_path / "broken.toml"
     broken.write_text("[run]\nfoldr = 3\n")
     runs: list[PlannedRun] = [finished, *(replace(run, recipe=str(broken)) for run in others)]
+    others[0].log.parent.mkdir(parents=True, exist_ok=True)
+    others[0].log.write_text("megadapo: what an earlier process ended with\n")
     said: list[str] = []
     failures = Runner(jobs=2, say=said.append).train(runs)
     assert sorted(failure.run.name for failure in failures) == sorted(run.name for run in others)
     for failure in failures:
         assert failure.exit_code == ConfigError.exit_code
         assert "run.foldr" in failure.run.log.read_text()
-        assert "broken.toml" in str(failure) or "problem" in str(failure)
+        assert "broken.toml" in failure.message
+    assert "earlier process" in others[0].log.read_text()
     assert not any(finished.name + " begins" in line for line in said)
     assert json.loads((finished.folder / "config.json").read_text())
