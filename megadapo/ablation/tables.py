@@ -45,8 +45,8 @@ def _measures(result: AblationResult) -> TextTable:
 def _differences(result: AblationResult) -> TextTable:
     against = "the row before" if result.plan.rows.cumulative else "the first row"
     note = (
-        f"Each row less {against}, seed by seed: mean {PLUS_MINUS} standard error. Several "
-        "differences are looked at, so a few of them leave 0 by chance."
+        f"Each row less {against}, seed by seed: mean {PLUS_MINUS} standard error, of shares in "
+        "points. Several differences are looked at, so a few of them leave 0 by chance."
     )
     rows = [
         [row, *(_cell(result.difference(row, other, one), one, sign=True) for one in MEASURES)]

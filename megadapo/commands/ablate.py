@@ -126,8 +126,6 @@ def _show(console: Console, table: TextTable) -> None:
     shown = Table(
         title=table.title or None,
         title_justify="left",
-        caption=Text(table.note) if table.note else None,
-        caption_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
@@ -136,6 +134,8 @@ def _show(console: Console, table: TextTable) -> None:
     for row in table.rows:
         shown.add_row(*map(Text, row))
     console.print(shown)
+    if table.note:
+        console.print(Text(table.note, style="dim"), Text())
 
 
 def _say(console: Console, text: str) -> None:
