@@ -19,7 +19,10 @@ from megadapo.algorithm.shaping import shaped_rewards
 def advantages(
     groups: Sequence[ScoredGroup], config: AlgorithmConfig, *, max_response_tokens: int
 ) -> np.ndarray:
-    """The advantage of every response of a step: [S] float64."""
+    """The advantage of every response of a step: [S] float64.
+
+    With gae it is the response's reward: what its tokens get is known where the critic is.
+    """
     parts = [
         group_advantages(
             shaped_rewards(group, config, max_response_tokens=max_response_tokens),
@@ -47,8 +50,9 @@ def group_advantages(
     rloo: R_i less the mean of the others, which is G / (G - 1) (R_i - mean).
     reinforce++: R_i itself. reinforce++-baseline: R_i - mean.
     maxrl: (R_i - mean) / mean, where the better reward counts as 1 and the other as 0.
+    gae: R_i itself, from which `gae.generalized_advantages` makes those of tokens.
     A group whose rewards are all equal has no signal and gets zeros, also for G = 1, but by
-    reinforce++.
+    reinforce++ and gae.
 
     Args:
         rewards: [G], shaped rewards of one group.
@@ -67,7 +71,7 @@ def group_advantages(
         raise ValueError(f"rewards must be a non-empty vector, got shape {values.shape}")
     if not np.isfinite(values).all():
         raise ValueError(f"rewards of a group must be finite, got {values.tolist()}")
-    if rule == "reinforce++":
+    if rule in ("reinforce++", "gae"):
         return values
     if rule == "maxrl":
         values = _binary(values)

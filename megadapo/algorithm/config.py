@@ -21,7 +21,7 @@ Aggregation = Literal[
     "seq-sum-token-mean",
     "token-sum",
 ]
-AdvantageRule = Literal["grpo", "rloo", "reinforce++", "reinforce++-baseline", "maxrl"]
+AdvantageRule = Literal["grpo", "rloo", "reinforce++", "reinforce++-baseline", "maxrl", "gae"]
 
 
 class ReferenceConfig(Section, title="algorithm.reference"):
@@ -52,9 +52,14 @@ class AlgorithmConfig(Section, title="algorithm"):
     advantage: AdvantageRule = "grpo"
     """grpo: reward less the group's mean, over its standard deviation; rloo: less the mean of the
     others; reinforce++: the reward, whitened over the step's tokens; reinforce++-baseline: less
-    the group's mean, then whitened; maxrl: less the mean, over the mean (rewards of two values)."""
+    the group's mean, then whitened; maxrl: less the mean, over the mean (rewards of two values);
+    gae: of each token, from a critic's values (`[critic]`), whitened over the step's tokens."""
     normalize_by_std: bool = True
     """Divide GRPO's advantages by the group's standard deviation (False: Dr. GRPO)."""
+    discount: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """What a reward one token later is worth (gae)."""
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """How far gae looks: 1 takes the response's own reward, 0 the critic's next value."""
     loss_aggregation: Aggregation = "token-mean"
     """How token losses are reduced over a mini-batch (see algorithm/loss_weights.py)."""
     loss_length: PositiveInt | None = None
@@ -103,6 +108,9 @@ class AlgorithmConfig(Section, title="algorithm"):
                 f'algorithm.advantage = "{self.advantage}" divides by no standard deviation of a '
                 "group: leave algorithm.normalize_by_std out"
             )
+        for key, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda)):
+            if self.advantage != "gae" and value != 1.0:
+                yield f'algorithm.{key}: read only with algorithm.advantage = "gae"; leave it out'
         if self.advantage == "maxrl" and self.overlong_buffer > 0:
             yield (
                 'algorithm.advantage = "maxrl" needs rewards of two values, and the soft overlong '

@@ -6,6 +6,9 @@ Source of each rule: docs/algorithms.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -103,6 +106,31 @@ def token_losses(
             )
         loss = loss - objective.entropy_coef * entropy
     return loss
+
+
+def generalized_advantages(
+    rewards: Sequence[float],
+    values: Sequence[float],
+    cu_seqlens: Sequence[int],
+    *,
+    discount: float,
+    gae_lambda: float,
+) -> list[float]:
+    """A_t of each token, [T]; `gae.generalized_advantages` is tested against it.
+
+    Args:
+        rewards: [T], one response after the other.
+        values: [T] of the state that each token was sampled in.
+        cu_seqlens: [S + 1] where each response begins, and T.
+    """
+    advantages = [0.0] * len(rewards)
+    for start, stop in pairwise(cu_seqlens):
+        following_value = following_advantage = 0.0
+        for t in range(stop - 1, start - 1, -1):
+            delta = rewards[t] + discount * following_value - values[t]
+            advantages[t] = delta + discount * gae_lambda * following_advantage
+            following_value, following_advantage = values[t], advantages[t]
+    return advantages
 
 
 def kl_estimates(gap: Tensor, ratio: Tensor, estimator: KlEstimator) -> Tensor:

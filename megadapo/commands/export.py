@@ -29,6 +29,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--quantize", choices=["fp8"], help="quantise with nvidia-modelopt, for vLLM"
     )
+    parser.add_argument(
+        "--critic", action="store_true", help="write the critic in the place of the policy"
+    )
     parser.set_defaults(run=run)
 
 
@@ -45,13 +48,18 @@ def run(arguments: argparse.Namespace) -> int:
     for line in source.passed_over:
         print(f"megadapo: passed over: {line}", file=sys.stderr)
     export = export_checkpoint(
-        source, arguments.destination, model=arguments.model, quantize=arguments.quantize
+        source,
+        arguments.destination,
+        model=arguments.model,
+        quantize=arguments.quantize,
+        critic=arguments.critic,
     )
+    loader = "SequenceClassification" if arguments.critic else "CausalLM"
+    serve = "" if arguments.critic else f"  vllm serve {export.folder}\n"
     files = "file" if export.num_files == 1 else "files"
     print(
         f"step {export.step}: {decimal(export.num_bytes)} in {export.num_files} weight {files}, "
-        f"{export.folder}\n"
-        f"  vllm serve {export.folder}\n"
-        f'  transformers.AutoModelForCausalLM.from_pretrained("{export.folder}", dtype="auto")'
+        f"{export.folder}\n{serve}"
+        f'  transformers.AutoModelFor{loader}.from_pretrained("{export.folder}", dtype="auto")'
     )
     return 0

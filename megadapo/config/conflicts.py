@@ -16,7 +16,7 @@ from megadapo.data.config import DataConfig
 from megadapo.rewards.config import RewardConfig
 from megadapo.rollout.config import EvaluationConfig, RolloutConfig, SamplingConfig
 from megadapo.section import Section
-from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.config import CriticConfig, TrainerConfig
 from megadapo.weights.config import WeightsConfig
 
 
@@ -114,6 +114,25 @@ def _check_warmup(run: RunSection, trainer: TrainerConfig) -> Iterator[str]:
         )
 
 
+def _check_critic(
+    algorithm: AlgorithmConfig, critic: CriticConfig, run: RunSection
+) -> Iterator[str]:
+    if algorithm.advantage != "gae":
+        if critic != CriticConfig():
+            yield 'critic: there is one only with algorithm.advantage = "gae"; leave it out'
+        return
+    if critic.warmup >= run.num_steps:
+        yield (
+            f"critic.warmup = {critic.warmup} leaves no step of run.num_steps = {run.num_steps} in "
+            "which the policy is trained"
+        )
+    if critic.optimizer.warmup_steps > run.num_steps:
+        yield (
+            f"critic.optimizer.warmup_steps = {critic.optimizer.warmup_steps} is longer than the "
+            f"run (run.num_steps = {run.num_steps}), which would never reach critic.optimizer.lr"
+        )
+
+
 def _check_deadline(weights: WeightsConfig, trainer: TrainerConfig) -> Iterator[str]:
     if weights.deadline_s > trainer.timeout_s:
         yield (
@@ -166,6 +185,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_reference,
     _check_binary_rewards,
     _check_warmup,
+    _check_critic,
     _check_deadline,
     _check_transport,
     _check_left_out,

@@ -17,11 +17,12 @@ from megadapo.data.sources import SUFFIXES, read_rows
 from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoError
 from megadapo.models.description import ModelDescription, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, read_hf_config
+from megadapo.models.value_model import describe_critic
 from megadapo.observe.writers import missing_packages
 from megadapo.rewards.runners import check_functions
 from megadapo.rollout.model_layout import validate_engine_layout
 from megadapo.trainer.config import ModelConfig
-from megadapo.trainer.model_layout import validate_model_layout
+from megadapo.trainer.model_layout import validate_critic, validate_model_layout
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
@@ -37,6 +38,7 @@ def check_run(config: RunConfig) -> list[str]:
         _check_folder,
         _check_device,
         _check_model,
+        _check_critic,
         _check_data,
         _check_resume,
         _check_writers,
@@ -115,6 +117,19 @@ def _check_model(config: RunConfig) -> list[str]:
     return []
 
 
+def _check_critic(config: RunConfig) -> list[str]:
+    path = config.critic.path
+    if config.algorithm.advantage != "gae" or path is None:
+        return []
+    folder, policy = _local_folder("critic.path", path), _model_folder(config.model)
+    if folder is None or policy is None:
+        return [f"critic.path = {path} is not compared with the policy: one of them is on the Hub"]
+    model = describe_critic(read_hf_config(folder))
+    validate_model_layout(model, config.trainer)
+    validate_critic(model, describe_model(read_hf_config(policy)))
+    return []
+
+
 def _check_layouts(model: ModelDescription, config: RunConfig) -> None:
     """Trainer and engines must both be able to split the model; report the problems of both."""
     problems = []
@@ -132,13 +147,19 @@ def _check_layouts(model: ModelDescription, config: RunConfig) -> None:
 
 def _model_folder(model: ModelConfig) -> Path | None:
     """The folder with the model's config.json, or None where it is on the Hub only."""
-    folder = Path(model.path)
-    if folder.is_dir():
+    folder = _local_folder("model.path", model.path)
+    if folder is not None and Path(model.path).is_dir():
         _check_model_folder(model, folder)
-        return folder
-    if not is_hub_name(model.path):
-        raise DataError(f"model.path = {model.path}: there is no such folder")
-    return cached_hub_folder(model.path)
+    return folder
+
+
+def _local_folder(key: str, path: str) -> Path | None:
+    """Where on this machine a model of the configuration lies, None where it is on the Hub only."""
+    if Path(path).is_dir():
+        return Path(path)
+    if not is_hub_name(path):
+        raise DataError(f"{key} = {path}: there is no such folder")
+    return cached_hub_folder(path)
 
 
 def _check_model_folder(model: ModelConfig, folder: Path) -> None:

@@ -25,7 +25,7 @@ from megadapo.observe.oracles import OracleConfig
 from megadapo.rewards.config import RewardConfig
 from megadapo.rollout.config import EvaluationConfig, RolloutConfig, SamplingConfig
 from megadapo.section import COLLECT, Section
-from megadapo.trainer.config import ModelConfig, TrainerConfig
+from megadapo.trainer.config import CriticConfig, ModelConfig, TrainerConfig
 from megadapo.weights.config import WeightsConfig
 
 
@@ -41,6 +41,7 @@ class RunConfig(Section, title="megadapo"):
     evaluation: EvaluationConfig = EvaluationConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    critic: CriticConfig = CriticConfig()
     weights: WeightsConfig = WeightsConfig()
     oracles: OracleConfig = OracleConfig()
     observe: ObserveConfig = ObserveConfig()

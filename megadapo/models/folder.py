@@ -42,8 +42,11 @@ def is_hub_name(text: str) -> bool:
     return HUB_NAME.fullmatch(text) is not None and not Path(text).parent.is_dir()
 
 
-def resolve_model_folder(path: str, *, with_weights: bool) -> Path:
+def resolve_model_folder(path: str, *, with_weights: bool, key: str = "model.path") -> Path:
     """The model's folder on this machine; a Hub name is downloaded into the Hub's cache.
+
+    Args:
+        key: what the path is called in the configuration.
 
     Raises:
         DataError: there is no such folder, and the Hub does not give it.
@@ -51,7 +54,7 @@ def resolve_model_folder(path: str, *, with_weights: bool) -> Path:
     if Path(path).is_dir():
         return Path(path)
     if not is_hub_name(path):
-        raise DataError(f"model.path = {path!r}: there is no such folder")
+        raise DataError(f"{key} = {path!r}: there is no such folder")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -60,5 +63,5 @@ def resolve_model_folder(path: str, *, with_weights: bool) -> Path:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise DataError(
-            f"model.path = {path!r} is neither a folder nor could it be read from the Hub: {error}"
+            f"{key} = {path!r} is neither a folder nor could it be read from the Hub: {error}"
         ) from error

@@ -71,6 +71,13 @@ HEAD = Weight(
     columns="hidden",
     cut=Cut.VOCAB,
 )
+VALUE_HEAD = Weight(
+    megatron="output_layer.weight",
+    hf=("score.weight",),
+    vllm="score.weight",
+    rows=("values",),
+    columns="hidden",
+)
 
 INPUT_NORM = norm(
     "input_layernorm.weight",

@@ -18,6 +18,7 @@ CONFIG_KEYS = {
     "ffn": "intermediate_size",
     "experts": "num_experts",
     "expert_ffn": "moe_intermediate_size",
+    "values": "num_labels",
 }
 """What a size symbol of the family tables is called in a Hugging Face configuration."""
 
@@ -50,6 +51,7 @@ class ModelShape:
             "ffn": self.ffn_size,
             "experts": self.num_experts,
             "expert_ffn": self.expert_ffn_size,
+            "values": 1,
         }[symbol]
 
 

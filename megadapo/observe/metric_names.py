@@ -82,6 +82,14 @@ METRIC_NAMES = (
     "bapo/share",
     "bapo/share_min",
     "reflection/response_share",
+    "critic/loss",
+    "critic/explained_variance",
+    "critic/value_mean",
+    "critic/return_mean",
+    "critic/clip_fraction",
+    "critic/grad_norm",
+    "critic/lr",
+    "critic/skipped_updates",
     "eval/accuracy",
     "eval/policy_version",
 )
@@ -137,6 +145,10 @@ words.
 bapo/* is null unless algorithm.objective.gate is "bapo". clip_low and clip_high are the bounds of
 the ratio itself, share_before and share the positive tokens' share where the search of an update
 began and where it ended, as means over the step's updates; share_min is the smallest share.
+
+critic/* is null unless algorithm.advantage is "gae". Values and returns are those before the step's
+first update; critic/explained_variance is 1 - Var(return - value) / Var(return). In the steps of
+critic.warmup policy/lr is 0, and everything else of policy/* is of updates that were not applied.
 
 Where saved rollouts are trained on again, what needs engines is null (tokens/generated,
 tokens_per_s, time/sync_s, time/reward_s, *engine*, eval/*), what is said of the groups is of

@@ -14,14 +14,17 @@ from typing import Any
 from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.models.folder import resolve_model_folder
+from megadapo.models.value_model import critic_config, describe_critic
 from megadapo.run.checkpoint import CHECKPOINTS, MANIFEST, Checkpoint, CheckpointStore, load
 from megadapo.run.model_card import CARD_FILE, model_card
+from megadapo.trainer.settings import CRITIC_FOLDER
 from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
 from megadapo.weights.disk.export import check_new, export_weights, new_folder
 from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.disk.progress import progress_bar
 from megadapo.weights.disk.quantize import quantize_folder
 from megadapo.weights.disk.sources import read_json
+from megadapo.weights.layout.layout import ModelLayout
 
 GENERATION_CONFIG = "generation_config.json"
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -87,6 +90,7 @@ def export_checkpoint(
     *,
     model: str | None = None,
     quantize: str | None = None,
+    critic: bool = False,
 ) -> Export:
     """Write a checkpoint as a Hugging Face folder with tokenizer, generation config and card.
 
@@ -96,19 +100,21 @@ def export_checkpoint(
     Args:
         model: folder, or name on the Hub, of the model that was trained; None: the run says.
         quantize: "fp8", or None for the type the model was trained in.
+        critic: its critic in the place of its policy, as a sequence classifier with one label.
 
     Raises:
-        ConfigError: nothing says which model was trained.
+        ConfigError: nothing says which model was trained, or a critic is to be quantised.
         DataError: that model is not at hand.
         CheckpointError: the checkpoint cannot be read.
         WeightError: it is not of that model, or `destination` exists.
     """
+    if critic and quantize is not None:
+        raise ConfigError("--quantize: only a policy is quantised; leave it or --critic out")
     check_new(destination)
     config = source.run_config()
-    base_name = model or _trained_model(source, config)
+    base_name = model or _trained_model(source, config, critic=critic)
     base = _base_folder(base_name)
-    layout = open_layout(base)
-    weights = TrainerCheckpoint(source.checkpoint.trainer_folder, layout)
+    weights, layout = _open_weights(source, base, critic=critic)
     partial = new_folder(destination)
     written = partial / "model"
     with progress_bar("export", len(layout.hf_shapes)) as advance:
@@ -120,7 +126,11 @@ def export_checkpoint(
             base_folder=base,
             on_tensor=lambda _: advance(),
         )
-    _complete_generation_config(written)
+    if critic:
+        text = json.dumps(critic_config(read_json(written / "config.json")), indent=2) + "\n"
+        (written / "config.json").write_text(text, encoding="utf-8")
+    else:
+        _complete_generation_config(written)
     if quantize is not None:
         quantize_folder(written, partial / quantize, quantize)
         written = partial / quantize
@@ -130,6 +140,7 @@ def export_checkpoint(
         config=config,
         run_folder=source.run_folder,
         quantized=quantize,
+        is_critic=critic,
     )
     (written / CARD_FILE).write_text(card, encoding="utf-8")
     written.rename(destination)
@@ -145,9 +156,25 @@ def _load(path: Path) -> Checkpoint:
     return load(path)
 
 
-def _trained_model(source: ExportSource, config: dict[str, Any]) -> str:
+def _open_weights(
+    source: ExportSource, base: Path, *, critic: bool
+) -> tuple[TrainerCheckpoint, ModelLayout]:
+    folder = source.checkpoint.trainer_folder
+    if not critic:
+        layout = open_layout(base)
+        return TrainerCheckpoint(folder, layout), layout
+    if not (folder / CRITIC_FOLDER).is_dir():
+        raise CheckpointError(f"{source.checkpoint.path} has no critic: it was trained without one")
+    model = describe_critic(read_json(base / "config.json"))
+    layout = ModelLayout(model.family, model.shape)
+    return TrainerCheckpoint(folder / CRITIC_FOLDER, layout), layout
+
+
+def _trained_model(source: ExportSource, config: dict[str, Any], *, critic: bool) -> str:
     section = config.get("model")
     path = section.get("path") if isinstance(section, dict) else None
+    if critic and isinstance(own := config.get("critic"), dict):
+        path = own.get("path") or path
     if not isinstance(path, str):
         raise ConfigError(
             f"nothing beside {source.checkpoint.path} says which model was trained (model.path of "

@@ -28,6 +28,7 @@ def model_card(
     config: Mapping[str, Any],
     run_folder: Path | None,
     quantized: str | None,
+    is_critic: bool = False,
 ) -> str:
     """The card of one export.
 
@@ -37,26 +38,29 @@ def model_card(
         config: the run's resolved configuration as plain values; may be empty.
         run_folder: where the run's evaluations lie; None: there is no run at hand.
         quantized: how the weights were quantised, if they were.
+        is_critic: it is the policy's critic and answers nothing.
     """
     evaluations = [] if run_folder is None else read_evaluations(run_folder)
     parts = [
-        f"---\n{_front_matter(base_model)}\n---",
-        f"# {Path(base_model).name}, {step} steps of DAPO",
-        _what_it_is(base_model, step, config, quantized),
-        _accuracy_table(evaluations, step, config),
+        f"---\n{_front_matter(base_model, is_critic=is_critic)}\n---",
+        f"# {Path(base_model).name}, {step} steps of {'PPO, critic' if is_critic else 'DAPO'}",
+        _critic(base_model, step)
+        if is_critic
+        else _what_it_is(base_model, step, config, quantized),
+        "" if is_critic else _accuracy_table(evaluations, step, config),
         _recipe(config),
         f"Written by megadapo {__version__}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _front_matter(base_model: str) -> str:
+def _front_matter(base_model: str, *, is_critic: bool) -> str:
     """What the Hub reads; a base model that is a folder has no name there."""
     is_folder = Path(base_model).is_dir()
     data = ModelCardData(
         library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["megadapo", "dapo", "reinforcement-learning"],
+        pipeline_tag="text-classification" if is_critic else "text-generation",
+        tags=["megadapo", "ppo" if is_critic else "dapo", "reinforcement-learning"],
         base_model=None if is_folder else base_model,
     )
     return data.to_yaml()
@@ -71,6 +75,14 @@ def _what_it_is(
     return (
         f"The weights of {_code(base_model)} after step {step}{of_all} of reinforcement learning "
         f"with DAPO (Decoupled Clip and Dynamic sAmpling Policy Optimization), {weights}."
+    )
+
+
+def _critic(base_model: str, step: int) -> str:
+    return (
+        f"The critic after step {step}, which began as {_code(base_model)}. Its one label is the "
+        "value of a state: the reward that the response is expected to get from there on, as the "
+        "policy was at that step. It holds behind every token, not only the last."
     )
 
 

@@ -29,7 +29,8 @@ SecondOpinions = Callable[[Group], Sequence[bool | None]]
 
 @dataclass(frozen=True)
 class _TrainedResponse:
-    """What only training gives of one response; None where it was not trained on."""
+    """What only training gives of one response; None where it was not trained on, and the
+    advantage also where each token has its own."""
 
     advantage: float | None = None
     logprobs_old: np.ndarray | None = None
@@ -40,7 +41,7 @@ class _TrainedBatch:
     """What training gave the saved responses of a batch, in the batch's order."""
 
     def __init__(
-        self, sampled: SampledBatch, advantages: np.ndarray, update: UpdateResult | None
+        self, sampled: SampledBatch, advantages: np.ndarray | None, update: UpdateResult | None
     ) -> None:
         self._sequences = _sequences_by_order(sampled)
         self._advantages = advantages
@@ -59,7 +60,7 @@ class _TrainedBatch:
         return [self._response(i) for i in self._sequences[sampled.group.order]]
 
     def _response(self, sequence: int) -> _TrainedResponse:
-        advantage = float(self._advantages[sequence])
+        advantage = None if self._advantages is None else float(self._advantages[sequence])
         if self._update is None:
             return _TrainedResponse(advantage=advantage)
         recorded, place = self._update.recorded, self._slices[sequence]
@@ -90,12 +91,13 @@ def saved_groups(
     """Yield what is saved of a step, in the order the groups were asked for.
 
     Args:
-        advantages: [S] of each response of the batch.
+        advantages: [S] of each response of the batch; left out where each token has its own.
         update: of the batch, with the log-probs of its `saved_sequences`; None where it was not
             trained on.
         second_opinions: is asked when a group's turn comes, and so as late as can be.
     """
-    trained = _TrainedBatch(sampled, advantages, update)
+    of_responses = None if config.algorithm.advantage == "gae" else advantages
+    trained = _TrainedBatch(sampled, of_responses, update)
     decode = decoder_of(tokenizer)
     for entry in sampled.saved:
         group = entry.group

@@ -239,4 +239,7 @@ def trainer_settings(config: RunConfig) -> TrainerSettings:
         importance=config.algorithm.importance,
         temperature=config.rollout.temperature,
         seed=config.run.seed,
+        critic=config.critic if config.algorithm.advantage == "gae" else None,
+        discount=config.algorithm.discount,
+        gae_lambda=config.algorithm.gae_lambda,
     )

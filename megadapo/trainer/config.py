@@ -51,14 +51,15 @@ class OptimizerConfig(Section, title="trainer.optimizer"):
     """Bound on the global gradient norm of an update; 0 turns clipping off."""
 
     def conflicts(self) -> Iterator[str]:
+        section = self.model_config.get("title")
         if self.schedule == "cosine" and self.decay_steps <= self.warmup_steps:
             yield (
-                f"trainer.optimizer.decay_steps = {self.decay_steps} must be above warmup_steps = "
+                f"{section}.decay_steps = {self.decay_steps} must be above warmup_steps = "
                 f'{self.warmup_steps} where schedule = "cosine"'
             )
         if self.schedule == "constant" and self.decay_steps != 0:
             yield (
-                'trainer.optimizer.decay_steps has no effect with schedule = "constant"; set '
+                f'{section}.decay_steps has no effect with schedule = "constant"; set '
                 'schedule = "cosine" or leave it out'
             )
 
@@ -154,3 +155,25 @@ class TrainerConfig(Section, title="trainer"):
                 f"trainer.bucket_parameters = {self.bucket_parameters} has no effect without "
                 "trainer.overlap_grad_reduce = true"
             )
+
+
+class CriticOptimizerConfig(OptimizerConfig, title="critic.optimizer"):
+    """AdamW of the critic; its steps count like the policy's."""
+
+    lr: NonNegativeFloat = 1e-5
+    """Learning rate after warm-up."""
+
+
+class CriticConfig(Section, title="critic"):
+    """The critic of algorithm.advantage = "gae": a model with a value per token in the place of the
+    policy head, in the trainer's ranks, split as the policy is."""
+
+    path: str | None = None
+    """Hugging Face model it starts from, of the policy's vocabulary: a language model, whose value
+    head starts at 0, or a critic that was exported; none: model.path."""
+    warmup: NonNegativeInt = 0
+    """First steps of the run, in which the critic alone is trained."""
+    value_clip: PositiveFloat | None = 0.2
+    """How far a step may move a token's value before its gradient is cut; none: not at all."""
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    """The critic's own optimizer."""

@@ -11,7 +11,13 @@ import torch
 
 from megadapo.algorithm.bapo import BapoBounds
 from megadapo.algorithm.importance import ImportanceConfig
-from megadapo.trainer.result import ParityCauses, SearchedBounds, Staleness, UpdateResult
+from megadapo.trainer.result import (
+    CriticResult,
+    ParityCauses,
+    SearchedBounds,
+    Staleness,
+    UpdateResult,
+)
 
 
 @dataclass(kw_only=True)
@@ -87,6 +93,7 @@ def summarize(
     version_gaps: np.ndarray,
     importance: ImportanceConfig,
     bounds: Sequence[BapoBounds] = (),
+    critic: CriticResult | None = None,
 ) -> UpdateResult:
     """The step's result from its mini-batches' reduced sums, in order.
 
@@ -119,6 +126,7 @@ def summarize(
         staleness=_staleness(step, version_gaps, importance),
         parity_causes=_parity_causes(step),
         searched_bounds=_searched_bounds(bounds),
+        critic=critic or CriticResult(),
     )
 
 

@@ -42,6 +42,29 @@ def validate_model_layout(model: ModelDescription, trainer: TrainerConfig) -> No
         raise ConfigError("\n".join(problems))
 
 
+def validate_critic(critic: ModelDescription, policy: ModelDescription) -> None:
+    """Refuse a critic that cannot read the policy's micro-batches.
+
+    Raises:
+        ConfigError: names what differs.
+    """
+    if critic.shape.vocab_size != policy.shape.vocab_size:
+        raise ConfigError(
+            f"critic.path: vocab_size = {critic.shape.vocab_size}, but the policy's is "
+            f"{policy.shape.vocab_size}: a critic reads the policy's tokens"
+        )
+    if (critic.rope, critic.shape.head_dim) != (policy.rope, policy.shape.head_dim):
+        raise ConfigError(
+            "critic.path: its rotary embedding or head_dim is not the policy's, and the two share "
+            "their micro-batches"
+        )
+    if critic.max_positions < policy.max_positions:
+        raise ConfigError(
+            f"critic.path: max_position_embeddings = {critic.max_positions} is below the policy's "
+            f"{policy.max_positions}"
+        )
+
+
 def validate_architecture(model: ModelDescription) -> None:
     """Refuse a model, or an option of one, that the trainer would compute wrongly.
 

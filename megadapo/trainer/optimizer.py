@@ -21,6 +21,7 @@ class OptimizerStep:
     grad_norm: float
     """Global gradient norm before clipping; non-finite where the update was skipped for it."""
     applied: bool
+    """Whether it could be: its numbers were finite."""
 
 
 def build_optimizer(
@@ -63,20 +64,22 @@ def _allocate_moments(optimizer: torch.optim.AdamW) -> None:
 
 
 @record_function("megadapo::optimizer")
-def step_if_finite(optimizer: MegatronOptimizer, *, loss: float, lr: float) -> OptimizerStep:
+def step_if_finite(optimizer: MegatronOptimizer, *, loss: float, lr: float | None) -> OptimizerStep:
     """Apply one update, or on every rank none if the loss or the gradient norm is not finite.
 
-    Weights and moments are bit-unchanged by a skipped update.
+    Weights and moments are bit-unchanged by a skipped update and by one that is not wanted.
 
     Args:
         loss: of the whole mini-batch, the same number on every rank.
-        lr: learning rate of this update.
+        lr: learning rate of this update; None: only its gradient is measured.
     """
     optimizer.prepare_grads()
     # the norm is reduced over all ranks, so all of them take the same branch
     grad_norm = float(optimizer.get_grad_norm())
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return OptimizerStep(grad_norm, applied=False)
+    if lr is None:
+        return OptimizerStep(grad_norm, applied=True)
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_mult"]
     applied, _, _ = optimizer.step()

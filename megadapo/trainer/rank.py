@@ -20,6 +20,8 @@ from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.trainer.checkpointing import load_checkpoint, save_checkpoint
 from megadapo.trainer.clip_bounds import BoundSearch
 from megadapo.trainer.cpu_platform import CPU
+from megadapo.trainer.critic import Critic
+from megadapo.trainer.critic_step import CriticStep
 from megadapo.trainer.gradient_buffers import (
     gather_weights_now,
     wait_for_weight,
@@ -90,6 +92,9 @@ class TrainerRank:
         # megatron-core copies weights into its buffers and masters here: they must be set before
         self.chunks = wrap_for_gradients(chunks, self.config, settings.trainer)
         self.optimizer = build_optimizer(self.chunks, settings.trainer.optimizer)
+        self.critic: Critic | None = None
+        if settings.critic is not None:
+            self.critic = Critic(settings, policy=self.model, device=self.device)
         self.head = PolicyHead(
             objective=settings.objective,
             temperature=settings.temperature,
@@ -126,7 +131,7 @@ class TrainerRank:
             The same numbers on every rank.
         """
         recorder = recorder or UpdateRecorder(batch, ())
-        lr = self.settings.trainer.optimizer.lr_at(step)
+        lr = self._learning_rate(step)
         importance = self.settings.importance
         trained, num_dropped = trained_tokens(batch)
         gaps = version_gaps(batch, policy_version)
@@ -144,10 +149,12 @@ class TrainerRank:
             score=self.logprobs_of,
             multiple_of=self._micro_batch_multiple,
         )
+        values = None if self.critic is None else CriticStep(self.critic, cut, step)
         search = self.bound_search()
         reduced, grad_norms, bounds = [], [], []
         for number, (micro_batches, logprobs_old) in enumerate(zip(cut, proximal, strict=True)):
-            sums, found = self._gradients(micro_batches, logprobs_old, recorder, search)
+            advantages = [] if values is None else values.advantages[number]
+            sums, found = self._gradients(micro_batches, logprobs_old, recorder, search, advantages)
             bounds += found
             if number == 0:
                 probe.add_to(sums, micro_batches, logprobs_old)
@@ -156,6 +163,8 @@ class TrainerRank:
             reduced.append(sums)
             if outcome.applied:
                 grad_norms.append(outcome.grad_norm)
+            if values is not None:
+                values.update(number)
         # whoever reads weights after this (save, export, weight updates) finds them whole
         gather_weights_now(self.chunks)
         return summarize(
@@ -163,10 +172,11 @@ class TrainerRank:
             grad_norms=grad_norms,
             skipped_updates=len(cut) - len(grad_norms),
             num_dropped_tokens=num_dropped,
-            lr=lr,
+            lr=lr or 0.0,
             version_gaps=gaps[trained],
             importance=importance,
             bounds=bounds,
+            critic=None if values is None else values.result(),
         )
 
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:
@@ -186,6 +196,8 @@ class TrainerRank:
     def save(self, folder: Path) -> None:
         """Write weights and optimizer so that any other split can load them."""
         save_checkpoint(self.chunks, self.optimizer, folder)
+        if self.critic is not None:
+            self.critic.save(folder)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, at whatever split it was written.
@@ -194,6 +206,8 @@ class TrainerRank:
             CheckpointError: it is damaged, or of another model.
         """
         load_checkpoint(self.chunks, self.optimizer, folder)
+        if self.critic is not None:
+            self.critic.load(folder)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with the present weights, from the first rank."""
@@ -240,6 +254,13 @@ class TrainerRank:
         recorder.add_share(micro_batches, time.perf_counter() - start)
         return logprobs
 
+    def _learning_rate(self, step: int) -> float | None:
+        """None while the critic alone is trained."""
+        critic = self.settings.critic
+        if critic is not None and step <= critic.warmup:
+            return None
+        return self.settings.trainer.optimizer.lr_at(step)
+
     @property
     def _micro_batch_multiple(self) -> int:
         """The interleaved schedule takes micro-batches in groups of as many as there are stages."""
@@ -263,15 +284,25 @@ class TrainerRank:
         proximal: list[Tensor],
         recorder: UpdateRecorder,
         search: BoundSearch | None,
+        advantages: list[Tensor],
     ) -> tuple[MiniBatchSums, list[BapoBounds]]:
-        """Leave the mini-batch's gradients in the buffers; `proximal`: its old log-probs.
+        """Leave the mini-batch's gradients in the buffers.
 
-        Returns its sums and the clip bounds that were searched for it, if any.
+        Args:
+            proximal: its old log-probs.
+            advantages: [T] of the tokens of each micro-batch, in the place of the batch's; none:
+                those hold.
+
+        Returns:
+            Its sums and the clip bounds that were searched for it, if any.
         """
         old = [
             old_policy(micro_batch, logprobs, self.settings.importance)
             for micro_batch, logprobs in zip(micro_batches, proximal, strict=False)
         ]
+        if advantages:
+            pairs = zip(old, advantages, strict=True)
+            old = [replace(policy, advantages=values) for policy, values in pairs]
         head, bounds = self.head, []
         if search is not None:
             bounds = [search.bounds(micro_batches, old)]

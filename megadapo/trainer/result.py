@@ -85,6 +85,26 @@ class SearchedBounds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticResult:
+    """What one step's updates did to the critic, over the trained tokens; None without a critic,
+    and where nothing could be measured. Values and returns are those before the first update."""
+
+    loss: float | None = None
+    """Mean over the mini-batches."""
+    explained_variance: float | None = None
+    """1 - Var(return - value) / Var(return): 1 where values are right, 0 where a constant were as
+    good."""
+    value_mean: float | None = None
+    return_mean: float | None = None
+    clip_fraction: float | None = None
+    """Share of tokens whose value had left the band and whose clipped error counted."""
+    grad_norm: float | None = None
+    """Mean over the applied updates, before clipping."""
+    lr: float | None = None
+    skipped_updates: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpdateResult:
     """What one step's updates did; means are over its trained tokens."""
 
@@ -118,6 +138,7 @@ class UpdateResult:
     staleness: Staleness = Staleness()
     parity_causes: ParityCauses = ParityCauses()
     searched_bounds: SearchedBounds = SearchedBounds()
+    critic: CriticResult = CriticResult()
     shares: tuple[RankShare, ...] = field(default=(), compare=False)
     """Of each rank; known to the driver alone."""
     recorded: RecordedLogprobs | None = field(default=None, compare=False)

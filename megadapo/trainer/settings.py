@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.trainer.config import ModelConfig, TrainerConfig
+from megadapo.trainer.config import CriticConfig, ModelConfig, TrainerConfig
+
+CRITIC_FOLDER = "critic"
+"""Folder of the critic's shards in that of the trainer's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,10 @@ class TrainerSettings:
     temperature: float
     """Sampling temperature of the rollouts; log-probs are taken at it."""
     seed: int
+    critic: CriticConfig | None = None
+    """None: there is no critic."""
+    discount: float = 1.0
+    gae_lambda: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ micro-batches and ranks, whatever the split.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -39,7 +39,7 @@ def compute_logprobs(
 ) -> list[Tensor]:
     """Log-probs [T] of each micro-batch on the last pipeline stage; elsewhere an empty list."""
     tasks = [HeadTask(micro_batch=micro_batch, old=None) for micro_batch in micro_batches]
-    return _run_schedule(chunks, head, tasks, forward_only=True)
+    return run_schedule(chunks, head, tasks, forward_only=True)
 
 
 @record_function("megadapo::gradients")
@@ -67,7 +67,7 @@ def compute_gradients(
     ]
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    outputs = _run_schedule(chunks, head, tasks, forward_only=False)
+    outputs = run_schedule(chunks, head, tasks, forward_only=False)
     sums = MiniBatchSums()
     for task, output in zip(tasks, outputs, strict=False):
         _add(sums, task, output)
@@ -75,14 +75,25 @@ def compute_gradients(
     return sums, [output.logprobs for output in outputs]
 
 
-def _run_schedule(
+class Task(Protocol):
+    """What a head does with one micro-batch."""
+
+    @property
+    def micro_batch(self) -> MicroBatch: ...
+
+
+def run_schedule(
     chunks: list[DistributedDataParallel],
-    head: PolicyHead,
-    tasks: Sequence[HeadTask],
+    head: Callable[..., Any],
+    tasks: Sequence[Task],
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """What the head returned for each task, on the last stage; every rank has as many tasks."""
+    """What the head returned for each task, on the last stage; every rank has as many tasks.
+
+    Args:
+        head: the model's last step. It returns a tensor, or whatever has a `loss`.
+    """
     forward_backward = get_forward_backward_func()
     outputs: list[Any] = forward_backward(
         forward_step_func=partial(_forward_step, head),
@@ -99,7 +110,7 @@ def _run_schedule(
 
 
 def _forward_step(
-    head: PolicyHead, tasks: Iterator[HeadTask], chunk: DistributedDataParallel
+    head: Callable[..., Any], tasks: Iterator[Task], chunk: DistributedDataParallel
 ) -> tuple[Any, Any]:
     task = next(tasks)
     output = chunk(
@@ -113,7 +124,7 @@ def _forward_step(
     return output, _loss_and_data
 
 
-def _loss_and_data(output: PolicyHeadOutput | Tensor) -> tuple[Tensor, Tensor, Any]:
+def _loss_and_data(output: Any) -> tuple[Tensor, Tensor, Any]:
     """The schedule's (loss to differentiate, token count it may divide by, what to hand back)."""
     num_tokens = torch.zeros((), dtype=torch.int)
     if isinstance(output, Tensor):

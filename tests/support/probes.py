@@ -118,7 +118,7 @@ def _measured(
         sums, _ = compute_gradients(rank.chunks, head, cut, old)
     rank.optimizer.prepare_grads()
     norm = float(rank.optimizer.get_grad_norm())
-    _gather_gradients(rank)
+    gather_gradients(rank.chunks)
     sums = sums.reduced(contributes=rank.has_results, device=rank.device)
     full = gathered(rank, {name: param.main_grad for name, param in rank.parameters.items()})
     return Gradients(sums.loss, full, norm, (sums.positive_gradient, sums.gradient))
@@ -132,11 +132,11 @@ def held_against(rank: TrainerRank, cut: list[MicroBatch]) -> list[OldPolicy]:
     return [old_policy(*pair, rank.settings.importance) for pair in pairs]
 
 
-def _gather_gradients(rank: TrainerRank) -> None:
+def gather_gradients(chunks: list[Any]) -> None:
     """Join the parts of the sums, of which every data-parallel rank has its own."""
     import torch
 
-    for buffer in (buffer for chunk in rank.chunks for buffer in chunk.buffers):
+    for buffer in (buffer for chunk in chunks for buffer in chunk.buffers):
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()

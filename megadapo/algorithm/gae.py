@@ -1,0 +1,96 @@
+"""Advantages and value targets of single tokens from a critic's values; plain arithmetic.
+
+Sources: generalized advantage estimation (arXiv 1506.02438) equations 16 and 17; the clipped value
+loss is that of the code published with PPO (arXiv 1707.06347).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def terminal_rewards(scores: np.ndarray, sequences: np.ndarray) -> np.ndarray:
+    """[N] float64: each sequence's score at its last token, 0 at its others.
+
+    Args:
+        scores: [N] what the whole response is worth, given to each of its tokens.
+        sequences: [N] which sequence a token is of; a sequence's tokens are neighbours, in order.
+    """
+    rewards = np.zeros(len(scores))
+    last = _starts(sequences)[1:] - 1
+    rewards[last] = scores[last]
+    return rewards
+
+
+def generalized_advantages(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    sequences: np.ndarray,
+    *,
+    discount: float = 1.0,
+    gae_lambda: float = 1.0,
+) -> np.ndarray:
+    """A_t = sum_k (discount gae_lambda)^k delta_{t+k}, delta_t = r_t + discount V_{t+1} - V_t.
+
+    Nothing is worth anything behind a sequence's last token, also where it was cut. Tokens that the
+    loss leaves out are not passed: those around one are neighbours then. The definition is
+    `reference.generalized_advantages`. What a value should have been is A_t + V_t.
+
+    Args:
+        rewards: [N] of each token.
+        values: [N] of the state that each token was sampled in.
+        sequences: [N] which sequence a token is of; a sequence's tokens are neighbours, in order.
+
+    Returns:
+        [N] float64, not whitened.
+    """
+    from scipy.signal import lfilter
+
+    starts = _starts(sequences)
+    values = np.asarray(values, dtype=np.float64)
+    following = np.zeros_like(values)
+    following[:-1] = values[1:]
+    following[starts[1:] - 1] = 0.0
+    deltas = rewards + discount * following - values
+    decay = discount * gae_lambda
+    advantages = np.empty_like(deltas)
+    for start, stop in zip(starts, starts[1:], strict=False):
+        # y_n = x_n + decay y_{n-1}, from the last token to the first
+        advantages[start:stop] = lfilter([1.0], [1.0, -decay], deltas[start:stop][::-1])[::-1]
+    return np.asarray(advantages)
+
+
+def value_losses(
+    values: Tensor, values_old: Tensor, returns: Tensor, *, value_clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Half the squared error of each value, [N], and which tokens' clipped error is the larger.
+
+    max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2: a value that has left the band has a
+    gradient only while that brings it back to it.
+
+    Args:
+        values: [N], differentiable.
+        values_old: [N] before the step's first update.
+        returns: [N] what the values should be.
+        value_clip: c; None clips nothing.
+    """
+    import torch
+
+    error = values - returns
+    if value_clip is None:
+        return 0.5 * error.square(), torch.zeros_like(error, dtype=torch.bool)
+    clipped = values.clamp(values_old - value_clip, values_old + value_clip) - returns
+    is_clipped = clipped.square() > error.square()
+    # not torch.maximum, which halves both gradients where the two are the same number
+    return 0.5 * torch.where(is_clipped, clipped, error).square(), is_clipped
+
+
+def _starts(sequences: np.ndarray) -> np.ndarray:
+    """[S + 1] where each sequence begins, and N."""
+    changes = np.flatnonzero(np.diff(sequences)) + 1
+    return np.concatenate([[0], changes, [len(sequences)]]) if len(sequences) else np.zeros(1, int)

@@ -1,0 +1,111 @@
+"""One rollout step of the critic: values of its tokens, the advantages they give, and its updates.
+
+It goes through the policy's micro-batches, which hold whole sequences, so that advantages are made
+where the values are: no value leaves the last pipeline stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from megadapo.algorithm.gae import generalized_advantages, terminal_rewards
+from megadapo.trainer.critic import Critic
+from megadapo.trainer.critic_sums import CriticSums, summarize_critic, whitened_over_ranks
+from megadapo.trainer.gradient_buffers import gather_weights_now
+from megadapo.trainer.micro_batch import MicroBatch
+from megadapo.trainer.optimizer import step_if_finite
+from megadapo.trainer.result import CriticResult
+from megadapo.trainer.value_loss import ValueTargets
+
+
+class CriticStep:
+    """One rollout step of the critic; every method is collective over the trainer's ranks."""
+
+    def __init__(self, critic: Critic, cut: Sequence[Sequence[MicroBatch]], step: int) -> None:
+        """Take values of all of the step's tokens, before any update.
+
+        Args:
+            cut: this rank's micro-batches of each update.
+            step: rollout step, which decides the learning rate; the first is 1.
+        """
+        self._critic, self._cut = critic, cut
+        self._lr = critic.section.optimizer.lr_at(step)
+        self._reduced: list[CriticSums] = []
+        self._grad_norms: list[float] = []
+        self.targets: list[list[ValueTargets]] = []
+        """[update][micro-batch] -> what the critic learns; empty lists except on the last pipeline
+        stage."""
+        raw: list[list[np.ndarray]] = []
+        for micro_batches in cut:
+            # none on other stages than the last
+            pairs = list(zip(micro_batches, critic.values(micro_batches), strict=False))
+            raw.append([self._raw_advantages(*pair) for pair in pairs])
+            self.targets.append(
+                [
+                    _targets(values[micro_batch.rows], advantages)
+                    for (micro_batch, values), advantages in zip(pairs, raw[-1], strict=True)
+                ]
+            )
+        self.advantages = self._whitened(raw)
+        """[update][micro-batch] -> [T] fp32 of each token, whitened over the step's tokens; empty
+        lists except on the last pipeline stage."""
+
+    def update(self, number: int) -> None:
+        """Train on the micro-batches of the step's update `number`, counted from 0."""
+        critic = self._critic
+        sums = critic.gradients(self._cut[number], self.targets[number])
+        sums = sums.reduced(contributes=_has_results(), device=critic.device)
+        outcome = step_if_finite(critic.optimizer, loss=sums.loss, lr=self._lr)
+        self._reduced.append(sums)
+        if outcome.applied:
+            self._grad_norms.append(outcome.grad_norm)
+
+    def result(self) -> CriticResult:
+        """The step's numbers, the same on every rank; weights are whole from here on."""
+        gather_weights_now(self._critic.chunks)
+        return summarize_critic(self._reduced, grad_norms=self._grad_norms, lr=self._lr)
+
+    def _raw_advantages(self, micro_batch: MicroBatch, values: Tensor) -> np.ndarray:
+        """[R] float64 of a micro-batch's predicted tokens."""
+        scores = micro_batch.advantages[micro_batch.rows].double().cpu().numpy()
+        return generalized_advantages(
+            terminal_rewards(scores, micro_batch.sequences),
+            values[micro_batch.rows].double().cpu().numpy(),
+            micro_batch.sequences,
+            discount=self._critic.settings.discount,
+            gae_lambda=self._critic.settings.gae_lambda,
+        )
+
+    def _whitened(self, raw: list[list[np.ndarray]]) -> list[list[Tensor]]:
+        flat = [values for parts in raw for values in parts]
+        whitened = iter(
+            whitened_over_ranks(flat, contributes=_has_results(), device=self._critic.device)
+        )
+        return [
+            [
+                torch.zeros_like(micro_batch.advantages).index_copy_(
+                    0, micro_batch.rows, _float32(next(whitened), micro_batch.rows)
+                )
+                for micro_batch, _ in zip(micro_batches, parts, strict=False)
+            ]
+            for micro_batches, parts in zip(self._cut, raw, strict=True)
+        ]
+
+
+def _targets(values_old: Tensor, advantages: np.ndarray) -> ValueTargets:
+    returns = values_old.double() + torch.from_numpy(advantages).to(values_old.device)
+    return ValueTargets(values_old=values_old, returns=returns.float())
+
+
+def _float32(values: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(values.astype(np.float32)).to(like.device)
+
+
+def _has_results() -> bool:
+    """Whether this rank's sums count: one tensor-parallel rank of each last stage."""
+    return bool(mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0)
