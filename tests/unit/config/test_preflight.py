@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megadapo.config import load_config
 from megadapo.config.preflight import check_run
-from megadapo.errors import ConfigError
+from megadapo.errors import ConfigError, DataError
+from megadapo.models.value_model import critic_config
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -37,6 +39,39 @@ def test_a_split_that_the_model_does_not_allow(monkeypatch, overrides, problem):
     monkeypatch.chdir(REPOSITORY)
     config = load_config("configs/quickstart.toml", overrides)
     with pytest.raises(ConfigError, match=problem):
+        check_run(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("vocab_size", 30, "critic.path: vocab_size = 30"),
+        ("head_dim", 8, "critic.path: its rotary embedding"),
+        ("max_position_embeddings", 8, "critic.path: max_position_embeddings = 8"),
+        (None, None, None),
+    ],
+)
+def test_a_critic_that_cannot_read_the_policys_micro_batches(
+    monkeypatch, tmp_path, key, value, problem
+):
+    """Catches a run that fails, or reads tokens by another table, after engines have started."""
+    monkeypatch.chdir(REPOSITORY)
+    model = json.loads((REPOSITORY / "configs/quickstart-base/config.json").read_text())
+    if key is not None:
+        model[key] = value
+    (tmp_path / "config.json").write_text(json.dumps(critic_config(model)))
+    config = load_config("configs/algorithms/ppo.toml", [f"--critic.path={tmp_path}"])
+    if problem is None:
+        check_run(config)
+        return
+    with pytest.raises(ConfigError, match=problem):
+        check_run(config)
+
+
+def test_a_critic_that_is_not_there(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    config = load_config("configs/algorithms/ppo.toml", ["--critic.path=/no/such/folder"])
+    with pytest.raises(DataError, match="critic.path = /no/such/folder"):
         check_run(config)
 
 
