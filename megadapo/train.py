@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megadapo.algorithm.advantages import advantages
+from megadapo.algorithm.advantages import advantages, response_rewards
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
 from megadapo.data.batch import pack
@@ -75,6 +75,11 @@ def training_steps(config: RunConfig, run: Run, workers: Workers) -> Iterator[Me
                     response_advantages,
                     loss_weights(sampled.groups, config.algorithm),
                     mini_batch_size=config.algorithm.responses_per_mini_batch,
+                    rewards=response_rewards(
+                        sampled.groups,
+                        config.algorithm,
+                        max_response_tokens=config.rollout.max_response_tokens,
+                    ),
                 )
                 update = workers.update(batch, step, record=saved_sequences(sampled))
             saved = saved_groups(

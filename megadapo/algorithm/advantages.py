@@ -23,18 +23,51 @@ def advantages(
 
     With gae it is the response's reward: what its tokens get is known where the critic is.
     """
+    lengths = np.array([n for group in groups for n in group.lengths], dtype=np.int64)
+    return response_advantages(
+        response_rewards(groups, config, max_response_tokens=max_response_tokens),
+        [len(group.lengths) for group in groups],
+        lengths * kept_responses(groups, config),
+        rule=config.advantage,
+        normalize_by_std=config.normalize_by_std,
+    )
+
+
+def response_rewards(
+    groups: Sequence[ScoredGroup], config: AlgorithmConfig, *, max_response_tokens: int
+) -> np.ndarray:
+    """The shaped reward of every response of a step: [S] float64."""
     parts = [
-        group_advantages(
-            shaped_rewards(group, config, max_response_tokens=max_response_tokens),
-            rule=config.advantage,
-            normalize_by_std=config.normalize_by_std,
-        )
-        for group in groups
+        shaped_rewards(group, config, max_response_tokens=max_response_tokens) for group in groups
+    ]
+    rewards: np.ndarray = np.concatenate(parts)
+    return rewards
+
+
+def response_advantages(
+    rewards: np.ndarray,
+    group_sizes: Sequence[int] | np.ndarray,
+    num_tokens: np.ndarray,
+    *,
+    rule: AdvantageRule,
+    normalize_by_std: bool,
+) -> np.ndarray:
+    """The advantage of every response of a step from its reward: [S] float64.
+
+    Args:
+        rewards: [S], one group after the other.
+        group_sizes: [K] responses of each group.
+        num_tokens: [S] tokens of each response that count; 0 for one left out of the loss.
+        rule: one of `AdvantageRule`.
+        normalize_by_std: False leaves grpo's division out (Dr. GRPO).
+    """
+    parts = [
+        group_advantages(group, rule=rule, normalize_by_std=normalize_by_std)
+        for group in np.split(rewards, np.cumsum(group_sizes)[:-1])
     ]
     values: np.ndarray = np.concatenate(parts)
-    if config.advantage in ("reinforce++", "reinforce++-baseline"):
-        lengths = np.array([n for group in groups for n in group.lengths], dtype=np.int64)
-        return whitened(values, lengths * kept_responses(groups, config))
+    if rule in ("reinforce++", "reinforce++-baseline"):
+        return whitened(values, num_tokens)
     return values
 
 

@@ -88,6 +88,8 @@ class AlgorithmConfig(Section, title="algorithm"):
                 "turn algorithm.overlong_filtering off"
             )
         yield from self._advantage_conflicts()
+        if self.objective.kl_coef != 0.0 and self.objective.kl_in == "reward":
+            yield from self._kl_reward_conflicts()
         has_length, needs_length = self.loss_length, "seq-mean-token-sum-norm"
         if (has_length is not None) != (self.loss_aggregation == needs_length):
             yield (
@@ -115,4 +117,28 @@ class AlgorithmConfig(Section, title="algorithm"):
             yield (
                 'algorithm.advantage = "maxrl" needs rewards of two values, and the soft overlong '
                 "punishment makes more: set algorithm.overlong_buffer = 0"
+            )
+
+    def _kl_reward_conflicts(self) -> Iterator[str]:
+        in_reward = 'algorithm.objective.kl_in = "reward"'
+        if self.objective.kl_value == "corrected-k3":
+            yield (
+                f"{in_reward}: before the first update the ratio is 1, and algorithm.objective."
+                'kl_value = "corrected-k3" is k3: set it to "k3"'
+            )
+        if self.advantage == "maxrl":
+            yield (
+                f'{in_reward}: algorithm.advantage = "maxrl" needs rewards of two values: set '
+                'kl_in = "loss"'
+            )
+        if self.overlong_filtering and self.advantage != "gae":
+            yield (
+                f"{in_reward}: with algorithm.overlong_filtering = true truncated responses are "
+                "compared with the others, but their KL divergence is not computed: set kl_in = "
+                '"loss", or punish them (algorithm.overlong_buffer)'
+            )
+        if self.importance.stale_logprobs == "none":
+            yield (
+                f'{in_reward}: with algorithm.importance.stale_logprobs = "none" the KL divergence '
+                'of stale tokens is not computed: set kl_in = "loss", or "recompute"'
             )

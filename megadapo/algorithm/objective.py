@@ -75,6 +75,11 @@ class PolicyObjective(Section, title="algorithm.objective"):
         """Weight of the KL divergence within the loss."""
         return self.kl_coef if self.kl_in == "loss" else 0.0
 
+    @property
+    def kl_reward_coef(self) -> float:
+        """Weight of the KL divergence that is taken off the rewards."""
+        return self.kl_coef if self.kl_in == "reward" else 0.0
+
     def conflicts(self) -> Iterator[str]:
         yield from self._gate_conflicts()
         yield from self._kl_conflicts()

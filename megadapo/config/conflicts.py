@@ -89,11 +89,13 @@ def _check_evaluation_engine(
         )
 
 
-def _check_reference(algorithm: AlgorithmConfig) -> Iterator[str]:
-    if algorithm.objective.kl_coef > 0:
+def _check_reference(algorithm: AlgorithmConfig, run: RunSection) -> Iterator[str]:
+    reference = algorithm.reference
+    if reference.kind == "refreshed" and reference.refresh_every >= run.num_steps:
         yield (
-            f"algorithm.objective.kl_coef = {algorithm.objective.kl_coef} needs log-probs "
-            "of a reference model, and training keeps none: set it to 0, as DAPO does"
+            f"algorithm.reference.refresh_every = {reference.refresh_every}: a run of "
+            f"run.num_steps = {run.num_steps} never uses refreshed weights: lower it, or set "
+            'algorithm.reference.kind = "fixed"'
         )
 
 

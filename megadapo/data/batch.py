@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -91,6 +91,8 @@ class PackedBatch:
     loss_weights: np.ndarray  # [T] float32, 0 on prompt tokens and on left-out responses
     policy_versions: np.ndarray  # [T] int32, -1 on prompt tokens
     mini_batches: tuple[np.ndarray, ...]  # sequence indices of each optimizer update, in order
+    rewards: np.ndarray | None = None  # [S] float64, shaped; None where no rank needs them
+    group_sizes: np.ndarray | None = None  # [K] int64, sequences of each group, in order
 
     @property
     def num_sequences(self) -> int:
@@ -107,6 +109,7 @@ def pack(
     loss_weights: np.ndarray,
     *,
     mini_batch_size: int,
+    rewards: np.ndarray | None = None,
 ) -> PackedBatch:
     """Pack the responses of one step's groups, in order.
 
@@ -115,14 +118,16 @@ def pack(
         advantages: [S] advantage of each response, given to all of its tokens.
         loss_weights: [S] weight of each token of a response.
         mini_batch_size: responses behind one optimizer update.
+        rewards: [S] shaped reward of each response, for ranks that make advantages themselves.
     """
-    samples = [sample for group in groups for sample in group.samples]
-    return _packed(
-        samples,
+    sizes = [len(group.samples) for group in groups]
+    packed = _packed(
+        [sample for group in groups for sample in group.samples],
         advantages,
         loss_weights,
-        mini_batches([len(group.samples) for group in groups], mini_batch_size),
+        mini_batches(sizes, mini_batch_size),
     )
+    return replace(packed, rewards=rewards, group_sizes=np.array(sizes, dtype=np.int64))
 
 
 def pack_samples(

@@ -81,6 +81,8 @@ METRIC_NAMES = (
     "bapo/share_before",
     "bapo/share",
     "bapo/share_min",
+    "kl/mean",
+    "kl/max",
     "reflection/response_share",
     "critic/loss",
     "critic/explained_variance",
@@ -149,6 +151,11 @@ began and where it ended, as means over the step's updates; share_min is the sma
 critic/* is null unless algorithm.advantage is "gae". Values and returns are those before the step's
 first update; critic/explained_variance is 1 - Var(return - value) / Var(return). In the steps of
 critic.warmup policy/lr is 0, and everything else of policy/* is of updates that were not applied.
+
+kl/* is null unless algorithm.objective.kl_coef is above 0: the estimates of the KL divergence to
+the reference (algorithm.objective.kl_value) before the step's first update, over all tokens with a
+loss weight, as mean and as the largest absolute value. While policy and reference are the same
+weights, as in the first step of a run, both are exactly 0.
 
 Where saved rollouts are trained on again, what needs engines is null (tokens/generated,
 tokens_per_s, time/sync_s, time/reward_s, *engine*, eval/*), what is said of the groups is of

@@ -63,8 +63,9 @@ class SavedResponse:
     penalty: float
     """Overlong punishment, not positive."""
     shaped_reward: float
-    """reward + penalty: what the advantage is made of."""
+    """reward + penalty: what the advantage is made of, less a KL divergence if that is in it."""
     advantage: float | None
+    """Mean over its tokens where these have advantages of their own."""
     correct: bool
     answer: str
     """As the verifier read it."""

@@ -44,7 +44,8 @@ class _TrainedBatch:
         self, sampled: SampledBatch, advantages: np.ndarray | None, update: UpdateResult | None
     ) -> None:
         self._sequences = _sequences_by_order(sampled)
-        self._advantages = advantages
+        own = None if update is None else update.advantages
+        self._advantages = advantages if own is None else own
         self._update = update
         lengths = [len(sample.response_ids) for group in sampled.groups for sample in group.samples]
         asked_for = saved_sequences(sampled)
@@ -91,7 +92,8 @@ def saved_groups(
     """Yield what is saved of a step, in the order the groups were asked for.
 
     Args:
-        advantages: [S] of each response of the batch; left out where each token has its own.
+        advantages: [S] of each response of the batch; those that the trainer made come before, and
+            none are saved where each token has its own.
         update: of the batch, with the log-probs of its `saved_sequences`; None where it was not
             trained on.
         second_opinions: is asked when a group's turn comes, and so as late as can be.

@@ -7,6 +7,7 @@ where the values are: no value leaves the last pipeline stage.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from megadapo.trainer.critic import Critic
 from megadapo.trainer.critic_sums import CriticSums, summarize_critic, whitened_over_ranks
 from megadapo.trainer.gradient_buffers import gather_weights_now
 from megadapo.trainer.micro_batch import MicroBatch
+from megadapo.trainer.off_policy import OldPolicy
 from megadapo.trainer.optimizer import step_if_finite
 from megadapo.trainer.result import CriticResult
 from megadapo.trainer.value_loss import ValueTargets
@@ -26,11 +28,19 @@ from megadapo.trainer.value_loss import ValueTargets
 class CriticStep:
     """One rollout step of the critic; every method is collective over the trainer's ranks."""
 
-    def __init__(self, critic: Critic, cut: Sequence[Sequence[MicroBatch]], step: int) -> None:
+    def __init__(
+        self,
+        critic: Critic,
+        cut: Sequence[Sequence[MicroBatch]],
+        old: Sequence[Sequence[OldPolicy]],
+        step: int,
+    ) -> None:
         """Take values of all of the step's tokens, before any update.
 
         Args:
             cut: this rank's micro-batches of each update.
+            old: what each of them is held against, with the KL divergence that rewards pay for;
+                empty except on the last pipeline stage.
             step: rollout step, which decides the learning rate; the first is 1.
         """
         self._critic, self._cut = critic, cut
@@ -41,19 +51,23 @@ class CriticStep:
         """[update][micro-batch] -> what the critic learns; empty lists except on the last pipeline
         stage."""
         raw: list[list[np.ndarray]] = []
-        for micro_batches in cut:
+        for micro_batches, policies in zip(cut, old, strict=True):
             # none on other stages than the last
-            pairs = list(zip(micro_batches, critic.values(micro_batches), strict=False))
-            raw.append([self._raw_advantages(*pair) for pair in pairs])
+            values = critic.values(micro_batches)
+            triples = list(zip(micro_batches, policies, values, strict=False))
+            raw.append([self._raw_advantages(*triple) for triple in triples])
             self.targets.append(
                 [
                     _targets(values[micro_batch.rows], advantages)
-                    for (micro_batch, values), advantages in zip(pairs, raw[-1], strict=True)
+                    for (micro_batch, _, values), advantages in zip(triples, raw[-1], strict=True)
                 ]
             )
-        self.advantages = self._whitened(raw)
-        """[update][micro-batch] -> [T] fp32 of each token, whitened over the step's tokens; empty
-        lists except on the last pipeline stage."""
+        self.old = [
+            [replace(policy, advantages=own) for policy, own in zip(*pair, strict=True)]
+            for pair in zip(old, self._whitened(raw), strict=True)
+        ]
+        """[update][micro-batch] -> `old` with [T] advantages of each token, whitened over the step's
+        tokens."""
 
     def update(self, number: int) -> None:
         """Train on the micro-batches of the step's update `number`, counted from 0."""
@@ -70,11 +84,18 @@ class CriticStep:
         gather_weights_now(self._critic.chunks)
         return summarize_critic(self._reduced, grad_norms=self._grad_norms, lr=self._lr)
 
-    def _raw_advantages(self, micro_batch: MicroBatch, values: Tensor) -> np.ndarray:
-        """[R] float64 of a micro-batch's predicted tokens."""
+    def _raw_advantages(
+        self, micro_batch: MicroBatch, policy: OldPolicy, values: Tensor
+    ) -> np.ndarray:
+        """[R] float64 of a micro-batch's predicted tokens, each of which pays for its own KL."""
         scores = micro_batch.advantages[micro_batch.rows].double().cpu().numpy()
+        rewards = terminal_rewards(scores, micro_batch.sequences)
+        kl_coef = self._critic.settings.objective.kl_reward_coef
+        if kl_coef != 0.0:
+            assert policy.kl is not None, "the reference comes first"
+            rewards -= kl_coef * policy.kl.cpu().numpy()
         return generalized_advantages(
-            terminal_rewards(scores, micro_batch.sequences),
+            rewards,
             values[micro_batch.rows].double().cpu().numpy(),
             micro_batch.sequences,
             discount=self._critic.settings.discount,

@@ -14,6 +14,7 @@ from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.trainer.result import (
     CriticResult,
     ParityCauses,
+    ReferenceKl,
     SearchedBounds,
     Staleness,
     UpdateResult,
@@ -46,6 +47,9 @@ class MiniBatchSums:
     """Tokens with an importance weight."""
     num_outside: float = 0.0
     """Those of them whose ratio is out of bounds."""
+    num_with_kl: float = 0.0
+    """Tokens that the reference policy scored."""
+    kl: float = 0.0
     num_probed: float = 0.0
     """Tokens scored at a second micro-batch shape."""
     num_probed_fresh: float = 0.0
@@ -56,6 +60,7 @@ class MiniBatchSums:
     max_logprob_drift: float = 0.0
     max_shape_difference: float = 0.0
     max_engine_difference: float = 0.0
+    max_kl: float = 0.0
 
     def reduced(self, *, contributes: bool, device: torch.device) -> MiniBatchSums:
         """The sums over the ranks that contribute; collective over all ranks, the same on all.
@@ -93,6 +98,7 @@ def summarize(
     version_gaps: np.ndarray,
     importance: ImportanceConfig,
     bounds: Sequence[BapoBounds] = (),
+    advantages: np.ndarray | None = None,
     critic: CriticResult | None = None,
 ) -> UpdateResult:
     """The step's result from its mini-batches' reduced sums, in order.
@@ -102,6 +108,7 @@ def summarize(
         version_gaps: publications between sampling and training of each token of the step.
         importance: how stale tokens were weighted.
         bounds: clip bounds of each update, where they were searched.
+        advantages: [S] of each response, where the ranks made them.
     """
 
     step = _step_sums(mini_batches)
@@ -126,6 +133,11 @@ def summarize(
         staleness=_staleness(step, version_gaps, importance),
         parity_causes=_parity_causes(step),
         searched_bounds=_searched_bounds(bounds),
+        kl=ReferenceKl(
+            mean=step.kl / step.num_with_kl if step.num_with_kl else None,
+            max=step.max_kl if step.num_with_kl else None,
+        ),
+        advantages=advantages,
         critic=critic or CriticResult(),
     )
 

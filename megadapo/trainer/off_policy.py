@@ -28,7 +28,10 @@ class OldPolicy:
     importance_weights: Tensor | None = None
     """[T], 1 on tokens that are not weighted; None where no token is."""
     logprobs_ref: Tensor | None = None
-    """[T] of the reference policy; None where there is none."""
+    """[T] of the reference policy, for the loss; None where that has no KL divergence."""
+    kl: Tensor | None = None
+    """[R] float64, estimate of each predicted token's KL divergence before the step's first update;
+    None without a reference."""
     advantages: Tensor | None = None
     """[T] of each token, in the place of the batch's; None where those hold."""
     num_weighted: int = 0

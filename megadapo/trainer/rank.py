@@ -29,6 +29,7 @@ from megadapo.trainer.gradient_buffers import (
 )
 from megadapo.trainer.head import PolicyHead
 from megadapo.trainer.initialize import initialize_randomly
+from megadapo.trainer.kl import with_kl_in_reward, with_reference
 from megadapo.trainer.metrics import MiniBatchSums, summarize
 from megadapo.trainer.micro_batch import (
     MicroBatch,
@@ -43,12 +44,13 @@ from megadapo.trainer.model import (
     transformer_config,
 )
 from megadapo.trainer.model_layout import validate_model_layout
-from megadapo.trainer.off_policy import old_policy
+from megadapo.trainer.off_policy import OldPolicy, old_policy
 from megadapo.trainer.optimizer import build_optimizer, step_if_finite
 from megadapo.trainer.parallel import join_groups, leave_groups
 from megadapo.trainer.partition import partition
 from megadapo.trainer.position import parameters_by_global_name, shard_position
 from megadapo.trainer.recorder import UpdateRecorder
+from megadapo.trainer.reference_policy import ReferencePolicy
 from megadapo.trainer.result import UpdateResult
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
 from megadapo.trainer.shape_probe import probe_shape
@@ -92,6 +94,11 @@ class TrainerRank:
         # megatron-core copies weights into its buffers and masters here: they must be set before
         self.chunks = wrap_for_gradients(chunks, self.config, settings.trainer)
         self.optimizer = build_optimizer(self.chunks, settings.trainer.optimizer)
+        self.reference = (
+            ReferencePolicy(settings.reference, self.chunks, self.parameters)
+            if settings.objective.kl_coef != 0.0
+            else None
+        )
         self.critic: Critic | None = None
         if settings.critic is not None:
             self.critic = Critic(settings, policy=self.model, device=self.device)
@@ -140,7 +147,9 @@ class TrainerRank:
             self.micro_batches(batch, indices, predicted, policy_version)
             for indices in batch.mini_batches
         ]
-        proximal = [self._logprobs_old(micro_batches, recorder) for micro_batches in cut]
+        old = [self._old_policies(micro_batches, recorder) for micro_batches in cut]
+        proximal = [policy.proximal for policy in old[0]] if old else []
+        old, advantages = self.hold_against_reference(batch, predicted, cut, old)
         probe = probe_shape(
             cut,
             build=partial(
@@ -149,15 +158,15 @@ class TrainerRank:
             score=self.logprobs_of,
             multiple_of=self._micro_batch_multiple,
         )
-        values = None if self.critic is None else CriticStep(self.critic, cut, step)
+        values = None if self.critic is None else CriticStep(self.critic, cut, old, step)
+        old = old if values is None else values.old
         search = self.bound_search()
         reduced, grad_norms, bounds = [], [], []
-        for number, (micro_batches, logprobs_old) in enumerate(zip(cut, proximal, strict=True)):
-            advantages = [] if values is None else values.advantages[number]
-            sums, found = self._gradients(micro_batches, logprobs_old, recorder, search, advantages)
+        for number, (micro_batches, policies) in enumerate(zip(cut, old, strict=True)):
+            sums, found = self._gradients(micro_batches, policies, recorder, search)
             bounds += found
             if number == 0:
-                probe.add_to(sums, micro_batches, logprobs_old)
+                probe.add_to(sums, micro_batches, proximal)
             sums = sums.reduced(contributes=self.has_results, device=self.device)
             outcome = step_if_finite(self.optimizer, loss=sums.loss, lr=lr)
             reduced.append(sums)
@@ -167,6 +176,8 @@ class TrainerRank:
                 values.update(number)
         # whoever reads weights after this (save, export, weight updates) finds them whole
         gather_weights_now(self.chunks)
+        if self.reference is not None:
+            self.reference.follow(step)
         return summarize(
             reduced,
             grad_norms=grad_norms,
@@ -176,6 +187,7 @@ class TrainerRank:
             version_gaps=gaps[trained],
             importance=importance,
             bounds=bounds,
+            advantages=advantages,
             critic=None if values is None else values.result(),
         )
 
@@ -196,6 +208,8 @@ class TrainerRank:
     def save(self, folder: Path) -> None:
         """Write weights and optimizer so that any other split can load them."""
         save_checkpoint(self.chunks, self.optimizer, folder)
+        if self.reference is not None:
+            self.reference.save(folder, self.layout, self.position, self.model_folder)
         if self.critic is not None:
             self.critic.save(folder)
 
@@ -206,6 +220,8 @@ class TrainerRank:
             CheckpointError: it is damaged, or of another model.
         """
         load_checkpoint(self.chunks, self.optimizer, folder)
+        if self.reference is not None:
+            self.reference.load(folder, self.layout, self.position)
         if self.critic is not None:
             self.critic.load(folder)
 
@@ -243,16 +259,50 @@ class TrainerRank:
         with torch.no_grad():
             return compute_logprobs(self.chunks, self.head, micro_batches)
 
-    def _logprobs_old(
+    def _old_policies(
         self, micro_batches: list[MicroBatch], recorder: UpdateRecorder
-    ) -> list[Tensor]:
-        """The mini-batch's old log-probs; how long they take is this rank's own speed."""
+    ) -> list[OldPolicy]:
+        """From the mini-batch's old log-probs; how long they take is this rank's own speed."""
         start = time.perf_counter()
         logprobs = self.logprobs_of(micro_batches)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         recorder.add_share(micro_batches, time.perf_counter() - start)
-        return logprobs
+        return [
+            old_policy(micro_batch, values, self.settings.importance)
+            for micro_batch, values in zip(micro_batches, logprobs, strict=False)
+        ]
+
+    def hold_against_reference(
+        self,
+        batch: PackedBatch,
+        trained: np.ndarray,
+        cut: list[list[MicroBatch]],
+        old: list[list[OldPolicy]],
+    ) -> tuple[list[list[OldPolicy]], np.ndarray | None]:
+        """`old` with the reference's log-probs, from the same micro-batches, where there is one.
+
+        Returns also [S] the responses' advantages, where these have a KL divergence in them.
+        """
+        if self.reference is None:
+            return old, None
+        with self.reference.in_place():
+            logprobs_ref = [self.logprobs_of(micro_batches) for micro_batches in cut]
+        objective = self.settings.objective
+        held = [
+            with_reference(*parts, objective) for parts in zip(cut, old, logprobs_ref, strict=True)
+        ]
+        if objective.kl_reward_coef == 0.0 or self.critic is not None:
+            return held, None
+        return with_kl_in_reward(
+            batch,
+            trained,
+            cut,
+            held,
+            settings=self.settings,
+            contributes=self.has_results,
+            device=self.device,
+        )
 
     def _learning_rate(self, step: int) -> float | None:
         """None while the critic alone is trained."""
@@ -281,28 +331,14 @@ class TrainerRank:
     def _gradients(
         self,
         micro_batches: list[MicroBatch],
-        proximal: list[Tensor],
+        old: list[OldPolicy],
         recorder: UpdateRecorder,
         search: BoundSearch | None,
-        advantages: list[Tensor],
     ) -> tuple[MiniBatchSums, list[BapoBounds]]:
-        """Leave the mini-batch's gradients in the buffers.
+        """Leave the mini-batch's gradients in the buffers; `old`: what it is held against.
 
-        Args:
-            proximal: its old log-probs.
-            advantages: [T] of the tokens of each micro-batch, in the place of the batch's; none:
-                those hold.
-
-        Returns:
-            Its sums and the clip bounds that were searched for it, if any.
+        Returns its sums and the clip bounds that were searched for it, if any.
         """
-        old = [
-            old_policy(micro_batch, logprobs, self.settings.importance)
-            for micro_batch, logprobs in zip(micro_batches, proximal, strict=False)
-        ]
-        if advantages:
-            pairs = zip(old, advantages, strict=True)
-            old = [replace(policy, advantages=values) for policy, values in pairs]
         head, bounds = self.head, []
         if search is not None:
             bounds = [search.bounds(micro_batches, old)]

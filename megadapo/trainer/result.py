@@ -85,6 +85,16 @@ class SearchedBounds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReferenceKl:
+    """Estimated KL divergence of the policy before the step's first update to the reference, over
+    the step's trained tokens; None without a reference."""
+
+    mean: float | None = None
+    max: float | None = None
+    """Largest absolute value."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CriticResult:
     """What one step's updates did to the critic, over the trained tokens; None without a critic,
     and where nothing could be measured. Values and returns are those before the first update."""
@@ -138,6 +148,9 @@ class UpdateResult:
     staleness: Staleness = Staleness()
     parity_causes: ParityCauses = ParityCauses()
     searched_bounds: SearchedBounds = SearchedBounds()
+    kl: ReferenceKl = ReferenceKl()
+    advantages: np.ndarray | None = field(default=None, compare=False)
+    """[S] mean over the tokens of each response; None where those of the batch hold."""
     critic: CriticResult = CriticResult()
     shares: tuple[RankShare, ...] = field(default=(), compare=False)
     """Of each rank; known to the driver alone."""

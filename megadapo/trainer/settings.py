@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megadapo.algorithm.bapo import BapoConfig
+from megadapo.algorithm.config import AdvantageRule, ReferenceConfig
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.trainer.config import CriticConfig, ModelConfig, TrainerConfig
@@ -22,6 +23,10 @@ class TrainerSettings:
     objective: PolicyObjective
     bapo: BapoConfig
     importance: ImportanceConfig
+    reference: ReferenceConfig
+    advantage: AdvantageRule
+    """What makes advantages of rewards that a KL divergence was taken off."""
+    normalize_by_std: bool
     temperature: float
     """Sampling temperature of the rollouts; log-probs are taken at it."""
     seed: int

@@ -157,6 +157,10 @@ def _add(sums: MiniBatchSums, task: HeadTask, output: PolicyHeadOutput) -> None:
         sums.num_stale += micro_batch.num_stale
         sums.logprob_drift += drift.sum(dtype=torch.float64).item()
         sums.max_logprob_drift = max(sums.max_logprob_drift, drift.max().item())
+    if old.kl is not None and len(old.kl):
+        sums.num_with_kl += len(old.kl)
+        sums.kl += old.kl.sum().item()
+        sums.max_kl = max(sums.max_kl, old.kl.abs().max().item())
     sums.num_weighted += old.num_weighted
     sums.num_outside += old.num_outside
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megadapo.algorithm.objective import PolicyObjective
 from megadapo.errors import CheckpointError
 from megadapo.run.checkpoint import Checkpoint
 from megadapo.run.export import ExportSource, export_checkpoint
@@ -63,6 +64,23 @@ def saved(
 def alone(ranks: Ranks, models: Path) -> dict[str, Any]:
     """One rank, one micro-batch an update."""
     return _observe(ranks, models / "deep-tied", tokens_per_micro_batch=100_000)
+
+
+def test_each_token_pays_for_its_own_divergence_and_is_credited_with_those_behind_it(
+    ranks: Ranks, models: Path
+) -> None:
+    """GAE is linear in the rewards, so what a KL divergence changes is its own discounted sum."""
+    batch = _batch()
+    kl = np.where(batch.loss_weights != 0, np.sin(np.arange(len(batch.tokens))), 0.0)
+    objective = PolicyObjective(kl_coef=0.3, kl_in="reward", kl_value="k1")
+    settings = settings_for(str(models / "deep-tied"), objective=objective)
+    found = ranks.run(1, critics.returns_with_kl, critics.with_critic(settings), batch, kl)[0]
+    for start, stop in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+        own = [t for t in range(start, stop) if batch.loss_weights[t] != 0]
+        behind = 0.0
+        for t in reversed(own):
+            behind = -0.3 * kl[t] + critics.DISCOUNT * critics.GAE_LAMBDA * behind
+            assert found[t] == pytest.approx(behind, abs=1e-6)
 
 
 def test_advantages_loss_and_gradients_are_those_of_the_definition(

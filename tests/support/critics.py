@@ -52,9 +52,10 @@ def observe(
     set_head(critic)
     predicted, _ = trained_tokens(batch)
     cut = [rank.micro_batches(batch, part, predicted, 0) for part in batch.mini_batches]
-    step = CriticStep(critic, cut, 1)
+    old = [probes.held_against(rank, micro_batches) for micro_batches in cut]
+    step = CriticStep(critic, cut, old, 1)
     places = [micro_batch.source for micro_batches in cut for micro_batch in micro_batches]
-    found = [values for parts in step.advantages for values in parts]
+    found = [policy.advantages for parts in step.old for policy in parts]
     rows = [micro_batch.rows for micro_batches in cut for micro_batch in micro_batches]
     advantages = {
         int(place): float(value)
@@ -82,6 +83,34 @@ def observe(
     return {"loss": sums.loss, "clipped": sums.clipped, "gradients": full, "norm": norm} | {
         "advantages": [merged[place] for place in sorted(merged)]
     }
+
+
+def returns_with_kl(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, kl: np.ndarray
+) -> np.ndarray:
+    """[T] what the critic's values should be where rewards pay for `kl`, less the same where they
+    pay for none; 0 on tokens out of the loss. On one rank."""
+    from megadapo.trainer.critic_step import CriticStep
+    from megadapo.trainer.micro_batch import trained_tokens
+
+    rank = probes.build(rendezvous, settings)
+    predicted, _ = trained_tokens(batch)
+    cut = [rank.micro_batches(batch, part, predicted, 0) for part in batch.mini_batches]
+    old = [probes.held_against(rank, micro_batches) for micro_batches in cut]
+    difference = np.zeros(len(batch.tokens))
+    for sign, values in ((1.0, kl), (-1.0, np.zeros_like(kl))):
+        held = [
+            [
+                replace(policy, kl=torch.from_numpy(values[micro_batch.source]))
+                for micro_batch, policy in zip(*pair, strict=True)
+            ]
+            for pair in zip(cut, old, strict=True)
+        ]
+        step = CriticStep(rank.critic, cut, held, 1)
+        for micro_batches, targets in zip(cut, step.targets, strict=True):
+            for micro_batch, target in zip(micro_batches, targets, strict=True):
+                difference[micro_batch.source] += sign * target.returns.double().numpy()
+    return difference
 
 
 def gathered(critic: Critic, groups: Any, *, attribute: str = "data") -> dict[str, np.ndarray]:

@@ -61,16 +61,22 @@ def loss_and_gradients(
 
 
 def loss_and_gradients_of(
-    folder: Path, batch: PackedBatch, objective: PolicyObjective, bapo: BapoConfig
+    folder: Path,
+    batch: PackedBatch,
+    objective: PolicyObjective,
+    bapo: BapoConfig,
+    *,
+    scale: float | None = None,
 ) -> tuple[float, dict[str, np.ndarray]]:
     """The first mini-batch's under an objective: the definition's loss of a dense model.
 
-    Old log-probs are 0.15 sin(t) above the present ones, those of the reference 0.15 sin(0.7 t).
+    Old log-probs are 0.15 sin(t) above the present ones, those of the reference 0.15 sin(0.7 t); or
+    with a scale, the policy's weights are the folder's times that, and the reference's those.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    places, logprobs, entropies, lengths = [], [], [], []
+    model, reference = scaled_model(folder, scale or 1.0), scaled_model(folder, 1.0)
+    places, logprobs, entropies, lengths, referred = [], [], [], [], []
     for index in batch.mini_batches[0]:
         start, stop = int(batch.cu_seqlens[index]), int(batch.cu_seqlens[index + 1])
         log_p = model(torch.from_numpy(batch.tokens[start:stop])[None]).logits[0, :-1]
@@ -80,6 +86,10 @@ def loss_and_gradients_of(
         logprobs.append(log_p.gather(1, targets)[:, 0])
         entropies.append(-(log_p.exp() * log_p).sum(-1))
         lengths.append(stop - start - 1)
+        if scale is not None:
+            with torch.no_grad():
+                tokens = torch.from_numpy(batch.tokens[start:stop])
+                referred.append(sequence_logprobs(reference, tokens))
     at, logprob = torch.cat(places), torch.cat(logprobs)
     old = logprob.detach() + 0.15 * torch.sin(at.double())
     advantages = torch.from_numpy(batch.advantages).double()[at]
@@ -89,6 +99,7 @@ def loss_and_gradients_of(
         ratios = (logprob.detach() - old).exp()[chosen]
         sums = bapo_sums(ratios, advantages[chosen], bapo)
         objective = search_bounds(sums.numpy(), bapo).put_into(objective)
+    made_up = logprob.detach() + 0.15 * torch.sin(0.7 * at.double())
     loss = policy_loss(
         logprob,
         old,
@@ -96,12 +107,21 @@ def loss_and_gradients_of(
         weights,
         torch.tensor([0, *np.cumsum(lengths)]),
         objective=objective,
-        logprobs_ref=logprob.detach() + 0.15 * torch.sin(0.7 * at.double()),
+        logprobs_ref=torch.cat(referred) if referred else made_up,
         entropy=torch.cat(entropies),
     )
     loss.backward()
     torch.set_num_threads(num_threads)
     return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
+def scaled_model(folder: Path, scale: float) -> torch.nn.Module:
+    """The folder's model in float64, after its float32 weights were multiplied."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((parameter.float() * scale).double())
+    return model
 
 
 def corrected(

@@ -90,7 +90,7 @@ def gradients_by_objective(
         head = replace(rank.head, objective=objective)
         if objective.gate == "bapo":
             head = replace(head, objective=rank.bound_search().bounds(cut, old).put_into(objective))
-        found[name] = _measured(rank, head, cut, old)
+        found[name] = gradients_under(rank, head, cut, old)
     return found if rendezvous.rank == 0 else None
 
 
@@ -105,12 +105,13 @@ def _gradients(rank: TrainerRank, batch: PackedBatch, importance: ImportanceConf
         old_policy(micro_batch, shifted(micro_batch, values), importance)
         for micro_batch, values in zip(cut, rank.logprobs_of(cut), strict=False)
     ]
-    return _measured(rank, rank.head, cut, old)
+    return gradients_under(rank, rank.head, cut, old)
 
 
-def _measured(
+def gradients_under(
     rank: TrainerRank, head: PolicyHead, cut: list[MicroBatch], old: list[OldPolicy]
 ) -> Gradients:
+    """Loss and full gradients of one mini-batch, held against `old`."""
     from megadapo.trainer.step import compute_gradients
 
     # megatron-core learns in the first pass what to wait for, and overlaps from the second on

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from megadapo.algorithm.bapo import BapoConfig
+from megadapo.algorithm.config import AdvantageRule, ReferenceConfig
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
@@ -170,6 +171,8 @@ def settings_for(
     importance: ImportanceConfig | None = None,
     objective: PolicyObjective | None = None,
     bapo: BapoConfig | None = None,
+    reference: ReferenceConfig | None = None,
+    advantage: AdvantageRule = "grpo",
 ) -> TrainerSettings:
     """Settings of a trainer over a tiny model."""
     return TrainerSettings(
@@ -195,6 +198,9 @@ def settings_for(
         objective=objective or PolicyObjective(),
         bapo=bapo or BapoConfig(),
         importance=importance or ImportanceConfig(),
+        reference=reference or ReferenceConfig(),
+        advantage=advantage,
+        normalize_by_std=True,
         temperature=temperature,
         seed=seed,
     )

@@ -30,9 +30,9 @@ def test_without_the_std_advantages_are_the_centred_rewards():
 def test_a_steps_advantages_follow_each_groups_shaped_rewards(normalize_by_std):
     """Catches an option that never reaches the formula, and groups that are normalised as one."""
     groups = [
-        SimpleNamespace(rewards=[1.0, -1.0, -1.0], lengths=[10, 20, 15]),
-        SimpleNamespace(rewards=[-1.0, 1.0], lengths=[1, 1]),
-        SimpleNamespace(rewards=[1.0, 1.0], lengths=[1, 1]),
+        SimpleNamespace(rewards=[1.0, -1.0, -1.0], lengths=[10, 20, 15], truncated=[False] * 3),
+        SimpleNamespace(rewards=[-1.0, 1.0], lengths=[1, 1], truncated=[False] * 2),
+        SimpleNamespace(rewards=[1.0, 1.0], lengths=[1, 1], truncated=[False] * 2),
     ]
     config = AlgorithmConfig(
         overlong_buffer=10, overlong_factor=0.5, normalize_by_std=normalize_by_std

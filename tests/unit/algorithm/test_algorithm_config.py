@@ -54,6 +54,9 @@ def test_objectives_that_no_loss_can_be_made_of(objective: dict[str, object], pr
         PolicyObjective(**objective)
 
 
+IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward"}
+
+
 @pytest.mark.parametrize(
     ("algorithm", "problem"),
     [
@@ -65,6 +68,16 @@ def test_objectives_that_no_loss_can_be_made_of(objective: dict[str, object], pr
         ({"bapo": {"low_min": 0.9, "low_max": 0.6}}, "algorithm.bapo.low_min = 0.9 is above"),
         ({"reference": {"kind": "averaged"}}, "no reference is kept with"),
         ({"reference": {"decay": 0.5}}, "algorithm.reference.decay: read only with"),
+        ({"objective": {**IN_REWARD, "kl_value": "corrected-k3"}}, 'set it to "k3"'),
+        ({"objective": IN_REWARD, "advantage": "maxrl", "overlong_buffer": 0}, "of two values"),
+        (
+            {"objective": IN_REWARD, "overlong_filtering": True, "overlong_buffer": 0},
+            "algorithm.overlong_filtering = true truncated responses",
+        ),
+        (
+            {"objective": IN_REWARD, "importance": {"stale_logprobs": "none"}},
+            "stale tokens is not computed",
+        ),
     ],
 )
 def test_sections_that_do_not_fit_together(algorithm: dict[str, object], problem: str) -> None:

@@ -240,7 +240,6 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
             ],
             ["algorithm.advantage", "reward.functions"],
         ),
-        (["algorithm.objective.kl_coef=0.1"], ["algorithm.objective.kl_coef", "reference model"]),
         (["critic.warmup=1"], ["critic: ", 'algorithm.advantage = "gae"']),
         (
             ["algorithm.advantage=gae", "critic.warmup=3", "critic.optimizer.warmup_steps=0"],
@@ -253,6 +252,10 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
         (
             ["algorithm.advantage=gae", "critic.optimizer.decay_steps=4"],
             ["critic.optimizer.decay_steps", "schedule"],
+        ),
+        (
+            ["algorithm.objective.kl_coef=0.1", "algorithm.reference.kind=refreshed"],
+            ["algorithm.reference.refresh_every", "run.num_steps"],
         ),
         (
             ["algorithm.importance.stale_logprobs=rollout", "algorithm.importance.high=3.0"],
