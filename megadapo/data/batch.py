@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -91,8 +91,8 @@ class PackedBatch:
     loss_weights: np.ndarray  # [T] float32, 0 on prompt tokens and on left-out responses
     policy_versions: np.ndarray  # [T] int32, -1 on prompt tokens
     mini_batches: tuple[np.ndarray, ...]  # sequence indices of each optimizer update, in order
-    rewards: np.ndarray | None = None  # [S] float64, shaped; None where no rank needs them
-    group_sizes: np.ndarray | None = None  # [K] int64, sequences of each group, in order
+    rewards: np.ndarray  # [S] float64, shaped
+    group_sizes: np.ndarray  # [K] int64, sequences of each group, in order
 
     @property
     def num_sequences(self) -> int:
@@ -109,7 +109,7 @@ def pack(
     loss_weights: np.ndarray,
     *,
     mini_batch_size: int,
-    rewards: np.ndarray | None = None,
+    rewards: np.ndarray,
 ) -> PackedBatch:
     """Pack the responses of one step's groups, in order.
 
@@ -120,14 +120,14 @@ def pack(
         mini_batch_size: responses behind one optimizer update.
         rewards: [S] shaped reward of each response, for ranks that make advantages themselves.
     """
-    sizes = [len(group.samples) for group in groups]
-    packed = _packed(
+    return _packed(
         [sample for group in groups for sample in group.samples],
         advantages,
         loss_weights,
-        mini_batches(sizes, mini_batch_size),
+        rewards=rewards,
+        group_sizes=[len(group.samples) for group in groups],
+        mini_batch_size=mini_batch_size,
     )
-    return replace(packed, rewards=rewards, group_sizes=np.array(sizes, dtype=np.int64))
 
 
 def pack_samples(
@@ -137,16 +137,28 @@ def pack_samples(
     *,
     mini_batch_size: int,
 ) -> PackedBatch:
-    """Pack S responses that need not belong to groups; arguments as for `pack`."""
-    updates = mini_batches([1] * len(samples), mini_batch_size)
-    return _packed(samples, advantages, loss_weights, updates)
+    """Pack S responses that need not belong to groups; arguments as for `pack`.
+
+    Each is a group of its own, whose reward is its advantage.
+    """
+    return _packed(
+        samples,
+        advantages,
+        loss_weights,
+        rewards=advantages,
+        group_sizes=[1] * len(samples),
+        mini_batch_size=mini_batch_size,
+    )
 
 
 def _packed(
     samples: Sequence[Sample],
     advantages: np.ndarray,
     loss_weights: np.ndarray,
-    updates: tuple[np.ndarray, ...],
+    *,
+    rewards: np.ndarray,
+    group_sizes: Sequence[int],
+    mini_batch_size: int,
 ) -> PackedBatch:
     prompt_lengths = np.array([len(s.prompt_ids) for s in samples], dtype=np.int64)
     lengths = np.array([len(s.response_ids) for s in samples], dtype=np.int64)
@@ -164,7 +176,9 @@ def _packed(
         policy_versions=_on_response(
             prompt_lengths, [s.policy_versions for s in samples], fill=NO_VERSION, dtype=np.int32
         ),
-        mini_batches=updates,
+        mini_batches=mini_batches(group_sizes, mini_batch_size),
+        rewards=np.asarray(rewards, dtype=np.float64),
+        group_sizes=np.array(group_sizes, dtype=np.int64),
     )
 
 

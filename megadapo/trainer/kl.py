@@ -66,7 +66,6 @@ def with_kl_in_reward(
     Returns:
         `old` with these advantages, and [S] their mean over each response.
     """
-    assert batch.rewards is not None and batch.group_sizes is not None, "a packed step has them"
     num_tokens = np.add.reduceat(trained, batch.cu_seqlens[:-1], dtype=np.int64)
     kl = _of_all_tokens(batch, cut, old, contributes=contributes, device=device)
     advantages = np.zeros(len(batch.tokens))

@@ -37,6 +37,8 @@ def random_batch(
         loss_weights=np.where(is_response, weights, 0.0).astype(np.float32),
         policy_versions=np.where(is_response, policy_version, -1).astype(np.int32),
         mini_batches=tuple(mini_batches),
+        rewards=rng.normal(size=len(lengths)),
+        group_sizes=np.ones(len(lengths), dtype=np.int64),
     )
 
 

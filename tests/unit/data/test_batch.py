@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megadapo.algorithm.advantages import advantages
+from megadapo.algorithm.advantages import advantages, response_rewards
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.data.batch import Group, PackedBatch, Sample, pack, pack_samples
@@ -48,6 +48,7 @@ def packed_step(groups: list[Group], config: AlgorithmConfig) -> PackedBatch:
         advantages(groups, config, max_response_tokens=4),
         loss_weights(groups, config),
         mini_batch_size=config.responses_per_mini_batch,
+        rewards=response_rewards(groups, config, max_response_tokens=4),
     )
 
 
@@ -104,6 +105,17 @@ def test_mini_batches_cover_every_sequence_once_in_order():
     samples = [sample for one in three for sample in one.samples]
     loose = pack_samples(samples, np.ones(6), np.ones(6), mini_batch_size=4)
     assert [m.tolist() for m in loose.mini_batches] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_rewards_are_of_each_response_and_groups_in_order():
+    """Ranks that take a divergence off the rewards compare the responses of a group."""
+    batch = packed()
+    assert batch.rewards.tolist() == [1.0, -1.0, -1.0, 1.0]
+    assert batch.group_sizes.tolist() == [2, 2]
+    samples = [sample for one in GROUPS for sample in one.samples]
+    loose = pack_samples(samples, np.arange(4.0), np.ones(4), mini_batch_size=4)
+    assert loose.rewards.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert loose.group_sizes.tolist() == [1, 1, 1, 1]
 
 
 def test_soft_punishment_changes_advantages_and_filtering_changes_weights():
