@@ -101,10 +101,13 @@ def follow(
     num_steps: int,
     *,
     load: Path | None = None,
-    save: Path | None = None,
+    save: tuple[int, Path] | None = None,
     first_step: int = 1,
 ) -> list[tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]]:
-    """Before the first step and after each: its result, the policy's weights, the reference's."""
+    """Before the first step and after each: its result, the policy's weights, the reference's.
+
+    `save`: after which step to save, and where.
+    """
     rank = build(rendezvous, settings)
     if load is not None:
         rank.load(load)
@@ -112,8 +115,8 @@ def follow(
     for step in range(first_step, first_step + num_steps):
         result = rank.update(batch, policy_version=0, step=step)
         seen.append((asdict(result), weights(rank), reference_weights(rank)))
-    if save is not None:
-        rank.save(save)
+        if save is not None and step == save[0]:
+            rank.save(save[1])
     return seen
 
 
