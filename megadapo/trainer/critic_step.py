@@ -66,8 +66,8 @@ class CriticStep:
             [replace(policy, advantages=own) for policy, own in zip(*pair, strict=True)]
             for pair in zip(old, self._whitened(raw), strict=True)
         ]
-        """[update][micro-batch] -> `old` with [T] advantages of each token, whitened over the step's
-        tokens."""
+        """[update][micro-batch] -> `old` with [T] advantages of each token, whitened over the
+        step's tokens."""
 
     def update(self, number: int) -> None:
         """Train on the micro-batches of the step's update `number`, counted from 0."""
