@@ -109,7 +109,8 @@ def _enter_own_files() -> None:
     _mount("sandbox", root, "tmpfs", _NO_SUID | _NO_DEVICES, f"size={MAX_FILES_BYTES},mode=755")
     for source in sources:
         _show(source, root + source)
-    os.mkdir(f"{root}/tmp")
+    # Python itself may lie in there
+    os.makedirs(f"{root}/tmp", exist_ok=True)
     os.chmod(f"{root}/tmp", 0o1777)
     os.chdir(root)
     _check(_libc.pivot_root(b".", b"."))

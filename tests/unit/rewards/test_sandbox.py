@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -209,6 +210,20 @@ def test_whatever_a_program_does_it_is_wrong_and_the_next_one_is_scored(
 def test_a_sandbox_is_used_once(sandbox: Runner) -> None:
     assert output(sandbox, "open('/tmp/left', 'w').write('x')") == ""
     assert output(sandbox, "import os; print(os.listdir('/tmp'))") == "[]\n"
+
+
+def test_an_environment_among_temporary_files_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sandbox has a /tmp of its own, in which Python itself may have to be shown."""
+    environment = tmp_path / "env"
+    venv.create(environment, symlinks=True, with_pip=False)
+    monkeypatch.setattr(sys, "executable", str(environment / "bin" / "python"))
+    runner = start_runner(RewardFunction(function="python_tests", num_workers=1, timeout_s=4.0))
+    try:
+        assert run(runner, [READS + "print(a + b)"])[0].correct
+    finally:
+        runner.close()
 
 
 def test_a_user_without_rights_gets_the_same_sandbox() -> None:
