@@ -77,6 +77,15 @@ def test_a_finished_run_starts_nothing(uninterrupted):
     assert len(metrics(uninterrupted)) == NUM_STEPS
 
 
+def decided_groups(folder: Path, step: int) -> list[dict]:
+    """Saved groups without the second opinion, for which nothing waits: it may come too late."""
+    groups = [encode_saved(group) for group in read_rollouts(rollouts_path(folder, step))]
+    for group in groups:
+        for response in group["responses"]:
+            del response["symbolic_correct"]
+    return groups
+
+
 @pytest.mark.parametrize(
     "steps",
     [
@@ -101,11 +110,7 @@ def test_a_stopped_run_equals_one_that_was_not(uninterrupted, tmp_path, steps):
     assert "resuming after step" in result.stdout
     assert untimed(metrics(folder)) == untimed(metrics(uninterrupted))
     for step in range(1, NUM_STEPS + 1):
-        one, two = (
-            [encode_saved(group) for group in read_rollouts(rollouts_path(run_folder, step))]
-            for run_folder in (folder, uninterrupted)
-        )
-        assert one == two
+        assert decided_groups(folder, step) == decided_groups(uninterrupted, step)
 
 
 @pytest.mark.full
