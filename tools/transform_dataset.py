@@ -20,9 +20,6 @@ import json
 import os
 import re
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -34,6 +31,7 @@ from megadapo.data.overlap import normalised
 from megadapo.data.sources import Row, read_rows
 from megadapo.errors import ConfigError, DataError, InfraError, MegadapoError
 from megadapo.rewards.dapo_math import score
+from megadapo.rewards.served import Client, NoAnswer
 
 REWRITE = """\
 Below is a mathematical problem with its answer. Rewrite the problem so that its answer is one
@@ -59,9 +57,9 @@ integer.
 {problem}
 """
 TEMPERATURE = 1.0
-ATTEMPTS = 4
-"""Requests before an address that does not answer, or is too busy, ends the program."""
-BACKOFF_S = 1.0
+RETRIES = 6
+"""Of one request, over about ten seconds, before an address that does not answer, or is too busy,
+ends the program."""
 MIN_CONTAINED = 24
 """Characters; a shorter problem is not looked for within others, only compared with them."""
 
@@ -107,10 +105,9 @@ class Transformed:
 class Model:
     """A model behind an OpenAI-compatible address."""
 
-    address: str
+    client: Client
     name: str
     max_tokens: int
-    timeout_s: float
 
     def ask(self, prompt: str) -> str:
         """Return one sampled reply.
@@ -119,39 +116,14 @@ class Model:
             ConfigError: the address refuses the request.
             InfraError: it does not answer, or not with what such an address answers.
         """
-        for attempt in range(ATTEMPTS):
-            try:
-                return self._ask_once(prompt)
-            except urllib.error.HTTPError as error:
-                if error.code != 429 and error.code < 500:
-                    said = error.read(500).decode(errors="replace")
-                    raise ConfigError(f"{self.address} refuses: {error.code}, {said}") from None
-                reason = f"{error.code} {error.reason}"
-            except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-                reason = f"{error}"
-            time.sleep(BACKOFF_S * 2**attempt)
-        raise InfraError(f"{self.address} gave no answer in {ATTEMPTS} attempts: {reason}")
-
-    def _ask_once(self, prompt: str) -> str:
-        body = {
-            "model": self.name,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": self.max_tokens,
-            "temperature": TEMPERATURE,
-        }
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(
-            f"{self.address.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers
-        )
-        with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
-            text = response.read()
         try:
-            content = json.loads(text)["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError):
-            raise InfraError(f"{self.address}: not a chat completion: {text[:200]!r}") from None
-        return content if isinstance(content, str) else ""
+            reply, _ = self.client.chat(
+                prompt, model=self.name, temperature=TEMPERATURE, max_tokens=self.max_tokens
+            )
+        except NoAnswer as error:
+            kind = ConfigError if error.is_refused else InfraError
+            raise kind(str(error)) from None
+        return reply
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,12 +363,13 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--concurrency must be at least 1")
     if not arguments.address.startswith(("http://", "https://")):
         raise ConfigError(f"--address {arguments.address}: expected http:// or https://")
-    model = Model(
-        address=arguments.address,
-        name=arguments.model,
-        max_tokens=arguments.max_tokens,
-        timeout_s=arguments.timeout_s,
+    client = Client(
+        f"{arguments.address.rstrip('/')}/chat/completions",
+        retries=RETRIES,
+        request_timeout_s=arguments.timeout_s,
+        key_variable="OPENAI_API_KEY",
     )
+    model = Model(client=client, name=arguments.model, max_tokens=arguments.max_tokens)
     output = Output(path=arguments.output, model=model.name, num_checks=arguments.checks)
     output.open()
     held_out = HeldOut(

@@ -44,6 +44,11 @@ MAX_REPLY_BYTES = 4 << 20
 class NoAnswer(Exception):
     """A server gave no usable answer."""
 
+    def __init__(self, reason: str, *, is_refused: bool = False) -> None:
+        """`is_refused`: the server understood the request, and asking again would not help."""
+        super().__init__(reason)
+        self.is_refused = is_refused
+
 
 class Client:
     """POSTs JSON to one address, and tries again."""
@@ -73,10 +78,28 @@ class Client:
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}"
                 if error.code not in RETRIED:
-                    raise NoAnswer(f"{self._url}: {reason}") from error
+                    raise NoAnswer(f"{self._url}: {reason}", is_refused=True) from error
             except (OSError, ValueError) as error:
                 reason = f"{type(error).__name__}: {error}"
         raise NoAnswer(f"{self._url}: {reason}, after {self._retries} retries")
+
+    def chat(
+        self, prompt: str, *, model: str, temperature: float, max_tokens: int
+    ) -> tuple[str, int]:
+        """Return what a model says to one message, and how many times it was asked again.
+
+        Raises:
+            NoAnswer: as `post`, or the answer is no chat completion.
+        """
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+        }
+        answer, num_retries = self.post(body)
+        content = _at(answer, "choices", 0, "message", "content")
+        return content if isinstance(content, str) else "", num_retries
 
 
 def judge_reward(
@@ -119,14 +142,9 @@ def judge_reward(
         content = text.safe_substitute(
             question=question, response=responses[number], ground_truth=ground_truths[number]
         )
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": content}],
-            "temperature": 0.0,
-            "max_tokens": max_tokens,
-        }
-        answer, num_retries = client.post(body)
-        said = str(_at(answer, "choices", 0, "message", "content"))
+        said, num_retries = client.chat(
+            content, model=model, temperature=0.0, max_tokens=max_tokens
+        )
         found = re.findall(pattern, said)
         if not found:
             raise NoAnswer(f"the judge gave no score: {said[-80:]!r}")

@@ -18,6 +18,7 @@ import pytest
 
 from megadapo.data.prompts import read_prompts
 from megadapo.errors import ConfigError, DataError, InfraError
+from megadapo.rewards import served
 from megadapo.rewards.dapo_math import validate_ground_truth
 from tests.support import REPOSITORY
 
@@ -109,7 +110,6 @@ def tool() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules["transform_dataset"] = module
     spec.loader.exec_module(module)
-    module.BACKOFF_S = 0.01
     return module
 
 
@@ -124,6 +124,11 @@ def source(path: Path, problems: dict[str, str]) -> Path:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "FIRST_PAUSE_S", 0.001)
 
 
 def run(tool: ModuleType, folder: Path, address: Address, *words: str) -> int:
