@@ -31,8 +31,7 @@ def cpu_environment(num_threads: int) -> dict[str, str]:
     """Environment variables, fixed before the process loads torch.
 
     Intel's OpenMP, which vLLM's CPU build requires on x86, takes the place of the GNU one where it
-    is installed: two threads of GNU's were as slow as one on small operations here, because each
-    wait for the other is a sleep or is cut short.
+    is installed: with GNU's two threads can be as slow as one (benchmarks/README.md).
     """
     variables = {
         "OMP_NUM_THREADS": str(num_threads),

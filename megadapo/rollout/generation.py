@@ -190,6 +190,7 @@ class Generation:
             self._ended.append(group)
             self._num_tokens += group.num_tokens
         except Exception as error:
+            # nobody waits for this task: the next report raises what vLLM raised here
             self._error = error
         finally:
             del self._groups[group.request.key], self._tasks[group.request.key]
