@@ -13,6 +13,8 @@ from tests.support import REPOSITORY
 
 NUM_STEPS = 4
 SMALL = [
+    "--rollout.num_engines=1",
+    "--rollout.num_threads=2",
     "--sampling.prompts_per_step=8",
     "--algorithm.responses_per_mini_batch=32",
     "--evaluation.max_problems=8",
