@@ -25,7 +25,8 @@ from transformers import Qwen2Config, Qwen2Tokenizer
 from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig, from_dict
 from megadapo.data.arithmetic import Kind, Problem, generate, worked_answer
-from megadapo.data.batch import NO_VERSION, PackedBatch, Sample, pack_samples
+from megadapo.data.batch import PackedBatch, Sample, pack_samples
+from megadapo.data.policy_versions import NO_VERSION
 from megadapo.run.workers import trainer_settings
 from megadapo.trainer.trainer import Trainer
 

@@ -23,7 +23,7 @@ def advantages(
 
     With gae it is the response's reward: what its tokens get is known where the critic is.
     """
-    lengths = np.array([n for group in groups for n in group.lengths], dtype=np.int64)
+    lengths = np.array([n for group in groups for n in group.num_sampled], dtype=np.int64)
     return response_advantages(
         response_rewards(groups, config, max_response_tokens=max_response_tokens),
         [len(group.lengths) for group in groups],

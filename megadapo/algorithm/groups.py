@@ -16,7 +16,12 @@ class ScoredGroup(Protocol):
 
     @property
     def lengths(self) -> Sequence[int]:
-        """[G] tokens of each response, end-of-sequence token included."""
+        """[G] tokens of each response, end-of-sequence token and tools' output included."""
+        ...
+
+    @property
+    def num_sampled(self) -> Sequence[int]:
+        """[G] tokens of each response that the policy wrote: those with a loss."""
         ...
 
     @property

@@ -16,12 +16,13 @@ from megadapo.algorithm.mini_batches import mini_batches
 
 
 def loss_weights(groups: Sequence[ScoredGroup], config: AlgorithmConfig) -> np.ndarray:
-    """The weight of each token of every response of a step, from whole mini-batches: [S] float64.
+    """The weight of each sampled token of every response of a step: [S] float64.
 
+    From whole mini-batches. What a tool put out has no loss and no part in any count.
     Overlong filtering leaves truncated responses out: their weight is 0, and no count has them.
     """
     sizes = [len(group.lengths) for group in groups]
-    lengths = np.array([n for group in groups for n in group.lengths], dtype=np.int64)
+    lengths = np.array([n for group in groups for n in group.num_sampled], dtype=np.int64)
     keep = kept_responses(groups, config)
     group_of = np.repeat(np.arange(len(groups)), sizes)
     weights = np.zeros(len(lengths))

@@ -10,10 +10,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megadapo.algorithm.mini_batches import mini_batches
+from megadapo.data.policy_versions import NO_VERSION
 from megadapo.data.prompts import Prompt
-
-NO_VERSION = -1
-"""The policy version of a token that was given, not sampled."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,18 +23,24 @@ class Sample:
 
     prompt_ids: tuple[int, ...]
     response_ids: np.ndarray  # [n] int32
-    """Sampled tokens, with the end-of-sequence token where the engine emitted it."""
+    """With the end-of-sequence token where the engine emitted it, and with what tools put out."""
     logprobs_rollout: np.ndarray  # [n] float32
     """The engine's log-prob of each response token; NaN where it gave none."""
     finish_reason: Literal["stop", "length"]
     policy_versions: np.ndarray  # [n] int32
-    """Number of the weight publication that the engine sampled each token from."""
+    """Number of the weight publication that the engine sampled each token from; NO_VERSION on what
+    a tool put out, which nothing is learned from."""
     text: str
     """The response decoded without special tokens."""
 
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+    @property
+    def is_sampled(self) -> np.ndarray:
+        """[n] bool: which tokens the policy wrote; the others are a tool's."""
+        return np.asarray(self.policy_versions != NO_VERSION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +65,18 @@ class Group:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each response."""
+        """Tokens of each response, what tools put out included."""
         return tuple(len(sample.response_ids) for sample in self.samples)
 
     @property
+    def num_sampled(self) -> tuple[int, ...]:
+        """Tokens of each response that the policy wrote."""
+        return tuple(int(sample.is_sampled.sum()) for sample in self.samples)
+
+    @property
     def oldest_version(self) -> int:
-        """The earliest policy version among the tokens of all responses."""
-        return min(int(sample.policy_versions.min()) for sample in self.samples)
+        """The earliest policy version among the sampled tokens of all responses."""
+        return min(int(sample.policy_versions[sample.is_sampled].min()) for sample in self.samples)
 
     @property
     def truncated(self) -> tuple[bool, ...]:
@@ -86,10 +95,10 @@ class PackedBatch:
     tokens: np.ndarray  # [T] int64
     cu_seqlens: np.ndarray  # [S + 1] int64, sequence i is tokens[cu_seqlens[i]:cu_seqlens[i + 1]]
     prompt_lengths: np.ndarray  # [S] int64
-    logprobs_rollout: np.ndarray  # [T] float32, NaN on prompt tokens
+    logprobs_rollout: np.ndarray  # [T] float32, NaN on prompt tokens and tools' output
     advantages: np.ndarray  # [T] float32, 0 on prompt tokens
-    loss_weights: np.ndarray  # [T] float32, 0 on prompt tokens and on left-out responses
-    policy_versions: np.ndarray  # [T] int32, -1 on prompt tokens
+    loss_weights: np.ndarray  # [T] float32, 0 on prompts, tools' output and left-out responses
+    policy_versions: np.ndarray  # [T] int32, -1 on prompt tokens and tools' output
     mini_batches: tuple[np.ndarray, ...]  # sequence indices of each optimizer update, in order
     rewards: np.ndarray  # [S] float64, shaped
     group_sizes: np.ndarray  # [K] int64, sequences of each group, in order
@@ -105,7 +114,7 @@ class PackedBatch:
 
 def pack(
     groups: Sequence[Group],
-    advantages: np.ndarray,
+    advantages: np.ndarray | Sequence[np.ndarray],
     loss_weights: np.ndarray,
     *,
     mini_batch_size: int,
@@ -115,15 +124,18 @@ def pack(
 
     Args:
         groups: with S responses in all.
-        advantages: [S] advantage of each response, given to all of its tokens.
-        loss_weights: [S] weight of each token of a response.
+        advantages: [S] advantage of each response, given to all of its tokens; or S arrays with
+            one a token.
+        loss_weights: [S] weight of each sampled token of a response.
         mini_batch_size: responses behind one optimizer update.
         rewards: [S] shaped reward of each response, for ranks that make advantages themselves.
     """
+    samples = [sample for group in groups for sample in group.samples]
+    weights = zip(samples, loss_weights, strict=True)
     return _packed(
-        [sample for group in groups for sample in group.samples],
+        samples,
         advantages,
-        loss_weights,
+        [sample.is_sampled * weight for sample, weight in weights],
         rewards=rewards,
         group_sizes=[len(group.samples) for group in groups],
         mini_batch_size=mini_batch_size,
@@ -153,8 +165,8 @@ def pack_samples(
 
 def _packed(
     samples: Sequence[Sample],
-    advantages: np.ndarray,
-    loss_weights: np.ndarray,
+    advantages: np.ndarray | Sequence[np.ndarray],
+    loss_weights: np.ndarray | Sequence[np.ndarray],
     *,
     rewards: np.ndarray,
     group_sizes: Sequence[int],
@@ -182,8 +194,13 @@ def _packed(
     )
 
 
-def _spread(prompt_lengths: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """One value per sequence onto its response tokens, 0 on its prompt tokens, [T] float32."""
+def _spread(
+    prompt_lengths: np.ndarray,
+    lengths: np.ndarray,
+    values: np.ndarray | Sequence[np.ndarray],
+) -> np.ndarray:
+    """One value per sequence, or one per response token, onto its response tokens, and 0 on its
+    prompt tokens: [T] float32."""
     pieces = [np.full(n, value) for n, value in zip(lengths, values, strict=True)]
     return _on_response(prompt_lengths, pieces, fill=0.0)
 

@@ -1,5 +1,7 @@
 """Which weight publication sampled each token of a response, as JSON keeps it: runs of equal ones.
 
+NO_VERSION stands for tokens that were given, not sampled: what a tool put out.
+
 A response is as a rule sampled from one version, so that one number a token would be waste.
 """
 
@@ -9,6 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+NO_VERSION = -1
+"""The policy version of a token that was given, not sampled."""
 MAX_VERSION = int(np.iinfo(np.int32).max)
 
 
@@ -29,7 +33,7 @@ def decode_versions(runs: int | Sequence[Sequence[int]], num_tokens: int) -> np.
     counts = [count for _, count in pairs]
     if min(counts, default=0) < 0 or sum(counts) != num_tokens:
         raise ValueError(f"policy versions {runs} are not those of {num_tokens} tokens")
-    if any(not 0 <= version <= MAX_VERSION for version, _ in pairs):
-        raise ValueError(f"policy versions {runs} are not all between 0 and {MAX_VERSION}")
+    if any(not NO_VERSION <= version <= MAX_VERSION for version, _ in pairs):
+        raise ValueError(f"policy versions {runs} are not all from {NO_VERSION} to {MAX_VERSION}")
     versions = np.array([version for version, _ in pairs], dtype=np.int32)
     return np.repeat(versions, counts)

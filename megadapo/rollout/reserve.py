@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megadapo.data.batch import Group, Sample
-from megadapo.data.policy_versions import decode_versions, encode_versions
+from megadapo.data.policy_versions import NO_VERSION, decode_versions, encode_versions
 from megadapo.data.prompts import Prompt
 from megadapo.errors import CheckpointError
 from megadapo.rollout.requests import Response
@@ -76,8 +76,8 @@ class Unfinished:
     @property
     def oldest_version(self) -> float:
         """The earliest policy version among its tokens; infinite where it has none."""
-        versions = [int(r.policy_versions.min()) for r in self.responses if len(r.token_ids)]
-        return min(versions, default=math.inf)
+        versions = [r.policy_versions[r.policy_versions != NO_VERSION] for r in self.responses]
+        return min((int(found.min()) for found in versions if len(found)), default=math.inf)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values; its numbers stay exact."""

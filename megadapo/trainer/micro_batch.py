@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megadapo.data.batch import NO_VERSION, PackedBatch
+from megadapo.data.batch import PackedBatch
+from megadapo.data.policy_versions import NO_VERSION
 from megadapo.trainer.layers import PackedSequences, pack_sequences
 
 
@@ -107,7 +108,7 @@ class MicroBatchBuilder:
 
 
 def response_tokens(batch: PackedBatch) -> np.ndarray:
-    """[T] bool: the tokens that were sampled, not given."""
+    """[T] bool: the tokens behind the prompts."""
     assert (batch.prompt_lengths > 0).all(), "the first token of a prompt has no predecessor"
     lengths = np.diff(batch.cu_seqlens)
     starts = np.repeat(batch.cu_seqlens[:-1], lengths)

@@ -1,7 +1,8 @@
 """Every objective under every split: the same loss and gradient, and those of the definition.
 
 The batch has ragged responses of both signs of the advantage, one of them masked as a whole and one
-in part, which must stay out of the sums that reach over tokens: a sequence's ratio, BAPO's shares.
+in part, as what a tool put out, which must stay out of the sums that reach over tokens: a
+sequence's ratio, BAPO's shares.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
+from megadapo.data.policy_versions import NO_VERSION
 from tests.distributed.test_trainer_layouts import OVERLAP, assert_close_by_block, assert_same
 from tests.support.batches import RAGGED, random_batch
 from tests.support.definition import loss_and_gradients_of
@@ -62,7 +64,10 @@ def make_batch(num_mini_batches: int = 1) -> PackedBatch:
         if index == 3:
             batch.loss_weights[start:stop] = 0.0
         if index == 7:
-            batch.loss_weights[first + 10 : first + 25] = 0.0
+            output = slice(first + 10, first + 25)
+            batch.loss_weights[output] = 0.0
+            batch.logprobs_rollout[output] = np.nan
+            batch.policy_versions[output] = NO_VERSION
     return batch
 
 

@@ -30,9 +30,18 @@ def test_without_the_std_advantages_are_the_centred_rewards():
 def test_a_steps_advantages_follow_each_groups_shaped_rewards(normalize_by_std):
     """Catches an option that never reaches the formula, and groups that are normalised as one."""
     groups = [
-        SimpleNamespace(rewards=[1.0, -1.0, -1.0], lengths=[10, 20, 15], truncated=[False] * 3),
-        SimpleNamespace(rewards=[-1.0, 1.0], lengths=[1, 1], truncated=[False] * 2),
-        SimpleNamespace(rewards=[1.0, 1.0], lengths=[1, 1], truncated=[False] * 2),
+        SimpleNamespace(
+            rewards=[1.0, -1.0, -1.0],
+            lengths=[10, 20, 15],
+            num_sampled=[10, 20, 15],
+            truncated=[False] * 3,
+        ),
+        SimpleNamespace(
+            rewards=[-1.0, 1.0], lengths=[1, 1], num_sampled=[1, 1], truncated=[False] * 2
+        ),
+        SimpleNamespace(
+            rewards=[1.0, 1.0], lengths=[1, 1], num_sampled=[1, 1], truncated=[False] * 2
+        ),
     ]
     config = AlgorithmConfig(
         overlong_buffer=10, overlong_factor=0.5, normalize_by_std=normalize_by_std
@@ -77,8 +86,12 @@ def test_maxrl_refuses_rewards_of_other_values(rewards):
 def test_whitening_counts_tokens_and_only_those_in_the_loss():
     """Against every token's value written out; the truncated response's would change both."""
     groups = [
-        SimpleNamespace(rewards=[1.0, -1.0], lengths=[3, 1], truncated=[False, False]),
-        SimpleNamespace(rewards=[1.0, 5.0], lengths=[2, 7], truncated=[False, True]),
+        SimpleNamespace(
+            rewards=[1.0, -1.0], lengths=[3, 1], num_sampled=[3, 1], truncated=[False, False]
+        ),
+        SimpleNamespace(
+            rewards=[1.0, 5.0], lengths=[2, 7], num_sampled=[2, 7], truncated=[False, True]
+        ),
     ]
     config = AlgorithmConfig(advantage="reinforce++", overlong_buffer=0, overlong_filtering=True)
     tokens = np.array([1.0, 1, 1, -1, 1, 1])

@@ -72,8 +72,8 @@ def test_an_empty_response_counts_for_nothing(keep):
 def test_a_truncated_response_is_left_out_only_where_it_is_filtered(filtering, expected):
     """Two mini-batches: 2 + 4 tokens, of which the 4 are truncated, and 5 tokens."""
     groups = [
-        SimpleNamespace(lengths=[2, 4], truncated=[False, True]),
-        SimpleNamespace(lengths=[5], truncated=[False]),
+        SimpleNamespace(lengths=[2, 4], num_sampled=[2, 4], truncated=[False, True]),
+        SimpleNamespace(lengths=[5], num_sampled=[5], truncated=[False]),
     ]
     config = AlgorithmConfig(
         responses_per_mini_batch=2, overlong_buffer=0, overlong_filtering=filtering
@@ -97,7 +97,7 @@ def test_the_weights_of_two_groups(aggregation, weights):
 
 def test_the_constant_length_reaches_the_weights():
     """Dr. GRPO's is the configuration's, whatever the longest response is."""
-    group = SimpleNamespace(lengths=[2, 4], truncated=[False, False])
+    group = SimpleNamespace(lengths=[2, 4], num_sampled=[2, 4], truncated=[False, False])
     config = AlgorithmConfig(loss_aggregation="seq-mean-token-sum-norm", loss_length=50)
     assert loss_weights([group], config).tolist() == [0.01, 0.01]
 

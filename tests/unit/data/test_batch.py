@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,10 +11,23 @@ from megadapo.algorithm.advantages import advantages, response_rewards
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.data.batch import Group, PackedBatch, Sample, pack, pack_samples
+from megadapo.data.policy_versions import NO_VERSION
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError
 
 PROMPT = Prompt("id", (("user", "1+1=?"),), "2", "test")
+
+
+def with_output(one: Group, response: int, place: slice) -> Group:
+    """The group with some tokens of a response being what a tool put out."""
+    samples = list(one.samples)
+    versions = samples[response].policy_versions.copy()
+    logprobs = samples[response].logprobs_rollout.copy()
+    versions[place], logprobs[place] = NO_VERSION, np.nan
+    samples[response] = replace(
+        samples[response], policy_versions=versions, logprobs_rollout=logprobs
+    )
+    return replace(one, samples=tuple(samples))
 
 
 def group(order: int, lengths: list[int], correct: list[bool], finish: str = "stop") -> Group:
@@ -85,6 +100,34 @@ def test_prompt_tokens_have_no_weight_no_advantage_and_no_logprob():
     assert (batch.advantages[prompt] == 0).all() and (batch.advantages[~prompt] != 0).all()
     assert np.isnan(batch.logprobs_rollout[prompt]).all()
     np.testing.assert_allclose(batch.logprobs_rollout[1:5], [0, -0.1, -0.2, -0.3], rtol=1e-6)
+
+
+def test_what_a_tool_put_out_is_in_the_response_and_in_no_sum():
+    """Counted, it would shrink the others' weights; with a weight, the tool's words are learned.
+
+    The overlong punishment goes by what was generated and given, as the length limit does.
+    """
+    used = [with_output(GROUPS[0], 0, slice(1, 3)), with_output(GROUPS[1], 1, slice(2, 3))]
+    assert [one.lengths for one in used] == [(4, 2), (1, 3)]
+    assert [one.num_sampled for one in used] == [(2, 2), (1, 2)]
+    assert [one.oldest_version for one in used] == [0, 1]
+    config = AlgorithmConfig(responses_per_mini_batch=4, overlong_buffer=0)
+    batch = packed_step(used, config)
+    weights = [0, 1, 0, 0, 1, 0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 0]
+    np.testing.assert_allclose(batch.loss_weights, np.array(weights) / 7, rtol=1e-6)
+    by_length = AlgorithmConfig(
+        responses_per_mini_batch=4, overlong_buffer=0, loss_aggregation="seq-mean-token-mean"
+    )
+    assert packed_step(used, by_length).loss_weights[13] == pytest.approx(1 / 8)
+    punished = AlgorithmConfig(responses_per_mini_batch=4, overlong_buffer=2)
+    assert response_rewards(used, punished, max_response_tokens=5).tolist() == [0.5, -1, -1, 1]
+
+
+def test_each_token_can_have_an_advantage_of_its_own():
+    advantages_of_tokens = [np.arange(n) + 0.5 for n in (4, 2, 1, 3)]
+    batch = pack(GROUPS, advantages_of_tokens, np.ones(4), mini_batch_size=4, rewards=np.zeros(4))
+    expected = [0, 0.5, 1.5, 2.5, 3.5, 0, 0.5, 1.5, 0, 0, 0.5, 0, 0, 0.5, 1.5, 2.5]
+    assert batch.advantages.tolist() == expected
 
 
 def test_loss_weights_count_tokens_of_the_mini_batch_and_not_of_the_step():

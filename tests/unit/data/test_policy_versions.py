@@ -8,7 +8,9 @@ import pytest
 from megadapo.data.policy_versions import decode_versions, encode_versions
 
 
-@pytest.mark.parametrize("versions", [[], [7], [3, 3, 3], [3, 4, 4, 6, 3], [0, 0, 2**31 - 1]])
+@pytest.mark.parametrize(
+    "versions", [[], [7], [3, 3, 3], [3, 4, 4, 6, 3], [-1, 0, -1, -1, 2], [0, 0, 2**31 - 1]]
+)
 def test_versions_come_back_as_they_were(versions: list[int]) -> None:
     array = np.array(versions, dtype=np.int32)
     runs = encode_versions(array)
@@ -29,7 +31,7 @@ def test_runs_of_another_number_of_tokens_are_refused(runs: list[list[int]]) -> 
 
 
 @pytest.mark.parametrize(
-    "runs", [None, "4", [4], [[4]], [[4, 1, 1]], [[2**31, 3]], [[-1, 3]], [["a", 3]]]
+    "runs", [None, "4", [4], [[4]], [[4, 1, 1]], [[2**31, 3]], [[-2, 3]], [["a", 3]]]
 )
 def test_what_is_no_list_of_runs_is_refused(runs: object) -> None:
     with pytest.raises((TypeError, ValueError)):
