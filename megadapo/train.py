@@ -103,7 +103,7 @@ def training_steps(config: RunConfig, run: Run, workers: Workers) -> Iterator[Me
             )
             run.note(*step_notes(step, sampled, update, config), *workers.rollouts.take_notes())
             check_oracles(run.records, config.oracles)
-            run.complete(step, workers.rollouts.state_dict())
+            run.complete(step, workers.state_dict())
             if run.saves:
                 run.save(workers.trainer.save)
             yield record

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.importance import ImportanceConfig
+from megadapo.algorithm.kl_control import KlControlConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.section import Section
 
@@ -77,6 +78,8 @@ class AlgorithmConfig(Section, title="algorithm"):
     """How the clip bounds of gate "bapo" are searched."""
     reference: ReferenceConfig = ReferenceConfig()
     """The policy that the KL divergence is to."""
+    kl_control: KlControlConfig = KlControlConfig()
+    """How the coefficient of the KL divergence in the reward follows it."""
     importance: ImportanceConfig = ImportanceConfig()
     """Weights of tokens that other weights than the present ones sampled."""
 
@@ -90,6 +93,11 @@ class AlgorithmConfig(Section, title="algorithm"):
         yield from self._advantage_conflicts()
         if self.objective.kl_coef != 0.0 and self.objective.kl_in == "reward":
             yield from self._kl_reward_conflicts()
+        elif self.kl_control.target is not None:
+            yield (
+                "algorithm.kl_control.target: only the KL divergence in the reward has an adaptive "
+                'coefficient: set algorithm.objective.kl_in = "reward" and kl_coef, or leave it out'
+            )
         has_length, needs_length = self.loss_length, "seq-mean-token-sum-norm"
         if (has_length is not None) != (self.loss_aggregation == needs_length):
             yield (

@@ -99,6 +99,17 @@ def _check_reference(algorithm: AlgorithmConfig, run: RunSection) -> Iterator[st
         )
 
 
+def _check_kl_control(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:
+    control = algorithm.kl_control
+    num_responses = sampling.prompts_per_step * sampling.responses_per_prompt
+    if control.target is not None and control.clamp * num_responses >= control.horizon:
+        yield (
+            f"algorithm.kl_control.horizon = {control.horizon}: {num_responses} responses a step "
+            f"(sampling) times algorithm.kl_control.clamp = {control.clamp:g} must be below it, or "
+            "one step could take the coefficient to 0"
+        )
+
+
 def _check_binary_rewards(algorithm: AlgorithmConfig, reward: RewardConfig) -> Iterator[str]:
     if algorithm.advantage == "maxrl" and not reward.is_rule_alone:
         yield (
@@ -185,6 +196,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_evaluation,
     _check_evaluation_engine,
     _check_reference,
+    _check_kl_control,
     _check_binary_rewards,
     _check_warmup,
     _check_critic,

@@ -83,6 +83,7 @@ METRIC_NAMES = (
     "bapo/share_min",
     "kl/mean",
     "kl/max",
+    "kl/coef",
     "reflection/response_share",
     "critic/loss",
     "critic/explained_variance",
@@ -155,7 +156,8 @@ critic.warmup policy/lr is 0, and everything else of policy/* is of updates that
 kl/* is null unless algorithm.objective.kl_coef is above 0: the estimates of the KL divergence to
 the reference (algorithm.objective.kl_value) before the step's first update, over all tokens with a
 loss weight, as mean and as the largest absolute value. While policy and reference are the same
-weights, as in the first step of a run, both are exactly 0.
+weights, as in the first step of a run, both are exactly 0. kl/coef is the weight that the step gave
+it, which algorithm.kl_control moves after each step.
 
 Where saved rollouts are trained on again, what needs engines is null (tokens/generated,
 tokens_per_s, time/sync_s, time/reward_s, *engine*, eval/*), what is said of the groups is of

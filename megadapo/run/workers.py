@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from megadapo.algorithm.kl_control import KlController
 from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch
@@ -25,6 +27,8 @@ from megadapo.trainer.settings import TrainerSettings
 from megadapo.trainer.trainer import Trainer
 from megadapo.weights.sync.publish import Publisher
 
+KL_CONTROL_STATE = "kl_control"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
@@ -33,6 +37,7 @@ class Workers:
     trainer: Trainer
     rollouts: Rollouts
     tokenizer: PreTrainedTokenizerBase
+    kl_controller: KlController
 
     def update(self, batch: PackedBatch, step: int, *, record: Sequence[int] = ()) -> UpdateResult:
         """Train on one step's batch; engines on the trainer's GPUs sleep until the next publish.
@@ -40,9 +45,28 @@ class Workers:
         `record`: sequences of the batch whose log-probs the result holds.
         """
         self.rollouts.sleep()
-        return self.trainer.update(
-            batch, policy_version=self.rollouts.policy_version, step=step, record=record
+        result = self.trainer.update(
+            batch,
+            policy_version=self.rollouts.policy_version,
+            step=step,
+            kl_reward_coef=self.kl_controller.coef,
+            record=record,
         )
+        self.kl_controller.observe(result.kl.mean, batch.num_sequences)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the trainer's state, for going on after the last step."""
+        return {**self.rollouts.state_dict(), KL_CONTROL_STATE: self.kl_controller.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            CheckpointError: the state is damaged, or of a run that did not sample.
+        """
+        self.rollouts.load_state_dict(state)
+        self.kl_controller.load_state_dict(state.get(KL_CONTROL_STATE, {}))
 
 
 @contextmanager
@@ -81,7 +105,7 @@ def start_workers(
                 if unfinished is not None:
                     _resume(unfinished, workers)
                 workers.trainer.load(checkpoint.trainer_folder)
-                workers.rollouts.load_state_dict(checkpoint.state)
+                workers.load_state_dict(checkpoint.state)
         yield workers
 
 
@@ -122,7 +146,7 @@ def _start_live(
         evaluations=evaluations,
         publisher=publisher,
     )
-    return Workers(trainer=trainer, rollouts=rollouts, tokenizer=questions.tokenizer)
+    return _workers(config, trainer, rollouts, questions.tokenizer)
 
 
 def _start_replay(
@@ -131,7 +155,19 @@ def _start_replay(
     tokenizer = load_tokenizer(config)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=0)
     trainer = _start_trainer(config, phases, cluster, stack)
-    return Workers(trainer=trainer, rollouts=rollouts, tokenizer=tokenizer)
+    return _workers(config, trainer, rollouts, tokenizer)
+
+
+def _workers(
+    config: RunConfig, trainer: Trainer, rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase
+) -> Workers:
+    algorithm = config.algorithm
+    return Workers(
+        trainer=trainer,
+        rollouts=rollouts,
+        tokenizer=tokenizer,
+        kl_controller=KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef),
+    )
 
 
 def _publisher(

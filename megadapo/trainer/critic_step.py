@@ -34,6 +34,8 @@ class CriticStep:
         cut: Sequence[Sequence[MicroBatch]],
         old: Sequence[Sequence[OldPolicy]],
         step: int,
+        *,
+        kl_coef: float,
     ) -> None:
         """Take values of all of the step's tokens, before any update.
 
@@ -42,8 +44,9 @@ class CriticStep:
             old: what each of them is held against, with the KL divergence that rewards pay for;
                 empty except on the last pipeline stage.
             step: rollout step, which decides the learning rate; the first is 1.
+            kl_coef: weight of the KL divergence in the rewards.
         """
-        self._critic, self._cut = critic, cut
+        self._critic, self._cut, self._kl_coef = critic, cut, kl_coef
         self._lr = critic.section.optimizer.lr_at(step)
         self._reduced: list[CriticSums] = []
         self._grad_norms: list[float] = []
@@ -90,10 +93,9 @@ class CriticStep:
         """[R] float64 of a micro-batch's predicted tokens, each of which pays for its own KL."""
         scores = micro_batch.advantages[micro_batch.rows].double().cpu().numpy()
         rewards = terminal_rewards(scores, micro_batch.sequences)
-        kl_coef = self._critic.settings.objective.kl_reward_coef
-        if kl_coef != 0.0:
+        if self._kl_coef != 0.0:
             assert policy.kl is not None, "the reference comes first"
-            rewards -= kl_coef * policy.kl.cpu().numpy()
+            rewards -= self._kl_coef * policy.kl.cpu().numpy()
         return generalized_advantages(
             rewards,
             values[micro_batch.rows].double().cpu().numpy(),

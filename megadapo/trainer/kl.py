@@ -50,6 +50,7 @@ def with_kl_in_reward(
     old: Sequence[Sequence[OldPolicy]],
     *,
     settings: TrainerSettings,
+    kl_coef: float,
     contributes: bool,
     device: torch.device,
 ) -> tuple[list[list[OldPolicy]], np.ndarray]:
@@ -61,6 +62,7 @@ def with_kl_in_reward(
         trained: [T] bool, the tokens of the batch that have a KL divergence.
         cut: the rank's micro-batches of each mini-batch.
         old: of each of them, with its KL divergence; empty except on the last pipeline stage.
+        kl_coef: weight of the KL divergence in the reward.
         contributes: whether this rank's tokens count; tensor-parallel ranks have the same.
 
     Returns:
@@ -74,7 +76,7 @@ def with_kl_in_reward(
         kl[trained],
         num_tokens,
         batch.group_sizes,
-        kl_coef=settings.objective.kl_reward_coef,
+        kl_coef=kl_coef,
         rule=settings.advantage,
         normalize_by_std=settings.normalize_by_std,
     )

@@ -98,6 +98,7 @@ def summarize(
     version_gaps: np.ndarray,
     importance: ImportanceConfig,
     bounds: Sequence[BapoBounds] = (),
+    kl_coef: float = 0.0,
     advantages: np.ndarray | None = None,
     critic: CriticResult | None = None,
 ) -> UpdateResult:
@@ -108,6 +109,7 @@ def summarize(
         version_gaps: publications between sampling and training of each token of the step.
         importance: how stale tokens were weighted.
         bounds: clip bounds of each update, where they were searched.
+        kl_coef: weight of the KL divergence, wherever it entered.
         advantages: [S] of each response, where the ranks made them.
     """
 
@@ -136,6 +138,7 @@ def summarize(
         kl=ReferenceKl(
             mean=step.kl / step.num_with_kl if step.num_with_kl else None,
             max=step.max_kl if step.num_with_kl else None,
+            coef=kl_coef if step.num_with_kl else None,
         ),
         advantages=advantages,
         critic=critic or CriticResult(),

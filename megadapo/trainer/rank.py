@@ -122,6 +122,7 @@ class TrainerRank:
         *,
         policy_version: int,
         step: int,
+        kl_reward_coef: float | None = None,
         recorder: UpdateRecorder | None = None,
     ) -> UpdateResult:
         """All mini-batches of one rollout step, one optimizer update each.
@@ -132,6 +133,7 @@ class TrainerRank:
         Args:
             policy_version: of the present weights, to find the tokens they sampled.
             step: rollout step, which decides the learning rate; the first is 1.
+            kl_reward_coef: of the KL divergence in the reward, in place of the objective's.
             recorder: is told what this rank computes.
 
         Returns:
@@ -139,7 +141,9 @@ class TrainerRank:
         """
         recorder = recorder or UpdateRecorder(batch, ())
         lr = self._learning_rate(step)
-        importance = self.settings.importance
+        importance, objective = self.settings.importance, self.settings.objective
+        if kl_reward_coef is None:
+            kl_reward_coef = objective.kl_reward_coef
         trained, num_dropped = trained_tokens(batch)
         gaps = version_gaps(batch, policy_version)
         predicted = trained & (gaps == 0) if importance.stale_logprobs == "none" else trained
@@ -149,7 +153,9 @@ class TrainerRank:
         ]
         old = [self._old_policies(micro_batches, recorder) for micro_batches in cut]
         proximal = [policy.proximal for policy in old[0]] if old else []
-        old, advantages = self.hold_against_reference(batch, predicted, cut, old)
+        old, advantages = self.hold_against_reference(
+            batch, predicted, cut, old, kl_reward_coef=kl_reward_coef
+        )
         probe = probe_shape(
             cut,
             build=partial(
@@ -158,7 +164,9 @@ class TrainerRank:
             score=self.logprobs_of,
             multiple_of=self._micro_batch_multiple,
         )
-        values = None if self.critic is None else CriticStep(self.critic, cut, old, step)
+        values = None
+        if self.critic is not None:
+            values = CriticStep(self.critic, cut, old, step, kl_coef=kl_reward_coef)
         old = old if values is None else values.old
         search = self.bound_search()
         reduced, grad_norms, bounds = [], [], []
@@ -187,6 +195,7 @@ class TrainerRank:
             version_gaps=gaps[trained],
             importance=importance,
             bounds=bounds,
+            kl_coef=objective.kl_loss_coef + kl_reward_coef,
             advantages=advantages,
             critic=None if values is None else values.result(),
         )
@@ -279,6 +288,8 @@ class TrainerRank:
         trained: np.ndarray,
         cut: list[list[MicroBatch]],
         old: list[list[OldPolicy]],
+        *,
+        kl_reward_coef: float,
     ) -> tuple[list[list[OldPolicy]], np.ndarray | None]:
         """`old` with the reference's log-probs, from the same micro-batches, where there is one.
 
@@ -292,7 +303,7 @@ class TrainerRank:
         held = [
             with_reference(*parts, objective) for parts in zip(cut, old, logprobs_ref, strict=True)
         ]
-        if objective.kl_reward_coef == 0.0 or self.critic is not None:
+        if objective.kl_in == "loss" or self.critic is not None:
             return held, None
         return with_kl_in_reward(
             batch,
@@ -300,6 +311,7 @@ class TrainerRank:
             cut,
             held,
             settings=self.settings,
+            kl_coef=kl_reward_coef,
             contributes=self.has_results,
             device=self.device,
         )

@@ -92,6 +92,8 @@ class ReferenceKl:
     mean: float | None = None
     max: float | None = None
     """Largest absolute value."""
+    coef: float | None = None
+    """Weight of the KL divergence in the loss or in the reward."""
 
 
 @dataclass(frozen=True, kw_only=True)

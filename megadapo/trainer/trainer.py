@@ -78,6 +78,7 @@ class Trainer:
         *,
         policy_version: int,
         step: int,
+        kl_reward_coef: float | None = None,
         record: Sequence[int] = (),
     ) -> UpdateResult:
         """One optimizer update per mini-batch of the batch.
@@ -86,10 +87,11 @@ class Trainer:
             policy_version: of the present weights; engine and trainer log-probs are compared on
                 the tokens it sampled.
             step: rollout step, counted from 1: it decides the learning rate.
+            kl_reward_coef: of the KL divergence in the reward, in place of the objective's.
             record: sequences of the batch, ascending, whose log-probs the result holds.
         """
         updates: list[RankUpdate] = self.call_all(
-            "update", _shared(batch), policy_version, step, record
+            "update", _shared(batch), policy_version, step, kl_reward_coef, record
         )
         recorded = [update.recorded for update in updates if update.recorded is not None]
         return replace(

@@ -81,14 +81,25 @@ class TrainerWorker:
 
     @_named_failures
     def update(
-        self, batch: PackedBatch, policy_version: int, step: int, record: Sequence[int]
+        self,
+        batch: PackedBatch,
+        policy_version: int,
+        step: int,
+        kl_reward_coef: float | None,
+        record: Sequence[int],
     ) -> RankUpdate:
         """TrainerRank.update; `record`: sequences whose log-probs come back."""
         from megadapo.trainer.recorder import UpdateRecorder
 
         rank = self._started()
         recorder = UpdateRecorder(batch, record)
-        result = rank.update(batch, policy_version=policy_version, step=step, recorder=recorder)
+        result = rank.update(
+            batch,
+            policy_version=policy_version,
+            step=step,
+            kl_reward_coef=kl_reward_coef,
+            recorder=recorder,
+        )
         wanted = record and rank.has_results
         return RankUpdate(
             result=result,

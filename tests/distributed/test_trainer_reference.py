@@ -168,7 +168,7 @@ def test_an_update_learns_from_rewards_that_paid(ranks: Ranks, models: Path) -> 
         for name, weight in truth[1].items():
             np.testing.assert_allclose(step[1][name], weight, atol=2e-6, err_msg=name)
     first, second = one[1][0], one[2][0]
-    assert first["kl"] == {"mean": 0.0, "max": 0.0} and second["kl"]["max"] > 0.0
+    assert first["kl"] == {"mean": 0.0, "max": 0.0, "coef": 0.3} and second["kl"]["max"] > 0.0
     assert np.abs(first["advantages"] - second["advantages"]).max() > 1e-3
 
 
@@ -182,7 +182,7 @@ def test_the_first_kl_is_exactly_zero_and_leaves_the_first_update_as_it_is(
     seen = run(ranks, follow, folder, batch, 2, dtype=dtype, **layout)
     plain = settings_for(str(folder), dtype=dtype, **layout)
     (expected,), trained = ranks.run(4, train, plain, batch, 1)[0]
-    assert seen[1][0]["kl"] == {"mean": 0.0, "max": 0.0}
+    assert seen[1][0]["kl"] == {"mean": 0.0, "max": 0.0, "coef": 0.5}
     assert seen[1][0] | {"kl": expected["kl"]} == expected
     for name, weight in trained.items():
         assert seen[1][1][name].tobytes() == weight.tobytes(), name

@@ -53,7 +53,7 @@ def observe(
     predicted, _ = trained_tokens(batch)
     cut = [rank.micro_batches(batch, part, predicted, 0) for part in batch.mini_batches]
     old = [probes.held_against(rank, micro_batches) for micro_batches in cut]
-    step = CriticStep(critic, cut, old, 1)
+    step = CriticStep(critic, cut, old, 1, kl_coef=0.0)
     places = [micro_batch.source for micro_batches in cut for micro_batch in micro_batches]
     found = [policy.advantages for parts in step.old for policy in parts]
     rows = [micro_batch.rows for micro_batches in cut for micro_batch in micro_batches]
@@ -106,7 +106,7 @@ def returns_with_kl(
             ]
             for pair in zip(cut, old, strict=True)
         ]
-        step = CriticStep(rank.critic, cut, held, 1)
+        step = CriticStep(rank.critic, cut, held, 1, kl_coef=settings.objective.kl_reward_coef)
         for micro_batches, targets in zip(cut, step.targets, strict=True):
             for micro_batch, target in zip(micro_batches, targets, strict=True):
                 difference[micro_batch.source] += sign * target.returns.double().numpy()

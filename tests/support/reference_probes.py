@@ -36,7 +36,7 @@ def gradients_by_estimator(
     found = {}
     for name, objective in cases.items():
         rank.settings = replace(settings, objective=objective)
-        (held, *_), _ = rank.hold_against_reference(batch, trained, cut, old)
+        (held, *_), _ = rank.hold_against_reference(batch, trained, cut, old, kl_reward_coef=0.0)
         head = replace(rank.head, objective=objective)
         found[name] = gradients_under(rank, head, cut[0], held)
     return found if rendezvous.rank == 0 else None
@@ -85,7 +85,9 @@ def advantages_by_rule(
     found = {}
     for rule in rules:
         rank.settings = replace(settings, advantage=rule)
-        held, of_responses = rank.hold_against_reference(batch, trained, cut, old)
+        held, of_responses = rank.hold_against_reference(
+            batch, trained, cut, old, kl_reward_coef=settings.objective.kl_reward_coef
+        )
         values = np.full(len(batch.tokens), np.nan)
         for micro_batches, policies in zip(cut, held, strict=True):
             for micro_batch, policy in zip(micro_batches, policies, strict=False):

@@ -258,6 +258,13 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
             ["algorithm.reference.refresh_every", "run.num_steps"],
         ),
         (
+            [
+                "algorithm.objective={kl_coef = 0.1, kl_in = 'reward', kl_value = 'k1'}",
+                "algorithm.kl_control={target = 0.1, horizon = 40, clamp = 1.0}",
+            ],
+            ["algorithm.kl_control.horizon = 40", "algorithm.kl_control.clamp", "sampling"],
+        ),
+        (
             ["algorithm.importance.stale_logprobs=rollout", "algorithm.importance.high=3.0"],
             ["algorithm.importance.high", "algorithm.importance.stale_logprobs"],
         ),
