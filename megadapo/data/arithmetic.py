@@ -138,6 +138,20 @@ def from_source(source: str) -> list[Problem]:
     return generate(split, int(num_problems), int(seed), task=task)
 
 
+def texts_from_source(source: str) -> list[str]:
+    """What `from_source` names as texts: each problem with its right answer, in no template.
+
+    Every second answer or so is worked out in steps, and the others are direct: the two ways in
+    which the base models of the tasks answer.
+    """
+    rng = random.Random(f"texts/{source}")
+    kinds: tuple[Kind, ...] = ("direct", "steps")
+    return [
+        problem.text + worked_answer(problem, rng, kind=rng.choice(kinds))
+        for problem in from_source(source)
+    ]
+
+
 def worked_answer(problem: Problem, rng: random.Random, *, kind: Kind, wrong: bool = False) -> str:
     """Write a response to a problem that ends in an `Answer:` line.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import jinja2
 
+from megadapo.data.order import EpochOrder
 from megadapo.data.sources import Messages, Row, read_rows
 from megadapo.errors import DataError
 
@@ -158,8 +158,8 @@ class PromptStream:
         self._prompts = list(prompts)
         self._seed = seed
         self._shuffle = shuffle
+        self._order = EpochOrder(len(prompts), seed, name="prompts", shuffle=shuffle)
         self._fingerprint = hashlib.sha256("".join(p.id for p in prompts).encode()).hexdigest()
-        self._permutations: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
         """Prompts of an epoch."""
@@ -171,8 +171,7 @@ class PromptStream:
 
     def at(self, order: int) -> Prompt:
         """The prompt at this place."""
-        epoch, position = divmod(order, len(self._prompts))
-        return self._prompts[self._permutation(epoch)[position]]
+        return self._prompts[self._order.at(order)]
 
     def state_dict(self) -> dict[str, object]:
         """Return what names the stream, as JSON can hold it."""
@@ -194,18 +193,6 @@ class PromptStream:
                     f"{what} ({name} {state.get(name)!r} there, {self.state_dict()[name]!r} "
                     "here); resume with the same data, or start a new run"
                 )
-
-    def _permutation(self, epoch: int) -> list[int]:
-        """The order of an epoch; those of the two epochs looked at last stay in memory."""
-        known = self._permutations.get(epoch)
-        if known is None:
-            known = list(range(len(self._prompts)))
-            if self._shuffle:
-                random.Random(f"prompts/{self._seed}/{epoch}").shuffle(known)
-            if len(self._permutations) == 2:
-                del self._permutations[min(self._permutations)]
-            self._permutations[epoch] = known
-        return known
 
 
 class _Collection:

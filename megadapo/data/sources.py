@@ -1,4 +1,4 @@
-"""Where prompts come from: raw rows of parquet and JSONL files, the Hub, and the built-in tasks.
+"""Where prompts and texts come from: raw rows of files, the Hub, and the built-in tasks.
 
 A row knows the file and line it stands in, so that whatever is wrong with it can be found.
 """
@@ -21,7 +21,10 @@ from megadapo.errors import DataError
 COLUMNS = ("data_source", "prompt", "reward_model")
 EXTRA_INFO = "extra_info"
 """The column with what else is known of a prompt; few readers need it."""
+TEXT = "text"
+"""The only column of a text."""
 SUFFIXES = (".parquet", ".jsonl")
+TEXT_SUFFIXES = (*SUFFIXES, ".txt")
 SPLIT_WORDS = ("train", "test", "validation")
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>.+))?")
 
@@ -54,6 +57,16 @@ class Row:
             if not _is_unicode(message["content"]):
                 raise DataError(f"{self.place}: a chat message is not valid Unicode")
         return tuple((message["role"], message["content"]) for message in chat)
+
+    @property
+    def text(self) -> str:
+        """A text for a language-model loss, checked; it may be empty."""
+        text = self.columns.get(TEXT)
+        if not isinstance(text, str):
+            raise DataError(f"{self.place}: {TEXT} is not a string but {text!r:.80}")
+        if not _is_unicode(text):
+            raise DataError(f"{self.place}: {TEXT} is not valid Unicode")
+        return text
 
     @property
     def ground_truth(self) -> object:
@@ -99,31 +112,54 @@ def read_rows(source: str, *, with_extra_info: bool = False) -> Iterator[Row]:
         for number, problem in enumerate(arithmetic.from_source(source)):
             yield Row(f"{source}, row {number}", problem.row())
         return
-    for file in _files(source):
+    optional = (EXTRA_INFO,) if with_extra_info else ()
+    for file in _files(source, SUFFIXES):
         if file.suffix == ".parquet":
-            yield from _parquet_rows(file, with_extra_info)
+            yield from _parquet_rows(file, COLUMNS, optional)
         else:
             yield from _jsonl_rows(file)
 
 
-def _files(source: str) -> list[Path]:
+def read_text_rows(source: str) -> Iterator[Row]:
+    """Give the rows of texts in order, of the sources that `read_rows` takes and of .txt files.
+
+    A .txt file is one text; those of a built-in task are its problems with their answers.
+
+    Raises:
+        DataError: the source does not exist, cannot be read, or does not have the column.
+    """
+    if arithmetic.is_built_in(source):
+        for number, text in enumerate(arithmetic.texts_from_source(source)):
+            yield Row(f"{source}, row {number}", {TEXT: text})
+        return
+    for file in _files(source, TEXT_SUFFIXES):
+        if file.suffix == ".parquet":
+            yield from _parquet_rows(file, (TEXT,))
+        elif file.suffix == ".jsonl":
+            yield from _jsonl_rows(file)
+        else:
+            yield _whole_file(file)
+
+
+def _files(source: str, suffixes: tuple[str, ...]) -> list[Path]:
     path = Path(source).expanduser()
     if path.exists():
-        return _data_files(path, source)
+        return _data_files(path, source, suffixes)
     match = HUB_NAME.fullmatch(source)
-    if match is None or source.startswith((".", "~")) or match["name"].endswith(SUFFIXES):
+    if match is None or source.startswith((".", "~")) or match["name"].endswith(suffixes):
         raise DataError(f"there is no file or folder {source} (looked in {Path.cwd()})")
-    return _data_files(_download(source, match), source)
+    return _data_files(_download(source, match, suffixes), source, suffixes)
 
 
-def _data_files(path: Path, source: str) -> list[Path]:
+def _data_files(path: Path, source: str, suffixes: tuple[str, ...]) -> list[Path]:
+    *others, last = suffixes
     if path.is_file():
-        if path.suffix not in SUFFIXES:
-            raise DataError(f"{source} is neither a .parquet nor a .jsonl file")
+        if path.suffix not in suffixes:
+            raise DataError(f"{source} is neither a {', a '.join(others)} nor a {last} file")
         return [path]
-    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
     if not files:
-        raise DataError(f"{source} holds no .parquet or .jsonl file")
+        raise DataError(f"{source} holds no {', '.join(others)} or {last} file")
     splits = [word for word in SPLIT_WORDS if any(word in file.stem for file in files)]
     if len(splits) > 1:
         # Reading a test split as training data would go unnoticed until the results look good.
@@ -131,12 +167,12 @@ def _data_files(path: Path, source: str) -> list[Path]:
     return files
 
 
-def _download(source: str, match: re.Match[str]) -> Path:
+def _download(source: str, match: re.Match[str], suffixes: tuple[str, ...]) -> Path:
     """Fetch a dataset, or one file or folder of it, into the Hub's cache."""
     from huggingface_hub import errors, snapshot_download
 
     path = match["path"] or ""
-    wanted = [path, f"{path.rstrip('/')}/*"] if path else [f"*{suffix}" for suffix in SUFFIXES]
+    wanted = [path, f"{path.rstrip('/')}/*"] if path else [f"*{suffix}" for suffix in suffixes]
     try:
         folder = snapshot_download(
             match["name"],
@@ -156,12 +192,14 @@ def _download(source: str, match: re.Match[str]) -> Path:
     return found
 
 
-def _parquet_rows(file: Path, with_extra_info: bool) -> Iterator[Row]:
+def _parquet_rows(
+    file: Path, needed: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> Iterator[Row]:
     try:
         parquet = pq.ParquetFile(file)
-        _check_columns(file, parquet.schema_arrow.names)
-        has_more = with_extra_info and EXTRA_INFO in parquet.schema_arrow.names
-        wanted = [*COLUMNS, EXTRA_INFO] if has_more else [*COLUMNS]
+        names = parquet.schema_arrow.names
+        _check_columns(file, names, needed)
+        wanted = [*needed, *(name for name in optional if name in names)]
         number = 0
         for batch in parquet.iter_batches(batch_size=8192, columns=wanted):
             for columns in batch.to_pylist():
@@ -171,13 +209,16 @@ def _parquet_rows(file: Path, with_extra_info: bool) -> Iterator[Row]:
         raise DataError(f"{file} cannot be read as parquet: {error}") from error
 
 
-def _check_columns(file: Path, names: list[str]) -> None:
-    missing = [name for name in COLUMNS if name not in names]
+def _check_columns(file: Path, names: list[str], needed: tuple[str, ...]) -> None:
+    missing = [name for name in needed if name not in names]
     if missing:
-        raise DataError(
-            f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}. "
-            "Needed is the schema of DAPO-Math-17k: data_source, prompt (chat messages) and "
+        schema = (
+            ". Needed is the schema of DAPO-Math-17k: data_source, prompt (chat messages) and "
             "reward_model.ground_truth"
+        )
+        raise DataError(
+            f"{file} has no column {', '.join(missing)}; it has {', '.join(names)}"
+            f"{schema if needed == COLUMNS else ''}"
         )
 
 
@@ -194,6 +235,13 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
             if not isinstance(columns, dict):
                 raise DataError(f"{place}: not a JSON object but {type(columns).__name__}")
             yield Row(place, columns)
+
+
+def _whole_file(file: Path) -> Row:
+    try:
+        return Row(str(file), {TEXT: file.read_text(encoding="utf-8")})
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from error
 
 
 def _is_unicode(text: str) -> bool:

@@ -1,0 +1,156 @@
+"""Would catch: text that is lost, trained on twice or out of order after a resume; weights that
+depend on how many texts an update has; texts that cannot be read and say nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megadapo.data.texts import TextStream, pack_texts, read_texts
+from megadapo.errors import DataError
+
+END = 0
+TEXTS = ["abc", "", "defghijklmnop", "q", "rs" * 9]
+
+
+def encode(text: str) -> list[int]:
+    """A letter a token."""
+    return [*map(ord, text), END]
+
+
+def stream(texts: list[str] = TEXTS, *, seed: int = 3, max_tokens: int = 6) -> TextStream:
+    return TextStream(texts, encode, seed=seed, max_tokens=max_tokens)
+
+
+def predicted(sequences: list[np.ndarray]) -> list[int]:
+    return [token for sequence in sequences for token in sequence[1:].tolist()]
+
+
+def test_every_token_but_a_texts_first_is_predicted_once_an_epoch() -> None:
+    """Also of texts longer than a sequence, and whatever the budget cuts them up in."""
+    wanted = sorted(token for text in TEXTS if text for token in encode(text)[1:])
+    for num_tokens in (6, 7, 50):
+        texts, found = stream(), []
+        while len(found) < len(wanted):
+            found += predicted(texts.take(num_tokens))
+        assert sorted(found[: len(wanted)]) == wanted
+
+
+def test_sequences_keep_to_their_limits() -> None:
+    texts = stream()
+    for num_tokens in (6, 9, 31):
+        sequences = texts.take(num_tokens)
+        assert 0 < sum(map(len, sequences)) <= num_tokens
+        assert all(2 <= len(sequence) <= 6 for sequence in sequences)
+
+
+def test_the_order_is_the_seeds_and_new_in_each_epoch() -> None:
+    one, same, other = (stream(seed=seed).take(200) for seed in (3, 3, 4))
+    assert predicted(one) == predicted(same) != predicted(other)
+    epoch = sum(len(text) for text in TEXTS)
+    assert predicted(one)[:epoch] != predicted(one)[epoch : 2 * epoch]
+
+
+def test_a_stopped_run_goes_on_where_it_was_in_the_middle_of_a_text() -> None:
+    """Through the JSON of a checkpoint."""
+    whole = stream()
+    expected = [whole.take(7) for _ in range(12)]
+    for stop in (1, 5, 11):
+        first, second = stream(), stream()
+        for _ in range(stop):
+            first.take(7)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        rest = [second.take(7) for _ in range(stop, 12)]
+        assert [predicted(part) for part in rest] == [predicted(p) for p in expected[stop:]]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"seed": 4},
+        {"max_tokens": 5},
+        {"texts": TEXTS[:-1]},
+        {"texts": ["ab", "c", *TEXTS[1:]]},
+        {"texts": TEXTS[::-1]},
+    ],
+)
+def test_the_position_in_other_texts_is_refused(changed: dict[str, object]) -> None:
+    with pytest.raises(DataError, match="have changed since the checkpoint"):
+        stream(**changed).load_state_dict(stream().state_dict())
+
+
+def test_texts_without_a_token_to_predict_end_in_an_error() -> None:
+    """And not in a search without an end."""
+    texts = TextStream(["a", "b"], lambda text: [1], seed=0, max_tokens=8)
+    with pytest.raises(DataError, match="nothing to predict"):
+        texts.take(8)
+
+
+def test_an_updates_weights_are_one_over_its_own_tokens() -> None:
+    parts = [np.arange(n, dtype=np.int64) for n in (2, 5, 3)]
+    batch = pack_texts([parts[:2], parts[2:]], coef=0.5)
+    assert batch.tokens.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
+    weights = [0, 0.1, 0, 0.1, 0.1, 0.1, 0.1, 0, 0.25, 0.25]
+    np.testing.assert_allclose(batch.loss_weights, weights, rtol=1e-7)
+    np.testing.assert_array_equal(batch.advantages, batch.loss_weights > 0)
+    assert [part.tolist() for part in batch.mini_batches] == [[0, 1], [2]]
+    assert (batch.prompt_lengths == 1).all() and (batch.policy_versions == -1).all()
+
+
+def test_texts_come_from_every_kind_of_file(tmp_path: Path) -> None:
+    """In the order of the files' names; a plain file is one text, lines and all."""
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "b.jsonl").write_text('{"text": "three", "id": 1}\n\n{"text": ""}\n')
+    pq.write_table(pa.table({"id": [1, 2], "text": ["four", "fünf"]}), tmp_path / "c.parquet")
+    (tmp_path / "notes.md").write_text("not read")
+    assert read_texts(str(tmp_path)) == ["one\n\ntwo\n", "three", "four", "fünf"]
+    assert read_texts(str(tmp_path / "a.txt")) == ["one\n\ntwo\n"]
+
+
+def test_the_built_in_texts_are_problems_with_right_answers() -> None:
+    """Worked out in about every second one, the same ones each time."""
+    texts = read_texts("arithmetic:train:64")
+    assert texts == read_texts("arithmetic:train:64") != read_texts("arithmetic:train:64:1")
+    assert 16 < sum(";" in text for text in texts) < 48
+    for text in texts:
+        problem, _, rest = text.partition("=?")
+        answer = rest.rpartition("Answer: ")[2]
+        assert int(answer) == sum(map(int, problem.split("+")))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.jsonl", b'{"text": 7}\n', "a.jsonl, line 1: text is not a string"),
+        ("a.jsonl", b'{"texts": "x"}\n', "a.jsonl, line 1: text is not a string"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl, line 1: text is not valid Unicode"),
+        ("a.jsonl", b"[1]\n", "not a JSON object"),
+        ("a.jsonl", b'{"text": ""}\n', "holds no text"),
+        ("a.txt", b"\xff\xfe", "a.txt cannot be read as UTF-8"),
+        ("a.txt", b"", "holds no text"),
+        ("a.parquet", b"PAR1", "cannot be read as parquet"),
+        ("a.csv", b"x", "neither"),
+    ],
+)
+def test_what_is_no_text_is_named(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=problem):
+        read_texts(str(tmp_path / name))
+
+
+def test_a_parquet_file_without_the_column_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"content": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="has no column text; it has content"):
+        read_texts(str(tmp_path / "a.parquet"))
+
+
+def test_a_folder_of_several_splits_is_refused(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.txt").write_text("x")
+    with pytest.raises(DataError, match="name the file to use"):
+        read_texts(str(tmp_path))
