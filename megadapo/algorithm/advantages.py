@@ -1,4 +1,4 @@
-"""Advantages of a step's responses from their groups' shaped rewards, in float64.
+"""Advantages of a step's responses, or of their tokens, from shaped rewards, in float64.
 
 Sources: GRPO (arXiv 2402.03300) and DAPO (arXiv 2503.14476) equation 9; Dr. GRPO (arXiv
 2503.20783); RLOO (arXiv 2402.14740); REINFORCE++ (arXiv 2501.03262); MaxRL (arXiv 2602.02710).
@@ -11,18 +11,31 @@ from collections.abc import Sequence
 import numpy as np
 
 from megadapo.algorithm.config import AdvantageRule, AlgorithmConfig
-from megadapo.algorithm.groups import ScoredGroup
+from megadapo.algorithm.groups import ScoredGroup, Steps
 from megadapo.algorithm.loss_weights import kept_responses
-from megadapo.algorithm.shaping import shaped_rewards
+from megadapo.algorithm.shaping import shaped_rewards, shaped_steps
+
+Advantages = np.ndarray | Sequence[np.ndarray]
+"""[S] of each response, given to all of its tokens; or for each response those of its tokens."""
 
 
 def advantages(
     groups: Sequence[ScoredGroup], config: AlgorithmConfig, *, max_response_tokens: int
-) -> np.ndarray:
-    """The advantage of every response of a step: [S] float64.
+) -> Advantages:
+    """The advantage of every response of a step, [S] float64; with grpo-process its tokens', [n].
 
     With gae it is the response's reward: what its tokens get is known where the critic is.
     """
+    if config.compares_steps:
+        return [
+            of_tokens
+            for group in groups
+            for of_tokens in process_advantages(
+                shaped_steps(group, config, max_response_tokens=max_response_tokens),
+                group.lengths,
+                normalize_by_std=config.normalize_by_std,
+            )
+        ]
     lengths = np.array([n for group in groups for n in group.num_sampled], dtype=np.int64)
     return response_advantages(
         response_rewards(groups, config, max_response_tokens=max_response_tokens),
@@ -80,6 +93,7 @@ def group_advantages(
     """What a group alone says of its G responses, before any whitening over the step.
 
     grpo: (R_i - mean) / std, with the unbiased standard deviation (G - 1), as in verl and TRL.
+    grpo-process: the same, of scores of steps; `process_advantages` gives them to tokens.
     rloo: R_i less the mean of the others, which is G / (G - 1) (R_i - mean).
     reinforce++: R_i itself. reinforce++-baseline: R_i - mean.
     maxrl: (R_i - mean) / mean, where the better reward counts as 1 and the other as 0.
@@ -111,13 +125,38 @@ def group_advantages(
     if (values == values[0]).all():
         return np.zeros_like(values)
     centered: np.ndarray = values - values.mean()
-    if rule == "grpo" and normalize_by_std:
+    if rule in ("grpo", "grpo-process") and normalize_by_std:
         centered /= values.std(ddof=1)
     elif rule == "rloo":
         centered *= values.size / (values.size - 1)
     elif rule == "maxrl":
         centered /= values.mean()
     return centered
+
+
+def process_advantages(
+    steps: Sequence[Steps], lengths: Sequence[int], *, normalize_by_std: bool = True
+) -> list[np.ndarray]:
+    """The advantages of the tokens of a group's G responses: [n] float64 of each.
+
+    Process supervision (arXiv 2402.03300, section 4.1.3): the scores of all steps of all responses
+    are normalised together, and a token gets the sum over the steps that end at or after it. With
+    one step a response that is grpo; the definition is `reference.process_advantages`.
+
+    Args:
+        steps: [G] of each response; one at least has a step.
+        lengths: [G] tokens of each response, behind which no step ends.
+        normalize_by_std: as in `group_advantages`.
+    """
+    scores = [score for own in steps for _, score in own]
+    normalized = group_advantages(scores, normalize_by_std=normalize_by_std)
+    edges = np.cumsum([len(own) for own in steps])
+    advantages = []
+    for own, values, length in zip(steps, np.split(normalized, edges[:-1]), lengths, strict=True):
+        at_end = np.zeros(length + 1)
+        np.add.at(at_end, [end for end, _ in own], values)
+        advantages.append(np.cumsum(at_end[:0:-1])[::-1])
+    return advantages
 
 
 def whitened(values: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:

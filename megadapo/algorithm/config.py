@@ -22,7 +22,9 @@ Aggregation = Literal[
     "seq-sum-token-mean",
     "token-sum",
 ]
-AdvantageRule = Literal["grpo", "rloo", "reinforce++", "reinforce++-baseline", "maxrl", "gae"]
+AdvantageRule = Literal[
+    "grpo", "grpo-process", "rloo", "reinforce++", "reinforce++-baseline", "maxrl", "gae"
+]
 
 
 class ReferenceConfig(Section, title="algorithm.reference"):
@@ -51,10 +53,11 @@ class AlgorithmConfig(Section, title="algorithm"):
     responses_per_mini_batch: PositiveInt = 512
     """Responses behind one optimizer update; a multiple of sampling.responses_per_prompt."""
     advantage: AdvantageRule = "grpo"
-    """grpo: reward less the group's mean, over its standard deviation; rloo: less the mean of the
-    others; reinforce++: the reward, whitened over the step's tokens; reinforce++-baseline: less
-    the group's mean, then whitened; maxrl: less the mean, over the mean (rewards of two values);
-    gae: of each token, from a critic's values (`[critic]`), whitened over the step's tokens."""
+    """grpo: reward less the group's mean, over its standard deviation; grpo-process: of each token,
+    from scores of steps; rloo: less the mean of the others; reinforce++: the reward, whitened over
+    the step's tokens; reinforce++-baseline: less the group's mean, then whitened; maxrl: less the
+    mean, over the mean (rewards of two values); gae: of each token, from a critic's values
+    (`[critic]`), whitened over the step's tokens."""
     normalize_by_std: bool = True
     """Divide GRPO's advantages by the group's standard deviation (False: Dr. GRPO)."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -82,6 +85,11 @@ class AlgorithmConfig(Section, title="algorithm"):
     """How the coefficient of the KL divergence in the reward follows it."""
     importance: ImportanceConfig = ImportanceConfig()
     """Weights of tokens that other weights than the present ones sampled."""
+
+    @property
+    def compares_steps(self) -> bool:
+        """Whether advantages are of tokens, from scores of steps."""
+        return self.advantage == "grpo-process"
 
     def conflicts(self) -> Iterator[str]:
         if self.overlong_filtering and self.overlong_buffer > 0:
@@ -113,7 +121,7 @@ class AlgorithmConfig(Section, title="algorithm"):
             )
 
     def _advantage_conflicts(self) -> Iterator[str]:
-        if self.advantage != "grpo" and not self.normalize_by_std:
+        if self.advantage not in ("grpo", "grpo-process") and not self.normalize_by_std:
             yield (
                 f'algorithm.advantage = "{self.advantage}" divides by no standard deviation of a '
                 "group: leave algorithm.normalize_by_std out"
@@ -138,6 +146,11 @@ class AlgorithmConfig(Section, title="algorithm"):
             yield (
                 f'{in_reward}: algorithm.advantage = "maxrl" needs rewards of two values: set '
                 'kl_in = "loss"'
+            )
+        if self.compares_steps:
+            yield (
+                f'{in_reward}: algorithm.advantage = "grpo-process" compares steps, and the KL '
+                'divergence is taken off whole responses: set kl_in = "loss"'
             )
         if self.overlong_filtering and self.advantage != "gae":
             yield (

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+Steps = tuple[tuple[int, float], ...]
+"""(end, score) of each step of a response, in order: token end - 1 is its last one."""
+
 
 class ScoredGroup(Protocol):
     """One prompt's G responses as numbers; `data.batch.Group` is one."""
@@ -27,4 +30,10 @@ class ScoredGroup(Protocol):
     @property
     def truncated(self) -> Sequence[bool]:
         """[G] whether a response was cut at the length limit."""
+        ...
+
+    @property
+    def steps(self) -> Sequence[Steps]:
+        """[G] the steps of each response, none where it was scored as a whole; or nothing at all
+        where all were."""
         ...

@@ -133,6 +133,24 @@ def generalized_advantages(
     return advantages
 
 
+def process_advantages(
+    steps: Sequence[Sequence[tuple[int, float]]], lengths: Sequence[int]
+) -> list[list[float]]:
+    """A_t of each token of each response; `advantages.process_advantages` is tested against it.
+
+    Args:
+        steps: [G] of each response of a group, (end, score), whose scores are not all the same.
+        lengths: [G] tokens of each response.
+    """
+    scores = [score for own in steps for _, score in own]
+    mean = sum(scores) / len(scores)
+    std = (sum((score - mean) ** 2 for score in scores) / (len(scores) - 1)) ** 0.5
+    return [
+        [sum((score - mean) / std for end, score in own if end > t) for t in range(length)]
+        for own, length in zip(steps, lengths, strict=True)
+    ]
+
+
 def kl_estimates(gap: Tensor, ratio: Tensor, estimator: KlEstimator) -> Tensor:
     """KL(policy || reference) of each token, [T], estimated from the sampled token alone.
 

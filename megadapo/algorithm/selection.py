@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megadapo.algorithm.advantages import process_advantages
+from megadapo.algorithm.groups import ScoredGroup
+from megadapo.algorithm.shaping import complete_steps
+
 
 def has_signal(
     correct: Sequence[bool], *, min_accuracy: float = 0.0, max_accuracy: float = 1.0
@@ -14,3 +18,11 @@ def has_signal(
     have different shaped rewards, and training on them teaches length alone.
     """
     return min_accuracy < sum(correct) / len(correct) < max_accuracy
+
+
+def has_step_signal(group: ScoredGroup) -> bool:
+    """True where a token gets an advantage other than 0 from its steps, punishments left out.
+
+    Groups that are all right or all wrong have one too where their steps differ.
+    """
+    return any(own.any() for own in process_advantages(complete_steps(group), group.lengths))

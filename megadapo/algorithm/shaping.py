@@ -1,4 +1,4 @@
-"""Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13)."""
+"""Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), of rewards and of steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megadapo.algorithm.config import AlgorithmConfig
-from megadapo.algorithm.groups import ScoredGroup
+from megadapo.algorithm.groups import ScoredGroup, Steps
 
 
 def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
@@ -41,3 +41,23 @@ def shaped_rewards(
     penalties = overlong_penalties(group.lengths, config, max_response_tokens=max_response_tokens)
     shaped: np.ndarray = np.asarray(group.rewards, dtype=np.float64) + penalties
     return shaped
+
+
+def shaped_steps(
+    group: ScoredGroup, config: AlgorithmConfig, *, max_response_tokens: int
+) -> list[Steps]:
+    """[G] the steps of each response, its overlong punishment added to the last one's score."""
+    penalties = overlong_penalties(group.lengths, config, max_response_tokens=max_response_tokens)
+    return [
+        (*steps[:-1], (steps[-1][0], steps[-1][1] + float(penalty)))
+        for steps, penalty in zip(complete_steps(group), penalties, strict=True)
+    ]
+
+
+def complete_steps(group: ScoredGroup) -> list[Steps]:
+    """[G] the steps of each response; without any it is a single one, whose score is the reward."""
+    given = group.steps or ((),) * len(group.lengths)
+    return [
+        steps or ((length, reward),)
+        for steps, length, reward in zip(given, group.lengths, group.rewards, strict=True)
+    ]

@@ -118,6 +118,25 @@ def _check_binary_rewards(algorithm: AlgorithmConfig, reward: RewardConfig) -> I
         )
 
 
+def _check_steps(
+    algorithm: AlgorithmConfig, reward: RewardConfig, sampling: SamplingConfig
+) -> Iterator[str]:
+    if not algorithm.compares_steps:
+        return
+    process = 'algorithm.advantage = "grpo-process"'
+    if not any(one.may_score_steps for one in reward.functions):
+        yield (
+            f"{process} needs scores of steps, and no entry of reward.functions gives any: name a "
+            "function that does (docs/rewards.md)"
+        )
+    for key in ("min_accuracy", "max_accuracy"):
+        if getattr(sampling, key) != type(sampling).model_fields[key].default:
+            yield (
+                f"sampling.{key}: with {process} a group has a signal where its steps differ, "
+                "whatever its accuracy; leave it out"
+            )
+
+
 def _check_warmup(run: RunSection, trainer: TrainerConfig) -> Iterator[str]:
     warmup_steps = trainer.optimizer.warmup_steps
     if warmup_steps > run.num_steps:
@@ -198,6 +217,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_reference,
     _check_kl_control,
     _check_binary_rewards,
+    _check_steps,
     _check_warmup,
     _check_critic,
     _check_deadline,

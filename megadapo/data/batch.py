@@ -9,6 +9,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import DTypeLike
 
+from megadapo.algorithm.advantages import Advantages
+from megadapo.algorithm.groups import Steps
 from megadapo.algorithm.mini_batches import mini_batches
 from megadapo.data.policy_versions import NO_VERSION
 from megadapo.data.prompts import Prompt
@@ -60,8 +62,9 @@ class Group:
     symbolic_correct: tuple[bool | None, ...]
     """Verdict of the symbolic comparison on each response; None where it gave none."""
     reward_parts: tuple[tuple[tuple[str, float], ...], ...] = ()
-    """(name, value) of each part of a response's reward, where more than the rule scores; counted
-    when the group comes back, and not kept with it."""
+    """(name, value) of each part of a response's reward, where more than the rule scores."""
+    steps: tuple[Steps, ...] = ()
+    """The scored steps of each response, where any has some."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -114,7 +117,7 @@ class PackedBatch:
 
 def pack(
     groups: Sequence[Group],
-    advantages: np.ndarray | Sequence[np.ndarray],
+    advantages: Advantages,
     loss_weights: np.ndarray,
     *,
     mini_batch_size: int,
@@ -124,8 +127,7 @@ def pack(
 
     Args:
         groups: with S responses in all.
-        advantages: [S] advantage of each response, given to all of its tokens; or S arrays with
-            one a token.
+        advantages: [S] of each response, given to all of its tokens; or S arrays with one a token.
         loss_weights: [S] weight of each sampled token of a response.
         mini_batch_size: responses behind one optimizer update.
         rewards: [S] shaped reward of each response, for ranks that make advantages themselves.
@@ -165,7 +167,7 @@ def pack_samples(
 
 def _packed(
     samples: Sequence[Sample],
-    advantages: np.ndarray | Sequence[np.ndarray],
+    advantages: Advantages,
     loss_weights: np.ndarray | Sequence[np.ndarray],
     *,
     rewards: np.ndarray,

@@ -126,7 +126,9 @@ that, a pass in which no data-parallel rank waits for another. reward/* is over 
 generated, as accuracy/mean is; reward/shaped_mean is reward/mean + reward/overlong_penalty_mean.
 Where reward.functions has more than the rule, reward/NAME is the mean score of a function, without
 its weight, reward/NAME/PART the mean of a part, and reward/NAME/failed the share of responses that
-it failed on; those a step has none of are not in its record.
+it failed on; where it scores steps, reward/NAME/steps is the mean number of them in a response and
+reward/NAME/step_mean that of a response's mean score. Those a step has none of are not in its
+record.
 
 parity/* is |trainer - engine| log-prob before the step's first update on fresh tokens, which the
 present weights sampled, and staleness/logprob_drift_* the same on stale ones, which earlier weights

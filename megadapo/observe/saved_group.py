@@ -13,29 +13,35 @@
                     "policy_versions": [[int, int], ...],
                     "reward": float, "penalty": float, "shaped_reward": float,
                     "advantage": float | null, "correct": bool, "answer": str,
-                    "rule_correct": bool, "symbolic_correct": bool | null}, ...]}
+                    "rule_correct": bool, "symbolic_correct": bool | null,
+                    "advantages": [float | null, ...] | null,
+                    "reward_parts": {str: float}, "steps": [[int, float], ...]}, ...]}
 
 Log-probs are float32 in the fewest digits that give the same float32 back, and null where there is
 no finite one: neither the engine's nor the trainer's reason for that matters, such a token is not
 trained on. Policy versions are runs of tokens, [version, number of tokens]; older files have one
-`"policy_version": int` for the whole response. What only training gives (advantage, logprobs_old,
-logprobs_update) is null in groups that were not trained on; where no trainer was there, "trained"
-are those that it would have been given, with an advantage and null log-probs. The meaning of each
+`"policy_version": int` for the whole response, and neither advantages nor reward_parts nor steps.
+What only training gives (advantage, advantages, logprobs_old, logprobs_update) is null in groups
+that were not trained on; where no trainer was there, "trained" are those that it would have been
+given, with an advantage and null log-probs. "advantages" is null where "advantage" is that of each
+token. A step is the number of tokens up to its end, and its score. The meaning of each
 field is said at `SavedGroup` and `SavedResponse`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from megadapo.algorithm.groups import Steps
 from megadapo.data.batch import Group, Sample
 from megadapo.data.policy_versions import decode_versions, encode_versions
 from megadapo.data.prompts import Prompt
 
+Item = TypeVar("Item")
 Fate = Literal["trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band"]
 """What became of a group: trained on in this step, kept for the next one, thrown away for want of
 room in the reserve, or without a signal because all its responses are right, or wrong, or a share
@@ -66,6 +72,8 @@ class SavedResponse:
     """reward + penalty: what the advantage is made of, less a KL divergence if that is in it."""
     advantage: float | None
     """Mean over its tokens where these have advantages of their own."""
+    advantages: np.ndarray | None = None
+    """[n] float32 of each token, where these have advantages of their own."""
     correct: bool
     answer: str
     """As the verifier read it."""
@@ -73,6 +81,10 @@ class SavedResponse:
     """Verdict of the string rule, whichever of the two decided."""
     symbolic_correct: bool | None
     """Verdict of the symbolic comparison; None where it gave none, or not in time."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """What the reward is made of, where more than the rule scores."""
+    steps: Steps = ()
+    """The scored steps, each with its share of the reward, where there are any."""
 
     @property
     def disagreed(self) -> bool:
@@ -110,6 +122,8 @@ class SavedGroup:
             correct=tuple(response.correct for response in self.responses),
             answers=tuple(response.answer for response in self.responses),
             symbolic_correct=tuple(response.symbolic_correct for response in self.responses),
+            reward_parts=_or_nothing(tuple(r.reward_parts.items()) for r in self.responses),
+            steps=_or_nothing(response.steps for response in self.responses),
         )
 
 
@@ -145,7 +159,9 @@ def decode_saved(entry: Mapping[str, Any]) -> SavedGroup:
     )
 
 
-_ARRAYS = ("token_ids", "tokens", "logprobs_rollout", "logprobs_old", "logprobs_update")
+_ARRAYS = (
+    *("token_ids", "tokens", "logprobs_rollout", "logprobs_old", "logprobs_update", "advantages"),
+)
 _TYPES = {
     "text": str,
     "finish_reason": str,
@@ -168,6 +184,8 @@ def _encode_response(response: SavedResponse) -> dict[str, Any]:
         "logprobs_rollout": _encode_floats(response.logprobs_rollout),
         "logprobs_old": _encode_floats(response.logprobs_old),
         "logprobs_update": _encode_floats(response.logprobs_update),
+        "advantages": _encode_floats(response.advantages),
+        "reward_parts": dict(response.reward_parts),
     }
 
 
@@ -177,6 +195,7 @@ def _decode_response(entry: Mapping[str, Any]) -> SavedResponse:
         entry["policy_versions"] = entry.pop("policy_version")
     # left out where the rule was known to be what decides
     entry.setdefault("rule_correct", entry["correct"])
+    entry = {"advantages": None, "reward_parts": {}, "steps": []} | entry
     for name, kind in _TYPES.items():
         if not isinstance(entry[name], kind):
             raise TypeError(f"{name} is a {type(entry[name]).__name__}")
@@ -190,8 +209,30 @@ def _decode_response(entry: Mapping[str, Any]) -> SavedResponse:
         "logprobs_rollout": _decode_floats(entry["logprobs_rollout"]),
         "logprobs_old": _decode_floats(entry["logprobs_old"]),
         "logprobs_update": _decode_floats(entry["logprobs_update"]),
+        "advantages": _decode_floats(entry["advantages"]),
+        "reward_parts": {name: float(value) for name, value in entry["reward_parts"].items()},
+        "steps": decode_steps(entry["steps"], len(entry["token_ids"])),
     }
     return SavedResponse(**{**entry, **arrays})
+
+
+def decode_steps(entry: Sequence[Sequence[float]], num_tokens: int) -> Steps:
+    """Steps from the lists that JSON made of them.
+
+    Raises:
+        TypeError, ValueError: they are no steps of a response of so many tokens.
+    """
+    steps = tuple((int(end), float(score)) for end, score in entry)
+    ends = [0, *(end for end, _ in steps), num_tokens]
+    if ends != sorted(ends):
+        raise ValueError(f"steps end at {ends[1:-1]} in a response of {num_tokens} tokens")
+    return steps
+
+
+def _or_nothing(of_each: Iterable[Item]) -> tuple[Item, ...]:
+    """One entry a response, or none at all where all are empty."""
+    entries = tuple(of_each)
+    return entries if any(entries) else ()
 
 
 def _text(value: object) -> str:

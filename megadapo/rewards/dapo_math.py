@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Literal
 from unicodedata import category
 
+from megadapo.algorithm.groups import Steps
 from megadapo.errors import DataError
 
 Rule = Literal["answer", "boxed", "answer_or_boxed"]
@@ -103,6 +104,8 @@ class Score:
     """Whether the symbolic comparison accepts it; None where there was none, or it gave up."""
     parts: RewardParts = ()
     """What the reward is made of, where more than the rule scores."""
+    steps: Steps = ()
+    """Of the response, each with its share of the reward, where a function scores steps."""
 
 
 def score(response: str, ground_truth: str, rule: Rule = "answer") -> Score:

@@ -15,6 +15,8 @@ from pydantic import (
     model_validator,
 )
 
+from megadapo.rewards import arithmetic_steps
+from megadapo.rewards.steps import StepScore
 from megadapo.section import Section, Timeout
 
 IN_PROCESS = ("rule", "answer", "boxed", "answer_or_boxed")
@@ -24,10 +26,13 @@ IN_WORKERS = {
     "length": "megadapo.rewards.builtin:length_reward",
     "judge": "megadapo.rewards.served:judge_reward",
     "reward_model": "megadapo.rewards.served:reward_model_reward",
+    "arithmetic_steps": "megadapo.rewards.arithmetic_steps:arithmetic_steps_reward",
 }
 """Functions that run as a user's do, by the names that a configuration calls them."""
 PYTHON_TESTS = "python_tests"
 """Unit tests of what a response has written, in a sandbox."""
+SCORES_STEPS = {"arithmetic_steps": arithmetic_steps.SEPARATORS}
+"""Built-in functions that score steps, and what these end with."""
 BUILT_IN = (*IN_PROCESS, *IN_WORKERS, PYTHON_TESTS)
 WITH_NETWORK = ("judge", "reward_model")
 """Built-in functions that ask a server."""
@@ -59,6 +64,11 @@ class RewardFunction(Section, title="reward.functions"):
     """When it fails on a response: give failure_score and go on, or stop the run."""
     failure_score: float = 0.0
     """Score of a response that it failed on, which is not right then."""
+    step_separators: tuple[str, ...] = ()
+    """Texts that a step of a response ends with, for a function that returns one score a step;
+    empty: it returns spans of tokens, if it scores steps."""
+    step_score: StepScore = "min"
+    """What makes the score of the response, where the function returns only those of its steps."""
     timeout_s: Timeout = 10.0
     """Limit of one call in seconds; its process is killed after it."""
     num_workers: PositiveInt = 1
@@ -105,6 +115,16 @@ class RewardFunction(Section, title="reward.functions"):
         return IN_WORKERS.get(self.function, self.function)
 
     @property
+    def separators(self) -> tuple[str, ...]:
+        """Texts that a step ends with."""
+        return self.step_separators or SCORES_STEPS.get(self.function, ())
+
+    @property
+    def may_score_steps(self) -> bool:
+        """Whether it can return scores of steps; of users' functions nobody knows."""
+        return self.function in SCORES_STEPS or self.function not in BUILT_IN
+
+    @property
     def label(self) -> str:
         """What its metrics are called."""
         return self.name or self.function.rpartition(":")[2]
@@ -120,7 +140,18 @@ class RewardFunction(Section, title="reward.functions"):
             yield f'reward.functions.function = "{self.function}": write "MODULE:FUNCTION"'
         if not _NAME.fullmatch(self.label) or self.label in _TAKEN:
             yield f'reward.functions.name = "{self.label}" cannot be the name of a metric'
+        yield from self._wrong_steps()
         yield from self._wrong_options()
+
+    def _wrong_steps(self) -> Iterator[str]:
+        for key in ("step_separators", "step_score"):
+            changed = getattr(self, key) != type(self).model_fields[key].default
+            if changed and not self.may_score_steps:
+                yield f'reward.functions.{key}: "{self.function}" scores no steps; leave it out'
+        if self.step_separators and self.function in SCORES_STEPS:
+            yield f'reward.functions.step_separators: "{self.function}" has its own; leave it out'
+        if "" in self.step_separators:
+            yield "reward.functions.step_separators: an empty text separates nothing"
 
     def _unknown(self) -> str:
         near = difflib.get_close_matches(self.function, BUILT_IN, n=1)

@@ -10,36 +10,28 @@ import asyncio
 import errno
 import importlib
 import inspect
-import math
-import numbers
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from megadapo.rewards.results import ResultReader, WrongResult
 from megadapo.rewards.worker import CannotStart, Handler, serve
 
 ARGUMENTS = ("messages", "response", "tokens", "ground_truth", "extra_info")
 BATCH_PARAMETER = "responses"
 """A function whose second parameter has this name is called with lists."""
-MAX_PARTS = 32
-MAX_NAME = 64
-"""Characters of a part's name."""
 MAX_ERROR = 200
 """Characters of what is told of an error."""
 
 _STARTS_PROCESS = ("os.fork", "os.forkpty", "os.exec", "os.system", "os.posix_spawn", "os.spawn")
 
 
-class WrongResult(Exception):
-    """A function returned something that is no score."""
-
-
 def main() -> None:
     """Serve calls, `{"calls": [[argument, ...], ...]}` to `{"results": [result, ...]}`.
 
-    A result is `{"score", "correct"?, "parts"}`, or `{"error"}` where the function failed.
+    A result is what `ResultReader.read` gives, or `{"error"}` where the function failed.
     """
     serve(_prepare)
 
@@ -50,22 +42,28 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
     loop = asyncio.new_event_loop() if inspect.iscoroutinefunction(function) else None
     _forbid(network=not settings["network"], processes=not settings["processes"])
     is_batched = takes_batches(function)
-    call = partial(function, **settings["options"])
+    reader = ResultReader(
+        step_separators=settings["step_separators"], step_score=settings["step_score"]
+    )
+    ask = partial(function, **settings["options"])
 
     def handle(request: Mapping[str, Any]) -> Mapping[str, Any]:
         calls = request["calls"]
         if calls is None:
             return {"takes": "batch" if is_batched else "one" if loop is None else "async"}
         _forget_printed()
+        # before the function can change what it is given
+        asked = [(text, len(token_ids)) for _, text, token_ids, *_ in calls]
         arguments = [list(column) for column in zip(*calls, strict=True)]
         batches = [arguments] if is_batched else calls
         if loop is None:
-            returned = [_call(call, batch) for batch in batches]
+            returned = [_call(ask, batch) for batch in batches]
         else:
-            returned = loop.run_until_complete(_gather(call, batches, settings["timeout_s"]))
+            returned = loop.run_until_complete(_gather(ask, batches, settings["timeout_s"]))
         if is_batched:
             returned = _each_of(returned[0], len(calls))
-        return {"results": [_result(value) for value in returned]}
+        results = zip(returned, asked, strict=True)
+        return {"results": [_result(value, *response, reader) for value, response in results]}
 
     return handle
 
@@ -137,45 +135,13 @@ def _each_of(returned: Any, num_calls: int) -> list[Any]:
     return list(returned)
 
 
-def _result(value: Any) -> Mapping[str, Any]:
+def _result(value: Any, text: str, num_tokens: int, reader: ResultReader) -> Mapping[str, Any]:
     if isinstance(value, BaseException):
         return {"error": _describe(value)}
     try:
-        return _read(value)
+        return reader.read(value, text=text, num_tokens=num_tokens)
     except WrongResult as error:
         return {"error": str(error)}
-
-
-def _read(value: Any) -> Mapping[str, Any]:
-    """A returned number, or a dict with a "score", as JSON values."""
-    if not isinstance(value, dict):
-        return {"score": _number(value), "parts": {}}
-    if "score" not in value:
-        raise WrongResult('returned a dict without "score"')
-    names = [name for name in value if name not in ("score", "correct")]
-    if len(names) > MAX_PARTS or any(
-        not isinstance(name, str) or not 0 < len(name) <= MAX_NAME for name in names
-    ):
-        raise WrongResult(
-            f"returned parts that are not at most {MAX_PARTS} names of up to {MAX_NAME} characters"
-        )
-    result = {
-        "score": _number(value["score"]),
-        "parts": {name: _number(value[name], name) for name in names},
-    }
-    if "correct" in value:
-        result["correct"] = bool(value["correct"])
-    return result
-
-
-def _number(value: Any, part: str = "") -> float:
-    of_part = f" as {part}" if part else ""
-    if not isinstance(value, numbers.Real):
-        raise WrongResult(f"returned {type(value).__name__}{of_part}, not a number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise WrongResult(f"returned {number}{of_part}")
-    return number
 
 
 def _describe(error: BaseException) -> str:

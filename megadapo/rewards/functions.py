@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megadapo.data.prompts import Prompt
+from megadapo.observe.token_pieces import Decode
 from megadapo.rewards.function_config import RewardFunction
 from megadapo.rewards.processes import Lost, ProcessPool, Reply
 from megadapo.rewards.runner import Runner, lost
@@ -31,8 +32,8 @@ class FunctionRunner(Runner):
         InfraError: the function cannot be imported or called.
     """
 
-    def __init__(self, config: RewardFunction) -> None:
-        super().__init__(config)
+    def __init__(self, config: RewardFunction, decode: Decode | None = None) -> None:
+        super().__init__(config, decode)
         pool = ProcessPool(_program(config), 1)
         self._pools = [pool]
         (told,) = pool.run([{"calls": None}], config.timeout_s)
@@ -92,6 +93,8 @@ def _program(config: RewardFunction) -> Program:
             "network": config.may_use_network,
             "processes": config.processes,
             "timeout_s": config.timeout_s,
+            "step_separators": config.separators,
+            "step_score": config.step_score,
         },
         environment={name: os.environ[name] for name in config.environment if name in os.environ},
     )

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megadapo.algorithm.groups import Steps
 from megadapo.data.prompts import Prompt
 from megadapo.errors import RewardError
+from megadapo.observe.token_pieces import Decode
 from megadapo.rewards.dapo_math import RewardParts
 from megadapo.rewards.function_config import RewardFunction
 from megadapo.rewards.processes import Lost, Reply
+from megadapo.rewards.steps import step_ends
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,8 @@ class FunctionScore:
     parts: RewardParts = ()
     failure: str | None = None
     """Why there is no score of the function itself."""
+    steps: Steps = ()
+    """Of the response, where the function scores them."""
 
 
 def lost(reply: Lost, config: RewardFunction) -> str:
@@ -51,8 +56,10 @@ class Runner(abc.ABC):
     num_threads = 1
     """Groups that it can score at the same time."""
 
-    def __init__(self, config: RewardFunction) -> None:
+    def __init__(self, config: RewardFunction, decode: Decode | None = None) -> None:
+        """`decode`: the tokenizer's, for steps of the text, which fail without it."""
         self.config = config
+        self._decode = decode
         self._failures: Counter[str] = Counter()
         self._untold: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -65,7 +72,7 @@ class Runner(abc.ABC):
     def _results(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
     ) -> Sequence[Reply | str]:
-        """`{"score", "correct"?, "parts"}` of each response, or why there is none."""
+        """What `ResultReader.read` gives of each response, or why there is nothing."""
 
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
@@ -77,7 +84,10 @@ class Runner(abc.ABC):
             InfraError: its processes can no longer be started.
         """
         results = self._results(prompt, texts, token_ids)
-        scores = [self._read(result) for result in results]
+        scores = [
+            self._read(result, text, ids)
+            for result, text, ids in zip(results, texts, token_ids, strict=True)
+        ]
         for score in scores:
             if score.failure is not None:
                 self._fail(score.failure, prompt)
@@ -95,15 +105,32 @@ class Runner(abc.ABC):
             f"scored {self.config.failure_score:g}: {reasons}"
         )
 
-    def _read(self, result: Reply | str) -> FunctionScore:
+    def _read(self, result: Reply | str, text: str, token_ids: np.ndarray) -> FunctionScore:
         failure = result if isinstance(result, str) else result.get("error")
         if failure is not None or isinstance(result, str):
-            return FunctionScore(
-                self.config.failure_score, False, ((FAILED, 1.0),), str(failure or result)
-            )
+            return self._failed(str(failure))
+        steps = self._steps(result.get("steps", ()), text, token_ids)
+        if steps is None:
+            return self._failed("its steps cannot be told apart among the tokens of the response")
         score = result["score"]
         correct = result.get("correct", score > self.config.right_above)
-        return FunctionScore(score, correct, (*result["parts"].items(), (FAILED, 0.0)))
+        parts = {**_step_parts(steps), **result["parts"], FAILED: 0.0}
+        return FunctionScore(score, correct, tuple(parts.items()), steps=steps)
+
+    def _failed(self, failure: str) -> FunctionScore:
+        return FunctionScore(self.config.failure_score, False, ((FAILED, 1.0),), failure)
+
+    def _steps(
+        self, scored: Sequence[tuple[int | None, float]], text: str, token_ids: np.ndarray
+    ) -> Steps | None:
+        """Steps as they were returned, those of the text with their ends among the tokens."""
+        if all(end is not None for end, _ in scored):
+            return tuple((int(end or 0), score) for end, score in scored)
+        assert self._decode is not None, "steps of a text need the tokenizer"
+        ends = step_ends(text, token_ids, self.config.separators, self._decode)
+        if ends is None:
+            return None
+        return tuple((end, score) for end, (_, score) in zip(ends, scored, strict=True))
 
     def _fail(self, failure: str, prompt: Prompt) -> None:
         label = self.config.label
@@ -119,3 +146,10 @@ class Runner(abc.ABC):
             self._untold[reason] += 1
         if not is_known:
             logger.warning("reward function %s, prompt %s: %s", label, prompt.id, failure)
+
+
+def _step_parts(steps: Steps) -> dict[str, float]:
+    """How many steps a response has, and their mean score; nothing where it has none."""
+    if not steps:
+        return {}
+    return {"steps": float(len(steps)), "step_mean": sum(s for _, s in steps) / len(steps)}

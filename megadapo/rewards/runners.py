@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megadapo.errors import ConfigError, InfraError
+from megadapo.observe.token_pieces import Decode
 from megadapo.rewards.function_config import PYTHON_TESTS, RewardFunction
 from megadapo.rewards.functions import FunctionRunner
 from megadapo.rewards.python_tests import PythonTestsRunner
 from megadapo.rewards.runner import Runner
 
 
-def start_runner(config: RewardFunction) -> Runner:
+def start_runner(config: RewardFunction, decode: Decode | None = None) -> Runner:
     """Start the processes of a function that does not run in this one.
+
+    Args:
+        decode: the tokenizer's, by which steps of the text are found among the tokens.
 
     Raises:
         ConfigError: it cannot be imported or called, or not run on this machine.
     """
-    kind = PythonTestsRunner if config.function == PYTHON_TESTS else FunctionRunner
     try:
-        return kind(config)
+        if config.function == PYTHON_TESTS:
+            return PythonTestsRunner(config)
+        return FunctionRunner(config, decode)
     except InfraError as error:
         raise ConfigError(str(error)) from error
 

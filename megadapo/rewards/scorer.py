@@ -10,7 +10,9 @@ from types import TracebackType
 
 import numpy as np
 
+from megadapo.algorithm.groups import Steps
 from megadapo.data.prompts import Prompt
+from megadapo.observe.token_pieces import Decode
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.dapo_math import Score, score
 from megadapo.rewards.function_config import RewardFunction
@@ -27,7 +29,8 @@ class Scorer:
         InfraError: a process cannot be started.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, decode: Decode | None = None) -> None:
+        """`decode`: the tokenizer's, for functions that score steps of the text."""
         self._config = config
         self._is_rule_alone = config.is_rule_alone
         asks_rule = any(one.function == "rule" for one in config.functions)
@@ -38,7 +41,7 @@ class Scorer:
             self._runners: dict[str, Runner] = {}
             for one in config.functions:
                 if not one.is_in_process:
-                    self._runners[one.label] = runner = start_runner(one)
+                    self._runners[one.label] = runner = start_runner(one, decode)
                     stack.callback(runner.close)
             self._started = stack.pop_all()
 
@@ -99,7 +102,9 @@ class Scorer:
         if (rule := self._config.rule_of(function)) is not None:
             return [score(text, prompt.ground_truth, rule) for text in texts]
         scores = self._runners[function.label].score_group(prompt, texts, token_ids)
-        return [Score(one.score, one.correct, "", parts=one.parts) for one in scores]
+        return [
+            Score(one.score, one.correct, "", parts=one.parts, steps=one.steps) for one in scores
+        ]
 
 
 def _combined(functions: Sequence[RewardFunction], scores: Sequence[Score]) -> Score:
@@ -108,9 +113,37 @@ def _combined(functions: Sequence[RewardFunction], scores: Sequence[Score]) -> S
     for function, one in zip(functions, scores, strict=True):
         parts.append((function.label, one.reward))
         parts += ((f"{function.label}/{name}", value) for name, value in one.parts)
-    weighted = (f.weight * one.reward for f, one in zip(functions, scores, strict=True))
+    rewards = [f.weight * one.reward for f, one in zip(functions, scores, strict=True)]
     answer = next((one.answer for one in scores if one.answer), "")
-    return replace(scores[0], reward=math.fsum(weighted), answer=answer, parts=tuple(parts))
+    return replace(
+        scores[0],
+        reward=math.fsum(rewards),
+        answer=answer,
+        parts=tuple(parts),
+        steps=_combined_steps(functions, scores, rewards),
+    )
+
+
+def _combined_steps(
+    functions: Sequence[RewardFunction], scores: Sequence[Score], rewards: Sequence[float]
+) -> Steps:
+    """The weighted steps of all functions, in order; none where no function scores steps.
+
+    What the others say of the whole response is added to its last step.
+    """
+    steps = sorted(
+        (
+            (end, function.weight * value)
+            for function, one in zip(functions, scores, strict=True)
+            for end, value in one.steps
+        ),
+        key=lambda step: step[0],
+    )
+    if not steps:
+        return ()
+    of_whole = [reward for reward, one in zip(rewards, scores, strict=True) if not one.steps]
+    end, value = steps[-1]
+    return (*steps[:-1], (end, math.fsum([value, *of_whole])))
 
 
 def _without_symbols(config: RewardConfig) -> RewardConfig:

@@ -101,13 +101,16 @@ def encode_group(group: Group) -> dict[str, Any]:
         "correct": list(group.correct),
         "answers": list(group.answers),
         "symbolic_correct": list(group.symbolic_correct),
+        "reward_parts": [dict(parts) for parts in group.reward_parts],
+        "steps": [list(steps) for steps in group.steps],
     }
 
 
 def decode_group(entry: Mapping[str, Any]) -> Group:
     """Return the group that `encode_group` was given.
 
-    The verifier's answers may be missing, as a run can go on from a state without them.
+    The verifier's answers, parts and steps may be missing, as a run can go on from a state without
+    them.
     """
     size = len(entry["samples"])
     prompt_ids = tuple(_unpack(entry["prompt_ids"], "<i4").tolist())
@@ -119,6 +122,11 @@ def decode_group(entry: Mapping[str, Any]) -> Group:
         correct=tuple(entry["correct"]),
         answers=tuple(entry.get("answers", [""] * size)),
         symbolic_correct=tuple(entry.get("symbolic_correct", [None] * size)),
+        reward_parts=tuple(tuple(parts.items()) for parts in entry.get("reward_parts", ())),
+        steps=tuple(
+            tuple((int(end), float(score)) for end, score in steps)
+            for steps in entry.get("steps", ())
+        ),
     )
 
 

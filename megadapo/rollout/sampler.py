@@ -50,6 +50,7 @@ class Sampler:
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
         saved_groups: SavedGroups = 0,
+        has_signal: Callable[[Group], bool] | None = None,
         scoring: Callable[[], Executor] | None = None,
     ) -> None:
         """Start at the first prompt, with an empty reserve.
@@ -57,6 +58,7 @@ class Sampler:
         Args:
             seed: the run's; with a group's place in asking order it decides every response.
             saved_groups: how many groups each batch names for being saved.
+            has_signal: which groups train; by default those within the bounds of accuracy.
             scoring: makes what a step's groups are scored in; by default a thread.
         """
         self._engines = engines
@@ -67,6 +69,7 @@ class Sampler:
         self._seed = seed
         self._saved_groups = saved_groups
         self._scoring = scoring
+        self._has_signal = has_signal or self._is_mixed
         self._difficulty = Difficulty(rest_after=config.rest_after, rest_epochs=config.rest_epochs)
         self._drawing = Drawing(prompts, self._difficulty)
         self._reserve = Reserve(config.reserve_size)
@@ -211,7 +214,10 @@ class Sampler:
         )
 
     def _keeps(self, group: Group) -> bool:
-        return self._config.selection == "all" or has_signal(
+        return self._config.selection == "all" or self._has_signal(group)
+
+    def _is_mixed(self, group: Group) -> bool:
+        return has_signal(
             group.correct,
             min_accuracy=self._config.min_accuracy,
             max_accuracy=self._config.max_accuracy,

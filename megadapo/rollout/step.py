@@ -64,6 +64,7 @@ def group_of(answer: Answer) -> Group:
     """Put a question, its responses and their scores together."""
     question, scores = answer.question, answer.scores
     parts = tuple(score.parts for score in scores)
+    steps = tuple(score.steps for score in scores)
     return Group(
         order=question.key,
         prompt=question.prompt,
@@ -73,6 +74,7 @@ def group_of(answer: Answer) -> Group:
         answers=tuple(score.answer for score in scores),
         symbolic_correct=tuple(score.symbolic_correct for score in scores),
         reward_parts=parts if any(parts) else (),
+        steps=steps if any(steps) else (),
     )
 
 

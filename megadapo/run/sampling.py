@@ -11,12 +11,14 @@ from typing import Protocol
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megadapo.algorithm.selection import has_step_signal
 from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig
 from megadapo.data.batch import Group
 from megadapo.data.overlap import warn_of_overlap
 from megadapo.data.prompts import Prompt, PromptStream, load_prompts
 from megadapo.errors import DataError
+from megadapo.observe.token_pieces import decoder_of
 from megadapo.rewards.scorer import Scorer
 from megadapo.rewards.verifier import Verifier
 from megadapo.rollout.engines import Engines
@@ -63,7 +65,7 @@ class Questions:
                 held_out = _load_prompts(config, config.data.held_out, tokenizer)
                 warn_of_overlap(prompts, held_out)
         with phases.phase("start verifier"):
-            scorer = stack.enter_context(Scorer(config.reward))
+            scorer = stack.enter_context(Scorer(config.reward, decoder_of(tokenizer)))
         return cls(tokenizer=tokenizer, prompts=prompts, held_out=held_out, scorer=scorer)
 
     def ask_second_opinion(self, sampled: SampledBatch) -> None:
@@ -102,6 +104,7 @@ class Questions:
             tokenizer=self.tokenizer,
             seed=config.run.seed,
             saved_groups=config.observe.saved_groups,
+            has_signal=has_step_signal if config.algorithm.compares_steps else None,
             scoring=lambda: ThreadPoolExecutor(self.scorer.num_threads, "scoring"),
         )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megadapo.algorithm.advantages import Advantages
 from megadapo.algorithm.shaping import overlong_penalties
 from megadapo.config import RunConfig
 from megadapo.data.batch import Group
@@ -29,10 +30,11 @@ SecondOpinions = Callable[[Group], Sequence[bool | None]]
 
 @dataclass(frozen=True)
 class _TrainedResponse:
-    """What only training gives of one response; None where it was not trained on, and the
-    advantage also where each token has its own."""
+    """What only training gives of one response; None where it was not trained on."""
 
     advantage: float | None = None
+    advantages: np.ndarray | None = None
+    """Where each token has its own."""
     logprobs_old: np.ndarray | None = None
     logprobs_update: np.ndarray | None = None
 
@@ -41,7 +43,7 @@ class _TrainedBatch:
     """What training gave the saved responses of a batch, in the batch's order."""
 
     def __init__(
-        self, sampled: SampledBatch, advantages: np.ndarray | None, update: UpdateResult | None
+        self, sampled: SampledBatch, advantages: Advantages | None, update: UpdateResult | None
     ) -> None:
         self._sequences = _sequences_by_order(sampled)
         own = None if update is None else update.advantages
@@ -61,13 +63,17 @@ class _TrainedBatch:
         return [self._response(i) for i in self._sequences[sampled.group.order]]
 
     def _response(self, sequence: int) -> _TrainedResponse:
-        advantage = None if self._advantages is None else float(self._advantages[sequence])
+        advantage, advantages = None, None
+        if self._advantages is not None:
+            own = np.asarray(self._advantages[sequence])
+            advantage, advantages = float(own.mean()), own if own.ndim else None
         if self._update is None:
-            return _TrainedResponse(advantage=advantage)
+            return _TrainedResponse(advantage=advantage, advantages=advantages)
         recorded, place = self._update.recorded, self._slices[sequence]
         assert recorded is not None, "the update was not asked for the saved sequences"
         return _TrainedResponse(
             advantage=advantage,
+            advantages=advantages,
             logprobs_old=recorded.old[place],
             logprobs_update=recorded.update[place],
         )
@@ -83,7 +89,7 @@ def saved_sequences(sampled: SampledBatch) -> list[int]:
 def saved_groups(
     step: int,
     sampled: SampledBatch,
-    advantages: np.ndarray,
+    advantages: Advantages,
     update: UpdateResult | None,
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -92,8 +98,8 @@ def saved_groups(
     """Yield what is saved of a step, in the order the groups were asked for.
 
     Args:
-        advantages: [S] of each response of the batch; those that the trainer made come before, and
-            none are saved where each token has its own.
+        advantages: of each response of the batch, or of its tokens; those that the trainer made
+            come before, and with gae none are saved.
         update: of the batch, with the log-probs of its `saved_sequences`; None where it was not
             trained on.
         second_opinions: is asked when a group's turn comes, and so as late as can be.
@@ -143,8 +149,11 @@ def _responses(
             rule_correct=_rule_correct(group, i, config),
             symbolic_correct=symbolic[i],
             advantage=trained[i].advantage,
+            advantages=trained[i].advantages,
             logprobs_old=trained[i].logprobs_old,
             logprobs_update=trained[i].logprobs_update,
+            reward_parts=dict(group.reward_parts[i]) if group.reward_parts else {},
+            steps=group.steps[i] if group.steps else (),
         )
         for i, sample in enumerate(group.samples)
     )

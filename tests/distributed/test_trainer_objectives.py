@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megadapo.algorithm.advantages import process_advantages
 from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
@@ -106,6 +107,40 @@ def test_the_split_changes_neither_loss_nor_gradient(
     found = measure(ranks, models, **LAYOUTS[layout])
     for name, gradients in found.items():
         assert_same(gradients, reference[name])
+
+
+def process_batch() -> PackedBatch:
+    """Responses of four to a group, with none to five steps of their own lengths."""
+    batch = random_batch(RAGGED)
+    rng = np.random.default_rng(5)
+    starts = batch.cu_seqlens[:-1] + batch.prompt_lengths
+    lengths = (batch.cu_seqlens[1:] - starts).tolist()
+    for first in range(0, len(lengths), 4):
+        own = lengths[first : first + 4]
+        ends = [rng.integers(1, n + 1, size=rng.integers(0, 6)).tolist() for n in own]
+        scored = [tuple((end, float(rng.integers(0, 2))) for end in sorted(of)) for of in ends]
+        for place, values in enumerate(process_advantages(scored, own), start=first):
+            batch.advantages[starts[place] : batch.cu_seqlens[place + 1]] = values
+    return batch
+
+
+def test_steps_of_a_response_are_where_they_are_under_every_split(
+    ranks: Ranks, models: Path
+) -> None:
+    """Tokens with advantages of their own, against the definition: one that is moved by a token, or
+    given to another sequence of the micro-batch, changes every gradient."""
+    batch = process_batch()
+    assert len(np.unique(batch.advantages)) > len(RAGGED)
+    cases = {"dapo": PolicyObjective(), "gspo": CASES["gspo"]}
+    for layout in ("dp2-small-budget", "pp2", "tp2-dp2-sp"):
+        settings = settings_for(str(models / "qwen2-tied"), **LAYOUTS[layout])
+        found = ranks.run(
+            settings.trainer.num_ranks, gradients_by_objective, settings, batch, cases
+        )[0]
+        for name, objective in cases.items():
+            loss, by_name = loss_and_gradients_of(models / "qwen2-tied", batch, objective, BAPO)
+            assert found[name].loss == pytest.approx(loss, rel=1e-5), (layout, name)
+            assert_close_by_block(found[name].by_name, by_name, 1e-5)
 
 
 def steps(ranks: Ranks, models: Path, **settings: Any) -> list[list[dict[str, Any]]]:

@@ -105,3 +105,32 @@ def takes_less(messages, response):
 
 
 NOT_A_FUNCTION = 3
+
+
+def steps(messages, response, tokens, ground_truth, extra_info):
+    """Returns what the response names as its steps."""
+    if response == "grow":
+        tokens.extend(range(10))
+    given = {
+        "string": "abc",
+        "none": [],
+        "too few": [1.0],
+        "nan": [0.0, float("nan")],
+        "mixed": [0.0, (0, 1, 1.0)],
+        "pair": [(0, 1)],
+        "float": [(0.0, 1, 1.0)],
+        "empty": [(1, 1, 1.0)],
+        "behind": [(0, 4, 1.0), (4, 99, 1.0)],
+        "before": [(-1, 2, 1.0)],
+        "overlap": [(0, 3, 1.0), (2, 4, 1.0)],
+        "order": [(3, 4, 1.0), (0, 2, 1.0)],
+        "nan span": [(0, 3, float("nan"))],
+        "huge": [(0, 1, 1e308), (1, 2, 1e308)],
+        "grow": [(0, 14, 1.0)],
+    }
+    return {"steps": given.get(response, [(0, 2, 1.0), (3, 4, 0.5)])}
+
+
+def each_step(messages, responses, tokens, ground_truths, extra_infos):
+    """The length of each line, in words."""
+    return [{"steps": [len(line.split()) for line in text.split("\n")]} for text in responses]

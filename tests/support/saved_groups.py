@@ -60,7 +60,14 @@ def awkward_group(order: int = 0) -> SavedGroup:
     broken = np.array([math.nan, -1e-30, -3.4e38, -0.1], dtype=np.float32)
     return saved_group(
         untrained("", finish_reason="length", symbolic_correct=None, answer="[INVALID]"),
-        saved_response("a\n\u2028\x00", logprobs_rollout=broken, logprobs_old=broken),
+        saved_response(
+            "a\n\u2028\x00",
+            logprobs_rollout=broken,
+            logprobs_old=broken,
+            advantages=broken,
+            reward_parts={"judge": 0.1, "judge/<b>": -1.0},
+            steps=((1, 0.1), (4, -1.0)),
+        ),
         untrained("\x1b[2J\ud800</script>", correct=False, reward=-1.0),
         order=order,
         fate="to_reserve",

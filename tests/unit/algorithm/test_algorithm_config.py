@@ -73,6 +73,8 @@ IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward"}
         ({"reference": {"decay": 0.5}}, "algorithm.reference.decay: read only with"),
         ({"objective": {**IN_REWARD, "kl_value": "corrected-k3"}}, 'set it to "k3"'),
         ({"objective": IN_REWARD, "advantage": "maxrl", "overlong_buffer": 0}, "of two values"),
+        ({"objective": IN_REWARD, "advantage": "grpo-process"}, "taken off whole responses"),
+        ({"advantage": "grpo-process", "gae_lambda": 0.9}, "algorithm.gae_lambda: read only"),
         (
             {"objective": IN_REWARD, "overlong_filtering": True, "overlong_buffer": 0},
             "algorithm.overlong_filtering = true truncated responses",

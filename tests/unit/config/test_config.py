@@ -240,6 +240,15 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
             ],
             ["algorithm.advantage", "reward.functions"],
         ),
+        (["algorithm.advantage=grpo-process"], ["algorithm.advantage", "reward.functions"]),
+        (
+            [
+                "algorithm.advantage=grpo-process",
+                'reward.functions=["arithmetic_steps"]',
+                "sampling.min_accuracy=0.1",
+            ],
+            ["algorithm.advantage", "sampling.min_accuracy"],
+        ),
         (["critic.warmup=1"], ["critic: ", 'algorithm.advantage = "gae"']),
         (
             ["algorithm.advantage=gae", "critic.warmup=3", "critic.optimizer.warmup_steps=0"],

@@ -137,6 +137,19 @@ def test_loss_weights_count_tokens_of_the_mini_batch_and_not_of_the_step():
     np.testing.assert_allclose(weights[13:16], 1 / 4, rtol=1e-6)
 
 
+def test_tokens_can_have_advantages_of_their_own():
+    """Of steps: each at its own token, none on a prompt, and no response's at another's."""
+    steps = (((1, 1.0), (4, 0.0)), ((2, 0.5),))
+    groups = [replace(GROUPS[0], steps=steps), GROUPS[1]]
+    config = AlgorithmConfig(
+        advantage="grpo-process", responses_per_mini_batch=2, overlong_buffer=0
+    )
+    a, b = 1.0, np.sqrt(0.5)
+    batch = packed_step(groups, config)
+    expected = [0, 0.0, -a, -a, -a, 0, 0.0, 0.0, 0, 0, -b, 0, 0, b, b, b]
+    np.testing.assert_allclose(batch.advantages, expected, atol=1e-7)
+
+
 def test_mini_batches_cover_every_sequence_once_in_order():
     """Of three groups, at most two an update; without groups, every response is its own."""
     three = [*GROUPS, group(2, [2, 2], [True, False])]

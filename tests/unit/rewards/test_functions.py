@@ -219,6 +219,10 @@ def test_a_function_that_cannot_be_called_is_found_before_anything_starts(
         ([{"function": "m:f", "timeout_s": 0.0}], "reward.functions.0.timeout_s = 0.0 must be"),
         ([{"weight": 1.0}], "reward.functions.0.function: required, but missing"),
         ([{"function": "rule", "options": {"a": 1}}], '"rule" takes none'),
+        ([{"function": "judge", "step_score": "sum"}], '.step_score: "judge" scores no steps'),
+        ([{"function": "m:f", "step_separators": [""]}], "an empty text separates nothing"),
+        ([{"function": "arithmetic_steps", "step_separators": ["."]}], "has its own"),
+        ([{"function": "m:f", "step_score": "max"}], "reward.functions.0.step_score"),
         ([{"function": "format", "options": {"pattern": "("}}], "no regular expression"),
     ],
 )

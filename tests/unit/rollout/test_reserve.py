@@ -33,6 +33,8 @@ def make_group(order: int) -> Group:
         correct=(True, False),
         answers=("5", "[INVALID]"),
         symbolic_correct=(None, False),
+        reward_parts=((("judge", 0.1), ("judge/failed", 0.0)), ()),
+        steps=((), ((3, 0.1), (7, -1.0))),
     )
 
 

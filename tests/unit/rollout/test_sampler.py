@@ -31,9 +31,17 @@ RARE = 58
 
 
 def make_sampler(
-    engines, *, bound=HALF, num_prompts=50, seed=0, saved_groups=None, judge=None, **config
+    engines,
+    *,
+    bound=HALF,
+    num_prompts=50,
+    seed=0,
+    saved_groups=None,
+    judge=None,
+    sampler=None,
+    **config,
 ) -> Sampler:
-    named = {} if saved_groups is None else {"saved_groups": saved_groups}
+    named = dict(sampler or {}) | ({} if saved_groups is None else {"saved_groups": saved_groups})
     if config.get("max_staleness"):
         # which groups come back in time depends on the speed of scoring as well
         named["scoring"] = AtOnce
@@ -95,6 +103,15 @@ def test_the_batch_is_the_first_groups_with_a_signal():
     batches = take(make_sampler(ScriptedEngines("short first")), 2)
     orders = [group.order for batch in batches for group in batch.groups]
     assert orders == with_signal[:16]
+
+
+def test_what_has_a_signal_can_be_said_from_outside():
+    """As where steps are compared: groups that are all right or all wrong are in the batch too,
+    and nothing is kept of the others."""
+    every_third = {"has_signal": lambda group: group.order % 3 == 0}
+    (batch,) = take(make_sampler(ScriptedEngines(), bound=0, sampler=every_third), 1)
+    assert [group.order for group in batch.groups] == [3 * place for place in range(8)]
+    assert batch.num_all_correct == batch.num_sampled == 22
 
 
 def test_groups_are_taken_in_asking_order_and_none_twice():

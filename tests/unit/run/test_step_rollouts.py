@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megadapo.algorithm.advantages import advantages, group_advantages
 from megadapo.algorithm.shaping import overlong_penalty
-from megadapo.config import RunConfig, from_dict
+from megadapo.config import RunConfig, from_dict, to_dict
 from megadapo.data.batch import Group
 from megadapo.data.prompts import PromptStream
 from megadapo.observe.rollouts import read_rollouts, rollouts_path, write_rollouts
@@ -124,6 +124,43 @@ def test_each_response_is_saved_with_what_is_its_own(
             else:
                 assert response.advantage is None
                 assert response.logprobs_old is None and response.logprobs_update is None
+
+
+def test_tokens_with_advantages_of_their_own_are_saved_with_them(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """And with the steps that they come from: a replay makes the same ones of them."""
+    sampled = sample("all", num_steps=1)
+    groups = tuple(
+        replace(group, steps=(((1, group.order), (n, 0.5)), (), ((n, 0.25),)))
+        for group in sampled.groups
+        for n in [min(group.lengths)]
+    )
+    by_order = {group.order: group for group in groups}
+    saved = tuple(replace(s, group=by_order.get(s.group.order, s.group)) for s in sampled.saved)
+    sampled = replace(sampled, groups=groups, saved=saved)
+    config = from_dict(
+        {
+            **to_dict(CONFIG),
+            "algorithm": {"advantage": "grpo-process", "overlong_buffer": 4},
+            "reward": {"functions": ["arithmetic_steps"]},
+        }
+    )
+    values = advantages(groups, config.algorithm, max_response_tokens=MAX_TOKENS)
+    path = rollouts_path(tmp_path, 9)
+    entries = saved_groups(9, sampled, values, trained(sampled), config, tokenizer, later_verdicts)
+    write_rollouts(path, entries)
+    found = [group for group in read_rollouts(path) if group.fate == "trained"]
+    responses = [response for group in found for response in group.responses]
+    expected = {group.order: values[3 * i : 3 * i + 3] for i, group in enumerate(groups)}
+    whole = [tokens for group in found for tokens in expected[group.order]]
+    for response, tokens in zip(responses, whole, strict=True):
+        assert np.array_equal(response.advantages, tokens.astype(np.float32))
+        assert response.advantage == tokens.mean()
+    again = advantages(
+        [group.group for group in found], config.algorithm, max_response_tokens=MAX_TOKENS
+    )
+    assert all(np.array_equal(one, two) for one, two in zip(again, whole, strict=True))
 
 
 def test_nothing_is_asked_of_the_trainer_where_nothing_is_saved(

@@ -1,0 +1,113 @@
+"""Process supervision: what scores of steps make of single tokens' advantages.
+
+Would catch: groups or responses normalised apart, a step that pays for tokens behind it, a step
+lost or given to a neighbour, and a group that is thrown away although its steps differ.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megadapo.algorithm import reference
+from megadapo.algorithm.advantages import advantages, group_advantages, process_advantages
+from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.selection import has_step_signal
+
+CONFIG = AlgorithmConfig(advantage="grpo-process", overlong_buffer=0)
+
+
+def group(steps, lengths, rewards=None) -> SimpleNamespace:
+    rewards = [0.0] * len(lengths) if rewards is None else rewards
+    return SimpleNamespace(
+        steps=steps,
+        lengths=lengths,
+        num_sampled=lengths,
+        rewards=rewards,
+        truncated=[False] * len(lengths),
+    )
+
+
+def test_the_worked_example() -> None:
+    """Steps scored (0.2, 0.8) and 0.4, of arXiv 2402.03300's formula with a standard deviation over
+    n, where ours is over n - 1 as everywhere: all numbers differ by sqrt(2 / 3)."""
+    first, second = process_advantages([((2, 0.2), (5, 0.8)), ((3, 0.4),)], [5, 3])
+    to_ours = np.sqrt(2 / 3)
+    np.testing.assert_allclose(
+        first, to_ours * np.array([0.267261, 0.267261, 1.336306, 1.336306, 1.336306]), atol=1e-6
+    )
+    np.testing.assert_allclose(second, to_ours * np.full(3, -0.267261), atol=1e-6)
+
+
+def test_ragged_steps_are_those_of_the_definition() -> None:
+    """Steps that end at the same token, tokens behind the last step, responses without a step or
+    without a token."""
+    rng = np.random.default_rng(0)
+    lengths = [1, 40, 7, 13, 2, 0]
+    num_steps = [1, 9, 3, 0, 2, 0]
+    steps = [
+        tuple(sorted((int(rng.integers(1, n + 1)), float(rng.normal())) for _ in range(k)))
+        for n, k in zip(lengths, num_steps, strict=True)
+    ]
+    found = process_advantages(steps, lengths)
+    for own, expected in zip(found, reference.process_advantages(steps, lengths), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-12, atol=1e-14)
+    assert [len(own) for own in found] == lengths
+    assert not found[3].any()
+
+
+@pytest.mark.parametrize("normalize_by_std", [True, False])
+def test_one_step_a_response_is_grpo(normalize_by_std: bool) -> None:
+    """With the overlong punishment, and whether the step is given or the response has none."""
+    lengths, rewards = [10, 20, 15, 18], [1.0, -1.0, -1.0, 1.0]
+    config = CONFIG.model_copy(update={"overlong_buffer": 10, "normalize_by_std": normalize_by_std})
+    grpo = config.model_copy(update={"advantage": "grpo"})
+    given = tuple(((n, r),) for n, r in zip(lengths, rewards, strict=True))
+    expected = advantages([group((), lengths, rewards)], grpo, max_response_tokens=20)
+    for steps in ((), given, (given[0], (), given[2], ())):
+        groups = [group(steps, lengths, rewards)]
+        found = advantages(groups, config, max_response_tokens=20)
+        for own, value, length in zip(found, expected, lengths, strict=True):
+            np.testing.assert_allclose(own, np.full(length, value), rtol=1e-14)
+
+
+def test_groups_are_normalised_each_for_itself_and_the_punishment_is_the_last_steps() -> None:
+    config = CONFIG.model_copy(update={"overlong_buffer": 4})
+    groups = [
+        group((((2, 1.0), (4, 0.0)), ((1, 1.0),)), [4, 1]),
+        group((((3, 5.0),), ((6, 1.0), (7, 3.0))), [3, 7]),
+    ]
+    found = advantages(groups, config, max_response_tokens=8)
+    shaped = [[1.0, 0.0, 1.0], [5.0, 1.0, 3.0 - 0.75]]
+    (a, b, c), (d, e, f) = (group_advantages(scores) for scores in shaped)
+    expected = [[a + b] * 2 + [b] * 2, [c], [d] * 3, [e + f] * 6 + [f]]
+    assert len(found) == 4
+    for own, values in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, values, rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ((((2, 1.0), (4, 0.0)), ((3, 1.0),)), True),
+        ((((2, 1.0), (4, 1.0)), ((3, 1.0),)), False),
+        # two steps that end together and cancel each other: no token has an advantage
+        ((((4, 2.0), (4, 0.0)), ((3, 1.0),)), False),
+        ((), False),
+    ],
+)
+def test_a_group_has_a_signal_where_a_token_has_an_advantage(steps, expected: bool) -> None:
+    """Whatever its rewards say, which are all the same here."""
+    assert has_step_signal(group(steps, [4, 3])) is expected
+
+
+def test_without_steps_the_rewards_decide() -> None:
+    assert has_step_signal(group((), [4, 3], rewards=[1.0, 0.0]))
+
+
+def test_equal_steps_give_exact_zeros() -> None:
+    """Of numbers whose mean is not exact: rounding is not to be divided by itself."""
+    found = process_advantages([((1, 0.1), (2, 0.1)), ((3, 0.1),)], [2, 3])
+    assert all((own == 0.0).all() for own in found)
