@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from megadapo.data.batch import NO_VERSION, PackedBatch
+from megadapo.data.batch import PackedBatch
 from megadapo.data.order import EpochOrder
+from megadapo.data.policy_versions import NO_VERSION
 from megadapo.data.sources import read_text_rows
 from megadapo.errors import DataError
 
