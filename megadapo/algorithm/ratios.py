@@ -41,7 +41,8 @@ def sequence_shifted(
 
     With s_i the geometric mean of a sequence's ratios it is log pi - log s_i, detached: the ratio
     exp(log pi - that) then has the value s_i and the derivative s_i in the token's log-prob, which
-    is GSPO-token (equation 14), and GSPO where a sequence has one advantage.
+    is GSPO-token (equation 14), and GSPO where a sequence has one advantage. A mean at the clamp's
+    edge is put beyond it: its ratio is a constant, whatever the subtraction rounds to.
 
     Args:
         logprobs: [N] of the present weights, the same bits that the loss will see.
@@ -50,4 +51,5 @@ def sequence_shifted(
         num_sequences: S.
     """
     means = sequence_means(logprobs - logprobs_old, sequences, num_sequences=num_sequences)
+    means = means.where(means.abs() < MAX_LOG_RATIO, 2.0 * means)
     return (logprobs - means.to(logprobs.dtype)[sequences]).detach()

@@ -32,6 +32,7 @@ from megadapo.kernels.policy_head_types import PolicyInputs
 UNCLIPPED = {"clip_low": 1.0 - 1e-10, "clip_high": 1e10}
 """A window that e^-20 and e^20 lie in: no clip cuts a gradient that the clamp must cut."""
 LOG_RATIOS = (
+    -200.0,
     -30.0,
     -20.5,
     -20.0,
@@ -47,7 +48,9 @@ LOG_RATIOS = (
     20.0,
     20.5,
     30.0,
+    200.0,
 )
+"""exp(200) is infinite in fp32 and exp(-200) is 0."""
 
 
 @triton.jit
@@ -178,7 +181,7 @@ GATED = {
 
 @pytest.mark.parametrize("gate", list(GATED))
 def test_gates(gate: str) -> None:
-    """Also where the ratio is 2e-9 or 5e8, where inf * 0 would be NaN in a gate like SAPO's."""
+    """Also where the ratio is 0 or infinite: inf * 0 would be NaN in a gate like SAPO's."""
     assert {"clip", *GATED} == set(GATES)
     check(make_inputs(LOG_RATIOS, (0.0,)), GATED[gate])
 
@@ -288,11 +291,13 @@ def test_a_ratio_at_the_second_bound_is_not_clipped_yet() -> None:
     assert terms(values, PolicyObjective(dual_clip=bound - 0.125)).flags[0] == DUAL_CLIPPED
 
 
+@pytest.mark.parametrize("gate", ["clip", *GATED])
 @pytest.mark.parametrize("name", ["logprobs_old", "importance_weights", "logprobs_ref"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_token_without_finite_inputs_is_dropped(name: str, value: float) -> None:
+def test_a_token_without_finite_inputs_is_dropped(name: str, value: float, gate: str) -> None:
     """It alone: one such token must not make the sum NaN, nor take its neighbours along."""
-    objective = PolicyObjective(kl_coef=0.1, entropy_coef=0.02, dual_clip=3.0)
+    objective = GATED.get(gate, PolicyObjective(dual_clip=3.0))
+    objective = objective.model_copy(update={"kl_coef": 0.1, "entropy_coef": 0.02})
     values = make_inputs((-0.5, 0.125, 3.0), (0.25,))
     whole = terms(values, objective)
     values[name][4] = value

@@ -22,6 +22,7 @@ CHOSEN = {
         " or non_finite_hidden or first_ratio and bf16 or gradient_of_any_objective"
         " or log_ratio_clamp or every_gate and (soft or weight)"
     ),
+    "test_policy_head_edges.py": "compiled and infinity and (sequence or weight or entropy)",
     "test_policy_head_terms.py": "",
     # rows are programs of their own, but in RMSNorm's backward pass, which shares out 300
     "test_elementwise.py": "not bf16_grads and (not 300 or rmsnorm and 300-63)",
