@@ -43,8 +43,9 @@ def write_reports(result: AblationResult, tables: Sequence[TextTable]) -> list[P
 
 
 def _title(result: AblationResult) -> str:
-    plan = result.plan
-    return f"Ablation {plan.rows_file.stem}: {len(plan.rows.row)} rows, {len(plan.seeds)} seeds"
+    plan, num_seeds = result.plan, len(result.plan.seeds)
+    seeds = f"{num_seeds} seed" + "s" * (num_seeds != 1)
+    return f"Ablation {plan.rows_file.stem}: {len(plan.rows.row)} rows, {seeds}"
 
 
 def _write(path: Path, text: str) -> None:

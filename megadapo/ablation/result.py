@@ -47,6 +47,8 @@ class Effect:
         interval = found.interval
         if interval is None:
             return "not shown: one seed has no standard error"
+        if interval == (0.0, 0.0):
+            return "not shown: no difference in any seed"
         if interval[0] <= 0.0 <= interval[1]:
             return "not shown: the 95 % interval includes 0"
         direction = "higher" if found.mean > 0 else "lower"
@@ -71,6 +73,21 @@ class AblationResult:
         return difference(runs[row], runs[other], one.name)
 
     @property
+    def unchanged(self) -> list[str]:
+        """Rows that have all numbers of the row they are compared with, but for the seconds."""
+        runs = {result.row.name: result.runs for result in self.rows}
+        return [
+            row
+            for row, other in self.plan.rows.comparisons
+            if any(seed in runs[other] for seed in runs[row])
+            and all(
+                _without_seconds(runs[row][seed]) == _without_seconds(runs[other][seed])
+                for seed in runs[row]
+                if seed in runs[other]
+            )
+        ]
+
+    @property
     def effects(self) -> list[Effect]:
         """What the rows are said to change, each with what was measured."""
         measures = {one.name: one for one in MEASURES}
@@ -85,6 +102,10 @@ class AblationResult:
             for row, other in self.plan.rows.comparisons
             for expectation in expected[row]
         ]
+
+
+def _without_seconds(measured: Measured) -> dict[str, float | None]:
+    return {name: value for name, value in measured.items() if name != "seconds"}
 
 
 def collect(plan: Plan, failures: Sequence[Failure] = ()) -> AblationResult:
@@ -131,6 +152,7 @@ def to_json(result: AblationResult) -> dict[str, Any]:
             }
             for row, other in plan.rows.comparisons
         ],
+        "unchanged": result.unchanged,
         "effects": [
             {
                 "row": effect.row,

@@ -48,6 +48,11 @@ def _differences(result: AblationResult) -> TextTable:
         f"Each row less {against}, seed by seed: mean {PLUS_MINUS} standard error, of shares in "
         "points. Several differences are looked at, so a few of them leave 0 by chance."
     )
+    if result.unchanged:
+        note += (
+            f" All numbers but the seconds are those of {against}: {', '.join(result.unchanged)}. "
+            "What these rows change had nothing to act on."
+        )
     rows = [
         [row, *(_cell(result.difference(row, other, one), one, sign=True) for one in MEASURES)]
         for row, other in result.plan.rows.comparisons

@@ -49,7 +49,9 @@ def plan_of(
     )
 
 
-def finish(run: PlannedRun, *, accuracy: float = 0.9, entropy: float = 0.5) -> None:
+def finish(
+    run: PlannedRun, *, accuracy: float = 0.9, entropy: float = 0.5, seconds: float = 2.0
+) -> None:
     """Make the folder of a run as one that took all of its steps leaves it."""
     num_steps = run.config.run.num_steps
     with MetricsLog(run.folder) as log:
@@ -70,7 +72,7 @@ def finish(run: PlannedRun, *, accuracy: float = 0.9, entropy: float = 0.5) -> N
                         "groups/all_wrong": 1,
                         "groups/from_reserve": 0,
                         "tokens/generated": 100,
-                        "time/step_s": 2.0,
+                        "time/step_s": seconds,
                     }
                 )
     (run.folder / "config.json").write_text(json.dumps(to_dict(run.config)))

@@ -70,6 +70,21 @@ def test_steps_to_an_accuracy_say_how_many_runs_got_there(tmp_path: Path) -> Non
     assert [row[steps] for row in rows.rows] == ["6.0 (1/3)", "6.0 (1/3)"]
 
 
+def test_a_row_that_changes_nothing_is_named(tmp_path: Path) -> None:
+    """A difference of 0 +- 0 alone could be rounded; that the change never acted is said."""
+    plan = plan_of(tmp_path, num_seeds=2)
+    for number, run in enumerate(plan.runs):
+        finish(run, entropy=0.2 + 0.01 * run.seed, seconds=1.0 + number)
+    result = collect(plan)
+    tables = ablation_tables(result)
+    assert result.unchanged == ["+ clip | higher"]
+    assert "+ clip | higher. What these rows change had nothing to act on." in tables[1].note
+    assert tables[2].rows[0][4] == "not shown: no difference in any seed"
+    other = tmp_path / "other"
+    other.mkdir()
+    assert "nothing to act on" not in ablation_tables(collect(finished(other)))[1].note
+
+
 def test_failed_and_missing_runs_have_no_part_in_the_numbers(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
     finish(plan.runs[0])
