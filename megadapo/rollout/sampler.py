@@ -59,7 +59,7 @@ class Sampler:
             seed: the run's; with a group's place in asking order it decides every response.
             saved_groups: how many groups each batch names for being saved.
             has_signal: which groups train; by default those within the bounds of accuracy.
-            scoring: makes what a step's groups are scored in; by default a thread.
+            scoring: makes what a step's groups are scored in; by default the scorer's threads.
         """
         self._engines = engines
         self._scorer = scorer

@@ -1,4 +1,4 @@
-"""From questions to scored answers: groups are scored one by one while the others still run."""
+"""From questions to scored answers: groups are scored while others still run."""
 
 from __future__ import annotations
 
@@ -65,6 +65,11 @@ class SupportsGenerate(Protocol):
 class SupportsScore(Protocol):
     """What sampling needs of the rewards; rewards.scorer.Scorer is one."""
 
+    @property
+    def num_threads(self) -> int:
+        """Groups that are worth being scored at the same time."""
+        ...
+
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
     ) -> list[Score]:
@@ -116,12 +121,12 @@ class Inquiry:
     def __init__(
         self, engines: SupportsGenerate, scorer: SupportsScore, executor: Executor | None = None
     ) -> None:
-        """`executor`: where groups are scored; by default a thread, one after the other."""
+        """`executor`: where groups are scored; by default the scorer's number of threads."""
         self.reward_seconds = 0.0
         """Time spent scoring; most of it passes while responses are still generated."""
         self._engines = engines
         self._scorer = scorer
-        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="scoring")
+        self._executor = executor or ThreadPoolExecutor(scorer.num_threads, "scoring")
         self._lock = threading.Lock()
         self._open: dict[int, Question] = {}
         self._scoring: list[Future[Answer]] = []

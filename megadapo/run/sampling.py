@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +104,6 @@ class Questions:
             seed=config.run.seed,
             saved_groups=config.observe.saved_groups,
             has_signal=has_step_signal if config.algorithm.compares_steps else None,
-            scoring=lambda: ThreadPoolExecutor(self.scorer.num_threads, "scoring"),
         )
 
 

@@ -142,6 +142,8 @@ class TaskTokenizer:
 class TaskVerifier:
     """Reads off a virtual response whether it is right."""
 
+    num_threads = 1
+
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
     ) -> list[Score]:

@@ -180,6 +180,8 @@ def test_a_prompt_that_does_not_fit_is_an_error_and_not_the_engines_end(engines)
 class RightIfOddLength:
     """Calls a response right where its length is an odd number (the limit is even)."""
 
+    num_threads = 1
+
     def score_group(self, prompt, texts, token_ids):
         right = [len(text) % 2 == 1 for text in texts]
         return [Score(1.0 if ok else -1.0, ok, "", None) for ok in right]

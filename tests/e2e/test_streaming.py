@@ -35,6 +35,8 @@ PROMPTS = [Prompt(f"p{i}", (("user", f"{i * 37 % 100}+{i}=?"),), "", "test") for
 class RightIfOddLength:
     """Calls a response right where its length is an odd number (the limit is even)."""
 
+    num_threads = 1
+
     def score_group(self, prompt: Prompt, texts: list[str], token_ids: object) -> list[Score]:
         right = [len(text) % 2 == 1 for text in texts]
         return [Score(1.0 if ok else -1.0, ok, "", None) for ok in right]

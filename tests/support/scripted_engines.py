@@ -157,6 +157,8 @@ class AtOnce(Executor):
 class RightAtLeast:
     """Calls a response right where its digits sum to `bound` or more."""
 
+    num_threads = 1
+
     def __init__(self, bound: int) -> None:
         self._bound = bound
 

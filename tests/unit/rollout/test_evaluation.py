@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError
+from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.answer_log import AnswerLog, ProblemResult
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.evaluation import Evaluation, EvaluationUnderWay, HeldOut
@@ -71,6 +74,41 @@ def test_neither_the_order_nor_the_other_problems_matter():
     assert run(prompts[::-1], ScriptedEngines("short first")) == whole
     halves = [run(prompts[:6]), run(prompts[6:])]
     assert np.mean([half.accuracy for half in halves]) == pytest.approx(whole.accuracy)
+
+
+class ThreeAtATime(RightAtLeast):
+    """Scores no group before two others are with it, as a judge that is waited for."""
+
+    num_threads = 3
+
+    def __init__(self, bound: int) -> None:
+        super().__init__(bound)
+        self._together = threading.Barrier(3)
+        self._lock = threading.Lock()
+        self._num_in_flight = self.most_in_flight = 0
+
+    def score_group(
+        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
+    ) -> list[Score]:
+        with self._lock:
+            self._num_in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
+        self._together.wait(timeout=10)
+        scores = super().score_group(prompt, texts, token_ids)
+        with self._lock:
+            self._num_in_flight -= 1
+        return scores
+
+
+def test_a_slow_scorer_has_as_many_groups_as_it_asks_for_at_the_same_time():
+    """One after the other, the first would wait for ever; more at a time than it has processes
+    for would only queue up in front of it."""
+    scorer = ThreeAtATime(BOUND)
+    engines = ScriptedEngines("at random", at_once=4)
+    with EvaluationUnderWay(engines, scorer, held_out(make_prompts(12))) as under_way:
+        found = under_way.finish()
+    assert scorer.most_in_flight == 3
+    assert found == run(make_prompts(12))
 
 
 def test_max_problems_takes_the_first_ones():

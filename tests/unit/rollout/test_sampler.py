@@ -411,6 +411,8 @@ def test_a_failing_verifier_ends_the_step():
     """An exception in the scoring thread must not be lost."""
 
     class Broken:
+        num_threads = 1
+
         def score_group(self, prompt, texts, token_ids):
             raise ValueError("no score")
 
