@@ -105,12 +105,12 @@ def training_steps(config: RunConfig, run: Run, workers: Workers) -> Iterator[Me
             check_oracles(run.records, config.oracles)
             run.complete(step, workers.state_dict())
             if run.saves:
-                run.save(workers.trainer.save)
+                run.save(workers.save)
             yield record
         run.note(*workers.rollouts.closing_notes())
     except RunInterrupted:
         # the trainer is as the last completed step left it: only rollouts are interruptible
-        run.save(workers.trainer.save)
+        run.save(workers.save)
         raise
     finally:
         run.note(*workers.rollouts.take_notes())

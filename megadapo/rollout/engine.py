@@ -67,7 +67,7 @@ class RolloutEngine:
         self._llm: AsyncLLM | None = None
         self._generation: Generation | None = None
         _redirect_output(spec.log_file)
-        os.environ.update(spec.platform.environment(spec.config))
+        os.environ.update(spec.platform.environment(spec.config, spec.dtype))
         self._reaper = start_reaper(self._mark)
 
     def pid(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megadapo.cluster.cpu_process import cpu_environment
+from megadapo.cluster.gpu_process import full_precision
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.cpu_stages import EXTENSION
 
@@ -37,7 +38,7 @@ class EnginePlatform:
         """Whether later stages get their buffers from us, since vLLM allocates none on the CPU."""
         return not self.uses_cuda and config.pipeline_parallel > 1
 
-    def environment(self, config: RolloutConfig) -> dict[str, str]:
+    def environment(self, config: RolloutConfig, dtype: str) -> dict[str, str]:
         """Environment variables of the engine's processes."""
         variables = {
             "VLLM_NO_USAGE_STATS": "1",
@@ -48,7 +49,7 @@ class EnginePlatform:
         if self.uses_cuda:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in self.gpus)
             variables["VLLM_BATCH_INVARIANT"] = str(int(config.batch_invariant))
-            return variables
+            return variables | full_precision(dtype)
         # vLLM would pin every engine's threads to the same first cores, and asks for a NUMA node
         # per rank; unpinned threads let engines, ranks and trainer share the cores
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -38,6 +38,8 @@ class Workers:
     rollouts: Rollouts
     tokenizer: PreTrainedTokenizerBase
     kl_controller: KlController
+    engines_sleep: bool
+    """Whether engines leave the memory of GPUs to the trainer while it works."""
 
     def update(self, batch: PackedBatch, step: int, *, record: Sequence[int] = ()) -> UpdateResult:
         """Train on one step's batch; engines on the trainer's GPUs sleep until the next publish.
@@ -67,6 +69,16 @@ class Workers:
         """
         self.rollouts.load_state_dict(state)
         self.kl_controller.load_state_dict(state.get(KL_CONTROL_STATE, {}))
+
+    def save(self, folder: Path) -> None:
+        """Write the trainer's part of a checkpoint, which needs memory that engines also use."""
+        if not self.engines_sleep:
+            self.trainer.save(folder)
+            return
+        self.rollouts.sleep()
+        self.trainer.save(folder)
+        # engines that slept have lost their weights
+        self.rollouts.publish(policy_version=self.rollouts.policy_version)
 
 
 @contextmanager
@@ -167,6 +179,7 @@ def _workers(
         rollouts=rollouts,
         tokenizer=tokenizer,
         kl_controller=KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef),
+        engines_sleep=config.cluster.engines_sleep,
     )
 
 

@@ -118,12 +118,8 @@ def _build_chunk(
 
 
 def uses_transformer_engine() -> bool:
-    """Whether layers come from Transformer Engine: where it is installed and CUDA is there."""
-    if not torch.cuda.is_available():
-        return False
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    return bool(gpt_layer_specs.HAVE_TE)
+    """Whether layers come from Transformer Engine, as they do on every GPU."""
+    return torch.cuda.is_available()
 
 
 def inverse_frequencies(model: ModelDescription) -> Tensor:

@@ -48,7 +48,19 @@ def join_groups(
         # the reshardable optimizer checkpoint gathers over Gloo
         create_gloo_process_groups=True,
     )
+    _meet_in_groups_of_messages("cuda" if cuda else "cpu")
     seed_everything(seed)
+
+
+def _meet_in_groups_of_messages(device: str) -> None:
+    """Let all ranks enter the first operation of each group that carries messages between pairs.
+
+    torch asks for it: NCCL's communicator of a group is made in the group's first operation, and
+    messages between some of its ranks would wait there for the others. A relay of weights between
+    nodes (weights/sync/sender.py) is such a first operation of the world.
+    """
+    for group in (torch.distributed.group.WORLD, mpu.get_pipeline_model_parallel_group()):
+        torch.distributed.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _store(

@@ -12,6 +12,7 @@ import numpy as np
 
 from megadapo.cluster.calls import gather
 from megadapo.cluster.cpu_process import cpu_environment
+from megadapo.cluster.gpu_process import full_precision
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import MegadapoError
 from megadapo.trainer.config import TrainerConfig
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from megadapo.cluster.cluster import Cluster
+
+CUDA_VARIABLES = {
+    # keeps sequence-parallel communication in front of the matrix product it overlaps with
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # both of a rank's passes over the same tokens must give the same bits: sums inside the
+    # switch, and products whose workspace depends on the stream, do not
+    "NCCL_NVLS_ENABLE": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
 
 LEAVE_TIMEOUT_S = 10.0
 """How long a rank may take to leave in good order before it is killed."""
@@ -56,7 +66,9 @@ class Trainer:
         """Start one rank for each entry of Ray actor `options` and wait until all are ready."""
         import ray
 
-        environment = rank_environment(settings.trainer, uses_cuda=uses_cuda)
+        environment = rank_environment(
+            settings.trainer, uses_cuda=uses_cuda, dtype=settings.model.dtype
+        )
         actor: Any = ray.remote(TrainerWorker)  # with options, Ray loses its type
         ranks: list[ActorHandle[Any]] = [
             actor.options(**entry, runtime_env={"env_vars": environment}).remote(rank)
@@ -66,7 +78,7 @@ class Trainer:
         limit = ("start", settings.trainer.start_timeout_s, "trainer.start_timeout_s")
         (meeting,) = trainer._gather([ranks[0].find_rendezvous.remote(len(ranks))], *limit)
         calls = [
-            handle.start.remote(settings, replace(meeting, rank=rank))
+            handle.start.remote(settings, replace(meeting, rank=rank), uses_cuda)
             for rank, handle in enumerate(ranks)
         ]
         trainer._gather(calls, *limit)
@@ -185,14 +197,13 @@ class Trainer:
             raise
 
 
-def rank_environment(trainer: TrainerConfig, *, uses_cuda: bool) -> dict[str, str]:
+def rank_environment(trainer: TrainerConfig, *, uses_cuda: bool, dtype: str) -> dict[str, str]:
     """Environment of a rank's process, fixed before it loads torch."""
     cores = len(os.sched_getaffinity(0))
     environment = cpu_environment(trainer.num_threads or max(1, cores // trainer.num_ranks))
-    if uses_cuda:
-        # keeps sequence-parallel communication in front of the matrix product it overlaps with
-        return environment | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return environment | {"CUDA_VISIBLE_DEVICES": ""}
+    if not uses_cuda:
+        return environment | {"CUDA_VISIBLE_DEVICES": ""}
+    return environment | full_precision(dtype) | CUDA_VARIABLES
 
 
 def _shared(batch: PackedBatch) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import importlib
 import logging
 import os
 import socket
@@ -66,12 +68,14 @@ class TrainerWorker:
         return Rendezvous(address=address, port=port, rank=self.rank, world_size=world_size)
 
     @_named_failures
-    def start(self, settings: TrainerSettings, rendezvous: Rendezvous) -> None:
+    def start(self, settings: TrainerSettings, rendezvous: Rendezvous, uses_cuda: bool) -> None:
         """Build this rank's part of the trainer; all ranks must be starting."""
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        if not torch.cuda.is_available():
+        if uses_cuda:
+            require_cuda()
+        else:
             from megadapo.trainer.cpu_platform import install_cpu_platform
 
             install_cpu_platform()
@@ -100,6 +104,7 @@ class TrainerWorker:
             kl_reward_coef=kl_reward_coef,
             recorder=recorder,
         )
+        release_cached_memory()
         wanted = record and rank.has_results
         return RankUpdate(
             result=result,
@@ -114,10 +119,12 @@ class TrainerWorker:
     @_named_failures
     def save(self, folder: Path) -> None:
         self._started().save(folder)
+        release_cached_memory()
 
     @_named_failures
     def load(self, folder: Path) -> None:
         self._started().load(folder)
+        release_cached_memory()
 
     @_named_failures
     def export(self, folder: Path) -> None:
@@ -147,3 +154,35 @@ class TrainerWorker:
     def _started(self) -> TrainerRank:
         assert self._trainer is not None, "start() comes first"
         return self._trainer
+
+
+def require_cuda() -> None:
+    """Make sure that this process can work on a GPU as the run expects it to.
+
+    Raises:
+        InfraError: torch finds no GPU, or Transformer Engine cannot be imported. The CPU's
+            platform and layers must not take their place unnoticed.
+    """
+    import torch
+
+    remedy = 'repair it (megadapo doctor), or run on the CPU with cluster.device = "cpu"'
+    if not torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise InfraError(
+            f"torch {torch.__version__} finds no GPU (CUDA_VISIBLE_DEVICES: {visible}), as with a "
+            f"driver older than CUDA {torch.version.cuda}: {remedy}"
+        )
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
+        raise InfraError(f"transformer-engine cannot be imported ({error}): {remedy}") from error
+
+
+def release_cached_memory() -> None:
+    """Give the memory that a finished call used back to the GPU, which engines share."""
+    import torch
+
+    if torch.cuda.is_available():
+        # tensors in reference cycles would stay where they are
+        gc.collect()
+    torch.cuda.empty_cache()

@@ -107,7 +107,8 @@ def test_threads_are_shared_out_unless_given() -> None:
     """More threads than cores make ranks wait for each other."""
     cores = len(os.sched_getaffinity(0))
     trainer = settings_for("x", tensor=2).trainer
-    shared = rank_environment(trainer, uses_cuda=False)
+    shared = rank_environment(trainer, uses_cuda=False, dtype="float32")
     assert shared["OMP_NUM_THREADS"] == str(max(1, cores // 2))
-    given = rank_environment(trainer.model_copy(update={"num_threads": 3}), uses_cuda=False)
+    three = trainer.model_copy(update={"num_threads": 3})
+    given = rank_environment(three, uses_cuda=False, dtype="float32")
     assert given["OMP_NUM_THREADS"] == "3"

@@ -208,8 +208,8 @@ def send_and_compare(rank: int, folder: Path) -> None:
         bucket_bytes=BUCKET, dtype=torch.float32,
     )  # fmt: skip
     inbox = open_inbox(
-        "nccl", offers, num_bytes=receiver.largest_wave, device=torch.device("cpu"), rank=rank,
-        num_ranks=4,
+        "nccl", offers, feeders=receiver.feeders, num_bytes=receiver.largest_wave,
+        device=torch.device("cpu"), rank=rank, num_ranks=4,
     )  # fmt: skip
     for _ in range(2):
         target = Kept()
@@ -309,8 +309,8 @@ def send_and_measure(rank: int, folder: Path) -> None:
         target = Live(receiver.shapes)
         dist.all_gather_object(offers, None)
         inbox = open_inbox(
-            "nccl", offers, num_bytes=receiver.largest_wave, device=torch.device("cpu"), rank=rank,
-            num_ranks=4,
+            "nccl", offers, feeders=receiver.feeders, num_bytes=receiver.largest_wave,
+            device=torch.device("cpu"), rank=rank, num_ranks=4,
         )  # fmt: skip
 
         def update() -> None:

@@ -69,6 +69,10 @@ class WeightReceiver:
         self._rounds = _own_rounds(plan, schedule, engine, engine_rank)
         self.largest_wave = largest_waves(plan, schedule).get((engine, engine_rank), 0)
         """Most bytes that this rank receives at once, where it cannot read them in place."""
+        self.feeders = {
+            placed.transfer.feeder for own in self._rounds.values() for _, placed in own
+        }
+        """Trainer ranks whose buckets this rank reads; it may not be able to open any other."""
         self.num_bytes = 0
 
     @property

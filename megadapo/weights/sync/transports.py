@@ -6,7 +6,7 @@ the offers once. After that a round needs no metadata at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Protocol
 
 import torch
@@ -76,6 +76,7 @@ def open_inbox(
     transport: str,
     offers: Sequence[Offer | None],
     *,
+    feeders: Set[int],
     num_bytes: int,
     device: torch.device,
     rank: int,
@@ -84,13 +85,17 @@ def open_inbox(
     """The trainer ranks' buckets, for an engine rank that is number `rank` of all `num_ranks`.
 
     Args:
+        offers: Of every trainer rank.
+        feeders: The trainer ranks that this one reads from. What the others offer can lie on
+            another node, or on a GPU that this process does not see.
         num_bytes: Largest wave of the engine rank: the memory to receive in, where the buckets
             cannot be read in place.
     """
+    read = [offer if number in feeders else None for number, offer in enumerate(offers)]
     if transport == "shared_memory":
-        return SharedMemoryInbox(offers)
+        return SharedMemoryInbox(read)
     if transport == "cuda_ipc":
-        return CudaIpcInbox(offers)
+        return CudaIpcInbox(read)
     if transport == "nccl":
         return PointToPointInbox(offers, num_bytes, device, rank=rank, num_ranks=num_ranks)
     raise InfraError(f"weights.transport: unknown transport {transport!r}.")

@@ -115,6 +115,7 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._inbox = open_inbox(
             init_info.transport,
             init_info.offers,
+            feeders=self._receiver.feeders,
             num_bytes=self._receiver.largest_wave,
             device=self.device,
             rank=plan.engine_rank_number(init_info.engine, rank),

@@ -9,19 +9,19 @@ CPU = EnginePlatform(gpus=(), shares_gpus=True)
 
 def test_cpu_threads_are_set_but_not_pinned():
     """Pinned by vLLM, two engines on one machine would share the first core."""
-    variables = CPU.environment(RolloutConfig(num_threads=3))
+    variables = CPU.environment(RolloutConfig(num_threads=3), "float32")
     assert variables["OMP_NUM_THREADS"] == "3"
     assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
 def test_attention_on_a_cpu_does_not_split_a_sequence_over_threads():
     """Measured: with splitting, log-probs at two threads depend on the rest of the batch."""
-    assert CPU.environment(RolloutConfig())["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
+    assert CPU.environment(RolloutConfig(), "float32")["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
 
 
 def test_a_cpu_engine_has_the_environment_of_all_that_computes_there() -> None:
     """Page faults would cost as much as the model does, and so would waiting threads."""
-    variables = CPU.environment(RolloutConfig(num_threads=3))
+    variables = CPU.environment(RolloutConfig(num_threads=3), "float32")
     assert variables.items() >= cpu_environment(3).items()
 
 
@@ -45,7 +45,9 @@ def test_stages_on_a_cpu_get_the_buffers_that_vllm_does_not_allocate_there():
 
 def test_an_engine_on_gpus_sees_its_own_only():
     platform = EnginePlatform(gpus=(2, 3), shares_gpus=False)
-    variables = platform.environment(RolloutConfig(tensor_parallel=2, batch_invariant=True))
+    variables = platform.environment(
+        RolloutConfig(tensor_parallel=2, batch_invariant=True), "bfloat16"
+    )
     assert variables["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert variables["VLLM_BATCH_INVARIANT"] == "1"
     assert "OMP_NUM_THREADS" not in variables

@@ -21,6 +21,7 @@ from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import HeldWeightSender, WeightSender
 from megadapo.weights.sync.shared_memory import MEMORY_FOLDER, SharedMemoryInbox, SharedMemoryOutbox
+from megadapo.weights.sync.transports import open_inbox
 from tests.support.tiny_models import FAMILY_NAMES, make_model
 
 BUCKET = 4096
@@ -263,6 +264,34 @@ def test_shared_memory_leaves_no_file_behind():
     assert inbox.fetch(2, [parcel])[0].tolist() == [0] * 8
     with pytest.raises(InfraError, match="is not there"):
         SharedMemoryInbox([outbox.offer()])
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc"])
+def test_a_receiver_opens_no_bucket_that_it_does_not_read(transport, model_folders):
+    """Catches an engine that opens memory of another node, or of a GPU that it does not see."""
+    layout = open_layout(model_folders["Qwen2"])
+    positions = replica_positions(layout, num_dp=3)
+    engine = EngineShape(nodes=("engine 0", "engine 1"))
+    plan = make_plan(
+        layout, positions, engine, itemsize=4, max_bundle_bytes=BUCKET,
+        source_nodes=["engine 0", "engine 1", ""],
+    )  # fmt: skip
+    shards = layout.engine_shards(engine.position(0))
+    receivers = [
+        WeightReceiver(
+            plan, shards, engine=number, engine_rank=0, bucket_bytes=BUCKET, dtype=torch.float32
+        )
+        for number in range(2)
+    ]
+    assert [receiver.feeders for receiver in receivers] == [{0}, {1}]
+    hidden = {"path": "/nowhere", "num_bytes": BUCKET, "gpu": "GPU-hidden"}
+    common = {"num_bytes": 0, "device": torch.device("cpu"), "rank": 3, "num_ranks": 5}
+    open_inbox(transport, [hidden, hidden, hidden], feeders=set(), **common)
+    if transport == "shared_memory":
+        outbox = SharedMemoryOutbox(BUCKET)
+        offers = [hidden, outbox.offer(), hidden]
+        open_inbox(transport, offers, feeders=receivers[1].feeders, **common).close()
+        outbox.close()
 
 
 def test_buckets_larger_than_the_shared_memory_are_refused():

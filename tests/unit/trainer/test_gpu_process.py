@@ -1,0 +1,48 @@
+"""What a trainer rank on a GPU is started with, and what it refuses to work without."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from megadapo.errors import InfraError
+from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.platform import EnginePlatform
+from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.trainer import rank_environment
+from megadapo.trainer.worker import require_cuda
+
+
+def test_a_rank_without_its_gpu_does_not_fall_back_to_the_cpu() -> None:
+    """Catches a broken driver that turns a run on GPUs into a very slow one."""
+    with pytest.raises(InfraError, match=r"finds no GPU .*cluster.device"):
+        require_cuda()
+
+
+def test_a_broken_transformer_engine_does_not_fall_back_to_local_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches other layers, in other precision and memory, than the recipe was made for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    with pytest.raises(InfraError, match="transformer-engine cannot be imported"):
+        require_cuda()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_float32_is_not_multiplied_as_tf32(dtype: str) -> None:
+    """Catches a quickstart on a GPU machine whose trainer and engine differ by 1e-3."""
+    expected = "0" if dtype == "float32" else None
+    rank = rank_environment(TrainerConfig(), uses_cuda=True, dtype=dtype)
+    engine = EnginePlatform(gpus=(0,), shares_gpus=True).environment(RolloutConfig(), dtype)
+    for variables in (rank, engine):
+        assert variables.get("NVIDIA_TF32_OVERRIDE") == expected
+
+
+def test_sums_over_gpus_have_the_same_bits_twice() -> None:
+    """Catches a first ratio that is not 1 because the network switch adds in another order."""
+    variables = rank_environment(TrainerConfig(), uses_cuda=True, dtype="bfloat16")
+    assert variables["NCCL_NVLS_ENABLE"] == "0"
+    assert variables["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
