@@ -9,7 +9,7 @@ from megadapo.algorithm.advantages import advantages, response_rewards
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
 from megadapo.data.batch import pack
-from megadapo.errors import RunInterrupted
+from megadapo.errors import OracleError, RunInterrupted
 from megadapo.observe.metrics import MetricRecord
 from megadapo.observe.oracles import check_oracles
 from megadapo.observe.summary import RunSummary
@@ -29,6 +29,7 @@ def train(config: RunConfig, *, replay: Path | None = None) -> RunSummary:
 
     Raises:
         RunInterrupted: it was asked to stop; every completed step is saved.
+        OracleError: a step broke an invariant; it is saved, as every step before it.
         MegadapoError: whatever else ended it early; the last checkpoint stands.
     """
     notes = [] if replay is None else [check_replay(config, replay)]
@@ -56,6 +57,7 @@ def training_steps(config: RunConfig, run: Run, workers: Workers) -> Iterator[Me
 
     Raises:
         RunInterrupted: it was asked to stop; every completed step is saved.
+        OracleError: a step broke an invariant; it is saved, as every step before it.
     """
     with run.phase("publish weights"):
         workers.rollouts.publish(policy_version=run.step)
@@ -102,14 +104,15 @@ def training_steps(config: RunConfig, run: Run, workers: Workers) -> Iterator[Me
                 step_metrics(step, sampled, update, policy_version=version, config=config)
             )
             run.note(*step_notes(step, sampled, update, config), *workers.rollouts.take_notes())
-            check_oracles(run.records, config.oracles)
             run.complete(step, workers.state_dict())
+            run.note(*check_oracles(run.records, config.oracles, repeats_bits=config.repeats_bits))
             if run.saves:
                 run.save(workers.save)
             yield record
         run.note(*workers.rollouts.closing_notes())
-    except RunInterrupted:
-        # the trainer is as the last completed step left it: only rollouts are interruptible
+    except (RunInterrupted, OracleError):
+        # the trainer is as the last completed step left it: only rollouts are interruptible, and
+        # a step is complete before it is judged
         run.save(workers.save)
         raise
     finally:

@@ -58,6 +58,11 @@ class RunConfig(Section, title="megadapo"):
         """All engines of a run, those for held-out problems last."""
         return self.rollout.num_engines + self.evaluation.num_engines
 
+    @property
+    def repeats_bits(self) -> bool:
+        """Whether the trainer computes the same bits twice: on a CPU, or where it is told to."""
+        return self.trainer.deterministic or not self.cluster.uses_cuda
+
     def conflicts(self) -> Iterator[str]:
         return conflicts_between(dict(self))
 

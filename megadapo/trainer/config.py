@@ -105,6 +105,9 @@ class TrainerConfig(Section, title="trainer"):
     bucket_parameters: NonNegativeInt = 0
     """Parameters per message of both overlaps, on the first stage's first chunk (the others send
     one message each, behind its compute); 0: megatron-core's choice, 40 million or more."""
+    deterministic: bool = False
+    """On GPUs, take only algorithms that give the same bits twice, which are slower: the first
+    ratio is then exactly 1, and a step where it is not ends the run instead of being reported."""
     num_threads: NonNegativeInt = 0
     """CPU threads of each rank; 0 shares the machine's cores out over its ranks."""
     start_timeout_s: Timeout = 1800.0

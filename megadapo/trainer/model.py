@@ -83,7 +83,7 @@ def transformer_config(
         # batch, where nothing tells them apart
         batch_p2p_comm=cuda and not interleaved,
         overlap_p2p_comm=interleaved,
-        deterministic_mode=False,
+        deterministic_mode=cuda and trainer.deterministic,
     )
 
 

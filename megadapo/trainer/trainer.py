@@ -203,7 +203,10 @@ def rank_environment(trainer: TrainerConfig, *, uses_cuda: bool, dtype: str) -> 
     environment = cpu_environment(trainer.num_threads or max(1, cores // trainer.num_ranks))
     if not uses_cuda:
         return environment | {"CUDA_VISIBLE_DEVICES": ""}
-    return environment | full_precision(dtype) | CUDA_VARIABLES
+    environment |= full_precision(dtype) | CUDA_VARIABLES
+    if trainer.deterministic:
+        environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    return environment
 
 
 def _shared(batch: PackedBatch) -> Any:

@@ -278,7 +278,8 @@ def test_an_engine_over_two_stages_samples_from_the_trained_weights(tmp_path):
 
 @pytest.mark.full
 def test_an_oracle_stops_the_run_with_its_own_exit_code(tmp_path):
-    """A parity bound of zero cannot hold between two programs."""
-    result = run(tmp_path / "strict", "--oracles.logprob_abs_max=0.0", num_steps=1)
+    """A parity bound of zero cannot hold between two programs. The step's work is not lost."""
+    result = run(tmp_path / "strict", "--oracles.logprob_abs_max=0.0", num_steps=2)
     assert result.returncode == OracleError.exit_code
+    assert (tmp_path / "strict" / "checkpoints" / "step-00001").is_dir()
     assert "parity/logprob_abs_max" in result.stderr and "oracles.logprob_abs_max" in result.stderr
