@@ -110,7 +110,7 @@ MEASURES = (
         form="{:.1f}",
         of=_steps_to_accuracy,
     ),
-    Measure(name="entropy", label="entropy", form="{:.3f}", of=_at_end("policy/entropy")),
+    Measure(name="entropy", label="entropy", form="{:.4f}", of=_at_end("policy/entropy")),
     Measure(
         name="response_length",
         label="length",

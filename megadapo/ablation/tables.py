@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from megadapo.ablation.measures import END_STEPS, MEASURES, Measure, Spread
@@ -125,9 +126,16 @@ def markdown(title: str, tables: Sequence[TextTable]) -> str:
 def _lines(table: TextTable) -> Iterator[str]:
     yield from ("", f"## {table.title}", "", table.note, "")
     yield _line(table.head)
-    yield _line(["---", *["---:"] * (len(table.head) - 1)])
+    yield _line(
+        [_alignment([row[column] for row in table.rows]) for column in range(len(table.head))]
+    )
     for row in table.rows:
         yield _line(row)
+
+
+def _alignment(cells: Sequence[str]) -> str:
+    """Numbers end at the right, words begin at the left."""
+    return "---:" if all(re.match(r"[-+]?\d|-$", cell) for cell in cells) else "---"
 
 
 def _line(cells: Sequence[str]) -> str:

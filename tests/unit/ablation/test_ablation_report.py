@@ -15,6 +15,7 @@ from megadapo.ablation.runner import Failure
 from megadapo.ablation.tables import ablation_tables, markdown
 from megadapo.cli import main
 from megadapo.commands.ablate import fitting
+from megadapo.observe.report import TextTable
 from tests.support import REPOSITORY
 from tests.support.ablations import ROWS, finish, plan_of
 from tests.unit.observe.test_report import embedded
@@ -60,6 +61,17 @@ def test_a_markdown_cell_cannot_end_its_table(tmp_path: Path) -> None:
     assert all("clip \\| higher" in line for line in rows)
     bars = [len(re.findall(r"(?<!\\)\|", line)) for line in lines]
     assert len(set(bars)) == 3, "one width for each of the three tables"
+
+
+def test_numbers_stand_at_the_right_and_words_at_the_left(tmp_path: Path) -> None:
+    """A missing number is no word; an interval begins with a number."""
+    page = markdown("Title", ablation_tables(collect(finished(tmp_path))))
+    _, _, effects = [line for line in table_lines(page) if line.startswith("| ---")]
+    assert effects == "| --- | --- | ---: | ---: | --- | --- |"
+    words, numbers = "| --- | --- |", "| --- | ---: |"
+    for cells, expected in ((["-", "+0.1 \u00b1 0.2"], numbers), (["-", "Table 1: 30"], words)):
+        table = TextTable(title="", note="", head=["row", "x"], rows=[["a", c] for c in cells])
+        assert expected in markdown("Title", [table])
 
 
 def test_steps_to_an_accuracy_say_how_many_runs_got_there(tmp_path: Path) -> None:
