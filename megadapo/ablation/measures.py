@@ -167,6 +167,11 @@ class Spread:
     num: int
     """Seeds with a value."""
 
+    @property
+    def is_zero(self) -> bool:
+        """Of values that are all 0, and at least two."""
+        return self.mean == 0.0 and self.standard_error == 0.0
+
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Spread | None:
         """None where no seed has a value."""
@@ -176,16 +181,37 @@ class Spread:
         error = statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None
         return cls(mean=statistics.fmean(known), standard_error=error, num=len(known))
 
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """95 % interval of the mean by Student's t; None for a single seed."""
-        if self.standard_error is None:
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """How far the differences between two rows scatter over seeds, pooled over all comparisons.
+
+    Two or three seeds that happen to agree would make any difference look certain; all rows
+    together say what the same change of seed does elsewhere.
+    """
+
+    deviation: float
+    num_free: int
+    """Degrees of freedom: seeds less one, of every comparison."""
+
+    @classmethod
+    def of(cls, differences: Sequence[Spread | None]) -> Noise | None:
+        """None where no row has two seeds, or none differs from its other in any of them."""
+        squares = num_free = 0.0
+        for one in differences:
+            # rows whose runs are the same have no noise to add
+            if one is not None and one.standard_error is not None and not one.is_zero:
+                squares += (one.num - 1) * one.num * one.standard_error**2
+                num_free += one.num - 1
+        if not num_free:
             return None
-        quantile = _T_QUANTILES[min(self.num - 1, len(_T_QUANTILES)) - 1]
-        return (
-            self.mean - quantile * self.standard_error,
-            self.mean + quantile * self.standard_error,
-        )
+        return cls(deviation=math.sqrt(squares / num_free), num_free=int(num_free))
+
+    def interval(self, difference: Spread) -> tuple[float, float]:
+        """95 % interval of a mean difference by Student's t."""
+        quantile = _T_QUANTILES[min(self.num_free, len(_T_QUANTILES)) - 1]
+        half = quantile * self.deviation / math.sqrt(difference.num)
+        return difference.mean - half, difference.mean + half
 
 
 def difference(

@@ -8,7 +8,15 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from megadapo.ablation.measures import MEASURES, Measure, Measured, Spread, difference, measure
+from megadapo.ablation.measures import (
+    MEASURES,
+    Measure,
+    Measured,
+    Noise,
+    Spread,
+    difference,
+    measure,
+)
 from megadapo.ablation.plan import Plan
 from megadapo.ablation.rows import Expectation, Row, flat
 from megadapo.ablation.runner import Failure
@@ -37,18 +45,26 @@ class Effect:
     other: str
     expectation: Expectation
     difference: Spread | None
+    noise: Noise | None
+    """Of this measure's differences."""
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % interval of the difference; None where it has none."""
+        if self.difference is None or self.noise is None or self.difference.is_zero:
+            return None
+        return self.noise.interval(self.difference)
 
     @property
     def verdict(self) -> str:
         """What the numbers allow to say, and no more."""
-        found, wanted = self.difference, self.expectation.change
+        found, interval, wanted = self.difference, self.interval, self.expectation.change
         if found is None:
             return "not measured"
-        interval = found.interval
+        if found.is_zero:
+            return "not shown: no difference in any seed"
         if interval is None:
             return "not shown: one seed has no standard error"
-        if interval == (0.0, 0.0):
-            return "not shown: no difference in any seed"
         if interval[0] <= 0.0 <= interval[1]:
             return "not shown: the 95 % interval includes 0"
         direction = "higher" if found.mean > 0 else "lower"
@@ -71,6 +87,10 @@ class AblationResult:
         """A measure of one row less another's, over the seeds that both have."""
         runs = {result.row.name: result.runs for result in self.rows}
         return difference(runs[row], runs[other], one.name)
+
+    def _noise(self, one: Measure) -> Noise | None:
+        comparisons = self.plan.rows.comparisons
+        return Noise.of([self.difference(row, other, one) for row, other in comparisons])
 
     @property
     def unchanged(self) -> list[str]:
@@ -98,6 +118,7 @@ class AblationResult:
                 other=other,
                 expectation=expectation,
                 difference=self.difference(row, other, measures[expectation.measure]),
+                noise=self._noise(measures[expectation.measure]),
             )
             for row, other in self.plan.rows.comparisons
             for expectation in expected[row]
@@ -159,6 +180,7 @@ def to_json(result: AblationResult) -> dict[str, Any]:
                 "from": effect.other,
                 "expected": effect.expectation.model_dump(),
                 "difference": _spread_json(effect.difference),
+                "interval": effect.interval,
                 "verdict": effect.verdict,
             }
             for effect in result.effects
@@ -184,4 +206,4 @@ def _row_json(result: AblationResult, index: int) -> dict[str, Any]:
 
 
 def _spread_json(spread: Spread | None) -> dict[str, Any] | None:
-    return None if spread is None else asdict(spread) | {"interval": spread.interval}
+    return None if spread is None else asdict(spread)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from megadapo.ablation.measures import END_STEPS, MEASURES, Measure, Spread
-from megadapo.ablation.result import AblationResult
+from megadapo.ablation.result import AblationResult, Effect
 from megadapo.observe.report import TextTable
 
 PLUS_MINUS = "\u00b1"
@@ -66,7 +66,8 @@ def _differences(result: AblationResult) -> TextTable:
 def _effects(result: AblationResult) -> TextTable:
     note = (
         "What a row is said to change, and what was measured here. A difference counts as shown "
-        "where its 95 % interval (Student's t over the seeds) does not include 0."
+        "where its 95 % interval does not include 0: Student's t, with the scatter over the seeds "
+        "taken from all rows' differences together."
     )
     measures = {one.name: one for one in MEASURES}
     rows = []
@@ -77,7 +78,7 @@ def _effects(result: AblationResult) -> TextTable:
                 effect.row,
                 f"{one.label} {effect.expectation.change}",
                 _cell(effect.difference, one, sign=True),
-                _interval(effect.difference, one),
+                _interval(effect, one),
                 effect.verdict,
                 effect.expectation.source,
             ]
@@ -111,11 +112,11 @@ def _cell(
     return " ".join(parts)
 
 
-def _interval(spread: Spread | None, one: Measure) -> str:
-    if spread is None or spread.interval is None:
+def _interval(effect: Effect, one: Measure) -> str:
+    if effect.interval is None:
         return "-"
     form = one.form.replace("{:", "{:+")
-    return " to ".join(form.format(bound) for bound in spread.interval)
+    return " to ".join(form.format(bound) for bound in effect.interval)
 
 
 def markdown(title: str, tables: Sequence[TextTable]) -> str:

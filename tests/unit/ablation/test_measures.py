@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import scipy.stats
 
 from megadapo.ablation.measures import (
     END_STEPS,
     MEASURES,
+    Noise,
     Spread,
     difference,
     measure,
@@ -52,7 +54,6 @@ def test_a_spread_is_of_the_seeds_that_have_a_value() -> None:
     assert Spread.of([None, None]) is None
     single = Spread.of([None, 3.0])
     assert single == Spread(mean=3.0, standard_error=None, num=1)
-    assert single is not None and single.interval is None
     three = Spread.of([1.0, 2.0, None, 6.0])
     assert three is not None and three.standard_error is not None
     assert (three.mean, three.num) == (3.0, 3)
@@ -60,15 +61,30 @@ def test_a_spread_is_of_the_seeds_that_have_a_value() -> None:
 
 
 @pytest.mark.parametrize("num", [2, 3, 5, 11, 40])
-def test_the_interval_is_students_or_wider(num: int) -> None:
+def test_the_interval_of_a_single_comparison_is_students_or_wider(num: int) -> None:
     spread = Spread(mean=1.0, standard_error=0.5, num=num)
     exact = 0.5 * scipy.stats.t.ppf(0.975, num - 1)
-    assert spread.interval is not None
-    low, high = spread.interval
+    noise = Noise.of([spread])
+    assert noise is not None and noise.num_free == num - 1
+    low, high = noise.interval(spread)
     assert high - 1.0 == pytest.approx(1.0 - low)
     assert high - 1.0 >= exact - 5e-4
     if num <= 11:
         assert high - 1.0 == pytest.approx(exact, rel=1e-3)
+
+
+def test_the_noise_is_that_of_all_comparisons_together() -> None:
+    """Two seeds that agree to five digits by chance: their own interval would call it shown."""
+    agreed, others = [0.00091, 0.00092], ([0.0, -0.0014], [0.003, 0.001, 0.002], [0.0, 0.0], [1.0])
+    spreads = [Spread.of(values) for values in (agreed, *others)]
+    noise = Noise.of([*spreads, None])
+    squares = sum(np.var(values) * len(values) for values in (agreed, *others[:2]))
+    assert noise is not None and noise.num_free == 4
+    assert noise.deviation == pytest.approx(math.sqrt(squares / 4))
+    low, high = noise.interval(spreads[0])
+    assert low < 0.0 < high
+    assert high - low == pytest.approx(2 * 2.776 * noise.deviation / math.sqrt(2))
+    assert Noise.of([Spread.of([0.0, 0.0]), Spread.of([1.0])]) is None
 
 
 def test_differences_are_taken_seed_by_seed() -> None:
@@ -98,6 +114,7 @@ def test_a_verdict_claims_no_more_than_the_interval(
         other="a",
         expectation=Expectation(measure="entropy", change="higher"),
         difference=Spread.of(values),
+        noise=Noise.of([Spread.of(values)]),
     )
     assert effect.verdict == verdict
     assert not math.isnan(effect.difference.mean if effect.difference else 0.0)
