@@ -139,6 +139,8 @@ def _render_group(
     parts.append(Text.assemble("right answer: ", (printable(group.prompt.ground_truth), "bold")))
     for number, response in responses:
         parts += ["", _header(number, response)]
+        if response.reward_parts:
+            parts.append(_reward_parts(response))
         if response.disagreed:
             parts.append(_disagreement(response))
         parts.append(_indented(response.text))
@@ -161,6 +163,16 @@ def _header(number: int, response: SavedResponse) -> Text:
     text.append(f", {len(response.token_ids)} tokens, ")
     text.append(printable(response.finish_reason), "bold yellow" if response.truncated else "")
     text.append(f", policy_version {_versions(response)}", "dim")
+    return text
+
+
+def _reward_parts(response: SavedResponse) -> Text:
+    parts = ", ".join(
+        f"{printable(name)} {value:g}" for name, value in response.reward_parts.items()
+    )
+    text = Text(f"reward of {parts}", "dim")
+    if response.steps:
+        text.append("; steps " + " ".join(f"{score:g}" for _, score in response.steps))
     return text
 
 

@@ -46,8 +46,7 @@ class _TrainedBatch:
         self, sampled: SampledBatch, advantages: Advantages | None, update: UpdateResult | None
     ) -> None:
         self._sequences = _sequences_by_order(sampled)
-        own = None if update is None else update.advantages
-        self._advantages = advantages if own is None else own
+        self._advantages = advantages
         self._update = update
         lengths = [len(sample.response_ids) for group in sampled.groups for sample in group.samples]
         asked_for = saved_sequences(sampled)
@@ -63,20 +62,34 @@ class _TrainedBatch:
         return [self._response(i) for i in self._sequences[sampled.group.order]]
 
     def _response(self, sequence: int) -> _TrainedResponse:
-        advantage, advantages = None, None
-        if self._advantages is not None:
-            own = np.asarray(self._advantages[sequence])
-            advantage, advantages = float(own.mean()), own if own.ndim else None
+        own = None if self._advantages is None else np.asarray(self._advantages[sequence])
         if self._update is None:
-            return _TrainedResponse(advantage=advantage, advantages=advantages)
+            return _TrainedResponse(*_mean_and_tokens(own))
         recorded, place = self._update.recorded, self._slices[sequence]
         assert recorded is not None, "the update was not asked for the saved sequences"
+        made = recorded.advantages[place]
         return _TrainedResponse(
-            advantage=advantage,
-            advantages=advantages,
+            *_mean_and_tokens(made if np.isfinite(made).any() else own),
             logprobs_old=recorded.old[place],
             logprobs_update=recorded.update[place],
         )
+
+
+def _mean_and_tokens(advantages: np.ndarray | None) -> tuple[float | None, np.ndarray | None]:
+    """The advantage of a response and those of its tokens, if these have their own.
+
+    Args:
+        advantages: of the response, or of each token with NaN where it has no loss; None: nobody
+            knows them.
+    """
+    if advantages is None:
+        return None, None
+    if advantages.ndim == 0:
+        return float(advantages), None
+    known = advantages[np.isfinite(advantages)].astype(np.float64)
+    if not len(known) or (known == known[0]).all():
+        return float(known[0]) if len(known) else None, None
+    return float(known.mean()), advantages
 
 
 def saved_sequences(sampled: SampledBatch) -> list[int]:
@@ -99,7 +112,7 @@ def saved_groups(
 
     Args:
         advantages: of each response of the batch, or of its tokens; those that the trainer made
-            come before, and with gae none are saved.
+            come before, and with gae there are no others.
         update: of the batch, with the log-probs of its `saved_sequences`; None where it was not
             trained on.
         second_opinions: is asked when a group's turn comes, and so as late as can be.

@@ -53,7 +53,7 @@ def with_kl_in_reward(
     kl_coef: float,
     contributes: bool,
     device: torch.device,
-) -> tuple[list[list[OldPolicy]], np.ndarray]:
+) -> list[list[OldPolicy]]:
     """Advantages of each token from rewards less the KL divergence; collective over all ranks.
 
     Every rank gets the KL divergence of every token and computes all advantages alike.
@@ -66,7 +66,7 @@ def with_kl_in_reward(
         contributes: whether this rank's tokens count; tensor-parallel ranks have the same.
 
     Returns:
-        `old` with these advantages, and [S] their mean over each response.
+        `old` with these advantages.
     """
     num_tokens = np.add.reduceat(trained, batch.cu_seqlens[:-1], dtype=np.int64)
     kl = _of_all_tokens(batch, cut, old, contributes=contributes, device=device)
@@ -80,15 +80,13 @@ def with_kl_in_reward(
         rule=settings.advantage,
         normalize_by_std=settings.normalize_by_std,
     )
-    held = [
+    return [
         [
             replace(policy, advantages=_at_rows(micro_batch, advantages))
             for micro_batch, policy in zip(micro_batches, policies, strict=False)
         ]
         for micro_batches, policies in zip(cut, old, strict=True)
     ]
-    sums = np.add.reduceat(advantages, batch.cu_seqlens[:-1])
-    return held, sums / np.maximum(num_tokens, 1)
 
 
 def _of_all_tokens(

@@ -99,7 +99,6 @@ def summarize(
     importance: ImportanceConfig,
     bounds: Sequence[BapoBounds] = (),
     kl_coef: float = 0.0,
-    advantages: np.ndarray | None = None,
     critic: CriticResult | None = None,
 ) -> UpdateResult:
     """The step's result from its mini-batches' reduced sums, in order.
@@ -110,7 +109,6 @@ def summarize(
         importance: how stale tokens were weighted.
         bounds: clip bounds of each update, where they were searched.
         kl_coef: weight of the KL divergence, wherever it entered.
-        advantages: [S] of each response, where the ranks made them.
     """
 
     step = _step_sums(mini_batches)
@@ -140,7 +138,6 @@ def summarize(
             max=step.max_kl if step.num_with_kl else None,
             coef=kl_coef if step.num_with_kl else None,
         ),
-        advantages=advantages,
         critic=critic or CriticResult(),
     )
 

@@ -153,9 +153,7 @@ class TrainerRank:
         ]
         old = [self._old_policies(micro_batches, recorder) for micro_batches in cut]
         proximal = [policy.proximal for policy in old[0]] if old else []
-        old, advantages = self.hold_against_reference(
-            batch, predicted, cut, old, kl_reward_coef=kl_reward_coef
-        )
+        old = self.hold_against_reference(batch, predicted, cut, old, kl_reward_coef=kl_reward_coef)
         probe = probe_shape(
             cut,
             build=partial(
@@ -196,7 +194,6 @@ class TrainerRank:
             importance=importance,
             bounds=bounds,
             kl_coef=objective.kl_loss_coef + kl_reward_coef,
-            advantages=advantages,
             critic=None if values is None else values.result(),
         )
 
@@ -290,13 +287,13 @@ class TrainerRank:
         old: list[list[OldPolicy]],
         *,
         kl_reward_coef: float,
-    ) -> tuple[list[list[OldPolicy]], np.ndarray | None]:
+    ) -> list[list[OldPolicy]]:
         """`old` with the reference's log-probs, from the same micro-batches, where there is one.
 
-        Returns also [S] the responses' advantages, where these have a KL divergence in them.
+        With new advantages where rewards have a KL divergence in them.
         """
         if self.reference is None:
-            return old, None
+            return old
         with self.reference.in_place():
             logprobs_ref = [self.logprobs_of(micro_batches) for micro_batches in cut]
         objective = self.settings.objective
@@ -304,7 +301,7 @@ class TrainerRank:
             with_reference(*parts, objective) for parts in zip(cut, old, logprobs_ref, strict=True)
         ]
         if objective.kl_in == "loss" or self.critic is not None:
-            return held, None
+            return held
         return with_kl_in_reward(
             batch,
             trained,
@@ -357,7 +354,7 @@ class TrainerRank:
             head = replace(head, objective=bounds[0].put_into(head.objective))
         sums, logprobs = compute_gradients(self.chunks, head, micro_batches, old)
         if self.has_results:
-            recorder.add_logprobs(micro_batches, [policy.logprobs for policy in old], logprobs)
+            recorder.add_update(micro_batches, old, logprobs)
         if search is not None:
             search.observe(micro_batches, old, logprobs)
         return sums, bounds

@@ -1,6 +1,7 @@
-"""What an update is asked to remember: log-probs of some sequences, and what each rank had to do.
+"""What an update is asked to remember: log-probs and advantages of some sequences' tokens, and what
+each rank had to do.
 
-No pass is made for it: the log-probs are those that the update computes anyway.
+No pass is made for it: they are those that the update computes anyway.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from megadapo.data.batch import PackedBatch
 from megadapo.trainer.micro_batch import MicroBatch
-from megadapo.trainer.result import RankShare, RecordedLogprobs
+from megadapo.trainer.off_policy import OldPolicy
+from megadapo.trainer.result import RankShare, RecordedTokens
 
 
 class UpdateRecorder:
@@ -27,6 +29,7 @@ class UpdateRecorder:
         )
         self._old = np.full(len(self._places), np.nan, dtype=np.float32)
         self._update = self._old.copy()
+        self._advantages = self._old.copy()
         self._num_tokens = 0
         self._seconds = 0.0
 
@@ -35,27 +38,35 @@ class UpdateRecorder:
         self._num_tokens += sum(micro_batch.num_tokens for micro_batch in micro_batches)
         self._seconds += seconds
 
-    def add_logprobs(
+    def add_update(
         self,
         micro_batches: Sequence[MicroBatch],
-        logprobs_old: Sequence[Tensor],
+        held: Sequence[OldPolicy],
         logprobs: Sequence[Tensor],
     ) -> None:
-        """Take the wanted sequences' log-probs of one update; [T] per micro-batch, both of them."""
+        """Take what one update had of the wanted sequences.
+
+        Args:
+            micro_batches: of the update.
+            held: what each of them was held against.
+            logprobs: [T] of each of them.
+        """
         if not len(self._places):
             return
-        passes = zip(micro_batches, logprobs_old, logprobs, strict=True)
-        for micro_batch, old, present in passes:
+        for micro_batch, old, present in zip(micro_batches, held, logprobs, strict=True):
             slots = np.searchsorted(self._places, micro_batch.source)
             slots = np.minimum(slots, len(self._places) - 1)
             wanted = self._places[slots] == micro_batch.source
-            if wanted.any():
-                rows = micro_batch.rows
-                self._old[slots[wanted]] = old[rows].cpu().numpy()[wanted]
-                self._update[slots[wanted]] = present[rows].cpu().numpy()[wanted]
+            if not wanted.any():
+                continue
+            kept = [(self._old, old.logprobs), (self._update, present)]
+            if old.advantages is not None:
+                kept.append((self._advantages, old.advantages))
+            for values, found in kept:
+                values[slots[wanted]] = found[micro_batch.rows].cpu().numpy()[wanted]
 
     def share(self) -> RankShare:
         return RankShare(num_tokens=self._num_tokens, logprobs_seconds=self._seconds)
 
-    def logprobs(self) -> RecordedLogprobs:
-        return RecordedLogprobs(old=self._old, update=self._update)
+    def tokens(self) -> RecordedTokens:
+        return RecordedTokens(old=self._old, update=self._update, advantages=self._advantages)

@@ -20,19 +20,21 @@ class RankShare:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RecordedLogprobs:
-    """Log-probs of the response tokens of the sequences that were asked for, one after another."""
+class RecordedTokens:
+    """The response tokens of the sequences that were asked for, one sequence after another."""
 
     old: np.ndarray  # [n] float32, what the ratio is taken against; NaN where a token has no loss
     update: np.ndarray  # [n] float32, in the update that the sequence was trained in
+    advantages: np.ndarray
+    """[n] float32, where ranks made them, else NaN."""
 
-    def merged(self, others: Sequence[RecordedLogprobs]) -> RecordedLogprobs:
+    def merged(self, others: Sequence[RecordedTokens]) -> RecordedTokens:
         """Put together what several ranks computed, each of them NaN where others have values."""
-        old, update = self.old.copy(), self.update.copy()
+        whole = {name: values.copy() for name, values in vars(self).items()}
         for other in others:
-            np.copyto(old, other.old, where=np.isnan(old))
-            np.copyto(update, other.update, where=np.isnan(update))
-        return RecordedLogprobs(old=old, update=update)
+            for name, values in whole.items():
+                np.copyto(values, getattr(other, name), where=np.isnan(values))
+        return RecordedTokens(**whole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +153,10 @@ class UpdateResult:
     parity_causes: ParityCauses = ParityCauses()
     searched_bounds: SearchedBounds = SearchedBounds()
     kl: ReferenceKl = ReferenceKl()
-    advantages: np.ndarray | None = field(default=None, compare=False)
-    """[S] mean over the tokens of each response; None where those of the batch hold."""
     critic: CriticResult = CriticResult()
     shares: tuple[RankShare, ...] = field(default=(), compare=False)
     """Of each rank; known to the driver alone."""
-    recorded: RecordedLogprobs | None = field(default=None, compare=False)
+    recorded: RecordedTokens | None = field(default=None, compare=False)
     """Where sequences were asked for; known to the driver alone."""
 
 
@@ -167,5 +167,5 @@ class RankUpdate:
     result: UpdateResult
     """The same on every rank."""
     share: RankShare
-    recorded: RecordedLogprobs | None
+    recorded: RecordedTokens | None
     """None on ranks that compute none or the same as another."""

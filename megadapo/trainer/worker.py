@@ -109,7 +109,7 @@ class TrainerWorker:
         return RankUpdate(
             result=result,
             share=recorder.share(),
-            recorded=recorder.logprobs() if wanted else None,
+            recorded=recorder.tokens() if wanted else None,
         )
 
     @_named_failures

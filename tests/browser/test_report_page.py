@@ -246,6 +246,7 @@ def test_a_token_explains_itself(page: Page) -> None:
     assert lines[lines.index("ratio") + 1] == "1.5"
     assert lines[lines.index("log-prob, engine") + 1] == "-0.5"
     assert lines[lines.index("clip") + 1] == "high"
+    assert lines[lines.index("advantage") + 1] == "1"
 
 
 def test_a_long_response_is_shown_in_pieces(browser: Page, tmp_path: Path) -> None:
@@ -339,6 +340,13 @@ def test_odd_groups_and_a_single_step_are_shown(browser: Page, tmp_path: Path) -
         browser.wait(f"document.querySelectorAll('{BODIES}').length === 3")
         browser.click(f"[data-mode={mode}]")
     assert "1 value not finite" in browser.text("#curves")
+    parts = [fact for fact in browser.texts(".response-facts dt") if "judge" in fact.lower()]
+    assert [part.lower() for part in parts] == ["judge", "judge/<b>"]
+    browser.click("[data-mode=ratio]")
+    browser.move(f"{BODIES} .token")
+    browser.wait("!document.getElementById('token-card').hidden")
+    lines = browser.text("#token-card").split("\n")
+    assert lines[lines.index("score of step 1 of 2") + 1] == "0.1"
     assert_quiet(browser)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.batches import RAGGED, random_batch
+from tests.support.critics import DISCOUNT, GAE_LAMBDA, with_critic
 from tests.support.probes import logprobs, recorded_update
 from tests.support.ranks import Ranks, settings_for
 
@@ -49,6 +50,7 @@ def test_an_update_remembers_what_it_computed(ranks: Ranks, models: Path, layout
     lost = places == batch.cu_seqlens[8] - 1
     assert lost.sum() == 1 and np.isnan(recorded.old[lost]).all()
     assert np.isnan(recorded.update[lost]).all()
+    assert np.isnan(recorded.advantages).all(), "those of the batch are known"
     assert np.array_equal(recorded.old[~lost], expected[places][~lost])
     in_first = np.repeat([i < 6 for i in SEQUENCES], [len(piece) for piece in pieces])
     first, second = in_first & ~lost, ~in_first & ~lost
@@ -59,3 +61,22 @@ def test_an_update_remembers_what_it_computed(ranks: Ranks, models: Path, layout
     replicas = layout.get("tensor", 1) * layout.get("pipeline", 1)
     total = sum(update.share.num_tokens for update in updates)
     assert total == replicas * len(batch.tokens)
+
+
+def test_advantages_that_the_ranks_made_come_back(ranks: Ranks, models: Path) -> None:
+    """A critic that begins at 0 leaves of each response its score, discounted from its last token
+    on, and whitened over the tokens of both updates and both ranks."""
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    layout = {"data": 2, "tokens_per_micro_batch": 64}
+    settings = with_critic(settings_for(str(models / "qwen2-tied"), **layout))
+    updates = ranks.run(2, recorded_update, settings, batch, SEQUENCES)
+    recorded = updates[0].recorded.merged([updates[1].recorded])
+    stops, starts = batch.cu_seqlens[1:], batch.cu_seqlens[:-1] + batch.prompt_lengths
+    decay = DISCOUNT * GAE_LAMBDA
+    raw = [
+        batch.advantages[stop - 1] * decay ** np.arange(stop - start - 1, -1, -1.0)
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+    everything = np.concatenate(raw)
+    expected = np.concatenate([raw[i] for i in SEQUENCES]) - everything.mean()
+    np.testing.assert_allclose(recorded.advantages, expected / everything.std(ddof=1), atol=1e-5)

@@ -198,8 +198,8 @@ def recorded_update(
     rank = build(rendezvous, settings)
     recorder = UpdateRecorder(batch, sequences)
     result = rank.update(batch, policy_version=0, step=1, recorder=recorder)
-    logprobs = recorder.logprobs() if rank.has_results else None
-    return RankUpdate(result=result, share=recorder.share(), recorded=logprobs)
+    tokens = recorder.tokens() if rank.has_results else None
+    return RankUpdate(result=result, share=recorder.share(), recorded=tokens)
 
 
 def logprobs(

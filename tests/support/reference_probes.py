@@ -78,21 +78,21 @@ def advantages_by_rule(
     batch: PackedBatch,
     rules: list[str],
     scale: float,
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """[T] advantages of tokens that this rank computes, NaN elsewhere, and [S] of responses."""
+) -> dict[str, np.ndarray]:
+    """[T] advantages of tokens that this rank computes, NaN elsewhere."""
     rank = scaled(build(rendezvous, settings), scale)
     trained, cut, old = held_by_shifted(rank, batch)
     found = {}
     for rule in rules:
         rank.settings = replace(settings, advantage=rule)
-        held, of_responses = rank.hold_against_reference(
+        held = rank.hold_against_reference(
             batch, trained, cut, old, kl_reward_coef=settings.objective.kl_reward_coef
         )
         values = np.full(len(batch.tokens), np.nan)
         for micro_batches, policies in zip(cut, held, strict=True):
             for micro_batch, policy in zip(micro_batches, policies, strict=False):
                 values[micro_batch.source] = policy.advantages[micro_batch.rows].numpy()
-        found[rule] = (values, of_responses)
+        found[rule] = values
     return found
 
 

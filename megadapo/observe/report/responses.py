@@ -156,6 +156,7 @@ def _shown_response(response: SavedResponse) -> dict[str, object]:
         "logprobs_rollout": _rounded(response.logprobs_rollout),
         "logprobs_old": _rounded(response.logprobs_old),
         "logprobs_update": _rounded(response.logprobs_update),
+        "advantages": _rounded(response.advantages),
     }
 
 

@@ -95,7 +95,8 @@ def test_no_more_groups_than_asked_for_and_how_many_are_left(tmp_path: Path) -> 
 def test_what_the_model_wrote_cannot_drive_the_terminal(tmp_path: Path, terminal: bool) -> None:
     """A response with these could hide others, rename the window or answer a question itself."""
     hostile = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202eevil\u2066\x00\b\x7f[bold red]markup[/]"
-    group = saved_group(untrained(hostile, answer=hostile), awkward_group().responses[2])
+    own = untrained(hostile, answer=hostile, reward_parts={hostile: 1.0})
+    group = saved_group(own, awkward_group().responses[2])
     console = Console(file=io.StringIO(), width=200, force_terminal=terminal, highlight=False)
     save(tmp_path, 1, group)
     show_step(tmp_path, None, Filter(), limit=1, console=console) if not terminal else [
@@ -107,6 +108,15 @@ def test_what_the_model_wrote_cannot_drive_the_terminal(tmp_path: Path, terminal
     assert "\x1b[2J" not in text and "\x1b]0" not in text
     assert r"\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202eevil" in text
     assert "[bold red]markup[/]" in text, "read as markup"
+
+
+def test_parts_and_steps_are_shown_where_there_are_any(tmp_path: Path) -> None:
+    parts = {"arithmetic_steps": 0.0, "arithmetic_steps/steps": 2.0}
+    scored = saved_response("ab", reward_parts=parts, steps=((1, 1.0), (2, 0.25)))
+    save(tmp_path, 1, saved_group(scored, saved_response("c")))
+    text = shown(tmp_path)
+    assert "reward of arithmetic_steps 0, arithmetic_steps/steps 2; steps 1 0.25" in text
+    assert text.count("reward of") == 1
 
 
 def rendered(group: SavedGroup) -> list:

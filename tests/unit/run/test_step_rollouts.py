@@ -22,7 +22,7 @@ from megadapo.rollout.reserve import encode_group
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.sampler import Sampler
 from megadapo.run.step_rollouts import saved_groups, saved_sequences
-from megadapo.trainer.result import RecordedLogprobs, UpdateResult
+from megadapo.trainer.result import RecordedTokens, UpdateResult
 from tests.support.scripted_engines import (
     PlainTokenizer,
     RightAtLeast,
@@ -84,13 +84,14 @@ def marks(group: Group, index: int) -> np.ndarray:
     return (100 * group.order + 10 * index + 0.01 * np.arange(size)).astype(np.float32)
 
 
-def trained(sampled: SampledBatch) -> UpdateResult:
+def trained(sampled: SampledBatch, *, makes_advantages: bool = False) -> UpdateResult:
     """What the trainer returns for the sequences it was asked for."""
     by_sequence = [marks(group, i) for group in sampled.groups for i in range(3)]
     pieces = [by_sequence[sequence] for sequence in saved_sequences(sampled)]
     old = np.concatenate([np.empty(0, dtype=np.float32), *pieces])
-    fields = {**vars(UPDATE), "recorded": RecordedLogprobs(old=old, update=-old)}
-    return UpdateResult(**fields)
+    made = old / 2 if makes_advantages else np.full_like(old, np.nan)
+    recorded = RecordedTokens(old=old, update=-old, advantages=made)
+    return replace(UPDATE, recorded=recorded)
 
 
 @pytest.mark.parametrize("saved", ["all", 5, 1])
@@ -155,12 +156,36 @@ def test_tokens_with_advantages_of_their_own_are_saved_with_them(
     expected = {group.order: values[3 * i : 3 * i + 3] for i, group in enumerate(groups)}
     whole = [tokens for group in found for tokens in expected[group.order]]
     for response, tokens in zip(responses, whole, strict=True):
-        assert np.array_equal(response.advantages, tokens.astype(np.float32))
-        assert response.advantage == tokens.mean()
+        if (tokens == tokens[0]).all():
+            assert (response.advantage, response.advantages) == (tokens[0], None)
+        else:
+            assert np.array_equal(response.advantages, tokens.astype(np.float32))
+            assert response.advantage == tokens.mean()
     again = advantages(
         [group.group for group in found], config.algorithm, max_response_tokens=MAX_TOKENS
     )
     assert all(np.array_equal(one, two) for one, two in zip(again, whole, strict=True))
+
+
+def test_what_the_trainer_made_of_rewards_comes_before_the_rewards(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """With gae the driver knows rewards alone, which are no advantages where no trainer was."""
+    sampled = sample("all")
+    config = from_dict({**to_dict(CONFIG), "algorithm": {"advantage": "gae", "overlong_buffer": 4}})
+    values = advantages(sampled.groups, config.algorithm, max_response_tokens=MAX_TOKENS)
+    made = trained(sampled, makes_advantages=True)
+    for update in (made, None):
+        saved = saved_groups(9, sampled, values, update, config, tokenizer, later_verdicts)
+        for group, entry in zip(saved, sampled.saved, strict=True):
+            for i, response in enumerate(group.responses):
+                if update is None or entry.fate != "trained":
+                    assert response.advantage is None and response.advantages is None
+                    continue
+                tokens = marks(entry.group, i) / 2
+                assert response.advantage == pytest.approx(tokens.mean(), rel=1e-6)
+                assert response.advantages is None or np.array_equal(response.advantages, tokens)
+                assert (response.advantages is None) == (len(tokens) == 1)
 
 
 def test_nothing_is_asked_of_the_trainer_where_nothing_is_saved(

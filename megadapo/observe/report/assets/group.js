@@ -165,6 +165,7 @@ function responseFacts(response) {
     ["reward", shaped],
     ["advantage", signed(response.advantage)],
     ["version", versionsText(response)],
+    ...Object.entries(response.reward_parts).map(([name, value]) => [name, formatNumber(value)]),
   ];
   return el(
     "dl",

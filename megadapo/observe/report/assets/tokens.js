@@ -67,12 +67,13 @@ function tokenFacts(response, index, clip) {
   ].map(at);
   const ratio = old === null || updated === null ? null : Math.exp(updated - old);
   let clipped = null;
-  if (ratio !== null && response.advantage !== null) {
+  const advantage = response.advantages ? at(response.advantages) : response.advantage;
+  if (ratio !== null && advantage !== null) {
     clipped = "inside";
-    if (response.advantage < 0 && ratio < 1 - clip.low) clipped = "low";
-    if (response.advantage > 0 && ratio > 1 + clip.high) clipped = "high";
+    if (advantage < 0 && ratio < 1 - clip.low) clipped = "low";
+    if (advantage > 0 && ratio > 1 + clip.high) clipped = "high";
   }
-  return { sampled, old, updated, ratio, clipped };
+  return { sampled, old, updated, ratio, clipped, advantage };
 }
 
 /** [colour variable, percent] behind a token, or null. */
@@ -175,7 +176,14 @@ function tokenLines(response, index, facts) {
     ["probability", formatNumber(probability)],
     ["ratio", formatNumber(facts.ratio)],
     ["clip", facts.clipped ?? "not trained"],
+    ["advantage", formatNumber(facts.advantage)],
   ];
+  const step = response.steps?.findIndex(([end]) => index < end) ?? -1;
+  if (step >= 0)
+    lines.push([
+      `score of step ${step + 1} of ${response.steps.length}`,
+      formatNumber(response.steps[step][1]),
+    ]);
   return [
     el("b", {}, el("code", {}, JSON.stringify(response.tokens[index]))),
     el(
