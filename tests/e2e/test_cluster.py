@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -39,9 +40,11 @@ print(json.dumps({"pids": pids, "listening": listening}))
 
 
 def test_everything_listens_on_loopback_and_more_processes_than_cores_start():
-    """Ray's ports run code for whoever reaches them; Ray alone would bind them to the network."""
+    """Ray's ports run code for whoever reaches them; Ray alone would bind them to the network, and
+    join a cluster that somebody else runs on the machine."""
+    elsewhere = os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}
     result = subprocess.run(
-        [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=200, env=elsewhere
     )
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout.splitlines()[-1])
