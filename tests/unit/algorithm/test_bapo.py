@@ -64,13 +64,16 @@ def loop(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> tuple[float,
 @pytest.mark.parametrize("statistic", ["share", "gradient_share"])
 @pytest.mark.parametrize("offset", [-0.6, -0.35, -0.1, 0.3])
 def test_sums_between_edges_find_what_the_loop_finds(statistic: str, offset: float) -> None:
-    """On random tokens, some exactly on an edge; from a target met at once to one never met."""
+    """On random tokens, some exactly on an edge, some as far out as the clamp lets them be; from a
+    target met at once to one never met."""
     generator = torch.Generator().manual_seed(round(100 * (1 + offset)))
     ratios = (0.5 * torch.randn(500, generator=generator)).exp()
     ratios[:74] = torch.from_numpy(BapoConfig().high_edges.repeat(2)).float()
     ratios[74:90] = torch.from_numpy(BapoConfig().low_edges).float()
+    ratios[91:95] = torch.tensor([-20.0, 20.0, -20.0, 20.0]).exp()
     advantages = torch.randn(500, generator=generator) + offset
     advantages[::9] = 0.0
+    advantages[91:95] = torch.tensor([1.0, 1.0, -1.0, -1e-7])
     config = BapoConfig(statistic=statistic)
     found = search_bounds(bapo_sums(ratios, advantages, config).numpy(), config)
     low, high, share = loop(ratios, advantages, config)
