@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megadapo.algorithm.advantages import advantages, response_rewards
+from megadapo.algorithm.branches import branch_advantages
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
 from megadapo.data.batch import pack
@@ -74,7 +75,7 @@ def training_steps(config: RunConfig, run: Run, workers: Workers) -> Iterator[Me
                 )
                 batch = pack(
                     sampled.groups,
-                    response_advantages,
+                    branch_advantages(sampled.groups, response_advantages, config.algorithm),
                     loss_weights(sampled.groups, config.algorithm),
                     mini_batch_size=config.algorithm.responses_per_mini_batch,
                     rewards=response_rewards(

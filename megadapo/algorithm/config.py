@@ -64,6 +64,9 @@ class AlgorithmConfig(Section, title="algorithm"):
     """What a reward one token later is worth (gae)."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """How far gae looks: 1 takes the response's own reward, 0 the critic's next value."""
+    shared_prefix: Literal["soft", "hard"] = "soft"
+    """Advantage of tokens that several responses of a group begin with (`[sampling.branching]`),
+    which are in the batch once for each. soft: each response's own; hard: the mean over them."""
     loss_aggregation: Aggregation = "token-mean"
     """How token losses are reduced over a mini-batch (see algorithm/loss_weights.py)."""
     loss_length: PositiveInt | None = None
@@ -99,6 +102,7 @@ class AlgorithmConfig(Section, title="algorithm"):
                 "turn algorithm.overlong_filtering off"
             )
         yield from self._advantage_conflicts()
+        yield from self._shared_prefix_conflicts()
         if self.objective.kl_coef != 0.0 and self.objective.kl_in == "reward":
             yield from self._kl_reward_conflicts()
         elif self.kl_control.target is not None:
@@ -133,6 +137,15 @@ class AlgorithmConfig(Section, title="algorithm"):
             yield (
                 'algorithm.advantage = "maxrl" needs rewards of two values, and the soft overlong '
                 "punishment makes more: set algorithm.overlong_buffer = 0"
+            )
+
+    def _shared_prefix_conflicts(self) -> Iterator[str]:
+        in_reward = self.objective.kl_coef != 0.0 and self.objective.kl_in == "reward"
+        if self.shared_prefix == "hard" and (in_reward or self.advantage == "gae"):
+            yield (
+                'algorithm.shared_prefix = "hard" averages advantages of whole responses, which '
+                'algorithm.advantage = "gae" and algorithm.objective.kl_in = "reward" give every '
+                'token anew: set it to "soft"'
             )
 
     def _kl_reward_conflicts(self) -> Iterator[str]:

@@ -208,6 +208,21 @@ def _check_ahead(sampling: SamplingConfig, cluster: ClusterConfig) -> Iterator[s
         )
 
 
+def _check_branching(
+    sampling: SamplingConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig
+) -> Iterator[str]:
+    if sampling.branching.is_on and rollout.tools.tool is None:
+        yield (
+            "sampling.branching.initial_rollouts: responses branch behind the calls of a tool, and "
+            "there is none: set rollout.tools.tool, or leave it out"
+        )
+    if algorithm.shared_prefix == "hard" and not sampling.branching.is_on:
+        yield (
+            'algorithm.shared_prefix = "hard" is for responses that branch: set '
+            "sampling.branching.initial_rollouts, or leave it out"
+        )
+
+
 CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_mini_batches,
     _check_ranks,
@@ -224,4 +239,5 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_transport,
     _check_left_out,
     _check_ahead,
+    _check_branching,
 )

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megadapo.algorithm.advantages import Advantages
+from megadapo.algorithm.branches import Branch
 from megadapo.algorithm.groups import Steps
 from megadapo.algorithm.mini_batches import mini_batches
 from megadapo.data.policy_versions import NO_VERSION
@@ -34,6 +35,8 @@ class Sample:
     a tool put out, which nothing is learned from."""
     text: str
     """The response decoded without special tokens."""
+    branch: Branch | None = None
+    """Where it left another response of its group; None where it began at the prompt."""
 
     @property
     def truncated(self) -> bool:
@@ -75,6 +78,18 @@ class Group:
     def num_sampled(self) -> tuple[int, ...]:
         """Tokens of each response that the policy wrote."""
         return tuple(int(sample.is_sampled.sum()) for sample in self.samples)
+
+    @property
+    def branches(self) -> tuple[Branch | None, ...]:
+        """Where each response left another one."""
+        return tuple(sample.branch for sample in self.samples)
+
+    @property
+    def num_generated(self) -> int:
+        """Sampled tokens of all responses, those that several share counted once."""
+        own = (sample.branch.num_tokens if sample.branch else 0 for sample in self.samples)
+        pairs = zip(self.samples, own, strict=True)
+        return sum(int(sample.is_sampled[first:].sum()) for sample, first in pairs)
 
     @property
     def oldest_version(self) -> int:

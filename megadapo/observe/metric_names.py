@@ -42,6 +42,10 @@ METRIC_NAMES = (
     "tokens/generated",
     "tokens/stopped",
     "tokens/trained",
+    "tools/calls_per_response",
+    "tools/token_share",
+    "tools/branches_per_group",
+    "tools/entropy_rise",
     "rollout/engine_busy_share",
     "rollout/slot_use",
     "rollout/preemptions",
@@ -129,6 +133,13 @@ its weight, reward/NAME/PART the mean of a part, and reward/NAME/failed the shar
 it failed on; where it scores steps, reward/NAME/steps is the mean number of them in a response and
 reward/NAME/step_mean that of a response's mean score. Those a step has none of are not in its
 record.
+
+tokens/generated is what engines sampled: what a tool put out is in no tokens/*, and what responses
+share that branch is counted once, but tokens/trained has it once for each. tools/calls_per_response
+is how often a tool was called, tools/token_share what it put out of all response tokens,
+tools/branches_per_group how many responses began in the middle of another one, and
+tools/entropy_rise the mean normalised entropy behind a call less that of the response's start; null
+without `[rollout.tools]`, or without `[sampling.branching]`.
 
 parity/* is |trainer - engine| log-prob before the step's first update on fresh tokens, which the
 present weights sampled, and staleness/logprob_drift_* the same on stale ones, which earlier weights

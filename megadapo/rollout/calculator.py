@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 
-from megadapo.rollout.tools import Tool, ToolsConfig
+from megadapo.rollout.tools import Tool
 
 Number = int | float
 
@@ -42,10 +42,6 @@ _UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {
 
 class Calculator(Tool):
     """Puts the value of an expression behind it."""
-
-    def __init__(self, config: ToolsConfig) -> None:
-        self._config = config
-        self.stop_strings = (config.stop,)
 
     def step(self, text: str) -> str | None:
         """The formatted value of the call that `text` ends with; None where there is no call.

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megadapo.rollout.branching_config import BranchingConfig
+from megadapo.rollout.tools import ToolsConfig
 from megadapo.section import Section, Timeout
 
 
@@ -52,6 +54,8 @@ class RolloutConfig(Section, title="rollout"):
     """Seconds an engine may give no token while it has work before it counts as lost."""
     max_engine_restarts: NonNegativeInt = 3
     """Engines that are lost and started again in a run; after that it goes on with the others."""
+    tools: ToolsConfig = ToolsConfig()
+    """What responses may call while they are written."""
 
     def conflicts(self) -> Iterator[str]:
         if self.top_p < 1.0:
@@ -106,10 +110,13 @@ class SamplingConfig(Section, title="sampling"):
     """Epochs for which such a prompt is left out."""
     longest_first: bool = False
     """Let engines begin with the prompts whose latest answers were longest."""
+    branching: BranchingConfig = BranchingConfig()
+    """Responses that branch off others of their group."""
 
     def conflicts(self) -> Iterator[str]:
         yield from self._round_conflicts()
         yield from self._staleness_conflicts()
+        yield from self._branching_conflicts()
         if self.min_accuracy >= self.max_accuracy:
             yield (
                 f"sampling.min_accuracy = {self.min_accuracy} must be below "
@@ -151,6 +158,25 @@ class SamplingConfig(Section, title="sampling"):
                 f"sampling.prompts_per_step = {self.prompts_per_step}: a step made of reserved "
                 "groups alone would train on nothing the current policy wrote"
             )
+
+    def _branching_conflicts(self) -> Iterator[str]:
+        initial = self.branching.initial_rollouts
+        if initial is not None and initial >= self.responses_per_prompt:
+            yield (
+                f"sampling.branching.initial_rollouts = {initial} must be below "
+                f"sampling.responses_per_prompt = {self.responses_per_prompt}, or no response is "
+                "left to branch"
+            )
+        if initial is not None and self.mode == "partial":
+            yield (
+                "sampling.branching looks at whole responses, but with sampling.mode = "
+                '"partial" they are stopped in the middle: choose another mode'
+            )
+
+    @property
+    def responses_at_once(self) -> int:
+        """Responses of a group that are generated at the same time."""
+        return self.branching.initial_rollouts or self.responses_per_prompt
 
     @property
     def sampler_staleness(self) -> int:

@@ -58,7 +58,7 @@ class Dispatcher:
         """As `room`, if the groups with these keys, which are in flight, were not."""
         left_out = Counter[Place]()
         for group, place in (self._in_flight[key] for key in keys):
-            left_out[place] += len(group.seeds)
+            left_out[place] += group.num_at_once
         # responses of these groups that have ended are no load any more
         return self._fleet.room(left_out)
 
@@ -145,7 +145,7 @@ class Dispatcher:
         shares: dict[int, list[GroupRequest]] = {}
         for group in groups if serving else ():
             engine = min(serving, key=lambda one: one.load)
-            engine.assigned(len(group.seeds))
+            engine.assigned(group.num_at_once)
             self._in_flight[group.key] = (group, engine.place)
             shares.setdefault(engine.spec.index, []).append(group)
         for index, share in shares.items():

@@ -26,6 +26,7 @@ from megadapo.rollout.scoring import (
     SupportsGenerate,
     SupportsScore,
 )
+from megadapo.rollout.tools import ToolsConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,8 +74,13 @@ class HeldOut:
         tokenizer: PreTrainedTokenizerBase,
         max_response_tokens: int,
         seed: int,
+        tools: ToolsConfig | None = None,
     ) -> HeldOut:
-        """Raises DataError where there are no problems."""
+        """Raises DataError where there are no problems.
+
+        Args:
+            tools: what responses may call; they never branch.
+        """
         problems = list(prompts)[: config.max_problems]
         if not problems:
             raise DataError("there are no held-out problems to evaluate on")
@@ -89,7 +95,10 @@ class HeldOut:
             for number, prompt in enumerate(problems, start=1)
         )
         settings = SamplingSettings(
-            temperature=config.temperature, top_p=config.top_p, max_tokens=max_response_tokens
+            temperature=config.temperature,
+            top_p=config.top_p,
+            max_tokens=max_response_tokens,
+            tools=tools or ToolsConfig(),
         )
         return cls(
             questions=questions, settings=settings, samples_per_problem=config.samples_per_problem

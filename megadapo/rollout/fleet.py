@@ -190,7 +190,7 @@ class Fleet:
             answer = self._read(engine, ref, "generate")
         except InfraError as error:
             if groups is not None and not isinstance(error, ProcessDied):
-                engine.assigned(-sum(len(group.seeds) for group in groups))
+                engine.assigned(-sum(group.num_at_once for group in groups))
                 self.refused += groups
                 raise
             self.lose(engine, str(error))

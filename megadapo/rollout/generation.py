@@ -10,31 +10,36 @@ import contextlib
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from functools import partial
+from typing import cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
-from vllm.inputs import tokens_input
+from vllm.inputs import TokensInput
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from megadapo.errors import InfraError
+from megadapo.algorithm.branches import Branch
+from megadapo.rollout.answering import Answer, Asker, beginning
+from megadapo.rollout.branching import choose_branches
+from megadapo.rollout.calculator import Calculator
 from megadapo.rollout.requests import (
     EngineReport,
     GroupRequest,
     GroupResponse,
-    LogprobTable,
     Response,
-    SamplingSettings,
     StopReport,
-    continued_seed,
-    sampled_logprobs,
 )
+from megadapo.rollout.tools import Mark, Tool, ToolsConfig
 
 POLL_S = 0.05
 """Pause between two looks at how many responses have ended."""
+
+
+TOOLS: dict[str, type[Tool]] = {"calculator": Calculator, "mark": Mark}
+"""By their name in rollout.tools.tool."""
 
 
 @dataclass(eq=False)
@@ -42,30 +47,44 @@ class _Group:
     """A group in flight."""
 
     request: GroupRequest
-    policy_version: int
     submitted: float
-    parts: list[RequestOutputCollector | None] = field(default_factory=list)
-    """One per seed; none where the response was finished before."""
-    outputs: list[RequestOutput | None] = field(default_factory=list)
-    """What the parts gave, once the group has ended."""
+    answers: list[Answer] = field(default_factory=list)
+    """One per seed that was asked for; those of a group that branches come later."""
+    num_running: int = 0
+    num_places: int = 0
+    """Responses that may still run at the same time."""
+    is_stopped: bool = False
     seconds: float = 0.0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated for it, once it has ended."""
-        outputs = [output for output in self.outputs if output is not None]
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
+        """Tokens generated for it by requests that have ended."""
+        return sum(answer.num_generated for answer in self.answers)
 
-    async def end(self) -> None:
-        """Wait for every part."""
-        # read together: until then a part that has ended keeps what it got
-        for part in self.parts:
-            if part is not None:
-                await part.ready.wait()
-        self.outputs = [
-            None if part is None else cast(RequestOutput, await part.get()) for part in self.parts
-        ]
-        self.seconds = time.monotonic() - self.submitted
+    def stop(self) -> None:
+        """Let nothing more be asked for it."""
+        self.is_stopped = True
+        for answer in self.answers:
+            answer.stop()
+
+    def next_branches(self, num_seen: int) -> list[Branch | None]:
+        """Where its next responses begin, None at the prompt; nothing where it is complete.
+
+        Args:
+            num_seen: responses that were looked at before.
+        """
+        request = self.request
+        num_left = len(request.seeds) - len(self.answers)
+        if self.is_stopped or not num_left:
+            return []
+        branches = choose_branches(
+            [answer.response() for answer in self.answers],
+            request.seeds,
+            request.settings.branching,
+            num_seen=num_seen,
+            num_left=num_left,
+        )
+        return [*branches] or [None] * num_left
 
 
 class Generation:
@@ -80,36 +99,37 @@ class Generation:
         self._error: BaseException | None = None
         self._closed = False
         self._wake, self._submitting = asyncio.Event(), asyncio.Lock()
-        self._num_submitted = self._num_requests = self._num_tokens = 0
-
-    @property
-    def num_ended(self) -> int:
-        """Responses that have ended since the engine started, those that were stopped included."""
-        return self._num_submitted - self._llm.get_num_unfinished_requests()
+        self._num_requests = self._num_tokens = 0
+        self._tools: dict[ToolsConfig, Tool] = {}
+        self.num_ended = 0
+        """Responses that have ended since the engine started, those that were stopped included;
+        of a group that branches those after which another one of its responses takes no place."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens generated since the engine started, those of unfinished responses included."""
-        parts = [part for group in self._groups.values() for part in group.parts if part]
-        return self._num_tokens + sum(map(self._num_tokens_of, parts))
+        groups = self._groups.values()
+        parts = [answer.part for group in groups for answer in group.answers if answer.part]
+        ended = self._num_tokens + sum(group.num_tokens for group in groups)
+        return ended + sum(map(self._num_tokens_of, parts))
 
     async def submit(self, groups: Sequence[GroupRequest], policy_version: int) -> None:
         """Begin to generate; vLLM starts with what it has while the rest is submitted."""
         async with self._submitting:
-            before, started = self._num_submitted, []
+            started: list[tuple[_Group, Asker]] = []
             try:
                 for request in groups:
-                    group = _Group(request, policy_version, time.monotonic())
-                    started.append(group)
-                    await self._ask_all(group)
+                    group = _Group(request, time.monotonic(), num_places=request.num_at_once)
+                    asker = self._asker(group, policy_version)
+                    started.append((group, asker))
+                    await self._begin(group, asker)
             except BaseException:
                 # none of them is in flight then
-                await self._abort(started)
-                self._num_submitted = before
+                await self._abort([group for group, _ in started])
                 raise
-            for group in started:
+            for group, asker in started:
                 self._groups[group.request.key] = group
-                self._tasks[group.request.key] = asyncio.create_task(self._follow(group))
+                self._tasks[group.request.key] = asyncio.create_task(self._follow(group, asker))
 
     async def collect(self, max_wait_s: float, num_for_report: int) -> EngineReport:
         """Wait for the end of a group, or of so many responses, or for so many seconds."""
@@ -138,6 +158,8 @@ class Generation:
         """Whoever still waits for a report gets one: what ends from now on was meant to."""
         self._closed = True
         self._wake.set()
+        for tool in self._tools.values():
+            tool.stop()
 
     async def stop(self, keys: Collection[int], *, keep: bool) -> StopReport:
         """End groups and forget them.
@@ -156,37 +178,70 @@ class Generation:
             num_tokens=sum(group.num_tokens for group in stopped),
         )
 
-    async def _ask_all(self, group: _Group) -> None:
+    def _asker(self, group: _Group, policy_version: int) -> Asker:
+        """What the responses of a group are asked for with."""
+        return Asker(
+            group=group.request,
+            policy_version=policy_version,
+            ask=partial(self._ask, group),
+            tool=self._tool(group.request.settings.tools),
+            tokenizer=self._tokenizer,
+            vocab_size=self._llm.model_config.get_vocab_size(),
+        )
+
+    def _tool(self, config: ToolsConfig) -> Tool | None:
+        """The tool of a configuration, started when it is first needed."""
+        if config.tool is not None and config not in self._tools:
+            self._tools[config] = TOOLS[config.tool](config)
+            self._tools[config].start()
+        return self._tools.get(config)
+
+    async def _begin(self, group: _Group, asker: Asker) -> None:
+        """Ask for the responses that begin at the prompt, or go on where they were stopped."""
         request = group.request
         begun = request.begun or (None,) * len(request.seeds)
-        for seed, before in zip(request.seeds, begun, strict=True):
-            group.parts.append(await self._ask(request, seed, before, group.policy_version))
+        for seed, before in list(zip(request.seeds, begun, strict=True))[: request.num_at_once]:
+            group.answers.append(Answer(asker, seed, before))
+            await group.answers[-1].ask()
+
+    async def _branch(self, group: _Group, asker: Asker, branches: Sequence[Branch | None]) -> None:
+        """Ask for more responses of a group, some of which begin in the middle of others."""
+        for branch in branches:
+            seed, begun = group.request.seeds[len(group.answers)], None
+            if branch is not None:
+                parent = group.answers[branch.parent].response()
+                begun = beginning(parent, branch.num_tokens)
+            group.answers.append(Answer(asker, seed, begun, branch=branch))
+            await group.answers[-1].ask()
 
     async def _abort(self, groups: Sequence[_Group]) -> None:
         """Have vLLM hand over what it has of every unfinished response."""
-        parts = [part for group in groups for part in group.parts if part is not None]
+        for group in groups:
+            group.stop()
+        parts = [answer.part for group in groups for answer in group.answers if answer.part]
         await self._llm.abort([part.request_id for part in parts], internal=True)
 
     async def _ask(
-        self, group: GroupRequest, seed: int, begun: Response | None, policy_version: int
-    ) -> RequestOutputCollector | None:
-        """Submit one response, or what is left of it; none where nothing is."""
-        self._num_submitted += 1
-        if begun is not None and begun.finish_reason != "unfinished":
-            return None
-        before = begun.token_ids if begun is not None else np.empty(0, dtype=np.int32)
+        self, group: _Group, prompt: TokensInput, params: SamplingParams
+    ) -> RequestOutputCollector:
+        """Submit a request of a group."""
         self._num_requests += 1
-        return await self._llm.add_request(
-            str(self._num_requests),
-            # what other weights computed must not be found in the cache
-            tokens_input([*group.prompt_ids, *before.tolist()], cache_salt=str(policy_version)),
-            _sampling_params(group.settings, continued_seed(seed, before), len(before)),
-            priority=group.priority,
+        part = await self._llm.add_request(
+            str(self._num_requests), prompt, params, priority=group.request.priority
         )
+        if group.is_stopped:  # while it was submitted
+            await self._llm.abort([part.request_id], internal=True)
+        return part
 
-    async def _follow(self, group: _Group) -> None:
+    async def _follow(self, group: _Group, asker: Asker) -> None:
         try:
-            await group.end()
+            num_seen = 0
+            await self._finish(group, group.answers)
+            while branches := group.next_branches(num_seen):
+                num_seen = len(group.answers)
+                await self._branch(group, asker, branches)
+                await self._finish(group, group.answers[num_seen:])
+            group.seconds = time.monotonic() - group.submitted
             self._ended.append(group)
             self._num_tokens += group.num_tokens
         except Exception as error:
@@ -195,6 +250,21 @@ class Generation:
         finally:
             del self._groups[group.request.key], self._tasks[group.request.key]
             self._wake.set()
+
+    async def _finish(self, group: _Group, answers: Sequence[Answer]) -> None:
+        """Wait for the end of responses, and count the places that they leave for good."""
+
+        async def finish(answer: Answer) -> None:
+            await answer.finish()
+            group.num_running -= 1
+            num_unasked = len(group.request.seeds) - len(group.answers)
+            num_left = group.num_running + (0 if group.is_stopped else num_unasked)
+            num_free = max(0, group.num_places - num_left)
+            group.num_places -= num_free
+            self.num_ended += num_free
+
+        group.num_running += len(answers)
+        await asyncio.gather(*map(finish, answers))
 
     def _num_tokens_of(self, part: RequestOutputCollector) -> int:
         if isinstance(part.output, RequestOutput):
@@ -220,57 +290,15 @@ class Generation:
 
     def _draft(self, group: _Group) -> list[Response]:
         """The group's responses, with no text yet."""
-        begun = group.request.begun or (None,) * len(group.outputs)
-        return [
-            _response(output, before, group.policy_version)
-            for output, before in zip(group.outputs, begun, strict=True)
-        ]
+        return [answer.response() for answer in group.answers]
+
+    @property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return cast(PreTrainedTokenizerBase, self._llm.get_tokenizer())
 
     def _decode(self, token_ids: Sequence[np.ndarray]) -> list[str]:
-        tokenizer = cast(PreTrainedTokenizerBase, self._llm.get_tokenizer())
-        return tokenizer.batch_decode(
+        return self._tokenizer.batch_decode(
             [ids.tolist() for ids in token_ids],
             skip_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
-
-
-def _sampling_params(settings: SamplingSettings, seed: int, num_before: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        max_tokens=settings.max_tokens - num_before,
-        seed=seed,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _response(
-    output: RequestOutput | None, begun: Response | None, policy_version: int
-) -> Response:
-    """A response without its text, which continues what was begun."""
-    if output is None:
-        assert begun is not None, "only a response that was finished before is not asked for"
-        return begun
-    completion = output.outputs[0]
-    reason = "unfinished" if completion.finish_reason == "abort" else completion.finish_reason
-    if reason not in ("stop", "length", "unfinished"):
-        raise InfraError(f"vLLM ended a response with {completion.finish_reason!r}")
-    table = cast(LogprobTable | None, completion.logprobs)  # flat_logprobs asked for it
-    token_ids = np.asarray(completion.token_ids, dtype=np.int32)
-    logprobs = sampled_logprobs(completion.token_ids, table)
-    versions = np.full(len(token_ids), policy_version, dtype=np.int32)
-    if begun is not None:
-        token_ids = np.concatenate([begun.token_ids, token_ids])
-        logprobs = np.concatenate([begun.logprobs, logprobs])
-        versions = np.concatenate([begun.policy_versions, versions])
-    return Response(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        finish_reason=cast(Literal["stop", "length", "unfinished"], reason),
-        text="",
-        policy_versions=versions,
-    )

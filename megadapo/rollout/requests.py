@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
+from megadapo.algorithm.branches import Branch
+from megadapo.rollout.branching_config import BranchingConfig
+from megadapo.rollout.tools import ToolsConfig
+
+FinishReason = Literal["stop", "length", "unfinished"]
 SEED_BITS = 63
 """vLLM seeds are signed 64-bit integers."""
 
@@ -20,7 +27,21 @@ class SamplingSettings:
     temperature: float
     top_p: float
     max_tokens: int
-    """Longest response, in tokens."""
+    """Longest response, in tokens, what tools put out included."""
+    tools: ToolsConfig = ToolsConfig()
+    """What responses may call."""
+    branching: BranchingConfig = BranchingConfig()
+    """Where responses branch off each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """A place in a response where a tool was asked."""
+
+    end: int
+    """Response tokens before the model went on, the tool's output included."""
+    entropy: float = math.nan
+    """Normalised entropy of the first tokens behind it; NaN where it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +50,18 @@ class Response:
 
     token_ids: np.ndarray  # [n] int32, with the end-of-sequence token where there is one
     logprobs: np.ndarray  # [n] float32, at the sampling temperature; NaN where there is none
-    finish_reason: Literal["stop", "length", "unfinished"]
+    finish_reason: FinishReason
     """Unfinished where it was stopped; a request that has it as `begun` continues it."""
     text: str
     """Decoded without special tokens."""
-    policy_versions: np.ndarray  # [n] int32, the weight publication that sampled each token
+    policy_versions: np.ndarray  # [n] int32, the weight publication that sampled each token, or
+    # NO_VERSION where a tool put it out
+    calls: tuple[ToolCall, ...] = ()
+    """In order."""
+    entropy: float = math.nan
+    """Normalised entropy of its first tokens; NaN where it was not measured."""
+    branch: Branch | None = None
+    """Where it left another response of its group; None where it began at the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +78,12 @@ class GroupRequest:
     begun: tuple[Response, ...] = ()
     """What an earlier request got, one per seed: finished responses are handed back as they are,
     the others are continued. Empty: nothing."""
+
+    @property
+    def num_at_once(self) -> int:
+        """Most responses that are generated at the same time."""
+        first = self.settings.branching.initial_rollouts
+        return len(self.seeds) if first is None else min(first, len(self.seeds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +121,8 @@ class EngineReport:
     groups: tuple[GroupResponse, ...]
     """Finished since the report before."""
     num_ended: int
-    """Responses that have ended since the engine started, those that were stopped included."""
+    """Responses that have ended since the engine started, those that were stopped included; where
+    groups branch, without those whose place another one of the group takes."""
     num_tokens: int
     """Tokens generated since the engine started."""
 
@@ -130,9 +165,10 @@ def sampled_logprobs(token_ids: Sequence[int], table: LogprobTable | None) -> np
     values = np.full(len(token_ids), np.nan, dtype=np.float32)
     if table is None:
         return values
-    each_has_one = list(table.start_indices) == list(range(len(token_ids)))
-    if each_has_one and list(table.token_ids) == list(token_ids):
-        values[:] = table.logprobs
+    starts, ends = table.start_indices, table.end_indices
+    each_has_one = len(starts) == len(token_ids) and all(map(operator.lt, starts, ends))
+    if each_has_one and [table.token_ids[start] for start in starts] == list(token_ids):
+        values[:] = [table.logprobs[start] for start in starts]
         return values
     bounds = zip(token_ids, table.start_indices, table.end_indices, strict=False)
     for position, (token, start, end) in enumerate(bounds):

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from megadapo.algorithm.branches import Branch
 from megadapo.data.batch import Group, Sample
 from megadapo.data.policy_versions import NO_VERSION, decode_versions, encode_versions
 from megadapo.data.prompts import Prompt
 from megadapo.errors import CheckpointError
-from megadapo.rollout.requests import Response
+from megadapo.rollout.requests import Response, ToolCall
 
 
 class Reserve:
@@ -137,6 +138,7 @@ def _encode_sample(sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "policy_versions": encode_versions(sample.policy_versions),
         "text": sample.text,
+        "branch": sample.branch,
     }
 
 
@@ -151,6 +153,8 @@ def _decode_sample(entry: Mapping[str, Any], prompt_ids: tuple[int, ...]) -> Sam
         finish_reason=entry["finish_reason"],
         policy_versions=decode_versions(versions, len(response_ids)),
         text=entry["text"],
+        # one of a run that knew no branches has none
+        branch=None if entry.get("branch") is None else Branch(*entry["branch"]),
     )
 
 
@@ -161,6 +165,7 @@ def _encode_response(response: Response) -> dict[str, Any]:
         "finish_reason": response.finish_reason,
         "policy_versions": encode_versions(response.policy_versions),
         "text": response.text,
+        "calls": [call.end for call in response.calls],
     }
 
 
@@ -172,6 +177,8 @@ def _decode_response(entry: Mapping[str, Any]) -> Response:
         finish_reason=entry["finish_reason"],
         policy_versions=decode_versions(entry["policy_versions"], len(token_ids)),
         text=entry["text"],
+        # responses that can be stopped do not branch: their entropies are not measured
+        calls=tuple(ToolCall(end=end) for end in entry.get("calls", ())),
     )
 
 

@@ -14,6 +14,7 @@ from megadapo.observe.config import SavedGroups
 from megadapo.observe.saved_group import Fate
 from megadapo.rewards.dapo_math import RewardParts
 from megadapo.rollout.activity import EngineActivity
+from megadapo.rollout.requests import Response
 from megadapo.rollout.selection import SampledGroup, choose_saved
 
 
@@ -67,6 +68,13 @@ class SampledBatch:
     """From each group's submission to its last token."""
     engines: tuple[EngineActivity, ...]
     """What each engine did in the step."""
+    calls_per_response: float | None = None
+    """Tool calls; those of a beginning that responses share count for each."""
+    output_token_share: float | None = None
+    """Of response tokens, what tools put out."""
+    branches_per_group: float | None = None
+    entropy_rise_mean: float | None = None
+    """Normalised entropy behind a call less that of the response's start, where measured."""
     saved: tuple[SampledGroup, ...]
     """The groups to be saved, those thrown away included."""
 
@@ -102,9 +110,25 @@ class Outcome:
     seconds: float
     parts: RewardParts = ()
     """Of the rewards of all responses."""
+    num_generated: int
+    """Tokens sampled for it; what responses share was so once."""
+    num_output_tokens: int = 0
+    """Tokens of its responses that a tool put out."""
+    num_calls: int = 0
+    num_branches: int = 0
+    entropy_rises: tuple[float, ...] = ()
+    """Of each call, in normalised entropy; NaN where it was not measured."""
 
     @classmethod
-    def of(cls, group: Group, *, has_signal: bool, seconds: float) -> Outcome:
+    def of(
+        cls,
+        group: Group,
+        *,
+        has_signal: bool,
+        seconds: float,
+        responses: Sequence[Response] = (),
+    ) -> Outcome:
+        """`responses`: as engines gave them; none where the group was not generated but read."""
         return cls(
             order=group.order,
             prompt_id=group.prompt.id,
@@ -116,6 +140,13 @@ class Outcome:
             num_truncated=sum(group.truncated),
             has_signal=has_signal,
             seconds=seconds,
+            num_generated=group.num_generated,
+            num_output_tokens=sum(group.lengths) - sum(group.num_sampled),
+            num_calls=sum(len(one.calls) for one in responses),
+            num_branches=sum(one.branch is not None for one in responses),
+            entropy_rises=tuple(
+                call.entropy - one.entropy for one in responses for call in one.calls
+            ),
         )
 
 
@@ -151,7 +182,7 @@ class Tally:
         unseen = [outcome for outcome in self.outcomes if outcome.order > last]
         self.outcomes = [outcome for outcome in self.outcomes if outcome.order <= last]
         self.num_surplus_unseen = sum(outcome.has_signal for outcome in unseen)
-        self.num_tokens_stopped += sum(n for outcome in unseen for n in outcome.lengths)
+        self.num_tokens_stopped += sum(outcome.num_generated for outcome in unseen)
 
     def batch(
         self, kept: Sequence[Group], stale: Sequence[Group], saved_groups: SavedGroups
@@ -174,7 +205,7 @@ class Tally:
             num_stopped=self.num_stopped,
             num_carried=self.num_carried,
             num_resting=self.num_resting,
-            num_tokens=sum(lengths),
+            num_tokens=sum(outcome.num_generated for outcome in self.outcomes),
             num_tokens_stopped=self.num_tokens_stopped,
             reward_seconds=self.reward_seconds,
             accuracy=_share(sum(o.num_correct for o in self.outcomes), num_responses),
@@ -184,8 +215,25 @@ class Tally:
             response_lengths=tuple(lengths),
             group_seconds=tuple(outcome.seconds for outcome in self.outcomes),
             engines=tuple(self.engines),
+            **self._tool_use(),
             saved=choose_saved(fates, saved_groups),
         )
+
+    def _tool_use(self) -> dict[str, float | None]:
+        """What came of tools; null where there was nothing to measure."""
+        outcomes = self.outcomes
+        num_tokens = sum(n for outcome in outcomes for n in outcome.lengths)
+        rises = [rise for outcome in outcomes for rise in outcome.entropy_rises]
+        measured = [rise for rise in rises if not math.isnan(rise)]
+        shares = {
+            "calls_per_response": _share(
+                sum(o.num_calls for o in outcomes), sum(o.num_responses for o in outcomes)
+            ),
+            "output_token_share": _share(sum(o.num_output_tokens for o in outcomes), num_tokens),
+            "branches_per_group": _share(sum(o.num_branches for o in outcomes), len(outcomes)),
+            "entropy_rise_mean": _share(math.fsum(measured), len(measured)),
+        }
+        return {name: None if math.isnan(value) else value for name, value in shares.items()}
 
     def _fates(self, kept: Sequence[Group], stale: Sequence[Group]) -> list[SampledGroup]:
         """What became of every group with a signal."""

@@ -100,7 +100,7 @@ class Sampler:
                 for answer in inquiry.answers():
                     group = group_of(answer)
                     keep = self._keeps(group)
-                    step.settle(group, keep=keep, seconds=answer.response.seconds)
+                    step.settle(group, keep=keep, response=answer.response)
                     self._difficulty.see(group.prompt.id, keep)
                 step.drop_hopeless()
             self._unfinished += step.stop(keep=self._config.mode == "partial")
@@ -179,7 +179,7 @@ class Sampler:
 
     def _ask(self, step: Step) -> None:
         """Ask for as many groups as the plan wants and the engines have room for."""
-        room = self._engines.room // self._config.responses_per_prompt
+        room = self._engines.room // self._config.responses_at_once
         room = max(room, not step.inquiry.open)
         if not room:
             return

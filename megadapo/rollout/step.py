@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megadapo.data.batch import Group, Sample
 from megadapo.rollout.plans import Plan
-from megadapo.rollout.requests import Response
+from megadapo.rollout.requests import GroupResponse, Response
 from megadapo.rollout.reserve import Unfinished
 from megadapo.rollout.sampled_batch import Outcome, Tally
 from megadapo.rollout.scoring import Answer, Inquiry, Question
@@ -25,10 +25,13 @@ class Step:
     stopped: list[int] = field(default_factory=list)
     """Orders that were taken back unfinished."""
 
-    def settle(self, group: Group, *, keep: bool, seconds: float) -> None:
+    def settle(self, group: Group, *, keep: bool, response: GroupResponse) -> None:
         """Keep a group that came back, or remember no more of it than its numbers."""
         self.plan.settle(group.order, keep)
-        self.tally.outcomes.append(Outcome.of(group, has_signal=keep, seconds=seconds))
+        outcome = Outcome.of(
+            group, has_signal=keep, seconds=response.seconds, responses=response.responses
+        )
+        self.tally.outcomes.append(outcome)
         if keep:
             self.kept[group.order] = group
         else:
@@ -88,4 +91,5 @@ def _sample(question: Question, response: Response) -> Sample:
         finish_reason=response.finish_reason,
         policy_versions=response.policy_versions,
         text=response.text,
+        branch=response.branch,
     )

@@ -19,8 +19,9 @@ from megadapo.section import Section
 class ToolsConfig(Section, title="rollout.tools"):
     """The tool that responses may call, in training and in evaluation."""
 
-    tool: Literal["calculator"] | None = None
-    """calculator: arithmetic as Python writes it; none: there is no tool."""
+    tool: Literal["calculator", "mark"] | None = None
+    """calculator: arithmetic as Python writes it; mark: puts out nothing, but responses can branch
+    behind the stop string; none: there is no tool."""
     start: str = "<calculator>"
     """What a call begins with; "" takes the expression that ends at the stop string."""
     stop: str = "</calculator>"
@@ -37,7 +38,7 @@ class ToolsConfig(Section, title="rollout.tools"):
         unused = [name for name, field in fields if getattr(self, name) != field.default]
         if self.tool is None and unused:
             keys = ", ".join(f"rollout.tools.{name}" for name in unused)
-            yield f'{keys}: read only with rollout.tools.tool = "calculator"; leave it out'
+            yield f"{keys}: read only with rollout.tools.tool; leave it out"
         if not self.stop:
             yield "rollout.tools.stop is empty: a call must end somewhere"
         if self.output.count("{}") != 1:
@@ -58,12 +59,24 @@ class Tool(ABC):
     stop_strings: tuple[str, ...]
     """Generation stops behind these, and `step` is asked."""
 
+    def __init__(self, config: ToolsConfig) -> None:
+        self._config = config
+        self.stop_strings = (config.stop,)
+
     def start(self) -> None:  # noqa: B027 - a tool that holds nothing has nothing to do
         """Take what the tool needs, before its first step."""
 
     @abstractmethod
     def step(self, text: str) -> str | None:
-        """Return what is put behind a response that has come to a stop string; None: nothing."""
+        """Return what is put behind a response that has come to a stop string; None where that is
+        no call."""
 
     def stop(self) -> None:  # noqa: B027
         """Give it back, after the last step."""
+
+
+class Mark(Tool):
+    """Puts out nothing: the stop string alone is where responses can branch."""
+
+    def step(self, text: str) -> str | None:
+        return "" if text.endswith(self._config.stop) else None

@@ -224,6 +224,7 @@ class Evaluations:
             tokenizer=self._questions.tokenizer,
             max_response_tokens=config.rollout.max_response_tokens,
             seed=config.run.seed,
+            tools=config.rollout.tools,
         )
 
     def _answers(self, step: int) -> AnswerLog | None:

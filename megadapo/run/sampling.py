@@ -99,6 +99,8 @@ class Questions:
                 temperature=config.rollout.temperature,
                 top_p=config.rollout.top_p,
                 max_tokens=config.rollout.max_response_tokens,
+                tools=config.rollout.tools,
+                branching=config.sampling.branching,
             ),
             tokenizer=self.tokenizer,
             seed=config.run.seed,

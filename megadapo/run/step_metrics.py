@@ -56,6 +56,7 @@ def step_metrics(
         "tokens/generated": sampled.num_tokens,
         "tokens/stopped": sampled.num_tokens_stopped,
         "tokens/trained": update.tokens_trained,
+        **_tool_use(sampled, config),
         "policy/loss": update.loss,
         "policy/entropy": update.entropy,
         "policy/ratio_mean": update.ratio_mean,
@@ -103,6 +104,17 @@ def _responses(sampled: SampledBatch, config: RunConfig) -> dict[str, int | floa
     }
     values |= {f"reward/{name}": value for name, value in sampled.reward_parts.items()}
     return {name: _measured(value) for name, value in values.items()}
+
+
+def _tool_use(sampled: SampledBatch, config: RunConfig) -> dict[str, float | None]:
+    """Null where responses call no tool, or do not branch."""
+    calls, branches = config.rollout.tools.tool is not None, config.sampling.branching.is_on
+    return {
+        "tools/calls_per_response": sampled.calls_per_response if calls else None,
+        "tools/token_share": sampled.output_token_share if calls else None,
+        "tools/branches_per_group": sampled.branches_per_group if branches else None,
+        "tools/entropy_rise": sampled.entropy_rise_mean if branches else None,
+    }
 
 
 def _tail(sampled: SampledBatch) -> dict[str, int | float | None]:

@@ -8,19 +8,23 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from megadapo.data.policy_versions import NO_VERSION
 from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.errors import InfraError
 from megadapo.rewards.dapo_math import Score
+from megadapo.rollout.branching_config import BranchingConfig
 from megadapo.rollout.config import EvaluationConfig, SamplingConfig
 from megadapo.rollout.evaluation import EvaluationUnderWay, HeldOut
 from megadapo.rollout.interleaving import InterleavedEngines
 from megadapo.rollout.requests import SamplingSettings, response_seeds
 from megadapo.rollout.reserve import encode_group
 from megadapo.rollout.sampler import Sampler
+from megadapo.rollout.tools import ToolsConfig
 from tests.support.engine_checks import (
     EOS,
     MAX_PROMPT_TOKENS,
     MAX_RESPONSE_TOKENS,
+    SETTINGS,
     Reference,
     all_finished,
     ask,
@@ -175,6 +179,87 @@ def test_a_prompt_that_does_not_fit_is_an_error_and_not_the_engines_end(engines)
     assert engines.num_in_flight == 0
     groups = make_requests(3, 2)
     assert len(ask(engines, groups)) == 3
+
+
+CALCULATOR = ToolsConfig(
+    tool="calculator", start="1", stop="2", output="<{}1+>", max_calls=2, max_output_tokens=7
+)
+"""Calls that a random model makes often. What is put out holds a call's beginning and is cut."""
+
+
+def test_a_tools_output_is_in_the_response_and_not_the_models(engines, reference, model):
+    """Catches output with a log-prob or a version, tokens behind it that were not computed from
+    it, calls beyond the limits, and a part of the response that is generated twice."""
+    groups = make_requests(40, 4)
+    answers = ask(engines, groups, tools=CALCULATOR)
+    assert bits(ask(engines, groups[7:9], tools=CALCULATOR)) == {
+        key: value for key, value in bits(answers).items() if key in (7, 8)
+    }
+    assert worst_error(reference, groups, answers) < 1e-5
+    responses = [response for group in answers.values() for response in group]
+    num_calls = [len(response.calls) for response in responses]
+    assert min(num_calls) == 0 and max(num_calls) == 2, "else nothing was tested"
+    for response in responses:
+        is_output = response.policy_versions == NO_VERSION
+        assert (np.isnan(response.logprobs) == is_output).all()
+        ends = [call.end for call in response.calls]
+        assert is_output.sum() == sum(min(7, len("<error1+>"), 48 - end + 7) for end in ends)
+        assert all(is_output[end - 1] for end in ends)
+        assert len(response.token_ids) <= MAX_RESPONSE_TOKENS
+        assert len(response.text) >= len(response.token_ids) - 1
+    full = [r for r in responses if r.calls and r.calls[-1].end == MAX_RESPONSE_TOKENS]
+    assert all(response.finish_reason == "length" for response in full)
+
+
+def test_stopped_responses_go_on_behind_a_tools_output(engines, reference):
+    """Calls that were made count, and nothing that was put out is taken for the model's."""
+    groups = make_requests(40, 4)
+    settings = replace(SETTINGS, tools=CALCULATOR)
+    engines.submit([replace(group, settings=settings) for group in groups])
+    engines.finished()
+    parts = {one.key: one.responses for one in engines.stop(keep=True).unfinished}
+    begun = [
+        replace(group, begun=parts[group.key], settings=settings)
+        for group in groups
+        if group.key in parts
+    ]
+    answers = ask(engines, begun, tools=CALCULATOR)
+    assert begun and worst_error(reference, begun, answers) < 1e-5
+    assert bits(ask(engines, begun, tools=CALCULATOR)) == bits(answers)
+    for key, group in answers.items():
+        for part, full in zip(parts[key], group, strict=True):
+            assert full.calls[: len(part.calls)] == part.calls and len(full.calls) <= 2
+            assert (full.policy_versions[: len(part.token_ids)] == part.policy_versions).all()
+
+
+@pytest.mark.parametrize("tools", [CALCULATOR, ToolsConfig(tool="mark", stop="2")])
+def test_responses_branch_alike_in_any_company(engines, reference, tools):
+    """The whole tree to the last bit; a branch has its parent's beginning and its own end."""
+    branching = BranchingConfig(initial_rollouts=3, num_tokens=4, top_logprobs=5)
+    groups, settings = make_requests(20, 8), {"tools": tools, "branching": branching}
+    slots = engines.room
+    answers = ask(engines, groups, **settings)
+    assert engines.room == slots
+    assert bits(ask(engines, groups[4:6], **settings)) == {
+        key: value for key, value in bits(answers).items() if key in (4, 5)
+    }
+    assert worst_error(reference, groups, answers) < 1e-5
+    depths = set()
+    for group in answers.values():
+        assert len(group) == 8 and not any(response.branch for response in group[:3])
+        for place, response in enumerate(group):
+            if (branch := response.branch) is None:
+                continue
+            parent, n = group[branch.parent], branch.num_tokens
+            depths.add(parent.branch is not None)
+            assert branch.parent < place
+            assert n in [call.end for call in parent.calls]
+            assert (response.token_ids[:n] == parent.token_ids[:n]).all()
+            assert response.logprobs[:n].tobytes() == parent.logprobs[:n].tobytes()
+            assert response.entropy == parent.entropy > 0.0
+        tails = [response.token_ids.tobytes() for response in group]
+        assert len(set(tails)) > 5
+    assert depths == {False, True}, "branches of branches, or less was tested"
 
 
 class RightIfOddLength:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.config import ClusterConfig
+from megadapo.data.policy_versions import NO_VERSION
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engines import Engines
 from megadapo.rollout.requests import (
@@ -82,9 +83,10 @@ def ask(
     *,
     temperature: float = 1.0,
     max_tokens: int = MAX_RESPONSE_TOKENS,
+    **tools: Any,
 ) -> dict[int, tuple[Response, ...]]:
     """The responses of each group, by its key."""
-    settings = SamplingSettings(temperature=temperature, top_p=1.0, max_tokens=max_tokens)
+    settings = SamplingSettings(temperature=temperature, top_p=1.0, max_tokens=max_tokens, **tools)
     engines.submit([replace(group, settings=settings) for group in groups])
     answers = {answer.key: answer.responses for answer in all_finished(engines)}
     assert sorted(answers) == sorted(group.key for group in groups)
@@ -157,7 +159,7 @@ def worst_error(
         np.abs(
             response.logprobs
             - reference.logprobs(group.prompt_ids, response.token_ids.tolist(), temperature)
-        ).max()
+        )[response.policy_versions != NO_VERSION].max()
         for group in groups
         for response in answers[group.key]
     ]

@@ -10,6 +10,7 @@ from megadapo.rollout.sampled_batch import Outcome
 
 def outcome(prompt_id: str, num_correct: int, *, order: int = 0, length: int = 10) -> Outcome:
     return Outcome(
+        num_generated=4 * length,
         order=order,
         prompt_id=prompt_id,
         num_correct=num_correct,

@@ -1,0 +1,90 @@
+"""Responses that share a beginning, and the advantage of the tokens they share.
+
+Source: ARPO, Agentic Reinforced Policy Optimization (arXiv 2507.19849). A shared token is in the
+batch as often as there are responses that begin with it, so it weighs what they weigh together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from megadapo.algorithm.config import AlgorithmConfig
+
+
+class Branch(NamedTuple):
+    """Where a response left another one of its group."""
+
+    parent: int
+    """Place of the other one in the group; it comes before."""
+    num_tokens: int
+    """Tokens at the beginning of the response that are the parent's own."""
+
+
+class BranchedGroup(Protocol):
+    """One prompt's G responses; `data.batch.Group` is one."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """[G] tokens of each response."""
+        ...
+
+    @property
+    def branches(self) -> Sequence[Branch | None]:
+        """[G] where each left another one; None where it began at the prompt."""
+        ...
+
+
+def branch_advantages(
+    groups: Sequence[BranchedGroup], values: np.ndarray, config: AlgorithmConfig
+) -> np.ndarray | list[np.ndarray]:
+    """[S] advantages of a step's responses as they are (soft), or one for each token (hard)."""
+    if config.shared_prefix == "soft":
+        return values
+    parts = np.split(values, np.cumsum([len(group.lengths) for group in groups])[:-1])
+    return [
+        of_tokens
+        for group, part in zip(groups, parts, strict=True)
+        for of_tokens in hard_advantages(part, group.lengths, group.branches)
+    ]
+
+
+def hard_advantages(
+    values: Sequence[float] | np.ndarray,
+    lengths: Sequence[int],
+    branches: Sequence[Branch | None],
+) -> list[np.ndarray]:
+    """The advantage of every token of a group's G responses: [n_i] float64 each.
+
+    A token gets the mean over the responses that share it, a response's own tokens its own value.
+    Tokens that are equal by chance are not shared. Soft attribution gives every token its
+    response's value, and where nothing is clipped and all tokens have one weight the gradient is
+    the same.
+
+    Args:
+        values: [G] of whole responses.
+        lengths: [G] tokens of each response.
+        branches: [G] None for a response that began at the prompt.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    writers = _writers(lengths, branches)
+    longest = max(lengths, default=0)
+    # a token has a name: who wrote it, and where
+    names = np.concatenate([w * longest + np.arange(len(w)) for w in writers]).astype(np.int64)
+    _, tokens = np.unique(names, return_inverse=True)
+    sums = np.bincount(tokens, weights=np.repeat(values, lengths))
+    means = (sums / np.bincount(tokens))[tokens]
+    return np.split(means, np.cumsum(lengths)[:-1])
+
+
+def _writers(lengths: Sequence[int], branches: Sequence[Branch | None]) -> list[np.ndarray]:
+    """[n_i] which response of the group each token was sampled for first."""
+    writers: list[np.ndarray] = []
+    for index, (length, branch) in enumerate(zip(lengths, branches, strict=True)):
+        own = np.full(length, index, dtype=np.int64)
+        if branch is not None:
+            own[: branch.num_tokens] = writers[branch.parent][: branch.num_tokens]
+        writers.append(own)
+    return writers

@@ -1,0 +1,72 @@
+"""Advantages of tokens that several responses share, against numbers worked by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megadapo.algorithm.advantages import group_advantages
+from megadapo.algorithm.branches import Branch, branch_advantages, hard_advantages
+from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.errors import ConfigError
+
+
+def test_shared_tokens_get_the_mean_of_the_responses_that_share_them():
+    """0 and 1 begin at the prompt; 2 leaves 0 behind 2 tokens, 3 leaves 2 behind 3, 4 leaves 0
+    behind 1. Response 1 has equal tokens by chance and shares none."""
+    branches = [None, None, Branch(0, 2), Branch(2, 3), Branch(0, 1)]
+    found = hard_advantages([1.0, -2.0, 3.0, 5.0, -1.0], [4, 3, 5, 3, 2], branches)
+    all_four, three, two = (1 + 3 + 5 - 1) / 4, (1 + 3 + 5) / 3, (3 + 5) / 2
+    expected = [
+        [all_four, three, 1, 1],
+        [-2, -2, -2],
+        [all_four, three, two, 3, 3],
+        [all_four, three, two],
+        [all_four, -1],
+    ]
+    for own, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, wanted, rtol=1e-15)
+
+
+def test_one_right_and_two_wrong_responses_with_one_beginning():
+    """Rewards 1, 0, 0: by the mean the shared beginning is neither good nor bad."""
+    values = group_advantages([1.0, 0.0, 0.0])
+    branches = [None, Branch(0, 3), Branch(0, 3)]
+    hard = hard_advantages(values, [10, 11, 11], branches)
+    for own, value in zip(hard, values, strict=True):
+        np.testing.assert_allclose(own[:3], 0.0, atol=1e-15)
+        np.testing.assert_allclose(own[3:], value, rtol=1e-15)
+
+
+def test_hard_and_soft_attribution_have_the_same_sum_on_every_shared_token():
+    """Without a clip and with one weight for all tokens that sum is the gradient's factor; losing
+    one of a shared token's copies would change it."""
+    source = np.random.default_rng(3)
+    lengths, branches = [7], [None]
+    for index in range(1, 12):
+        parent = int(source.integers(index))
+        shared = int(source.integers(1, lengths[parent] + 1))
+        branches.append(Branch(parent, shared))
+        lengths.append(shared + int(source.integers(0, 5)))
+    values = source.normal(size=12)
+    hard = hard_advantages(values, lengths, branches)
+    assert [len(own) for own in hard] == lengths
+    assert sum(own.sum() for own in hard) == pytest.approx(np.repeat(values, lengths).sum())
+
+
+def test_groups_of_a_step_are_spread_one_after_the_other():
+    groups = [
+        SimpleNamespace(lengths=[2, 3], branches=[None, Branch(0, 1)]),
+        SimpleNamespace(lengths=[1], branches=[None]),
+    ]
+    values = np.array([1.0, -1.0, 0.5])
+    assert branch_advantages(groups, values, AlgorithmConfig()) is values
+    hard = branch_advantages(groups, values, AlgorithmConfig(shared_prefix="hard"))
+    assert [own.tolist() for own in hard] == [[0, 1], [0, -1, -1], [0.5]]
+
+
+def test_hard_attribution_needs_advantages_of_whole_responses():
+    with pytest.raises(ConfigError, match="algorithm.shared_prefix"):
+        AlgorithmConfig(shared_prefix="hard", advantage="gae")
