@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from megadapo.algorithm.advantages import Advantages
 from megadapo.algorithm.config import AlgorithmConfig
 
 
@@ -38,21 +39,21 @@ class BranchedGroup(Protocol):
 
 
 def branch_advantages(
-    groups: Sequence[BranchedGroup], values: np.ndarray, config: AlgorithmConfig
-) -> np.ndarray | list[np.ndarray]:
-    """[S] advantages of a step's responses as they are (soft), or one for each token (hard)."""
+    groups: Sequence[BranchedGroup], values: Advantages, config: AlgorithmConfig
+) -> Advantages:
+    """The advantages of a step's S responses as they are (soft), or of their tokens (hard)."""
     if config.shared_prefix == "soft":
         return values
-    parts = np.split(values, np.cumsum([len(group.lengths) for group in groups])[:-1])
-    return [
-        of_tokens
-        for group, part in zip(groups, parts, strict=True)
-        for of_tokens in hard_advantages(part, group.lengths, group.branches)
-    ]
+    found, start = [], 0
+    for group in groups:
+        part = values[start : start + len(group.lengths)]
+        found += hard_advantages(part, group.lengths, group.branches)
+        start += len(part)
+    return found
 
 
 def hard_advantages(
-    values: Sequence[float] | np.ndarray,
+    values: Sequence[float] | Advantages,
     lengths: Sequence[int],
     branches: Sequence[Branch | None],
 ) -> list[np.ndarray]:
@@ -64,17 +65,17 @@ def hard_advantages(
     the same.
 
     Args:
-        values: [G] of whole responses.
+        values: [G] of whole responses, or arrays with those of their tokens.
         lengths: [G] tokens of each response.
         branches: [G] None for a response that began at the prompt.
     """
-    values = np.asarray(values, dtype=np.float64)
     writers = _writers(lengths, branches)
+    spread = [np.broadcast_to(value, n) for value, n in zip(values, lengths, strict=True)]
     longest = max(lengths, default=0)
     # a token has a name: who wrote it, and where
     names = np.concatenate([w * longest + np.arange(len(w)) for w in writers]).astype(np.int64)
     _, tokens = np.unique(names, return_inverse=True)
-    sums = np.bincount(tokens, weights=np.repeat(values, lengths))
+    sums = np.bincount(tokens, weights=np.concatenate(spread))
     means = (sums / np.bincount(tokens))[tokens]
     return np.split(means, np.cumsum(lengths)[:-1])
 

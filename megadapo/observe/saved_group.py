@@ -17,6 +17,8 @@
                     "advantages": [float | null, ...] | null,
                     "reward_parts": {str: float}, "steps": [[int, float], ...]}, ...]}
 
+A tool's output is among the tokens, with policy version -1 and null log-probs.
+
 Log-probs are float32 in the fewest digits that give the same float32 back, and null where there is
 no finite one: neither the engine's nor the trainer's reason for that matters, such a token is not
 trained on. Policy versions are runs of tokens, [version, number of tokens]; older files have one
@@ -63,7 +65,8 @@ class SavedResponse:
     logprobs_update: np.ndarray | None
     """[n] float32: the trainer's in the update that the response was trained in."""
     finish_reason: Literal["stop", "length"]
-    policy_versions: np.ndarray  # [n] int32: the weight publication that sampled each token
+    policy_versions: np.ndarray  # [n] int32: the weight publication that sampled each token, or
+    # NO_VERSION where a tool put it out
     reward: float
     """The verifier's, before any shaping."""
     penalty: float

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from megadapo.data.policy_versions import encode_versions
+from megadapo.data.policy_versions import NO_VERSION, encode_versions
 from megadapo.errors import DataError
 from megadapo.observe.rollouts import read_rollouts, rollouts_path, saved_steps
 from megadapo.observe.saved_group import Fate, SavedGroup, SavedResponse
@@ -163,6 +163,8 @@ def _header(number: int, response: SavedResponse) -> Text:
     text.append(f", {len(response.token_ids)} tokens, ")
     text.append(printable(response.finish_reason), "bold yellow" if response.truncated else "")
     text.append(f", policy_version {_versions(response)}", "dim")
+    if num_output := int((response.policy_versions == NO_VERSION).sum()):
+        text.append(f", {num_output} tokens of a tool", "dim")
     return text
 
 
@@ -177,7 +179,8 @@ def _reward_parts(response: SavedResponse) -> Text:
 
 
 def _versions(response: SavedResponse) -> str:
-    versions = [str(version) for version, _ in encode_versions(response.policy_versions)]
+    sampled = response.policy_versions[response.policy_versions != NO_VERSION]
+    versions = [str(version) for version, _ in encode_versions(sampled)]
     return " then ".join(versions) or "-"
 
 

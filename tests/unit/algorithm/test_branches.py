@@ -56,6 +56,13 @@ def test_hard_and_soft_attribution_have_the_same_sum_on_every_shared_token():
     assert sum(own.sum() for own in hard) == pytest.approx(np.repeat(values, lengths).sum())
 
 
+def test_advantages_of_tokens_are_averaged_token_by_token():
+    """As those of steps are: two responses with one beginning of 2 tokens."""
+    own = [np.array([1.0, 2.0, 3.0]), np.array([5.0, -4.0])]
+    found = hard_advantages(own, [3, 2], [None, Branch(0, 2)])
+    assert [one.tolist() for one in found] == [[3.0, -1.0, 3.0], [3.0, -1.0]]
+
+
 def test_groups_of_a_step_are_spread_one_after_the_other():
     groups = [
         SimpleNamespace(lengths=[2, 3], branches=[None, Branch(0, 1)]),

@@ -151,8 +151,11 @@ function responseCard(index, group, response, number, clip) {
   );
 }
 
-const versionsText = (response) =>
-  response.policy_versions.map(([version]) => version).join(" then ") || "none";
+const versionsText = (response) => {
+  const sampled = response.policy_versions.filter(([version]) => version !== NO_VERSION);
+  const runs = sampled.filter(([version], i) => i === 0 || version !== sampled[i - 1][0]);
+  return runs.map(([version]) => version).join(" then ") || "none";
+};
 
 function responseFacts(response) {
   const signed = (value) =>

@@ -1,6 +1,8 @@
 // One response as text whose tokens carry colours, and the card that explains a token.
 
 const MAX_TOKENS = 1200;
+/** In the place of a policy version: a tool put the token out, nobody sampled it. */
+const NO_VERSION = -1;
 
 const MODES = {
   text: { label: "Text", legend: () => [] },
@@ -46,7 +48,9 @@ const versionVariable = (group, version) =>
 const tokenVersions = (response) =>
   response.policy_versions.flatMap(([version, count]) => Array(count).fill(version));
 const versionKeys = (group) =>
-  versionsOf(group).map((version) => key(`version ${version}`, versionVariable(group, version)));
+  versionsOf(group).map((version) =>
+    key(version === NO_VERSION ? "tool" : `version ${version}`, versionVariable(group, version)),
+  );
 
 /** The bounds of the ratio in a run's configuration, or DAPO's. */
 function clipBounds(run) {
@@ -103,16 +107,16 @@ function responseBody(response, group, mode, clip, query) {
 }
 
 function fillTokens(body, response, group, mode, clip, limit) {
-  const versions = mode === "version" ? tokenVersions(response) : null;
+  const versions = tokenVersions(response);
   const spans = response.tokens.slice(0, limit).map((token, index) => {
-    const span = el(
-      "span",
-      { class: token.includes("\n") ? "token line-end" : "token", "data-index": index },
-      token,
-    );
-    const shade = versions
-      ? [versionVariable(group, versions[index]), 40]
-      : tokenShade(mode, tokenFacts(response, index, clip), clip);
+    const kinds = ["token"];
+    if (token.includes("\n")) kinds.push("line-end");
+    if (versions[index] === NO_VERSION) kinds.push("tool-output");
+    const span = el("span", { class: kinds.join(" "), "data-index": index }, token);
+    const shade =
+      mode === "version"
+        ? [versionVariable(group, versions[index]), 40]
+        : tokenShade(mode, tokenFacts(response, index, clip), clip);
     if (shade && shade[1] >= 1) span.style.backgroundColor = mixedIn(...shade);
     return span;
   });
