@@ -220,7 +220,7 @@ class Tally:
         )
 
     def _tool_use(self) -> dict[str, float | None]:
-        """What came of tools; null where there was nothing to measure."""
+        """What came of tools; null where nothing did, or the groups were not generated but read."""
         outcomes = self.outcomes
         num_tokens = sum(n for outcome in outcomes for n in outcome.lengths)
         rises = [rise for outcome in outcomes for rise in outcome.entropy_rises]
@@ -233,7 +233,7 @@ class Tally:
             "branches_per_group": _share(sum(o.num_branches for o in outcomes), len(outcomes)),
             "entropy_rise_mean": _share(math.fsum(measured), len(measured)),
         }
-        return {name: None if math.isnan(value) else value for name, value in shares.items()}
+        return {name: value if abs(value) > 0.0 else None for name, value in shares.items()}
 
     def _fates(self, kept: Sequence[Group], stale: Sequence[Group]) -> list[SampledGroup]:
         """What became of every group with a signal."""

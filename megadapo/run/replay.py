@@ -106,8 +106,6 @@ class ReplayedRollouts:
             num_tokens=None,
             num_tokens_stopped=None,
             reward_seconds=None,
-            calls_per_response=None,
-            branches_per_group=None,
             group_seconds=(),
             groups=in_training_order(
                 batch.groups, self._policy_version, self._config.groups_per_mini_batch

@@ -36,6 +36,7 @@ response_length/mean, response_length/p50, response_length/p95, response_length/
 response_length/truncated_fraction, groups/sampled, groups/kept, groups/all_correct,
 groups/all_wrong, groups/from_reserve, groups/to_reserve, groups/dropped, groups/stopped,
 groups/carried, groups/resting, tokens/generated, tokens/stopped, tokens/trained,
+tools/calls_per_response, tools/token_share, tools/branches_per_group, tools/entropy_rise,
 rollout/engine_busy_share, rollout/slot_use, rollout/preemptions, rollout/kv_use_max,
 rollout/tokens_per_s_min, rollout/tokens_per_s_max, rollout/engine_tokens_min,
 rollout/engine_tokens_max, train/rank_tokens_min, train/rank_tokens_max, policy/loss,
