@@ -120,13 +120,9 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # slots are logical: more processes than cores is legal on a laptop
     before = set(descendants(os.getpid()))
-    # "local": without an address Ray joins whatever cluster runs on this machine
-    ray.init(
-        "local",
-        num_cpus=max(num_slots, os.cpu_count() or 1),
-        include_dashboard=False,
-        **quiet,
-    )
+    # without "local" Ray would join any cluster that this machine happens to be a node of
+    num_cpus = max(num_slots, os.cpu_count() or 1)
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
     kill_after_this_process(set(descendants(os.getpid())) - before)
 
 

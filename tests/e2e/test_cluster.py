@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
 from megadapo.cluster.config import ClusterConfig
 from megadapo.errors import ConfigError
+from tests.support import REPOSITORY
+
+CLUSTERS = REPOSITORY / "docs" / "clusters.md"
 
 PROBE = """
 import json, os, psutil, ray
@@ -86,3 +93,53 @@ def test_a_killed_driver_leaves_nothing_of_ray_behind():
 def test_a_timeout_that_cannot_be_waited_for_is_refused():
     with pytest.raises(ConfigError, match="cluster.start_timeout_s"):
         ClusterConfig(start_timeout_s=0)
+
+
+JOIN = """
+import ray
+
+ray.init(address="auto", log_to_driver=False)
+print(ray.cluster_resources()["CPU"])
+"""
+
+
+@pytest.mark.full
+def test_the_documented_commands_start_a_cluster_that_asks_for_its_token(tmp_path):
+    """Catches commands that fail as they stand, and a cluster that lets anybody in."""
+    (block, *_) = re.findall(r"```\n(.*?ray start --head.*?)```", CLUSTERS.read_text(), re.DOTALL)
+    port = free_port()
+    commands = block.replace("HEAD", "127.0.0.1").replace("6379", str(port))
+    folder = Path(sys.executable).parent
+    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{folder}:{os.environ['PATH']}"}
+    environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
+    # so that the test ends its own processes and no other cluster's
+    environment["RAY_UNDER_TEST"] = str(tmp_path)
+    subprocess.run(["bash", "-ec", commands], env=environment, check=True, timeout=120)
+    try:
+        assert (tmp_path / ".ray" / "auth_token").stat().st_size
+        join = [sys.executable, "-c", JOIN]
+        stranger = {**environment, "RAY_AUTH_MODE": "disabled"}
+        member = {**environment, "RAY_AUTH_MODE": "token"}
+        assert subprocess.run(join, env=member, timeout=60).returncode == 0
+        assert (
+            subprocess.run(join, env=stranger, timeout=120, stderr=subprocess.DEVNULL).returncode
+            != 0
+        )
+    finally:
+        for process in started_with(f"RAY_UNDER_TEST={tmp_path}"):
+            process.kill()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def started_with(variable: str) -> list[psutil.Process]:
+    """Every process that inherited an environment variable."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if variable in Path(f"/proc/{process.pid}/environ").read_text().split("\0"):
+                found.append(process)
+    return found

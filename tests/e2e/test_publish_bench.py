@@ -14,8 +14,6 @@ from megadapo.cli import run_command
 def test_the_benchmark_moves_a_shard_and_compares_with_gathering(tmp_path, capsys):
     """Catches a benchmark that cannot run any more, and bytes beyond the engine's shard."""
     words = [
-        "bench",
-        "weights",
         "--layers",
         "2",
         "--hidden",
@@ -24,9 +22,11 @@ def test_the_benchmark_moves_a_shard_and_compares_with_gathering(tmp_path, capsy
         "512",
         "--repeat",
         "1",
+        "--bucket-mib",
+        "0.25",
+        "--json",
     ]
-    words += ["--bucket-mib", "0.25", "--json", str(tmp_path / "bench.json")]
-    assert run_command(["bench", "weights", *words]) == 0
+    assert run_command(["bench", "weights", *words, str(tmp_path / "bench.json")]) == 0
     record = json.loads((tmp_path / "bench.json").read_text())
     ours, gathered = record["measurements"]
     num_parameters = (
