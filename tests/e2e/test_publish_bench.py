@@ -13,20 +13,9 @@ from megadapo.cli import run_command
 @pytest.mark.slow
 def test_the_benchmark_moves_a_shard_and_compares_with_gathering(tmp_path, capsys):
     """Catches a benchmark that cannot run any more, and bytes beyond the engine's shard."""
-    words = [
-        "--layers",
-        "2",
-        "--hidden",
-        "128",
-        "--vocab",
-        "512",
-        "--repeat",
-        "1",
-        "--bucket-mib",
-        "0.25",
-        "--json",
-    ]
-    assert run_command(["bench", "weights", *words, str(tmp_path / "bench.json")]) == 0
+    sizes = {"layers": "2", "hidden": "128", "vocab": "512", "repeat": "1", "bucket-mib": "0.25"}
+    words = [word for name, value in sizes.items() for word in (f"--{name}", value)]
+    assert run_command(["bench", "weights", *words, "--json", str(tmp_path / "bench.json")]) == 0
     record = json.loads((tmp_path / "bench.json").read_text())
     ours, gathered = record["measurements"]
     num_parameters = (
