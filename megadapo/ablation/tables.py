@@ -34,6 +34,9 @@ def _measures(result: AblationResult) -> TextTable:
         "runs got there. No signal: groups all right or all wrong, of those sampled and of those "
         "trained on."
     )
+    short = [f"{row.row.name} {len(row.runs)}" for row in result.rows if len(row.runs) < num]
+    if short:
+        note += f" Rows of fewer seeds, as the others are not finished: {', '.join(short)}."
     rows = [
         [row.row.name, *(_cell(row.spread(one.name), one, len(row.runs)) for one in MEASURES)]
         + [row.row.source] * has_source

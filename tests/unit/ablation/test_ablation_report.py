@@ -98,12 +98,15 @@ def test_a_row_that_changes_nothing_is_named(tmp_path: Path) -> None:
 
 
 def test_failed_and_missing_runs_have_no_part_in_the_numbers(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
     plan = plan_of(tmp_path)
     finish(plan.runs[0])
     failure = Failure(run=plan.runs[1], exit_code=6, message="an invariant | broke")
     result: AblationResult = collect(plan, [failure])
     rows, differences, effects, failures = ablation_tables(result)
     assert all(cell == "-" for cell in rows.rows[1][1:-1])
+    assert rows.note.endswith("not finished: plain 1, + clip | higher 0.")
+    assert "not finished" not in ablation_tables(collect(finished(tmp_path / "whole")))[0].note
     assert all(cell == "-" for cell in differences.rows[0][1:])
     assert effects.rows[0][4] == "not measured"
     assert failures.rows == [
