@@ -68,14 +68,15 @@ def training_steps(config: RunConfig, run: Run, workers: Workers) -> Iterator[Me
             with run.phase("rollout", interruptible=True):
                 sampled = workers.rollouts.next_batch()
             with run.phase("train"):
-                response_advantages = advantages(
+                of_responses = advantages(
                     sampled.groups,
                     config.algorithm,
                     max_response_tokens=config.rollout.max_response_tokens,
                 )
+                values = branch_advantages(sampled.groups, of_responses, config.algorithm)
                 batch = pack(
                     sampled.groups,
-                    branch_advantages(sampled.groups, response_advantages, config.algorithm),
+                    values,
                     loss_weights(sampled.groups, config.algorithm),
                     mini_batch_size=config.algorithm.responses_per_mini_batch,
                     rewards=response_rewards(
@@ -88,7 +89,7 @@ def training_steps(config: RunConfig, run: Run, workers: Workers) -> Iterator[Me
             saved = saved_groups(
                 step,
                 sampled,
-                response_advantages,
+                values,
                 update,
                 config,
                 workers.tokenizer,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megadapo.algorithm.advantages import advantages
+from megadapo.algorithm.branches import branch_advantages
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import ConfigError
@@ -79,11 +80,12 @@ class RolloutOnly:
         # there is no trainer whose time it could use
         verifier.finish_second_opinion(config.reward.symbolic_seconds_per_minute)
         if sampled.saved:
-            values = advantages(
+            of_responses = advantages(
                 sampled.groups,
                 config.algorithm,
                 max_response_tokens=config.rollout.max_response_tokens,
             )
+            values = branch_advantages(sampled.groups, of_responses, config.algorithm)
             saved = saved_groups(
                 step,
                 sampled,
