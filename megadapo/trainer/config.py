@@ -95,8 +95,15 @@ class TrainerConfig(Section, title="trainer"):
     """Split norms and residuals over the tensor-parallel ranks too, to save activation memory."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Token budget of one forward pass per data-parallel rank; a longer sequence goes alone."""
-    recompute: bool = False
-    """Keep only each layer's input and compute the rest again: less memory, a third more work."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed a second time in place of being kept for the backward pass: the parts of
+    each layer that `recompute_modules` names, or all of a layer but its input, which takes the
+    least memory and a third more work."""
+    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = ("mlp",)
+    """Parts of a layer, with recompute = "selective". The MLP holds two thirds of what a layer
+    keeps; attention keeps little of its own where its kernel is fused."""
+    recompute_layers: NonNegativeInt = 0
+    """Layers of each stage's chunk, from its first on, with recompute = "full"; 0: all."""
     overlap_grad_reduce: bool = False
     """Add up gradients over data parallel while the last backward pass runs, not after it."""
     overlap_param_gather: bool = False
@@ -120,6 +127,7 @@ class TrainerConfig(Section, title="trainer"):
     def conflicts(self) -> Iterator[str]:
         yield from self._stage_conflicts()
         yield from self._overlap_conflicts()
+        yield from self._recompute_conflicts()
         if self.sequence_parallel and self.tensor_parallel == 1:
             yield (
                 "trainer.sequence_parallel splits over the tensor-parallel ranks: set "
@@ -143,6 +151,18 @@ class TrainerConfig(Section, title="trainer"):
             yield (
                 f"trainer.virtual_pipeline = {self.virtual_pipeline} interleaves the chunks of "
                 "several stages: set trainer.pipeline_parallel above 1, or leave it out"
+            )
+
+    def _recompute_conflicts(self) -> Iterator[str]:
+        if self.recompute_layers and self.recompute != "full":
+            yield (
+                f"trainer.recompute_layers = {self.recompute_layers} counts layers that are "
+                'recomputed as a whole: set trainer.recompute = "full", or leave it out'
+            )
+        if self.recompute == "selective" and not self.recompute_modules:
+            yield (
+                'trainer.recompute = "selective" without trainer.recompute_modules recomputes '
+                'nothing: name some, or set trainer.recompute = "none"'
             )
 
     def _overlap_conflicts(self) -> Iterator[str]:

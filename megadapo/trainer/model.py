@@ -66,9 +66,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         # only checked against variable_seq_lengths: there are no experts
         moe_token_dispatcher_type="alltoall",
-        recompute_granularity="full" if trainer.recompute else None,
-        recompute_method="uniform" if trainer.recompute else None,
-        recompute_num_layers=1 if trainer.recompute else None,
+        **_recompute_options(trainer),
         # overwritten later, but it also marks which parameters are sharded: the gradient norm
         # counts unmarked ones on one rank only
         perform_initialization=True,
@@ -85,6 +83,24 @@ def transformer_config(
         overlap_p2p_comm=interleaved,
         deterministic_mode=cuda and trainer.deterministic,
     )
+
+
+def _recompute_options(trainer: TrainerConfig) -> dict[str, Any]:
+    """megadapo's choice in megatron-core's terms."""
+    if trainer.recompute == "none":
+        return {}
+    if trainer.recompute == "selective":
+        modules = list(trainer.recompute_modules)
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    if trainer.recompute_layers:
+        method, count = "block", trainer.recompute_layers
+    else:
+        method, count = "uniform", 1
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": method,
+        "recompute_num_layers": count,
+    }
 
 
 def build_chunks(

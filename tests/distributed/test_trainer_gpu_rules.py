@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.batches import RAGGED, random_batch
+from tests.support.probes import build
 from tests.support.ranks import Ranks, settings_for
 
 
@@ -62,3 +65,39 @@ def test_memory_goes_back_to_the_gpu_after_every_long_call(
     arguments = (settings, random_batch(RAGGED), tmp_path / "state")
     (seen,) = ranks.run(1, _calls_that_release_memory, *arguments)
     assert seen == ["update", "save", "load"]
+
+
+def _passes_of_each_mlp(rendezvous, settings, batch) -> list[int]:
+    """How often each layer's MLP computed during one step."""
+    rank = build(rendezvous, settings)
+    (chunk,) = rank.chunks
+    layers = chunk.module.decoder.layers
+    passes = [0] * len(layers)
+
+    def count(index: int) -> None:
+        passes[index] += 1
+
+    for index, layer in enumerate(layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, index=index: count(index))
+    rank.update(batch, policy_version=0, step=1)
+    return passes
+
+
+@pytest.mark.parametrize(
+    ("choice", "again"),
+    [
+        ({"recompute": "full"}, [1, 1]),
+        ({"recompute": "full", "recompute_layers": 1}, [1, 0]),
+        ({"recompute": "selective"}, [1, 1]),
+        ({"recompute": "selective", "recompute_modules": ("core_attn",)}, [0, 0]),
+    ],
+)
+def test_what_is_to_be_recomputed_is(
+    ranks: Ranks, models: Path, choice: dict, again: list[int]
+) -> None:
+    """Gradients are the same either way: catches a choice that megatron-core is not told of."""
+    folder, batch = str(models / "qwen2-tied"), random_batch(RAGGED)
+    sizes = {"tokens_per_micro_batch": 4096}
+    (once,) = ranks.run(1, _passes_of_each_mlp, settings_for(folder, **sizes), batch)
+    (passes,) = ranks.run(1, _passes_of_each_mlp, settings_for(folder, **sizes, **choice), batch)
+    assert [more - less for more, less in zip(passes, once, strict=True)] == again

@@ -166,7 +166,9 @@ def settings_for(
     seed: int = 0,
     temperature: float = 1.0,
     grad_clip: float = 1.0,
-    recompute: bool = False,
+    recompute: str = "none",
+    recompute_modules: tuple[str, ...] = ("mlp",),
+    recompute_layers: int = 0,
     dtype: str = "float32",
     importance: ImportanceConfig | None = None,
     objective: PolicyObjective | None = None,
@@ -190,6 +192,8 @@ def settings_for(
             bucket_parameters=bucket,
             tokens_per_micro_batch=tokens_per_micro_batch,
             recompute=recompute,
+            recompute_modules=recompute_modules,
+            recompute_layers=recompute_layers,
             timeout_s=120,
             optimizer=OptimizerConfig(
                 lr=lr, warmup_steps=0, weight_decay=0.01, grad_clip=grad_clip

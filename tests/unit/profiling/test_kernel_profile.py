@@ -57,7 +57,7 @@ def test_missing_cuda_is_a_message() -> None:
 def test_overrides_without_a_recipe_are_refused() -> None:
     """They would be dropped without a word."""
     with pytest.raises(ConfigError, match="only --step has a configuration"):
-        run_command(["profile", "--head=16,8,104,float32", "--trainer.recompute=true"])
+        run_command(["profile", "--head=16,8,104,float32", "--trainer.recompute=full"])
 
 
 def test_bytes_are_those_of_the_tensors_and_views_move_none() -> None:

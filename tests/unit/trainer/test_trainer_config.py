@@ -79,6 +79,10 @@ def test_impossible_optimizer_values_name_their_key(changes: dict, key: str) -> 
         ({"overlap_param_gather": True}, "trainer.overlap_param_gather .*overlap_grad_reduce"),
         ({"bucket_parameters": 100}, "trainer.bucket_parameters .*overlap_grad_reduce"),
         ({"overlap_grad_reduce": True, "bucket_parameters": -1}, "trainer.bucket_parameters"),
+        ({"recompute": True}, "trainer.recompute"),
+        ({"recompute": "selective", "recompute_layers": 2}, "recompute_layers = 2 .*full"),
+        ({"recompute": "selective", "recompute_modules": ()}, "trainer.recompute_modules"),
+        ({"recompute": "selective", "recompute_modules": ("mpl",)}, "recompute_modules"),
     ],
 )
 def test_impossible_trainer_values_name_their_key(changes: dict, key: str) -> None:
