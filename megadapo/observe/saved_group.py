@@ -15,14 +15,15 @@
                     "advantage": float | null, "correct": bool, "answer": str,
                     "rule_correct": bool, "symbolic_correct": bool | null,
                     "advantages": [float | null, ...] | null,
-                    "reward_parts": {str: float}, "steps": [[int, float], ...]}, ...]}
+                    "reward_parts": {str: float}, "steps": [[int, float], ...],
+                    "branch": [int, int] | null}, ...]}
 
 A tool's output is among the tokens, with policy version -1 and null log-probs.
 
 Log-probs are float32 in the fewest digits that give the same float32 back, and null where there is
 no finite one: neither the engine's nor the trainer's reason for that matters, such a token is not
 trained on. Policy versions are runs of tokens, [version, number of tokens]; older files have one
-`"policy_version": int` for the whole response, and neither advantages nor reward_parts nor steps.
+`"policy_version": int` for the whole response, and no advantages, reward_parts, steps or branch.
 What only training gives (advantage, advantages, logprobs_old, logprobs_update) is null in groups
 that were not trained on; where no trainer was there, "trained" are those that it would have been
 given, with an advantage and null log-probs. "advantages" is null where "advantage" is that of each
@@ -38,6 +39,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from megadapo.algorithm.branches import Branch
 from megadapo.algorithm.groups import Steps
 from megadapo.data.batch import Group, Sample
 from megadapo.data.policy_versions import decode_versions, encode_versions
@@ -88,6 +90,8 @@ class SavedResponse:
     """What the reward is made of, where more than the rule scores."""
     steps: Steps = ()
     """The scored steps, each with its share of the reward, where there are any."""
+    branch: Branch | None = None
+    """Where it left another response of its group; None where it began at the prompt."""
 
     @property
     def disagreed(self) -> bool:
@@ -151,6 +155,8 @@ def decode_saved(entry: Mapping[str, Any]) -> SavedGroup:
     """
     if entry["fate"] not in get_args(Fate):
         raise ValueError(f"unknown fate {entry['fate']!r}")
+    responses = tuple(_decode_response(response) for response in entry["responses"])
+    _check_branches(responses)
     return SavedGroup(
         step=entry["step"],
         order=entry["order"],
@@ -158,7 +164,7 @@ def decode_saved(entry: Mapping[str, Any]) -> SavedGroup:
         from_reserve=entry["from_reserve"],
         prompt=Prompt.from_json(entry["prompt"]),
         prompt_ids=tuple(entry["prompt_ids"]),
-        responses=tuple(_decode_response(response) for response in entry["responses"]),
+        responses=responses,
     )
 
 
@@ -198,7 +204,7 @@ def _decode_response(entry: Mapping[str, Any]) -> SavedResponse:
         entry["policy_versions"] = entry.pop("policy_version")
     # left out where the rule was known to be what decides
     entry.setdefault("rule_correct", entry["correct"])
-    entry = {"advantages": None, "reward_parts": {}, "steps": []} | entry
+    entry = {"advantages": None, "reward_parts": {}, "steps": [], "branch": None} | entry
     for name, kind in _TYPES.items():
         if not isinstance(entry[name], kind):
             raise TypeError(f"{name} is a {type(entry[name]).__name__}")
@@ -213,6 +219,7 @@ def _decode_response(entry: Mapping[str, Any]) -> SavedResponse:
         "logprobs_old": _decode_floats(entry["logprobs_old"]),
         "logprobs_update": _decode_floats(entry["logprobs_update"]),
         "advantages": _decode_floats(entry["advantages"]),
+        "branch": None if entry["branch"] is None else _branch(*entry["branch"]),
         "reward_parts": {name: float(value) for name, value in entry["reward_parts"].items()},
         "steps": decode_steps(entry["steps"], len(entry["token_ids"])),
     }
@@ -236,6 +243,24 @@ def _or_nothing(of_each: Iterable[Item]) -> tuple[Item, ...]:
     """One entry a response, or none at all where all are empty."""
     entries = tuple(of_each)
     return entries if any(entries) else ()
+
+
+def _branch(parent: int, num_tokens: int) -> Branch:
+    if not isinstance(parent, int) or not isinstance(num_tokens, int):
+        raise TypeError(f"a branch is at {num_tokens!r} tokens of response {parent!r}")
+    return Branch(parent, num_tokens)
+
+
+def _check_branches(responses: Sequence[SavedResponse]) -> None:
+    """A response can only branch off one before it, within the tokens of both."""
+    for place, response in enumerate(responses):
+        if (branch := response.branch) is None:
+            continue
+        within = 0 <= branch.parent < place and 0 <= branch.num_tokens <= min(
+            len(response.token_ids), len(responses[branch.parent].token_ids)
+        )
+        if not within:
+            raise ValueError(f"response {place} cannot begin as {branch} says")
 
 
 def _text(value: object) -> str:
@@ -267,4 +292,5 @@ def _sample(response: SavedResponse, prompt_ids: tuple[int, ...]) -> Sample:
         finish_reason=response.finish_reason,
         policy_versions=response.policy_versions,
         text=response.text,
+        branch=response.branch,
     )

@@ -167,6 +167,7 @@ def _responses(
             logprobs_update=trained[i].logprobs_update,
             reward_parts=dict(group.reward_parts[i]) if group.reward_parts else {},
             steps=group.steps[i] if group.steps else (),
+            branch=sample.branch,
         )
         for i, sample in enumerate(group.samples)
     )

@@ -281,6 +281,14 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
             ["algorithm.importance.stale_logprobs='none'", "sampling.max_staleness=1"],
             ["algorithm.importance.stale_logprobs", "sampling.mode", "sampling.max_staleness"],
         ),
+        (
+            ["sampling.branching.initial_rollouts=4"],
+            ["sampling.branching.initial_rollouts", "rollout.tools.tool"],
+        ),
+        (
+            ["algorithm.shared_prefix=hard"],
+            ["algorithm.shared_prefix", "sampling.branching.initial_rollouts"],
+        ),
         (["run.seed=-1"], ["run.seed"]),
         (["run.num_steps=0"], ["run.num_steps"]),
         (["run.resume="], ["run.resume"]),

@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow
 import pytest
 
+from megadapo.algorithm.branches import Branch
+from megadapo.data.policy_versions import NO_VERSION
 from megadapo.errors import DataError, InfraError
 from megadapo.observe.rollouts import (
     RolloutLog,
@@ -20,7 +22,7 @@ from megadapo.observe.rollouts import (
     saved_steps,
     write_rollouts,
 )
-from megadapo.observe.saved_group import SavedGroup, encode_saved
+from megadapo.observe.saved_group import SavedGroup, decode_saved, encode_saved
 from tests.support.saved_groups import awkward_group, saved_group, saved_response
 
 
@@ -57,6 +59,24 @@ def test_groups_come_back_bit_for_bit_and_in_order(tmp_path: Path) -> None:
     assert len(back) == 3
     for one, two in zip(groups, back, strict=True):
         assert_same(one, two)
+
+
+def test_a_tools_output_and_a_branch_come_back(tmp_path: Path) -> None:
+    """Without them a replay trains on the output, or credits shared tokens otherwise."""
+    versions = np.array([3, NO_VERSION, 3], dtype=np.int32)
+    first = saved_response("abc", policy_versions=versions)
+    branched = saved_response("abd", policy_versions=versions, branch=Branch(0, 2))
+    (back,) = read_rollouts(write(tmp_path, 1, saved_group(first, branched)))
+    assert back.group.branches == (None, Branch(0, 2))
+    assert back.group.num_sampled == (2, 2) and back.group.num_generated == 3
+
+
+@pytest.mark.parametrize("branch", [[1, 1], [2, 1], [-1, 1], [0, 3], [0, -1], [0], ["0", 1], "ab"])
+def test_a_branch_that_cannot_be_is_refused(branch: object) -> None:
+    entry = encode_saved(saved_group(saved_response("ab"), saved_response("abc")))
+    entry["responses"][1]["branch"] = branch
+    with pytest.raises((TypeError, ValueError)):
+        decode_saved(entry)
 
 
 def test_every_float32_survives_its_decimal_text(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from megadapo.observe.reflection import metric_name
 from megadapo.rewards.symbolic import SymbolicCounts
 from megadapo.rewards.verifier import VerifierCounts
 from megadapo.rollout.activity import EngineActivity
+from megadapo.rollout.branching_config import BranchingConfig
 from megadapo.rollout.sampled_batch import SampledBatch
+from megadapo.rollout.tools import ToolsConfig
 from megadapo.run.step_metrics import step_metrics, step_notes, verifier_note
 from megadapo.trainer.result import ParityCauses, RankShare, Staleness, UpdateResult
 from tests.support.saved_groups import saved_group
@@ -120,6 +122,30 @@ def test_parts_of_rewards_have_metrics_of_their_own(tmp_path):
     (record,) = read_metrics(tmp_path)
     assert list(record) == [*METRIC_NAMES, "reward/mine/format", *OWN]
     assert record["reward/mine/format"] == 0.5
+
+
+def test_tools_have_numbers_where_there_is_a_tool():
+    """0 calls are a number, and what was not generated but read has none."""
+    tools, branching = ToolsConfig(tool="mark"), BranchingConfig(initial_rollouts=2)
+    on = CONFIG.model_copy(
+        update={
+            "rollout": CONFIG.rollout.model_copy(update={"tools": tools}),
+            "sampling": CONFIG.sampling.model_copy(update={"branching": branching}),
+        }
+    )
+    names = ("calls_per_response", "token_share", "branches_per_group", "entropy_rise")
+
+    def found(config, **values):
+        record = step_metrics(
+            3, replace(SAMPLED, **values), UPDATE, policy_version=7, config=config
+        )
+        return [record[f"tools/{name}"] for name in names]
+
+    values = {"calls_per_response": 1.5, "branches_per_group": 2.0, "entropy_rise_mean": -0.1}
+    assert found(on, **values) == [1.5, 0.0, 2.0, -0.1]
+    assert found(on) == [0.0, 0.0, 0.0, None]
+    assert found(on, num_tokens=None, **values)[:3] == [None, None, None]
+    assert found(CONFIG, **values) == [None, None, None, None]
 
 
 def test_parity_without_fresh_tokens_is_unmeasured_and_not_nan():

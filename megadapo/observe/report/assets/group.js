@@ -170,6 +170,10 @@ function responseFacts(response) {
     ["version", versionsText(response)],
     ...Object.entries(response.reward_parts).map(([name, value]) => [name, formatNumber(value)]),
   ];
+  if (response.branch) {
+    const [parent, shared] = response.branch;
+    facts.push(["branch", `of response ${parent + 1} behind ${plural(shared, "token")}`]);
+  }
   return el(
     "dl",
     { class: "response-facts" },
