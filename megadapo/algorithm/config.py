@@ -47,6 +47,38 @@ class ReferenceConfig(Section, title="algorithm.reference"):
                 )
 
 
+class PretrainingConfig(Section, title="algorithm.pretraining"):
+    """A language-model loss on texts in every update of the policy, beside its objective (PPO-ptx);
+    there is one where `data` is set."""
+
+    data: str | None = None
+    """Texts: a parquet or JSONL file with a column text, a .txt file (one text), a folder of them,
+    a Hub dataset ORG/NAME[@REVISION][/PATH], or a built-in task as for data.train, whose texts are
+    problems with their answers; none: no text is trained on."""
+    coef: NonNegativeFloat = 1.0
+    """Weight of the mean loss over the text tokens of an update, in nats a token; 0 measures that
+    and changes no gradient."""
+    tokens_per_mini_batch: Annotated[int, Field(ge=2)] = 16_384
+    """Most tokens of text in one optimizer update; whole sequences that fit are taken."""
+    max_text_tokens: Annotated[int, Field(ge=2)] = 2048
+    """Longest sequence; longer texts are cut into several."""
+
+    def conflicts(self) -> Iterator[str]:
+        fields = type(self).model_fields
+        changed = [k for k in fields if k != "data" and getattr(self, k) != fields[k].default]
+        if self.data is None and changed:
+            keys = ", ".join(f"algorithm.pretraining.{key}" for key in changed)
+            yield f"{keys}: read only with algorithm.pretraining.data; set that, or leave out"
+        if self.data is not None and not self.data.strip():
+            yield "algorithm.pretraining.data is empty; leave it out to train on no text"
+        if self.max_text_tokens > self.tokens_per_mini_batch:
+            yield (
+                f"algorithm.pretraining.max_text_tokens = {self.max_text_tokens} does not fit into "
+                "algorithm.pretraining.tokens_per_mini_batch = "
+                f"{self.tokens_per_mini_batch}: lower it, or raise that"
+            )
+
+
 class AlgorithmConfig(Section, title="algorithm"):
     """Advantages, reward shaping, loss reduction and mini-batches; defaults are DAPO's."""
 
@@ -86,6 +118,8 @@ class AlgorithmConfig(Section, title="algorithm"):
     """The policy that the KL divergence is to."""
     kl_control: KlControlConfig = KlControlConfig()
     """How the coefficient of the KL divergence in the reward follows it."""
+    pretraining: PretrainingConfig = PretrainingConfig()
+    """A language-model loss on texts beside the objective."""
     importance: ImportanceConfig = ImportanceConfig()
     """Weights of tokens that other weights than the present ones sampled."""
 

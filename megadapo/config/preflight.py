@@ -6,6 +6,7 @@ Nothing is downloaded: what lies on the Hub is checked where it is cached, and r
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +14,7 @@ from tempfile import TemporaryDirectory
 from megadapo.cluster.gpus import has_gpu
 from megadapo.config import RunConfig
 from megadapo.data.arithmetic import is_built_in
-from megadapo.data.sources import SUFFIXES, read_rows
+from megadapo.data.sources import TEXT_SUFFIXES, Row, read_rows, read_text_rows
 from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoError
 from megadapo.models.description import ModelDescription, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, read_hf_config
@@ -108,6 +109,12 @@ def _check_model(config: RunConfig) -> list[str]:
     if config.rollout.expert_parallel and not config.cluster.uses_cuda:
         # on the CPU vLLM's experts take every rank's numbers of experts for their own
         raise ConfigError("rollout.expert_parallel needs GPUs: turn it off on the CPU")
+    pretraining = config.algorithm.pretraining
+    if pretraining.data is not None and pretraining.max_text_tokens > model.max_positions:
+        raise ConfigError(
+            f"algorithm.pretraining.max_text_tokens = {pretraining.max_text_tokens} is above the "
+            f"model's max_position_embeddings = {model.max_positions}"
+        )
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > model.max_positions:
         raise ConfigError(
@@ -175,16 +182,20 @@ def _check_model_folder(model: ModelConfig, folder: Path) -> None:
 
 
 def _check_data(config: RunConfig) -> list[str]:
-    sources = {"data.train": config.data.train}
+    readers: dict[str, tuple[str, Callable[[str], Iterator[Row]]]] = {
+        "data.train": (config.data.train, read_rows)
+    }
     if config.data.held_out is not None:
-        sources["data.held_out"] = config.data.held_out
+        readers["data.held_out"] = (config.data.held_out, read_rows)
+    if config.algorithm.pretraining.data is not None:
+        readers["algorithm.pretraining.data"] = (config.algorithm.pretraining.data, read_text_rows)
     problems, notes = [], []
-    for key, source in sources.items():
+    for key, (source, read) in readers.items():
         if not is_built_in(source) and _is_hub_dataset(source):
             notes.append(f"{key} = {source} is on the Hub and not checked")
             continue
         try:
-            if next(read_rows(source), None) is None:
+            if next(read(source), None) is None:
                 problems.append(f"{key} = {source} holds no rows")
         except DataError as error:
             problems.append(f"{key}: {error}")
@@ -211,7 +222,7 @@ def _is_hub_dataset(source: str) -> bool:
     if path.exists() or path.is_absolute() or source.startswith((".", "~")):
         return False
     name = "/".join(source.split("@")[0].split("/")[:2])
-    return is_hub_name(name) and not name.endswith(SUFFIXES)
+    return is_hub_name(name) and not name.endswith(TEXT_SUFFIXES)
 
 
 def _check_writers(config: RunConfig) -> list[str]:

@@ -88,6 +88,8 @@ METRIC_NAMES = (
     "kl/mean",
     "kl/max",
     "kl/coef",
+    "pretraining/loss",
+    "pretraining/tokens",
     "reflection/response_share",
     "critic/loss",
     "critic/explained_variance",
@@ -171,6 +173,10 @@ the reference (algorithm.objective.kl_value) before the step's first update, ove
 loss weight, as mean and as the largest absolute value. While policy and reference are the same
 weights, as in the first step of a run, both are exactly 0. kl/coef is the weight that the step gave
 it, which algorithm.kl_control moves after each step.
+
+pretraining/* is null unless algorithm.pretraining.data is set: the mean loss of the step's texts in
+nats a token, without its coefficient, and how many tokens of text were predicted. policy/loss does
+not have it, policy/grad_norm is of both.
 
 Where saved rollouts are trained on again, what needs engines is null (tokens/generated,
 tokens_per_s, time/sync_s, time/reward_s, *engine*, eval/*), what is said of the groups is of

@@ -16,6 +16,7 @@ from megadapo.config import RunConfig
 from megadapo.data.batch import Group
 from megadapo.data.overlap import warn_of_overlap
 from megadapo.data.prompts import Prompt, PromptStream, load_prompts
+from megadapo.data.texts import TextStream, read_texts
 from megadapo.errors import DataError
 from megadapo.observe.token_pieces import decoder_of
 from megadapo.rewards.scorer import Scorer
@@ -164,6 +165,32 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise DataError(f"model.path = {path}: no usable tokenizer: {error}") from error
+
+
+def load_texts(
+    config: RunConfig, phases: Phases, tokenizer: PreTrainedTokenizerBase
+) -> TextStream | None:
+    """The texts of algorithm.pretraining, at their beginning; None where there are none.
+
+    Raises:
+        DataError: they cannot be used.
+    """
+    pretraining = config.algorithm.pretraining
+    if pretraining.data is None:
+        return None
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text)
+        end = tokenizer.eos_token_id
+        return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+    with phases.phase("load texts"):
+        return TextStream(
+            read_texts(pretraining.data),
+            encode,
+            seed=config.run.seed,
+            max_tokens=pretraining.max_text_tokens,
+        )
 
 
 def load_training_prompts(config: RunConfig) -> list[Prompt]:

@@ -74,6 +74,7 @@ def step_metrics(
         **{f"staleness/{name}": value for name, value in vars(update.staleness).items()},
         **{f"bapo/{name}": value for name, value in vars(update.searched_bounds).items()},
         **{f"kl/{name}": value for name, value in vars(update.kl).items()},
+        **{f"pretraining/{name}": value for name, value in vars(update.pretraining).items()},
         **{f"critic/{name}": value for name, value in vars(update.critic).items()},
         **_tail(sampled),
         **_spread("train/rank_tokens_{}", [share.num_tokens for share in update.shares]),

@@ -11,23 +11,32 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from megadapo.algorithm.config import PretrainingConfig
 from megadapo.algorithm.kl_control import KlController
 from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch
+from megadapo.data.texts import TextStream, pack_texts
 from megadapo.rollout.ahead import AheadSampler
 from megadapo.rollout.engines import Engines
 from megadapo.run.checkpoint import Checkpoint
 from megadapo.run.evaluations import Evaluations, ReservedEngine, UnfinishedEvaluation
 from megadapo.run.replay import ReplayedRollouts
 from megadapo.run.rollouts import LiveRollouts, Rollouts
-from megadapo.run.sampling import Phases, Questions, load_tokenizer, start_cluster
+from megadapo.run.sampling import (
+    Phases,
+    Questions,
+    load_texts,
+    load_tokenizer,
+    start_cluster,
+)
 from megadapo.trainer.result import UpdateResult
 from megadapo.trainer.settings import TrainerSettings
 from megadapo.trainer.trainer import Trainer
 from megadapo.weights.sync.publish import Publisher
 
 KL_CONTROL_STATE = "kl_control"
+TEXTS_STATE = "texts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +49,9 @@ class Workers:
     kl_controller: KlController
     engines_sleep: bool
     """Whether engines leave the memory of GPUs to the trainer while it works."""
+    pretraining: PretrainingConfig = PretrainingConfig()
+    texts: TextStream | None = None
+    """What there is a language-model loss on."""
 
     def update(self, batch: PackedBatch, step: int, *, record: Sequence[int] = ()) -> UpdateResult:
         """Train on one step's batch; engines on the trainer's GPUs sleep until the next publish.
@@ -47,11 +59,17 @@ class Workers:
         `record`: sequences of the batch whose log-probs the result holds.
         """
         self.rollouts.sleep()
+        texts = None
+        if self.texts is not None:
+            num_tokens = self.pretraining.tokens_per_mini_batch
+            parts = [self.texts.take(num_tokens) for _ in batch.mini_batches]
+            texts = pack_texts(parts, coef=self.pretraining.coef)
         result = self.trainer.update(
             batch,
             policy_version=self.rollouts.policy_version,
             step=step,
             kl_reward_coef=self.kl_controller.coef,
+            texts=texts,
             record=record,
         )
         self.kl_controller.observe(result.kl.mean, batch.num_sequences)
@@ -59,16 +77,21 @@ class Workers:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds beside the trainer's state, for going on after the last step."""
-        return {**self.rollouts.state_dict(), KL_CONTROL_STATE: self.kl_controller.state_dict()}
+        state = {**self.rollouts.state_dict(), KL_CONTROL_STATE: self.kl_controller.state_dict()}
+        return state if self.texts is None else {**state, TEXTS_STATE: self.texts.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken.
 
         Raises:
             CheckpointError: the state is damaged, or of a run that did not sample.
+            DataError: prompts or texts are others than those it is of.
         """
         self.rollouts.load_state_dict(state)
         self.kl_controller.load_state_dict(state.get(KL_CONTROL_STATE, {}))
+        # a run that takes texts up begins with the first of them
+        if self.texts is not None and TEXTS_STATE in state:
+            self.texts.load_state_dict(state[TEXTS_STATE])
 
     def save(self, folder: Path) -> None:
         """Write the trainer's part of a checkpoint, which needs memory that engines also use."""
@@ -132,6 +155,7 @@ def _start_live(
     config: RunConfig, phases: Phases, stack: ExitStack, answers: Path | None
 ) -> Workers:
     questions = Questions.start(config, phases, stack)
+    texts = load_texts(config, phases, questions.tokenizer)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=config.num_engines)
     trainer, engines, held_out = _start_processes(config, phases, cluster, stack)
     publisher = _publisher(config, trainer, engines)
@@ -158,20 +182,25 @@ def _start_live(
         evaluations=evaluations,
         publisher=publisher,
     )
-    return _workers(config, trainer, rollouts, questions.tokenizer)
+    return _workers(config, trainer, rollouts, questions.tokenizer, texts)
 
 
 def _start_replay(
     config: RunConfig, phases: Phases, stack: ExitStack, rollouts: ReplayedRollouts
 ) -> Workers:
     tokenizer = load_tokenizer(config)
+    texts = load_texts(config, phases, tokenizer)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=0)
     trainer = _start_trainer(config, phases, cluster, stack)
-    return _workers(config, trainer, rollouts, tokenizer)
+    return _workers(config, trainer, rollouts, tokenizer, texts)
 
 
 def _workers(
-    config: RunConfig, trainer: Trainer, rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig,
+    trainer: Trainer,
+    rollouts: Rollouts,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: TextStream | None,
 ) -> Workers:
     algorithm = config.algorithm
     return Workers(
@@ -180,6 +209,8 @@ def _workers(
         tokenizer=tokenizer,
         kl_controller=KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef),
         engines_sleep=config.cluster.engines_sleep,
+        pretraining=algorithm.pretraining,
+        texts=texts,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,9 @@ from megadapo.kernels.policy_head import PolicyHeadOutput, policy_head_loss, tok
 from megadapo.trainer.micro_batch import MicroBatch
 from megadapo.trainer.off_policy import OldPolicy
 
+LIKELIHOOD = PolicyObjective(ratio="none", gate="none")
+"""With advantages of 1 a token's loss is minus its log-prob."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTask:
@@ -24,6 +27,8 @@ class HeadTask:
     micro_batch: MicroBatch
     old: OldPolicy | None
     """What the update is held against; None asks for log-probs instead of the loss."""
+    is_text: bool = False
+    """Whether its loss is that of a language model, whatever the objective and the temperature."""
 
 
 class OutputLayer(Protocol):
@@ -54,6 +59,13 @@ class PolicyHead:
         **model_inputs: Any,
     ) -> PolicyHeadOutput | Tensor:
         """The loss with its statistics, or [T] log-probs where there are no old ones."""
+        if context.is_text:
+            return replace(self, objective=LIKELIHOOD, temperature=1.0)(
+                hidden_states=hidden_states,
+                output_layer=output_layer,
+                output_weight=output_weight,
+                context=replace(context, is_text=False),
+            )
         micro_batch = context.micro_batch
         hidden = hidden_states.squeeze(1)
         weight = output_layer.weight if output_weight is None else output_weight

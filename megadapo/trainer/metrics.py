@@ -14,6 +14,7 @@ from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.trainer.result import (
     CriticResult,
     ParityCauses,
+    PretrainingResult,
     ReferenceKl,
     SearchedBounds,
     Staleness,
@@ -37,6 +38,9 @@ class MiniBatchSums:
     """Of `gradient`, what is of tokens with a positive advantage."""
     gradient: float = 0.0
     """Size of the policy term's gradient over the log-probs."""
+    text_loss: float = 0.0
+    """Minus the log-probs of the tokens of texts."""
+    num_text_tokens: float = 0.0
     num_compared: float = 0.0
     """Tokens sampled from the present weights, whose two log-probs must agree."""
     logprob_difference: float = 0.0
@@ -137,6 +141,10 @@ def summarize(
             mean=step.kl / step.num_with_kl if step.num_with_kl else None,
             max=step.max_kl if step.num_with_kl else None,
             coef=kl_coef if step.num_with_kl else None,
+        ),
+        pretraining=PretrainingResult(
+            loss=step.text_loss / step.num_text_tokens if step.num_text_tokens else None,
+            tokens=int(step.num_text_tokens) if step.num_text_tokens else None,
         ),
         critic=critic or CriticResult(),
     )

@@ -123,6 +123,7 @@ class TrainerRank:
         policy_version: int,
         step: int,
         kl_reward_coef: float | None = None,
+        texts: PackedBatch | None = None,
         recorder: UpdateRecorder | None = None,
     ) -> UpdateResult:
         """All mini-batches of one rollout step, one optimizer update each.
@@ -134,6 +135,7 @@ class TrainerRank:
             policy_version: of the present weights, to find the tokens they sampled.
             step: rollout step, which decides the learning rate; the first is 1.
             kl_reward_coef: of the KL divergence in the reward, in place of the objective's.
+            texts: as many mini-batches of texts, whose language-model loss is part of the updates.
             recorder: is told what this rank computes.
 
         Returns:
@@ -151,6 +153,7 @@ class TrainerRank:
             self.micro_batches(batch, indices, predicted, policy_version)
             for indices in batch.mini_batches
         ]
+        of_texts = [[] for _ in cut] if texts is None else self.cut_texts(texts)
         old = [self._old_policies(micro_batches, recorder) for micro_batches in cut]
         proximal = [policy.proximal for policy in old[0]] if old else []
         old = self.hold_against_reference(batch, predicted, cut, old, kl_reward_coef=kl_reward_coef)
@@ -169,12 +172,15 @@ class TrainerRank:
         search = self.bound_search()
         reduced, grad_norms, bounds = [], [], []
         for number, (micro_batches, policies) in enumerate(zip(cut, old, strict=True)):
-            sums, found = self._gradients(micro_batches, policies, recorder, search)
+            sums, found = self._gradients(
+                micro_batches, policies, of_texts[number], recorder, search
+            )
             bounds += found
             if number == 0:
                 probe.add_to(sums, micro_batches, proximal)
             sums = sums.reduced(contributes=self.has_results, device=self.device)
-            outcome = step_if_finite(self.optimizer, loss=sums.loss, lr=lr)
+            loss = sums.loss + sums.text_loss
+            outcome = step_if_finite(self.optimizer, loss=loss, lr=lr)
             reduced.append(sums)
             if outcome.applied:
                 grad_norms.append(outcome.grad_norm)
@@ -341,6 +347,7 @@ class TrainerRank:
         self,
         micro_batches: list[MicroBatch],
         old: list[OldPolicy],
+        texts: list[MicroBatch],
         recorder: UpdateRecorder,
         search: BoundSearch | None,
     ) -> tuple[MiniBatchSums, list[BapoBounds]]:
@@ -352,7 +359,7 @@ class TrainerRank:
         if search is not None:
             bounds = [search.bounds(micro_batches, old)]
             head = replace(head, objective=bounds[0].put_into(head.objective))
-        sums, logprobs = compute_gradients(self.chunks, head, micro_batches, old)
+        sums, logprobs = compute_gradients(self.chunks, head, micro_batches, old, texts)
         if self.has_results:
             recorder.add_update(micro_batches, old, logprobs)
         if search is not None:
@@ -380,6 +387,13 @@ class TrainerRank:
                 batch, indices[members], predicted=predicted, policy_version=policy_version
             )
             for members in shares[mpu.get_data_parallel_rank()]
+        ]
+
+    def cut_texts(self, texts: PackedBatch) -> list[list[MicroBatch]]:
+        """This data-parallel rank's micro-batches of texts in each update."""
+        predicted = response_tokens(texts)
+        return [
+            self.micro_batches(texts, indices, predicted, None) for indices in texts.mini_batches
         ]
 
     def _set_weights(self) -> None:

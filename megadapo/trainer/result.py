@@ -99,6 +99,17 @@ class ReferenceKl:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PretrainingResult:
+    """The language-model loss of the step's texts; None where there were none."""
+
+    loss: float | None = None
+    """Mean over their tokens in nats, each under the weights before its update; its coefficient is
+    not in it."""
+    tokens: int | None = None
+    """Text tokens that were predicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CriticResult:
     """What one step's updates did to the critic, over the trained tokens; None without a critic,
     and where nothing could be measured. Values and returns are those before the first update."""
@@ -123,7 +134,7 @@ class UpdateResult:
     """What one step's updates did; means are over its trained tokens."""
 
     loss: float
-    """Mean over the mini-batches."""
+    """Of the objective, mean over the mini-batches."""
     entropy: float
     """In nats."""
     ratio_mean: float
@@ -153,6 +164,7 @@ class UpdateResult:
     parity_causes: ParityCauses = ParityCauses()
     searched_bounds: SearchedBounds = SearchedBounds()
     kl: ReferenceKl = ReferenceKl()
+    pretraining: PretrainingResult = PretrainingResult()
     critic: CriticResult = CriticResult()
     shares: tuple[RankShare, ...] = field(default=(), compare=False)
     """Of each rank; known to the driver alone."""

@@ -48,11 +48,13 @@ def compute_gradients(
     head: PolicyHead,
     micro_batches: Sequence[MicroBatch],
     old: Sequence[OldPolicy],
+    texts: Sequence[MicroBatch] = (),
 ) -> tuple[MiniBatchSums, list[Tensor]]:
     """Leave the mini-batch's summed gradients in the buffers of the rank's chunks.
 
     Args:
         old: what each micro-batch is held against; empty except on the last pipeline stage.
+        texts: further micro-batches of it, whose loss is that of a language model.
 
     Returns:
         This rank's sums and the log-probs [T] of each micro-batch; zeros and an empty list except
@@ -65,14 +67,19 @@ def compute_gradients(
             micro_batches, old or [nothing] * len(micro_batches), strict=True
         )
     ]
+    text_tasks = [_text_task(micro_batch) for micro_batch in texts]
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    outputs = run_schedule(chunks, head, tasks, forward_only=False)
+    outputs = run_schedule(chunks, head, [*tasks, *text_tasks], forward_only=False)
+    of_texts = outputs[len(tasks) :]
     sums = MiniBatchSums()
     for task, output in zip(tasks, outputs, strict=False):
         _add(sums, task, output)
         _add_gradient_sizes(sums, task, output.logprobs, head.objective)
-    return sums, [output.logprobs for output in outputs]
+    for micro_batch, output in zip(texts, of_texts, strict=False):
+        sums.num_text_tokens += len(micro_batch.rows)
+        sums.text_loss -= output.logprobs[micro_batch.rows].sum(dtype=torch.float64).item()
+    return sums, [output.logprobs for output in outputs[: len(tasks)]]
 
 
 class Task(Protocol):
@@ -130,6 +137,13 @@ def _loss_and_data(output: Any) -> tuple[Tensor, Tensor, Any]:
     if isinstance(output, Tensor):
         return output.sum(), num_tokens, output
     return output.loss, num_tokens, output
+
+
+def _text_task(micro_batch: MicroBatch) -> HeadTask:
+    # nothing is divided by: where there is no ratio, old log-probs only have to be finite
+    unread = torch.zeros_like(micro_batch.loss_weights)
+    old = OldPolicy(proximal=unread, logprobs=unread)
+    return HeadTask(micro_batch=micro_batch, old=old, is_text=True)
 
 
 def _add(sums: MiniBatchSums, task: HeadTask, output: PolicyHeadOutput) -> None:

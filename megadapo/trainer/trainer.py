@@ -91,6 +91,7 @@ class Trainer:
         policy_version: int,
         step: int,
         kl_reward_coef: float | None = None,
+        texts: PackedBatch | None = None,
         record: Sequence[int] = (),
     ) -> UpdateResult:
         """One optimizer update per mini-batch of the batch.
@@ -100,10 +101,17 @@ class Trainer:
                 the tokens it sampled.
             step: rollout step, counted from 1: it decides the learning rate.
             kl_reward_coef: of the KL divergence in the reward, in place of the objective's.
+            texts: as many mini-batches of texts, whose language-model loss is part of the updates.
             record: sequences of the batch, ascending, whose log-probs the result holds.
         """
         updates: list[RankUpdate] = self.call_all(
-            "update", _shared(batch), policy_version, step, kl_reward_coef, record
+            "update",
+            _shared(batch),
+            policy_version,
+            step,
+            kl_reward_coef,
+            None if texts is None else _shared(texts),
+            record,
         )
         recorded = [update.recorded for update in updates if update.recorded is not None]
         return replace(

@@ -90,6 +90,7 @@ class TrainerWorker:
         policy_version: int,
         step: int,
         kl_reward_coef: float | None,
+        texts: PackedBatch | None,
         record: Sequence[int],
     ) -> RankUpdate:
         """TrainerRank.update; `record`: sequences whose log-probs come back."""
@@ -102,6 +103,7 @@ class TrainerWorker:
             policy_version=policy_version,
             step=step,
             kl_reward_coef=kl_reward_coef,
+            texts=texts,
             recorder=recorder,
         )
         release_cached_memory()

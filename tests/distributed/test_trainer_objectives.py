@@ -19,9 +19,9 @@ from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.data.policy_versions import NO_VERSION
 from tests.distributed.test_trainer_layouts import OVERLAP, assert_close_by_block, assert_same
-from tests.support.batches import RAGGED, random_batch
+from tests.support.batches import RAGGED, random_batch, random_texts
 from tests.support.definition import loss_and_gradients_of
-from tests.support.probes import Gradients, gradients_by_objective, train
+from tests.support.probes import Gradients, gradients_by_objective, train, updates_with_texts
 from tests.support.ranks import Ranks, settings_for
 
 BAPO = BapoConfig(
@@ -46,6 +46,7 @@ CASES = {
     "reinforce": PolicyObjective(ratio="none", gate="none", entropy_coef=0.1),
     "kl": PolicyObjective(kl_coef=0.5, kl_gradient="corrected-k3", clip_high=0.05, dual_clip=1.1),
 }
+TEXT_LENGTHS = [2, 77, 3, 40, 130, 9]
 LAYOUTS = {
     "tp2": {"tensor": 2},
     "pp2": {"pipeline": 2},
@@ -77,7 +78,8 @@ def measure(ranks: Ranks, models: Path, **layout: Any) -> dict[str, Gradients]:
         str(models / "qwen2-tied"), objective=CASES["bapo"], bapo=BAPO, **layout
     )
     world = settings.trainer.num_ranks
-    return ranks.run(world, gradients_by_objective, settings, make_batch(), CASES)[0]
+    texts = random_texts(TEXT_LENGTHS)
+    return ranks.run(world, gradients_by_objective, settings, make_batch(), CASES, texts)[0]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,22 @@ def test_loss_and_gradients_are_those_of_the_definition(
         assert reference[name].loss == pytest.approx(loss, rel=1e-5), name
         assert_close_by_block(reference[name].by_name, by_name, 1e-5)
     norms = [round(found.grad_norm, 5) for found in reference.values()]
-    assert len(set(norms)) == len(CASES), "two cases that give the same are no two tests"
+    assert len(set(norms)) == len(reference), "two cases that give the same are no two tests"
+
+
+def test_the_loss_of_texts_adds_to_the_objectives_own(
+    models: Path, reference: dict[str, Gradients]
+) -> None:
+    """Whatever the objective's temperature is, and normalised by the texts' own tokens."""
+    folder, texts = models / "qwen2-tied", random_texts(TEXT_LENGTHS)
+    likelihood = PolicyObjective(ratio="none", gate="none")
+    loss, by_name = loss_and_gradients_of(folder, texts, likelihood, BAPO)
+    assert reference["texts"].loss == pytest.approx(loss, rel=1e-6)
+    assert_close_by_block(reference["texts"].by_name, by_name, 1e-5)
+    own, own_by_name = loss_and_gradients_of(folder, make_batch(), PolicyObjective(), BAPO)
+    both = {name: gradient + by_name[name] for name, gradient in own_by_name.items()}
+    assert reference["ptx"].loss == pytest.approx(own + loss, rel=1e-6)
+    assert_close_by_block(reference["ptx"].by_name, both, 1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -143,6 +160,11 @@ def test_steps_of_a_response_are_where_they_are_under_every_split(
             assert_close_by_block(found[name].by_name, by_name, 1e-5)
 
 
+def many_texts(coef: float) -> PackedBatch:
+    """Of three updates."""
+    return random_texts(TEXT_LENGTHS, [5], [11, 9], coef=coef)
+
+
 def steps(ranks: Ranks, models: Path, **settings: Any) -> list[list[dict[str, Any]]]:
     """Two steps of three updates each, as every rank reports them."""
     trainer = settings_for(str(models / "qwen2-tied"), **settings)
@@ -168,6 +190,28 @@ def test_bounds_are_searched_over_all_ranks_before_each_update(
         assert bounds["share_min"] == pytest.approx(alone["searched_bounds"]["share_min"], rel=1e-3)
         assert bounds == split[0][0]["searched_bounds"] or found is alone
     assert 0.0 < alone["searched_bounds"]["share_before"] < 0.9
+
+
+def test_texts_change_the_updates_and_the_objectives_own_numbers_stay(
+    ranks: Ranks, models: Path
+) -> None:
+    """Their loss goes down and is reported alone; one that is measured only moves no bit."""
+    folder = str(models / "qwen2-tied")
+    plain, measured, mixed = (
+        ranks.run(1, updates_with_texts, settings_for(folder), make_batch(3), texts, 3)[0]
+        for texts in (None, many_texts(0.0), many_texts(5.0))
+    )
+    nothing = {"loss": None, "tokens": None}
+    assert [found["pretraining"] for found, _ in plain] == [nothing] * 3
+    for (found, weights), (alone, own_weights) in zip(measured, plain, strict=True):
+        assert found | {"pretraining": nothing} == alone
+        assert found["pretraining"]["tokens"] == sum(TEXT_LENGTHS) + 25 - 9
+        assert all((weights[name] == own_weights[name]).all() for name in own_weights)
+    losses, untrained = (
+        [found["pretraining"]["loss"] for found, _ in steps] for steps in (mixed, measured)
+    )
+    assert losses[0] < untrained[0] and losses[2] < losses[1] < untrained[2]
+    assert mixed[0][0]["ratio_first_max_error"] == 0.0
 
 
 def test_the_first_sequence_ratio_is_one(ranks: Ranks, models: Path) -> None:

@@ -67,6 +67,26 @@ def test_a_replay_has_the_numbers_of_the_run_and_goes_on_after_a_stop(
     assert "go on with --replay" in result.stderr
 
 
+def test_texts_and_an_adaptive_kl_coefficient_go_on_after_a_stop(
+    source: Path, tmp_path: Path
+) -> None:
+    """Where the texts stand and what the coefficient is are the driver's, and no rank's state."""
+    options = [
+        "--algorithm.pretraining={data = 'arithmetic:train:32', coef = 0.3, "
+        "tokens_per_mini_batch = 300, max_text_tokens = 20}",
+        "--algorithm.objective={kl_coef = 0.1, kl_in = 'reward', kl_value = 'k1'}",
+        "--algorithm.kl_control={target = 0.01, horizon = 1000}",
+    ]
+    for name, stops in (("whole", [NUM_STEPS]), ("stopped", [2, NUM_STEPS])):
+        for num_steps in stops:
+            result = replay(source, tmp_path / name, *options, num_steps=num_steps)
+            assert result.returncode == 0, result.stdout + result.stderr
+    whole, stopped = (untimed(metrics(tmp_path / name)) for name in ("whole", "stopped"))
+    assert whole == stopped
+    assert len({record["kl/coef"] for record in whole}) == NUM_STEPS
+    assert len({record["pretraining/loss"] for record in whole}) == NUM_STEPS
+
+
 def test_a_replay_starts_from_a_checkpoint_of_the_run_at_another_split(
     source: Path, tmp_path: Path
 ) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from megadapo.data.batch import PackedBatch
+from megadapo.data.texts import pack_texts
 
 VOCAB_SIZE = 150
+TEXT_COEF = 0.5
 
 
 def random_batch(
@@ -40,6 +42,13 @@ def random_batch(
         rewards=rng.normal(size=len(lengths)),
         group_sizes=np.ones(len(lengths), dtype=np.int64),
     )
+
+
+def random_texts(*updates: list[int], coef: float = TEXT_COEF) -> PackedBatch:
+    """Sequences of the given lengths for each update, of random tokens."""
+    rng = np.random.default_rng(7)
+    parts = [[rng.integers(0, VOCAB_SIZE, n) for n in lengths] for lengths in updates]
+    return pack_texts(parts, coef=coef)
 
 
 def stale_batch(lengths: list[int], *, present: int = 7, seed: int = 0) -> PackedBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.trainer.result import RankUpdate
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
+from tests.support.batches import TEXT_COEF
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,9 +68,14 @@ def gradients_by_objective(
     settings: TrainerSettings,
     batch: PackedBatch,
     cases: dict[str, PolicyObjective],
+    texts: PackedBatch | None = None,
 ) -> dict[str, Gradients] | None:
     """`gradients` under several objectives, on one and the same trainer; with a reference policy
-    where there is a KL divergence, and with the clip bounds that are searched for `bapo`."""
+    where there is a KL divergence, and with the clip bounds that are searched for `bapo`.
+
+    With texts also `texts`: of these alone, beside a head of another temperature; and `ptx`: of
+    them beside the default objective.
+    """
     from dataclasses import replace
 
     from megadapo.trainer.micro_batch import trained_tokens
@@ -91,6 +98,12 @@ def gradients_by_objective(
         if objective.gate == "bapo":
             head = replace(head, objective=rank.bound_search().bounds(cut, old).put_into(objective))
         found[name] = gradients_under(rank, head, cut, old)
+    if texts is not None:
+        (parts,) = rank.cut_texts(texts)
+        found["texts"] = gradients_under(rank, replace(rank.head, temperature=0.5), [], [], parts)
+        head = replace(rank.head, objective=PolicyObjective())
+        old = [replace(policy, logprobs_ref=None) for policy in old]
+        found["ptx"] = gradients_under(rank, head, cut, old, parts)
     return found if rendezvous.rank == 0 else None
 
 
@@ -109,20 +122,27 @@ def _gradients(rank: TrainerRank, batch: PackedBatch, importance: ImportanceConf
 
 
 def gradients_under(
-    rank: TrainerRank, head: PolicyHead, cut: list[MicroBatch], old: list[OldPolicy]
+    rank: TrainerRank,
+    head: PolicyHead,
+    cut: list[MicroBatch],
+    old: list[OldPolicy],
+    texts: Sequence[MicroBatch] = (),
 ) -> Gradients:
-    """Loss and full gradients of one mini-batch, held against `old`."""
+    """Loss and full gradients of one mini-batch, held against `old`, with its texts."""
     from megadapo.trainer.step import compute_gradients
 
     # megatron-core learns in the first pass what to wait for, and overlaps from the second on
     for _ in range(1 + rank.settings.trainer.overlap_grad_reduce):
-        sums, _ = compute_gradients(rank.chunks, head, cut, old)
+        sums, _ = compute_gradients(rank.chunks, head, cut, old, texts)
     rank.optimizer.prepare_grads()
     norm = float(rank.optimizer.get_grad_norm())
     gather_gradients(rank.chunks)
     sums = sums.reduced(contributes=rank.has_results, device=rank.device)
     full = gathered(rank, {name: param.main_grad for name, param in rank.parameters.items()})
-    return Gradients(sums.loss, full, norm, (sums.positive_gradient, sums.gradient))
+    loss = sums.loss
+    if sums.num_text_tokens:
+        loss += TEXT_COEF * sums.text_loss / sums.num_text_tokens
+    return Gradients(loss, full, norm, (sums.positive_gradient, sums.gradient))
 
 
 def held_against(rank: TrainerRank, cut: list[MicroBatch]) -> list[OldPolicy]:
@@ -187,6 +207,21 @@ def train(
     if save is not None:
         rank.save(save)
     return results, weights(rank)
+
+
+def updates_with_texts(
+    rendezvous: Rendezvous,
+    settings: TrainerSettings,
+    batch: PackedBatch,
+    texts: PackedBatch | None,
+    num_steps: int,
+) -> list[tuple[dict[str, Any], dict[str, np.ndarray]]]:
+    """Results of the steps, all with the same texts, and the full weights after each."""
+    rank = build(rendezvous, settings)
+    return [
+        (asdict(rank.update(batch, policy_version=0, step=step, texts=texts)), weights(rank))
+        for step in range(1, num_steps + 1)
+    ]
 
 
 def recorded_update(

@@ -66,6 +66,12 @@ IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward"}
         ({"loss_length": 100}, "set both or neither"),
         ({"bapo": {"target_share": 0.5}}, "algorithm.bapo: read only with"),
         ({"bapo": {"low_min": 0.9, "low_max": 0.6}}, "algorithm.bapo.low_min = 0.9 is above"),
+        ({"pretraining": {"coef": 2.0, "max_text_tokens": 9}}, "algorithm.pretraining.coef, algor"),
+        ({"pretraining": {"data": " "}}, "algorithm.pretraining.data is empty"),
+        (
+            {"pretraining": {"data": "x", "tokens_per_mini_batch": 64, "max_text_tokens": 65}},
+            "algorithm.pretraining.max_text_tokens = 65 does not fit",
+        ),
         ({"kl_control": {"target": 0.1}}, "algorithm.kl_control.target: only the KL divergence in"),
         ({"kl_control": {"horizon": 5}}, "algorithm.kl_control.horizon: read only with"),
         ({"kl_control": {"clamp": 0.5}}, "algorithm.kl_control.clamp: read only with"),

@@ -43,6 +43,28 @@ def test_a_split_that_the_model_does_not_allow(monkeypatch, overrides, problem):
 
 
 @pytest.mark.parametrize(
+    ("pretraining", "kind", "problem"),
+    [
+        ({"data": "arithmetic:train:8"}, ConfigError, "max_text_tokens = 2048 is above the model"),
+        (
+            {"data": "./missing.txt", "max_text_tokens": 64},
+            DataError,
+            "algorithm.pretraining.data: there is no file or folder ./missing.txt",
+        ),
+        ({"data": "README.md", "max_text_tokens": 64}, DataError, "README.md is neither a"),
+    ],
+)
+def test_texts_that_no_update_could_take(monkeypatch, pretraining, kind, problem):
+    """Catches a run that fails in its first update, after engines and trainer have started."""
+    monkeypatch.chdir(REPOSITORY)
+    pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in pretraining.items())
+    override = f"--algorithm.pretraining={{{pairs}}}"
+    config = load_config("configs/quickstart.toml", [override])
+    with pytest.raises(kind, match=problem):
+        check_run(config)
+
+
+@pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
         ("vocab_size", 30, "critic.path: vocab_size = 30"),

@@ -49,7 +49,7 @@ parity/engine_abs_max, staleness/token_share, staleness/mean, staleness/max,
 staleness/logprob_drift_mean, staleness/logprob_drift_max, staleness/weight_truncated_share,
 staleness/weight_masked_share,
 bapo/clip_low, bapo/clip_high, bapo/share_before, bapo/share, bapo/share_min,
-kl/mean, kl/max, kl/coef,
+kl/mean, kl/max, kl/coef, pretraining/loss, pretraining/tokens,
 reflection/response_share, critic/loss, critic/explained_variance, critic/value_mean,
 critic/return_mean, critic/clip_fraction, critic/grad_norm, critic/lr, critic/skipped_updates,
 eval/accuracy, eval/policy_version
