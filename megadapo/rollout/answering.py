@@ -148,6 +148,9 @@ class Answer:
         """Ask the tool for what stands behind the response; without room for more it is over."""
         asker, token_ids = self._asker, self._token_ids
         tools, room = asker.group.settings.tools, self._room(token_ids)
+        if room == 0:
+            self._finish_reason = "length"
+            return
         text = asker.tokenizer.decode(
             token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )

@@ -190,7 +190,7 @@ CALCULATOR = ToolsConfig(
 def test_a_tools_output_is_in_the_response_and_not_the_models(engines, reference, model):
     """Catches output with a log-prob or a version, tokens behind it that were not computed from
     it, calls beyond the limits, and a part of the response that is generated twice."""
-    groups = make_requests(40, 4)
+    groups = make_requests(24, 4)
     answers = ask(engines, groups, tools=CALCULATOR)
     assert bits(ask(engines, groups[7:9], tools=CALCULATOR)) == {
         key: value for key, value in bits(answers).items() if key in (7, 8)
@@ -212,7 +212,7 @@ def test_a_tools_output_is_in_the_response_and_not_the_models(engines, reference
 
 def test_stopped_responses_go_on_behind_a_tools_output(engines, reference):
     """Calls that were made count, and nothing that was put out is taken for the model's."""
-    groups = make_requests(40, 4)
+    groups = make_requests(24, 4)
     settings = replace(SETTINGS, tools=CALCULATOR)
     engines.submit([replace(group, settings=settings) for group in groups])
     engines.finished()
@@ -235,7 +235,7 @@ def test_stopped_responses_go_on_behind_a_tools_output(engines, reference):
 def test_responses_branch_alike_in_any_company(engines, reference, tools):
     """The whole tree to the last bit; a branch has its parent's beginning and its own end."""
     branching = BranchingConfig(initial_rollouts=3, num_tokens=4, top_logprobs=5)
-    groups, settings = make_requests(20, 8), {"tools": tools, "branching": branching}
+    groups, settings = make_requests(10, 8), {"tools": tools, "branching": branching}
     slots = engines.room
     answers = ask(engines, groups, **settings)
     assert engines.room == slots

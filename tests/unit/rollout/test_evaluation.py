@@ -17,6 +17,7 @@ from megadapo.rollout.answer_log import AnswerLog, ProblemResult
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.evaluation import Evaluation, EvaluationUnderWay, HeldOut
 from megadapo.rollout.requests import GroupResponse, SamplingSettings, response_seeds
+from megadapo.rollout.tools import ToolsConfig
 from tests.support.scripted_engines import (
     PlainTokenizer,
     RightAtLeast,
@@ -198,3 +199,22 @@ def test_lines_that_are_no_answers_are_passed_over(tmp_path):
     path = tmp_path / "answers.jsonl"
     path.write_bytes(b'\xff\n[]\n{"scored": "weights"}\n{"result": {"accuracy": 1}}\n\n7\n')
     assert AnswerLog(path, "weights").read() == {}
+
+
+def test_held_out_problems_are_asked_with_the_tool_and_never_branch():
+    """An answer with another tool, or without one, is another answer: an interrupted evaluation
+    would go on with it."""
+    tool = ToolsConfig(tool="calculator")
+    plain, asked = (
+        HeldOut.of(
+            make_prompts(1),
+            EvaluationConfig(samples_per_problem=5),
+            tokenizer=PlainTokenizer(),
+            max_response_tokens=MAX_TOKENS,
+            seed=4,
+            tools=tools,
+        )
+        for tools in (None, tool)
+    )
+    assert asked.settings.tools == tool and not asked.settings.branching.is_on
+    assert plain.digest(plain.questions[0]) != asked.digest(asked.questions[0])
