@@ -21,13 +21,15 @@ from megadapo.simulate.speed import EngineSpeed
 from megadapo.simulate.task import Task, TaskSettings
 
 RECIPE = Path(__file__).parents[3] / "configs" / "quickstart.toml"
+ONE_ENGINE = "rollout.num_engines=1"
+"""As the recorded run had it."""
 SPEED = EngineSpeed(step_s=4e-3, response_s=2e-4, context_s=0.0, prefill_s=1e-5)
 """Where a running response costs far more beside a step than the default has it."""
 
 
 def record_run(folder: Path, num_steps: int) -> None:
     """Write the metrics of a run whose answers get longer, on engines of SPEED."""
-    config = load_config(str(RECIPE), [f"run.folder={folder}"])
+    config = load_config(str(RECIPE), [f"run.folder={folder}", ONE_ENGINE])
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(config.model_dump_json())
     engines = VirtualEngines(
@@ -93,7 +95,7 @@ def test_a_run_is_predicted_from_its_first_half(tmp_path: Path) -> None:
 def test_a_real_run_is_predicted_from_its_first_half(tmp_path: Path) -> None:
     """The metrics are of the quickstart on two cores, where answers grow to twice their length and
     fewer groups have a signal from step to step."""
-    config = load_config(str(RECIPE), [f"run.folder={tmp_path}"])
+    config = load_config(str(RECIPE), [f"run.folder={tmp_path}", ONE_ENGINE])
     (tmp_path / "config.json").write_text(config.model_dump_json())
     shutil.copy(Path(__file__).with_name("quickstart-metrics.jsonl"), tmp_path / "metrics.jsonl")
     fit = fit_run(tmp_path)
