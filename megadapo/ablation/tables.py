@@ -34,9 +34,9 @@ def _measures(result: AblationResult) -> TextTable:
         "runs got there. No signal: groups all right or all wrong, of those sampled and of those "
         "trained on."
     )
-    short = [f"{row.row.name} {len(row.runs)}" for row in result.rows if len(row.runs) < num]
+    short = [f"{row.row.name}: {len(row.runs)}" for row in result.rows if len(row.runs) < num]
     if short:
-        note += f" Rows of fewer seeds, as the others are not finished: {', '.join(short)}."
+        note += f" Seeds of rows whose others are not finished: {'; '.join(short)}."
     rows = [
         [row.row.name, *(_cell(row.spread(one.name), one, len(row.runs)) for one in MEASURES)]
         + [row.row.source] * has_source
@@ -54,7 +54,7 @@ def _differences(result: AblationResult) -> TextTable:
     )
     if result.unchanged:
         note += (
-            f" All numbers but the seconds are those of {against}: {', '.join(result.unchanged)}. "
+            f" All numbers but the seconds are those of {against}: {'; '.join(result.unchanged)}. "
             "What these rows change had nothing to act on."
         )
     rows = [

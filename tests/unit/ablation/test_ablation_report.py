@@ -105,7 +105,7 @@ def test_failed_and_missing_runs_have_no_part_in_the_numbers(tmp_path: Path) -> 
     result: AblationResult = collect(plan, [failure])
     rows, differences, effects, failures = ablation_tables(result)
     assert all(cell == "-" for cell in rows.rows[1][1:-1])
-    assert rows.note.endswith("not finished: plain 1, + clip | higher 0.")
+    assert rows.note.endswith("not finished: plain: 1; + clip | higher: 0.")
     assert "not finished" not in ablation_tables(collect(finished(tmp_path / "whole")))[0].note
     assert all(cell == "-" for cell in differences.rows[0][1:])
     assert effects.rows[0][4] == "not measured"
