@@ -6,7 +6,14 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from megadapo.section import Section, Timeout
 
@@ -75,6 +82,13 @@ class OptimizerConfig(Section, title="trainer.optimizer"):
         return self.min_lr + (self.lr - self.min_lr) * cosine
 
 
+def _recompute_of_switch(value: object) -> object:
+    """What earlier runs recorded, and recipes may say: all of each layer, or nothing."""
+    if isinstance(value, bool):
+        return "full" if value else "none"
+    return value
+
+
 class TrainerConfig(Section, title="trainer"):
     """How the trainer's ranks share the model and the batch."""
 
@@ -95,7 +109,9 @@ class TrainerConfig(Section, title="trainer"):
     """Split norms and residuals over the tensor-parallel ranks too, to save activation memory."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Token budget of one forward pass per data-parallel rank; a longer sequence goes alone."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Annotated[
+        Literal["none", "selective", "full"], BeforeValidator(_recompute_of_switch)
+    ] = "none"
     """What is computed a second time in place of being kept for the backward pass: the parts of
     each layer that `recompute_modules` names, or all of a layer but its input, which takes the
     least memory and a third more work."""

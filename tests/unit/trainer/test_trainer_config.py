@@ -79,7 +79,7 @@ def test_impossible_optimizer_values_name_their_key(changes: dict, key: str) -> 
         ({"overlap_param_gather": True}, "trainer.overlap_param_gather .*overlap_grad_reduce"),
         ({"bucket_parameters": 100}, "trainer.bucket_parameters .*overlap_grad_reduce"),
         ({"overlap_grad_reduce": True, "bucket_parameters": -1}, "trainer.bucket_parameters"),
-        ({"recompute": True}, "trainer.recompute"),
+        ({"recompute": "mlp"}, "trainer.recompute"),
         ({"recompute": "selective", "recompute_layers": 2}, "recompute_layers = 2 .*full"),
         ({"recompute": "selective", "recompute_modules": ()}, "trainer.recompute_modules"),
         ({"recompute": "selective", "recompute_modules": ("mpl",)}, "recompute_modules"),
@@ -88,6 +88,12 @@ def test_impossible_optimizer_values_name_their_key(changes: dict, key: str) -> 
 def test_impossible_trainer_values_name_their_key(changes: dict, key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         TrainerConfig(**changes)
+
+
+def test_a_run_that_recorded_a_switch_goes_on() -> None:
+    """Catches a run's own config.json that can no longer be read."""
+    assert TrainerConfig(recompute=True).recompute == "full"  # type: ignore[arg-type]
+    assert TrainerConfig(recompute=False).recompute == "none"  # type: ignore[arg-type]
 
 
 def test_empty_model_path_is_refused() -> None:
