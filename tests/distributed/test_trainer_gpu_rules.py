@@ -47,7 +47,7 @@ def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]
         call = "start"
         worker.start(settings, rendezvous, uses_cuda=False)
         for call, arguments in {
-            "update": (batch, 0, 1, None, []),
+            "update": (batch, 0, 1, None, None, []),
             "save": (folder,),
             "load": (folder,),
         }.items():

@@ -36,7 +36,7 @@ def gradients_by_estimator(
     found = {}
     for name, objective in cases.items():
         rank.settings = replace(settings, objective=objective)
-        (held, *_), _ = rank.hold_against_reference(batch, trained, cut, old, kl_reward_coef=0.0)
+        held, *_ = rank.hold_against_reference(batch, trained, cut, old, kl_reward_coef=0.0)
         head = replace(rank.head, objective=objective)
         found[name] = gradients_under(rank, head, cut[0], held)
     return found if rendezvous.rank == 0 else None
