@@ -26,7 +26,7 @@ class BoundSearch:
         self,
         config: BapoConfig,
         *,
-        score: Callable[[list[MicroBatch]], list[Tensor]],
+        score: Callable[[Sequence[MicroBatch]], list[Tensor]],
         contributes: bool,
         device: torch.device,
     ) -> None:
@@ -42,7 +42,7 @@ class BoundSearch:
         self._sums = torch.zeros(num_bapo_sums(config), dtype=torch.float64, device=device)
         self._is_first = True
 
-    def bounds(self, micro_batches: list[MicroBatch], old: Sequence[OldPolicy]) -> BapoBounds:
+    def bounds(self, micro_batches: Sequence[MicroBatch], old: Sequence[OldPolicy]) -> BapoBounds:
         """The bounds of the next update of the step; collective, with one sum over all ranks."""
         if self._config.scope == "minibatch":
             # before the first update the present log-probs are those that were just taken

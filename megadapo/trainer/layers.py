@@ -7,7 +7,7 @@ padded into one causal batch, so memory and work follow the sequences, not their
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -53,29 +53,46 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
     padded_rows: Tensor | None = None  # [T] row of the padded buffer that holds token t
     token_of_row: Tensor | None = None  # [padded rows] the token there; 0 in the gaps
 
+    def to(self, device: torch.device) -> PackedSequences:
+        """The same with every tensor on the device."""
+        return replace(self, **tensors_on(self, device))
 
-def pack_sequences(
-    lengths: list[int], inverse_frequencies: Tensor, device: torch.device
-) -> PackedSequences:
-    """Lay out sequences of the given lengths (all positive), packed in this order."""
+
+def tensors_on(holder: Any, device: torch.device) -> dict[str, Any]:
+    """Those fields of a dataclass's object that are tensors, copied to the device."""
+    values = {field.name: getattr(holder, field.name) for field in fields(holder) if field.init}
+    return {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def pack_sequences(lengths: list[int], inverse_frequencies: Tensor | None) -> PackedSequences:
+    """Lay out sequences of the given lengths (all positive), packed in this order, on the host.
+
+    Args:
+        inverse_frequencies: [D / 2] of the rotary embedding; None leaves out what only our own
+            layers read.
+    """
     cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    buckets, padded_rows, num_padded_rows = _buckets(lengths, cu_seqlens)
-    token_of_row = torch.zeros(num_padded_rows, dtype=torch.int64)
-    token_of_row[padded_rows] = torch.arange(len(padded_rows))
-    positions = torch.cat([torch.arange(n, dtype=torch.float32) for n in lengths])
-    angles = torch.outer(positions, inverse_frequencies.cpu())
-    cu_seqlens = cu_seqlens.to(device)
-    return PackedSequences(
+    packed = PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
-        cos=angles.cos().to(device),
-        sin=angles.sin().to(device),
+    )
+    if inverse_frequencies is None:
+        return packed
+    buckets, padded_rows, num_padded_rows = _buckets(lengths, cu_seqlens)
+    token_of_row = torch.zeros(num_padded_rows, dtype=torch.int64)
+    token_of_row[padded_rows] = torch.arange(len(padded_rows))
+    positions = torch.cat([torch.arange(n, dtype=torch.float32) for n in lengths])
+    angles = torch.outer(positions, inverse_frequencies.cpu())
+    return replace(
+        packed,
+        cos=angles.cos(),
+        sin=angles.sin(),
         buckets=buckets,
-        padded_rows=padded_rows.to(device),
-        token_of_row=token_of_row.to(device),
+        padded_rows=padded_rows,
+        token_of_row=token_of_row,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megadapo.data.batch import PackedBatch
 from megadapo.data.policy_versions import NO_VERSION
-from megadapo.trainer.layers import PackedSequences, pack_sequences
+from megadapo.trainer.layers import PackedSequences, pack_sequences, tensors_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +39,24 @@ class MicroBatch:
     num_tokens: int
     """T without its padding."""
 
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same with every tensor on the device; itself if that is where they are."""
+        if self.tokens.device == device:
+            return self
+        return replace(self, packed=self.packed.to(device), **tensors_on(self, device))
+
 
 class MicroBatchBuilder:
-    """Cuts micro-batches out of a packed batch."""
+    """Takes micro-batches out of a packed batch; their tensors are in host memory."""
 
-    def __init__(
-        self, *, inverse_frequencies: Tensor, token_multiple: int, device: torch.device
-    ) -> None:
-        """`token_multiple`: T is padded to it, which sequence parallelism needs."""
+    def __init__(self, *, inverse_frequencies: Tensor | None, token_multiple: int) -> None:
+        """
+        Args:
+            inverse_frequencies: [D / 2], where our own layers turn queries and keys.
+            token_multiple: T is padded to it, which sequence parallelism needs.
+        """
         self._inverse_frequencies = inverse_frequencies
         self._token_multiple = token_multiple
-        self._device = device
 
     def build(
         self,
@@ -83,28 +90,25 @@ class MicroBatchBuilder:
         def at_rows(values: np.ndarray) -> Tensor:
             spread = np.zeros(len(source) + padding, dtype=values.dtype)
             spread[rows] = values[of_rows]
-            return self._tensor(spread)
+            return _tensor(spread)
 
         return MicroBatch(
-            tokens=self._tensor(np.pad(batch.tokens[source], (0, padding)))[None, :],
-            packed=pack_sequences(padded, self._inverse_frequencies, self._device),
+            tokens=_tensor(np.pad(batch.tokens[source], (0, padding)))[None, :],
+            packed=pack_sequences(padded, self._inverse_frequencies),
             members=members,
             lengths=lengths,
             source=of_rows,
             sequences=np.repeat(np.arange(len(members)), lengths)[chosen],
-            rows=self._tensor(rows),
+            rows=_tensor(rows),
             targets=at_rows(batch.tokens),
             advantages=at_rows(batch.advantages),
             loss_weights=at_rows(batch.loss_weights),
-            logprobs_rollout=self._tensor(batch.logprobs_rollout[of_rows]),
-            is_current=self._tensor(is_current),
-            is_stale=self._tensor(is_stale),
+            logprobs_rollout=_tensor(batch.logprobs_rollout[of_rows]),
+            is_current=_tensor(is_current),
+            is_stale=_tensor(is_stale),
             num_stale=int(is_stale.sum()),
             num_tokens=len(source),
         )
-
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
 
 
 def response_tokens(batch: PackedBatch) -> np.ndarray:
@@ -131,6 +135,10 @@ def version_gaps(batch: PackedBatch, policy_version: int) -> np.ndarray:
     """
     versions = batch.policy_versions
     return np.where(versions == NO_VERSION, 0, policy_version - versions)
+
+
+def _tensor(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))
 
 
 def _concatenate(pieces: list[np.ndarray]) -> np.ndarray:

@@ -138,6 +138,11 @@ def uses_transformer_engine() -> bool:
     return torch.cuda.is_available()
 
 
+def rotary_of_own_layers(model: ModelDescription) -> Tensor | None:
+    """[D / 2] `inverse_frequencies` for the packed batch; None where the model turns by itself."""
+    return None if uses_transformer_engine() else inverse_frequencies(model)
+
+
 def inverse_frequencies(model: ModelDescription) -> Tensor:
     """[D / 2] fp32 angle per position of each rotary pair, scaled as the model's config says."""
     rope, size = model.rope, model.shape.head_dim

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,20 +35,19 @@ from megadapo.trainer.metrics import MiniBatchSums, summarize
 from megadapo.trainer.micro_batch import (
     MicroBatch,
     MicroBatchBuilder,
-    response_tokens,
     trained_tokens,
     version_gaps,
 )
+from megadapo.trainer.mini_batch import MiniBatchCutter
 from megadapo.trainer.model import (
     build_chunks,
-    inverse_frequencies,
+    rotary_of_own_layers,
     transformer_config,
 )
 from megadapo.trainer.model_layout import validate_model_layout
 from megadapo.trainer.off_policy import OldPolicy, old_policy
 from megadapo.trainer.optimizer import build_optimizer, step_if_finite
 from megadapo.trainer.parallel import join_groups, leave_groups
-from megadapo.trainer.partition import partition
 from megadapo.trainer.position import parameters_by_global_name, shard_position
 from megadapo.trainer.recorder import UpdateRecorder
 from megadapo.trainer.reference_policy import ReferencePolicy
@@ -110,9 +110,13 @@ class TrainerRank:
         )
         shards = (self.parameters, self.layout, self.position, torch.distributed.get_rank())
         self.weight_sender, self.held_sender = WeightSender(*shards), HeldWeightSender(*shards)
-        self._builder = MicroBatchBuilder(
-            inverse_frequencies=inverse_frequencies(self.model),
-            token_multiple=settings.trainer.tensor_parallel,
+        self.cutter = MiniBatchCutter(
+            MicroBatchBuilder(
+                inverse_frequencies=rotary_of_own_layers(self.model),
+                token_multiple=settings.trainer.tensor_parallel,
+            ),
+            settings.trainer,
+            hidden_size=self.layout.shape.hidden_size,
             device=self.device,
         )
 
@@ -149,21 +153,18 @@ class TrainerRank:
         trained, num_dropped = trained_tokens(batch)
         gaps = version_gaps(batch, policy_version)
         predicted = trained & (gaps == 0) if importance.stale_logprobs == "none" else trained
-        cut = [
-            self.micro_batches(batch, indices, predicted, policy_version)
-            for indices in batch.mini_batches
-        ]
-        of_texts = [[] for _ in cut] if texts is None else self.cut_texts(texts)
+        cut = self.cutter.cut(batch, predicted=predicted, policy_version=policy_version)
+        of_texts = [()] * len(cut) if texts is None else self.cutter.cut_responses(texts)
         old = [self._old_policies(micro_batches, recorder) for micro_batches in cut]
         proximal = [policy.proximal for policy in old[0]] if old else []
         old = self.hold_against_reference(batch, predicted, cut, old, kl_reward_coef=kl_reward_coef)
         probe = probe_shape(
             cut,
             build=partial(
-                self._builder.build, batch, predicted=predicted, policy_version=policy_version
+                self.cutter.alone, batch, predicted=predicted, policy_version=policy_version
             ),
             score=self.logprobs_of,
-            multiple_of=self._micro_batch_multiple,
+            multiple_of=self.cutter.multiple_of,
         )
         values = None
         if self.critic is not None:
@@ -208,10 +209,8 @@ class TrainerRank:
 
         None on ranks that compute none or the same as another.
         """
-        predicted = response_tokens(batch)
         result = np.full(len(batch.tokens), np.nan, dtype=np.float32)
-        for indices in batch.mini_batches:
-            micro_batches = self.micro_batches(batch, indices, predicted, None)
+        for micro_batches in self.cutter.cut_responses(batch):
             computed = self.logprobs_of(micro_batches)
             for micro_batch, values in zip(micro_batches, computed, strict=False):
                 result[micro_batch.source] = values[micro_batch.rows].cpu().numpy()
@@ -267,12 +266,12 @@ class TrainerRank:
         """Which copy of the model this rank belongs to."""
         return int(mpu.get_data_parallel_rank())
 
-    def logprobs_of(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
+    def logprobs_of(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         with torch.no_grad():
             return compute_logprobs(self.chunks, self.head, micro_batches)
 
     def _old_policies(
-        self, micro_batches: list[MicroBatch], recorder: UpdateRecorder
+        self, micro_batches: Sequence[MicroBatch], recorder: UpdateRecorder
     ) -> list[OldPolicy]:
         """From the mini-batch's old log-probs; how long they take is this rank's own speed."""
         start = time.perf_counter()
@@ -289,7 +288,7 @@ class TrainerRank:
         self,
         batch: PackedBatch,
         trained: np.ndarray,
-        cut: list[list[MicroBatch]],
+        cut: Sequence[Sequence[MicroBatch]],
         old: list[list[OldPolicy]],
         *,
         kl_reward_coef: float,
@@ -326,12 +325,6 @@ class TrainerRank:
             return None
         return self.settings.trainer.optimizer.lr_at(step)
 
-    @property
-    def _micro_batch_multiple(self) -> int:
-        """The interleaved schedule takes micro-batches in groups of as many as there are stages."""
-        trainer = self.settings.trainer
-        return trainer.pipeline_parallel if trainer.virtual_pipeline > 1 else 1
-
     def bound_search(self) -> BoundSearch | None:
         """What finds the clip bounds of a step's updates, where they are not fixed."""
         if self.settings.objective.gate != "bapo":
@@ -345,9 +338,9 @@ class TrainerRank:
 
     def _gradients(
         self,
-        micro_batches: list[MicroBatch],
+        micro_batches: Sequence[MicroBatch],
         old: list[OldPolicy],
-        texts: list[MicroBatch],
+        texts: Sequence[MicroBatch],
         recorder: UpdateRecorder,
         search: BoundSearch | None,
     ) -> tuple[MiniBatchSums, list[BapoBounds]]:
@@ -365,36 +358,6 @@ class TrainerRank:
         if search is not None:
             search.observe(micro_batches, old, logprobs)
         return sums, bounds
-
-    def micro_batches(
-        self,
-        batch: PackedBatch,
-        indices: np.ndarray,
-        predicted: np.ndarray,
-        policy_version: int | None,
-    ) -> list[MicroBatch]:
-        """This data-parallel rank's micro-batches of one mini-batch."""
-        trainer = self.settings.trainer
-        shares = partition(
-            np.diff(batch.cu_seqlens)[indices].tolist(),
-            num_ranks=trainer.data_parallel,
-            token_budget=trainer.tokens_per_micro_batch,
-            hidden_size=self.layout.shape.hidden_size,
-            multiple_of=self._micro_batch_multiple,
-        )
-        return [
-            self._builder.build(
-                batch, indices[members], predicted=predicted, policy_version=policy_version
-            )
-            for members in shares[mpu.get_data_parallel_rank()]
-        ]
-
-    def cut_texts(self, texts: PackedBatch) -> list[list[MicroBatch]]:
-        """This data-parallel rank's micro-batches of texts in each update."""
-        predicted = response_tokens(texts)
-        return [
-            self.micro_batches(texts, indices, predicted, None) for indices in texts.mini_batches
-        ]
 
     def _set_weights(self) -> None:
         if self.settings.model.init == "pretrained":

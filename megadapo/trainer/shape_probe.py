@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megadapo.trainer.metrics import MiniBatchSums
 from megadapo.trainer.micro_batch import MicroBatch
+from megadapo.trainer.mini_batch import MiniBatch
 
 PROBED_SHARE = 1 / 64
 """Most of a rank's tokens of a step that are scored twice, but for the first sequence; forward
@@ -58,21 +59,21 @@ class ShapeProbe:
 
 
 def probe_shape(
-    cut: Sequence[Sequence[MicroBatch]],
+    cut: Sequence[MiniBatch],
     *,
     build: Callable[[np.ndarray], MicroBatch],
-    score: Callable[[list[MicroBatch]], list[Tensor]],
+    score: Callable[[Sequence[MicroBatch]], list[Tensor]],
     multiple_of: int,
 ) -> ShapeProbe:
     """Score some sequences of the step's first mini-batch again; collective, as `score` is.
 
     Args:
-        cut: the rank's micro-batches of each mini-batch.
+        cut: the rank's part of each mini-batch.
         build: makes the micro-batch of some of the batch's sequences.
         score: the log-probs [T] of micro-batches, none at all where this rank has none.
         multiple_of: how many micro-batches can be scored at a time.
     """
-    num_tokens = sum(micro_batch.num_tokens for part in cut for micro_batch in part)
+    num_tokens = sum(mini_batch.num_tokens for mini_batch in cut)
     place, members = _chosen(cut[0] if cut else [], PROBED_SHARE * num_tokens)
     micro_batch = build(members)
     filling = [build(_NOTHING) for _ in range(multiple_of - 1)]

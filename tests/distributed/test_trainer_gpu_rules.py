@@ -101,3 +101,44 @@ def test_what_is_to_be_recomputed_is(
     (once,) = ranks.run(1, _passes_of_each_mlp, settings_for(folder, **sizes), batch)
     (passes,) = ranks.run(1, _passes_of_each_mlp, settings_for(folder, **sizes, **choice), batch)
     assert [more - less for more, less in zip(passes, once, strict=True)] == again
+
+
+def _places_of_a_step(rendezvous, settings, batch) -> dict[str, set[str]]:
+    import torch
+
+    from megadapo.trainer.micro_batch import MicroBatchBuilder, trained_tokens
+    from megadapo.trainer.mini_batch import MiniBatchCutter
+    from megadapo.trainer.parallel import join_groups
+
+    join_groups(rendezvous, settings.trainer, None, seed=0)
+    # where a model turns queries and keys by itself
+    builder = MicroBatchBuilder(inverse_frequencies=None, token_multiple=1)
+    cutter = MiniBatchCutter(builder, settings.trainer, hidden_size=8, device=torch.device("meta"))
+    cut = cutter.cut(batch, predicted=trained_tokens(batch)[0], policy_version=0)
+    assert len(cut) > 1
+    waiting = [micro_batch for part in cut for micro_batch in part._waiting]
+    held = [micro_batch for part in cut for micro_batch in part]
+
+    def places(micro_batches) -> set[str]:
+        parts = [part for found in micro_batches for part in (found, found.packed)]
+        tensors = [value for part in parts for value in vars(part).values()]
+        return {value.device.type for value in tensors if isinstance(value, torch.Tensor)}
+
+    tables = {
+        name
+        for micro_batch in held
+        for name, value in vars(micro_batch.packed).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return {"waiting": places(waiting), "held": places(held), "tables": tables}
+
+
+def test_a_step_waits_in_host_memory(ranks: Ranks, models: Path) -> None:
+    """Catches tensors of all of a step's mini-batches on the GPU at once, or of one in host memory
+    when its turn comes, and rotary tables that no layer of a GPU reads."""
+    settings = settings_for(str(models / "qwen2-tied"))
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    (found,) = ranks.run(1, _places_of_a_step, settings, batch)
+    assert found["waiting"] == {"cpu"}
+    assert found["held"] == {"meta"}
+    assert found["tables"] == {"cu_seqlens_q", "cu_seqlens_kv"}

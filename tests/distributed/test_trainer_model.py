@@ -61,7 +61,7 @@ def _padding(rendezvous, lengths: list[int]) -> tuple[list[int], int, list[tuple
 
     from megadapo.trainer.layers import pack_sequences
 
-    packed = pack_sequences(lengths, torch.ones(2), torch.device("cpu"))
+    packed = pack_sequences(lengths, torch.ones(2))
     buckets = [(b.offset, b.num_sequences, b.length) for b in packed.buckets]
     assert (packed.token_of_row[packed.padded_rows] == torch.arange(sum(lengths))).all()
     return packed.padded_rows.tolist(), len(packed.token_of_row), buckets
@@ -98,7 +98,7 @@ def _attention(rendezvous, lengths: list[int], heads: int, kv_heads: int, seed: 
     )
     attention = PackedAttention(config, 1, AttnMaskType.causal, "self")
     frequencies = torch.rand(size // 2)
-    packed = pack_sequences(lengths, frequencies, torch.device("cpu"))
+    packed = pack_sequences(lengths, frequencies)
     shapes = [(sum(lengths), n, size) for n in (heads, kv_heads, kv_heads)]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     output = attention(*inputs, None, packed_seq_params=packed)

@@ -51,7 +51,7 @@ def observe(
     assert critic is not None
     set_head(critic)
     predicted, _ = trained_tokens(batch)
-    cut = [rank.micro_batches(batch, part, predicted, 0) for part in batch.mini_batches]
+    cut = rank.cutter.cut(batch, predicted=predicted, policy_version=0)
     old = [probes.held_against(rank, micro_batches) for micro_batches in cut]
     step = CriticStep(critic, cut, old, 1, kl_coef=0.0)
     places = [micro_batch.source for micro_batches in cut for micro_batch in micro_batches]
@@ -95,7 +95,7 @@ def returns_with_kl(
 
     rank = probes.build(rendezvous, settings)
     predicted, _ = trained_tokens(batch)
-    cut = [rank.micro_batches(batch, part, predicted, 0) for part in batch.mini_batches]
+    cut = rank.cutter.cut(batch, predicted=predicted, policy_version=0)
     old = [probes.held_against(rank, micro_batches) for micro_batches in cut]
     difference = np.zeros(len(batch.tokens))
     for sign, values in ((1.0, kl), (-1.0, np.zeros_like(kl))):

@@ -82,7 +82,7 @@ def gradients_by_objective(
     from megadapo.trainer.off_policy import OldPolicy
 
     rank = build(rendezvous, settings)
-    cut = rank.micro_batches(batch, batch.mini_batches[0], trained_tokens(batch)[0], 0)
+    cut, *_ = rank.cutter.cut(batch, predicted=trained_tokens(batch)[0], policy_version=0)
     present = rank.logprobs_of(cut)
     found = {}
     for name, objective in cases.items():
@@ -99,7 +99,7 @@ def gradients_by_objective(
             head = replace(head, objective=rank.bound_search().bounds(cut, old).put_into(objective))
         found[name] = gradients_under(rank, head, cut, old)
     if texts is not None:
-        (parts,) = rank.cut_texts(texts)
+        (parts,) = rank.cutter.cut_responses(texts)
         found["texts"] = gradients_under(rank, replace(rank.head, temperature=0.5), [], [], parts)
         head = replace(rank.head, objective=PolicyObjective())
         old = [replace(policy, logprobs_ref=None) for policy in old]
@@ -113,7 +113,7 @@ def _gradients(rank: TrainerRank, batch: PackedBatch, importance: ImportanceConf
 
     predicted, _ = trained_tokens(batch)
     present = int(batch.policy_versions.max())
-    cut = rank.micro_batches(batch, batch.mini_batches[0], predicted, present)
+    cut, *_ = rank.cutter.cut(batch, predicted=predicted, policy_version=present)
     old = [
         old_policy(micro_batch, shifted(micro_batch, values), importance)
         for micro_batch, values in zip(cut, rank.logprobs_of(cut), strict=False)
@@ -124,7 +124,7 @@ def _gradients(rank: TrainerRank, batch: PackedBatch, importance: ImportanceConf
 def gradients_under(
     rank: TrainerRank,
     head: PolicyHead,
-    cut: list[MicroBatch],
+    cut: Sequence[MicroBatch],
     old: list[OldPolicy],
     texts: Sequence[MicroBatch] = (),
 ) -> Gradients:
@@ -145,7 +145,7 @@ def gradients_under(
     return Gradients(loss, full, norm, (sums.positive_gradient, sums.gradient))
 
 
-def held_against(rank: TrainerRank, cut: list[MicroBatch]) -> list[OldPolicy]:
+def held_against(rank: TrainerRank, cut: Sequence[MicroBatch]) -> list[OldPolicy]:
     """What an update of the present weights is held against."""
     from megadapo.trainer.off_policy import old_policy
 
@@ -278,7 +278,7 @@ def traffic(
         finalize(*args, **kwargs)
 
     rank.config.finalize_model_grads_func = look_and_finalize
-    cut = rank.micro_batches(batch, batch.mini_batches[0], trained_tokens(batch)[0], 0)
+    cut, *_ = rank.cutter.cut(batch, predicted=trained_tokens(batch)[0], policy_version=0)
     for _ in range(2):
         sums, _ = compute_gradients(rank.chunks, rank.head, cut, held_against(rank, cut))
     step_if_finite(rank.optimizer, loss=sums.loss, lr=1e-3)
@@ -309,7 +309,7 @@ def steps_with_losses(
     from megadapo.trainer.step import compute_gradients
 
     rank = build(rendezvous, settings)
-    cut = rank.micro_batches(batch, batch.mini_batches[0], trained_tokens(batch)[0], 0)
+    cut, *_ = rank.cutter.cut(batch, predicted=trained_tokens(batch)[0], policy_version=0)
     answers = []
     for loss in losses:
         compute_gradients(rank.chunks, rank.head, cut, held_against(rank, cut))

@@ -15,7 +15,7 @@ from megadapo.trainer.settings import Rendezvous, TrainerSettings
 from tests.support.probes import Gradients, build, gathered, gradients_under, shifted, weights
 
 if TYPE_CHECKING:
-    from megadapo.trainer.micro_batch import MicroBatch
+    from megadapo.trainer.mini_batch import MiniBatch
     from megadapo.trainer.off_policy import OldPolicy
     from megadapo.trainer.rank import TrainerRank
 
@@ -54,14 +54,14 @@ def scaled(rank: TrainerRank, scale: float) -> TrainerRank:
 
 def held_by_shifted(
     rank: TrainerRank, batch: PackedBatch
-) -> tuple[np.ndarray, list[list[MicroBatch]], list[list[OldPolicy]]]:
+) -> tuple[np.ndarray, list[MiniBatch], list[list[OldPolicy]]]:
     """[T] the trained tokens; the rank's micro-batches of each update; what they are held against,
     a little off the present log-probs."""
     from megadapo.trainer.micro_batch import trained_tokens
     from megadapo.trainer.off_policy import old_policy
 
     trained, _ = trained_tokens(batch)
-    cut = [rank.micro_batches(batch, indices, trained, 0) for indices in batch.mini_batches]
+    cut = rank.cutter.cut(batch, predicted=trained, policy_version=0)
     old = [
         [
             old_policy(micro_batch, shifted(micro_batch, values), rank.settings.importance)
