@@ -7,7 +7,9 @@ and receiver derive the same places from the same plan, so no bucket carries a h
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -29,6 +31,7 @@ class Placed:
     offset: int
     """In the bucket of the feeder."""
     transfer: Transfer
+    num_bytes: int
     wave: int
     """Which part of the round it travels in, where it is sent and not read in place."""
     staged_at: int | None = None
@@ -51,27 +54,57 @@ def pack(plan: Plan, bucket_bytes: int) -> Schedule:
     what the rank hands to other feeders. So an update never takes more than the two buckets that
     are in flight. An engine rank receives at most `bucket_bytes` in one wave of a round.
     """
-    return _Packer(plan, bucket_bytes).pack()
+    sizes = [plan.bundle(transfer).num_bytes for transfer in plan.transfers]
+    engines, ranks = range(len(plan.engine.nodes)), range(plan.engine.num_ranks)
+    waves = dict.fromkeys(product(engines, ranks), bucket_bytes)
+    return _Packer(plan, sizes, Room([bucket_bytes] * plan.num_sources, waves)).pack()
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much ranks can hold at once."""
+
+    buckets: list[int]
+    """Bytes of a bucket of each trainer rank."""
+    waves: dict[tuple[int, int], int]
+    """(engine, engine rank) -> bytes that it can receive in one wave."""
+
+
+def room_of(plan: Plan, schedule: Schedule) -> Room:
+    """What ranks have allocated for a schedule, where each allocates no more than it needs."""
+    return Room(largest_buckets(plan, schedule), largest_waves(schedule))
+
+
+def repack(plan: Plan, room: Room, sizes: Sequence[int]) -> Schedule:
+    """Lay the plan's transfers into buckets as `pack` does, with the sizes that they have now.
+
+    Args:
+        room: Of a schedule in which no transfer was smaller than it is now.
+        sizes: Bytes of every transfer, in the plan's order; multiples of `ALIGNMENT`.
+    """
+    return _Packer(plan, sizes, room).pack()
 
 
 class _Packer:
     """How full every bucket and every wave is so far."""
 
-    def __init__(self, plan: Plan, bucket_bytes: int) -> None:
-        self._plan, self._bucket_bytes = plan, bucket_bytes
+    def __init__(self, plan: Plan, sizes: Sequence[int], room: Room) -> None:
+        self._plan, self._sizes, self._room = plan, sizes, room
         self._used: list[list[int]] = [[] for _ in range(plan.num_sources)]
         self._newest = [0] * plan.num_sources
         self._waves: dict[tuple[int, int, int], tuple[int, int]] = {}
         self._schedule: Schedule = [[] for _ in range(plan.num_sources)]
 
     def pack(self) -> Schedule:
-        for transfer in self._plan.transfers:
-            size = self._plan.bundle(transfer).num_bytes
-            assert size <= self._bucket_bytes, "the plan was made for larger buckets"
+        for transfer, size in zip(self._plan.transfers, self._sizes, strict=True):
+            room = self._room.buckets
+            largest = min(room[transfer.feeder], room[transfer.origin])
+            assert size <= largest, "the plan was made for larger buckets"
             number = self._choose_round(transfer, size)
             placed = Placed(
                 offset=self._reserve(transfer.feeder, number, size),
                 transfer=transfer,
+                num_bytes=size,
                 wave=self._choose_wave(transfer, number, size),
                 staged_at=(
                     self._reserve(transfer.origin, number, size)
@@ -95,7 +128,7 @@ class _Packer:
 
     def _has_room(self, rank: int, number: int, size: int) -> bool:
         used = self._used[rank]
-        return number >= len(used) or used[number] + size <= self._bucket_bytes
+        return number >= len(used) or used[number] + size <= self._room.buckets[rank]
 
     def _reserve(self, rank: int, number: int, size: int) -> int:
         """Offset of so many more bytes in the rank's bucket."""
@@ -107,7 +140,7 @@ class _Packer:
     def _choose_wave(self, transfer: Transfer, number: int, size: int) -> int:
         key = (transfer.engine, transfer.engine_rank, number)
         wave, used = self._waves.get(key, (0, 0))
-        if used + size > self._bucket_bytes:
+        if used + size > self._room.waves[key[:2]]:
             wave, used = wave + 1, 0
         self._waves[key] = (wave, used + size)
         return wave
@@ -122,14 +155,14 @@ def largest_buckets(plan: Plan, schedule: Schedule) -> list[int]:
     """Bytes of every rank's fullest bucket, which is all that it needs to allocate (twice)."""
     largest = [ALIGNMENT] * plan.num_sources
     for placed in (one for rounds in schedule for bucket in rounds for one in bucket):
-        transfer, size = placed.transfer, plan.bundle(placed.transfer).num_bytes
+        transfer, size = placed.transfer, placed.num_bytes
         largest[transfer.feeder] = max(largest[transfer.feeder], placed.offset + size)
         if placed.staged_at is not None:
             largest[transfer.origin] = max(largest[transfer.origin], placed.staged_at + size)
     return largest
 
 
-def largest_waves(plan: Plan, schedule: Schedule) -> dict[tuple[int, int], int]:
+def largest_waves(schedule: Schedule) -> dict[tuple[int, int], int]:
     """(engine, engine rank) -> most bytes that it receives at once."""
     sizes: Counter[tuple[int, int, int, int]] = Counter()
     for rounds in schedule:
@@ -137,7 +170,7 @@ def largest_waves(plan: Plan, schedule: Schedule) -> dict[tuple[int, int], int]:
             for placed in bucket:
                 to = placed.transfer
                 key = (to.engine, to.engine_rank, number, placed.wave)
-                sizes[key] += plan.bundle(to).num_bytes
+                sizes[key] += placed.num_bytes
     largest: dict[tuple[int, int], int] = {}
     for (engine, engine_rank, _, _), size in sizes.items():
         largest[engine, engine_rank] = max(largest.get((engine, engine_rank), 0), size)
@@ -148,8 +181,7 @@ def parcel_of(plan: Plan, placed: Placed) -> Parcel:
     """The range of bytes that a transfer takes up."""
     transfer = placed.transfer
     target = plan.engine_rank_number(transfer.engine, transfer.engine_rank)
-    num_bytes = plan.bundle(transfer).num_bytes
-    return Parcel(transfer.feeder, target, placed.offset, num_bytes, placed.wave)
+    return Parcel(transfer.feeder, target, placed.offset, placed.num_bytes, placed.wave)
 
 
 def slice_view(bucket: torch.Tensor, offset: int, copy: Copy, dtype: torch.dtype) -> torch.Tensor:

@@ -28,7 +28,7 @@ def report(plan: Plan, layout: ModelLayout, *, bucket_bytes: int, num_links: int
         relayed += size if transfer.feeder != transfer.origin else 0
     schedule = pack(plan, bucket_bytes)
     bucket = max(largest_buckets(plan, schedule))
-    wave = max(largest_waves(plan, schedule).values())
+    wave = max(largest_waves(schedule).values())
     moved = sum(sent.values())
     shape, nodes = plan.engine, len(plan.engine.nodes)
     lines = [

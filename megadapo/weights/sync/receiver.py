@@ -67,7 +67,7 @@ class WeightReceiver:
             self._expected[shard.name] += covered * shard.numel_per_row
         schedule = pack(plan, bucket_bytes)
         self._rounds = _own_rounds(plan, schedule, engine, engine_rank)
-        self.largest_wave = largest_waves(plan, schedule).get((engine, engine_rank), 0)
+        self.largest_wave = largest_waves(schedule).get((engine, engine_rank), 0)
         """Most bytes that this rank receives at once, where it cannot read them in place."""
         self.feeders = {
             placed.transfer.feeder for own in self._rounds.values() for _, placed in own
