@@ -109,6 +109,14 @@ def _check_model(config: RunConfig) -> list[str]:
     if config.rollout.expert_parallel and not config.cluster.uses_cuda:
         # on the CPU vLLM's experts take every rank's numbers of experts for their own
         raise ConfigError("rollout.expert_parallel needs GPUs: turn it off on the CPU")
+    trainer = config.trainer
+    cuts_experts = trainer.expert_tensor_parallel > 1 and trainer.expert_parallel > 1
+    if cuts_experts and not config.cluster.uses_cuda:
+        # the ranks of one expert then gather different numbers of tokens, which Gloo cannot
+        raise ConfigError(
+            "trainer.expert_tensor_parallel with trainer.expert_parallel needs GPUs: set one of "
+            "them to 1 on the CPU"
+        )
     pretraining = config.algorithm.pretraining
     if pretraining.data is not None and pretraining.max_text_tokens > model.max_positions:
         raise ConfigError(

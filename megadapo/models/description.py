@@ -17,6 +17,15 @@ INITIALIZER_RANGE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How the router of each layer sends a token to experts."""
+
+    experts_per_token: int
+    sums_to_one: bool
+    """Whether the weights of a token's experts are divided by their sum (norm_topk_prob)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelDescription:
     """A model as its config.json describes it, without any weight."""
 
@@ -31,6 +40,8 @@ class ModelDescription:
     """Tokens an attention looks back; None: all of them."""
     initializer_range: float
     """Standard deviation of random matrices."""
+    routing: Routing | None = None
+    """Of a model with experts."""
 
 
 def describe_model(hf_config: Mapping[str, Any]) -> ModelDescription:
@@ -39,15 +50,24 @@ def describe_model(hf_config: Mapping[str, Any]) -> ModelDescription:
     Raises:
         WeightError: the family is not known, or a size is missing; it names the key.
     """
+    shape = model_shape(hf_config)
     return ModelDescription(
         family=family_of(hf_config),
-        shape=model_shape(hf_config),
+        shape=shape,
         rope=read_rope(hf_config),
         max_positions=required_size(hf_config, "max_position_embeddings"),
         rms_norm_eps=hf_config.get("rms_norm_eps", RMS_NORM_EPS),
         hidden_act=hf_config.get("hidden_act", "silu"),
         sliding_window=_sliding_window(hf_config),
         initializer_range=hf_config.get("initializer_range", INITIALIZER_RANGE),
+        routing=_routing(hf_config) if shape.num_experts else None,
+    )
+
+
+def _routing(hf_config: Mapping[str, Any]) -> Routing:
+    return Routing(
+        experts_per_token=required_size(hf_config, "num_experts_per_tok"),
+        sums_to_one=bool(hf_config.get("norm_topk_prob", False)),
     )
 
 

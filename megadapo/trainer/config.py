@@ -105,6 +105,11 @@ class TrainerConfig(Section, title="trainer"):
     """Layers of the last stage, which also has the policy head; 0: as many as the other stages."""
     data_parallel: PositiveInt = 1
     """Copies of the model that share the batch."""
+    expert_parallel: PositiveInt = 1
+    """Ranks that share the experts of each layer; they are tensor- and data-parallel ranks of one
+    stage, not further ones."""
+    expert_tensor_parallel: PositiveInt = 1
+    """Ranks that share the matrices of each expert; 1: every expert is whole on some rank."""
     sequence_parallel: bool = False
     """Split norms and residuals over the tensor-parallel ranks too, to save activation memory."""
     tokens_per_micro_batch: PositiveInt = 16384
@@ -144,6 +149,7 @@ class TrainerConfig(Section, title="trainer"):
         yield from self._stage_conflicts()
         yield from self._overlap_conflicts()
         yield from self._recompute_conflicts()
+        yield from self._expert_conflicts()
         if self.sequence_parallel and self.tensor_parallel == 1:
             yield (
                 "trainer.sequence_parallel splits over the tensor-parallel ranks: set "
@@ -167,6 +173,15 @@ class TrainerConfig(Section, title="trainer"):
             yield (
                 f"trainer.virtual_pipeline = {self.virtual_pipeline} interleaves the chunks of "
                 "several stages: set trainer.pipeline_parallel above 1, or leave it out"
+            )
+
+    def _expert_conflicts(self) -> Iterator[str]:
+        per_stage = self.tensor_parallel * self.data_parallel
+        if per_stage % (self.expert_parallel * self.expert_tensor_parallel):
+            yield (
+                f"trainer.expert_parallel = {self.expert_parallel} x trainer.expert_tensor_parallel"
+                f" = {self.expert_tensor_parallel} must divide the {per_stage} ranks of a stage "
+                "(trainer.tensor_parallel x trainer.data_parallel), which share the experts"
             )
 
     def _recompute_conflicts(self) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,10 +31,17 @@ _FACTORIES = (
 
 
 class _Stream:
-    """Stands for the one order in which a CPU executes."""
+    """Stands for the one order in which a CPU executes, and for an event in it."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """A device and a priority, of which there is one each."""
 
     def wait_stream(self, stream: _Stream) -> None:
         """Work on a CPU is finished when the call returns: nothing to wait for."""
+
+    def record_event(self) -> _Stream:
+        """An event that has happened."""
+        return self
 
     def synchronize(self) -> None:
         """Work on a CPU is finished when the call returns: nothing to wait for."""
@@ -51,6 +59,7 @@ def install_cpu_platform() -> None:
     _answer_for_tensors()
     _import_megatron_uncompiled()
     _answer_for_random_states()
+    _answer_for_experts()
     _replace(torch.cuda, megadapo_cpu_platform=True)
 
 
@@ -64,6 +73,8 @@ def _answer_for_devices() -> None:
         empty_cache=lambda: None,
         current_stream=lambda device=None: stream,
         default_stream=lambda device=None: stream,
+        Stream=_Stream,
+        stream=nullcontext,
     )
     _replace(torch, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
 
@@ -134,3 +145,16 @@ def _answer_for_random_states() -> None:
         ),
         _set_cuda_rng_state=lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
     )
+
+
+def _answer_for_experts() -> None:
+    """How many tokens go where is numbers in numpy once it has left the GPU."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    _replace(token_dispatcher, maybe_move_tensor_to_cpu=moved)
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # 0.16 asks for Transformer Engine's product by a name that it lacks where there is none
+        _replace(moe_utils, te_general_gemm=None)

@@ -26,7 +26,7 @@ from torch.nn import functional
 from megadapo.kernels.rmsnorm import rmsnorm
 from megadapo.kernels.rotary import rotary
 from megadapo.kernels.swiglu import swiglu
-from megadapo.trainer.megatron_internals import mlp_submodules
+from megadapo.trainer.megatron_internals import submodules_of
 
 SHORT_SEQUENCE = 32
 """Sequences up to this length share a bucket: the padding costs less than another call."""
@@ -248,13 +248,18 @@ def local_block_spec(config: TransformerConfig, chunk: int | None) -> Transforme
         chunk: of this stage, where the pipeline is interleaved.
     """
     layer = get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
     )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    mlp_submodules(layer.submodules.mlp).activation_func = SwiGLU
+    mlp = submodules_of(layer.submodules.mlp)
+    if config.num_moe_experts:
+        mlp = submodules_of(mlp.experts)
+    mlp.activation_func = SwiGLU
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm

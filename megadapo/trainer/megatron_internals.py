@@ -20,7 +20,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -57,9 +56,9 @@ _HAS_HOOK = "output_processor" in inspect.signature(GPTModel.forward).parameters
 HookedGPTModel = GPTModel if _HAS_HOOK else _GPTModelWithHook
 
 
-def mlp_submodules(mlp: ModuleSpec | partial[Any]) -> MLPSubmodules:
-    """The parts of a layer's MLP, which is described by a spec or, later, by a partial."""
-    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+def submodules_of(part: ModuleSpec | partial[Any]) -> Any:
+    """The parts of a part of a layer, which is described by a spec or, later, by a partial."""
+    return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 
 @contextmanager

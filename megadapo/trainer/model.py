@@ -15,6 +15,7 @@ from torch.nn import functional
 from megadapo.models.description import ModelDescription
 from megadapo.models.rope import Rope
 from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.experts import expert_options, mark_experts
 from megadapo.trainer.layers import local_block_spec
 from megadapo.trainer.megatron_internals import HookedGPTModel
 from megadapo.trainer.model_layout import validate_architecture
@@ -64,9 +65,11 @@ def transformer_config(
         variable_seq_lengths=trainer.pipeline_parallel > 1,
         # loss weights hold the whole reduction, so gradients are plain sums everywhere
         calculate_per_token_loss=True,
-        # only checked against variable_seq_lengths: there are no experts
+        # data-parallel ranks that share experts have different numbers of tokens; also checked
+        # against variable_seq_lengths where there are no experts
         moe_token_dispatcher_type="alltoall",
-        **_recompute_options(trainer),
+        **expert_options(model, trainer),
+        **_recompute_options(model, trainer),
         # overwritten later, but it also marks which parameters are sharded: the gradient norm
         # counts unmarked ones on one rank only
         perform_initialization=True,
@@ -85,12 +88,13 @@ def transformer_config(
     )
 
 
-def _recompute_options(trainer: TrainerConfig) -> dict[str, Any]:
+def _recompute_options(model: ModelDescription, trainer: TrainerConfig) -> dict[str, Any]:
     """megadapo's choice in megatron-core's terms."""
     if trainer.recompute == "none":
         return {}
     if trainer.recompute == "selective":
-        modules = list(trainer.recompute_modules)
+        mlp = "moe" if model.routing is not None else "mlp"
+        modules = [mlp if module == "mlp" else module for module in trainer.recompute_modules]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     if trainer.recompute_layers:
         method, count = "block", trainer.recompute_layers
@@ -128,6 +132,8 @@ def _build_chunk(
         position_embedding_type="rope" if uses_te else "none",
         vp_stage=chunk,
     )
+    if model.routing is not None:
+        mark_experts(gpt)
     if uses_te:
         gpt.rotary_pos_emb.inv_freq = inverse_frequencies(model).cuda()
     return gpt
@@ -168,4 +174,8 @@ def _te_layer_spec(config: TransformerConfig) -> Any:
         get_gpt_layer_with_transformer_engine_spec,
     )
 
-    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )

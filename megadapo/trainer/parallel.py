@@ -44,6 +44,8 @@ def join_groups(
         virtual_pipeline_model_parallel_size=(
             trainer.virtual_pipeline if trainer.virtual_pipeline > 1 else None
         ),
+        expert_model_parallel_size=trainer.expert_parallel,
+        expert_tensor_parallel_size=trainer.expert_tensor_parallel,
         distributed_timeout_minutes=max(1, round(trainer.timeout_s / 60)),
         # the reshardable optimizer checkpoint gathers over Gloo
         create_gloo_process_groups=True,

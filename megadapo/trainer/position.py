@@ -26,6 +26,10 @@ def shard_position(chunks: Sequence[GPTModel], trainer: TrainerConfig) -> ShardP
         layer_indices=layers,
         has_embedding=mpu.is_pipeline_first_stage(),
         has_head=mpu.is_pipeline_last_stage(),
+        ep_rank=mpu.get_expert_model_parallel_rank(),
+        ep_size=mpu.get_expert_model_parallel_world_size(),
+        etp_rank=mpu.get_expert_tensor_parallel_rank(),
+        etp_size=mpu.get_expert_tensor_parallel_world_size(),
         padded_vocab_size=chunks[0].vocab_size,
     )
 

@@ -87,7 +87,10 @@ class TrainerRank:
         self.layout = ModelLayout(self.model.family, self.model.shape)
         self.position = shard_position(chunks, settings.trainer)
         self.groups = ProcessGroups(
-            tp=mpu.get_tensor_model_parallel_group(), pp=mpu.get_pipeline_model_parallel_group()
+            tp=mpu.get_tensor_model_parallel_group(),
+            pp=mpu.get_pipeline_model_parallel_group(),
+            ep=mpu.get_expert_model_parallel_group(),
+            etp=mpu.get_expert_tensor_parallel_group(),
         )
         self.parameters = parameters_by_global_name(chunks)
         self._set_weights()

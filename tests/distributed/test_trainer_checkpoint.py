@@ -134,6 +134,25 @@ def test_a_checkpoint_of_one_rank_is_read_into_chunks(
             np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
+def test_experts_are_saved_once_and_read_at_another_split(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    """Catches moments of one rank's experts that are lost, or come back to another's."""
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    origin = {"tensor": 2, "sequence": True, "data": 2, "expert": 2}
+    settings = settings_for(str(models / "qwen3-moe"), **origin)
+    ranks.run(4, _train_and_save, settings, batch, tmp_path / "saved")
+    _, expected = ranks.run(4, train, settings, batch, 4)[0]
+    for layout in ({}, {"pipeline": 2, "data": 2, "expert": 2}, origin):
+        settings = settings_for(str(models / "qwen3-moe"), **layout)
+        num_ranks = settings.trainer.num_ranks
+        _, found = ranks.run(num_ranks, _load_and_train, settings, batch, tmp_path / "saved")[0]
+        for name, weight in expected.items():
+            if layout is origin:
+                assert found[name].tobytes() == weight.tobytes(), name
+            np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("damage", ["missing", "truncated", "other model"])
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
     ranks: Ranks,

@@ -1,7 +1,8 @@
 """A checkpoint on disk and the trainer's own gathering give the same Hugging Face folder.
 
-Catches layers under another number (stages, chunks), heads of q, k and v in another order, gate and
-up exchanged, padded vocabulary rows, a head that is tied over stages, masters in place of weights.
+Catches layers and experts under another number (stages, chunks), heads of q, k and v in another
+order, gate and up exchanged, padded vocabulary rows, a head that is tied over stages, masters in
+place of weights.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from tests.support.tiny_models import TRAINED, make_model
 
 TP2_PP2 = {"tensor": 2, "pipeline": 2, "sequence": True}
 VPP2_DP2 = {"pipeline": 2, "virtual": 2, "data": 2, "overlap": True, "bucket": 3000}
+TP2_EP4 = {"tensor": 2, "sequence": True, "data": 2, "expert": 4}
+PP2_EP2 = {"pipeline": 2, "data": 2, "expert": 2}
 UNEVEN = {"pipeline": 2, "last": 1}
 
 
@@ -44,6 +47,8 @@ def _train_save_and_export(rendezvous, settings, batch, folder):
         pytest.param("deep-tied", VPP2_DP2, id="tied-vpp2-dp2"),
         pytest.param("deep-untied", UNEVEN, id="untied-uneven"),
         pytest.param("qwen2-untied", TP2_PP2 | {"dtype": "bfloat16"}, id="bf16-tp2-pp2"),
+        pytest.param("qwen3-moe", TP2_EP4, id="experts-tp2-ep4"),
+        pytest.param("qwen3-moe", PP2_EP2, id="experts-pp2-ep2"),
     ],
 )
 def test_a_checkpoint_of_any_split_reads_as_the_weights_that_the_ranks_hold(

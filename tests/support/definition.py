@@ -22,6 +22,28 @@ def sequence_logprobs(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Ten
     return torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
 
 
+def load_wide(folder: Path) -> torch.nn.Module:
+    """The folder's model in float64."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
+
+
+def gradients_by_name(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Under the names of a model's folder, where each expert has matrices of its own."""
+    gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    for name in [name for name in gradients if ".experts." in name]:
+        prefix, kind = name.rsplit(".", 1)
+        for expert, stacked in enumerate(gradients.pop(name)):
+            parts = {"down_proj": stacked}
+            if kind == "gate_up_proj":
+                gate, up = np.split(stacked, 2)
+                parts = {"gate_proj": gate, "up_proj": up}
+            for part, gradient in parts.items():
+                gradients[f"{prefix}.{expert}.{part}.weight"] = gradient
+    return gradients
+
+
 def batch_logprobs(folder: Path, batch: PackedBatch, dtype: torch.dtype) -> np.ndarray:
     """[T] log-probs of the response tokens, NaN on prompts."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -41,7 +63,7 @@ def loss_and_gradients(
     importance = importance or ImportanceConfig()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so little work is several times slower on threads that wait
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = load_wide(folder)
     total = torch.zeros((), dtype=torch.float64)
     for index in batch.mini_batches[0]:
         start, stop = int(batch.cu_seqlens[index]), int(batch.cu_seqlens[index + 1])
@@ -56,8 +78,7 @@ def loss_and_gradients(
         total = total - (weights * weight * surrogate).sum()
     total.backward()
     torch.set_num_threads(num_threads)
-    gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
-    return total.item(), gradients
+    return total.item(), gradients_by_name(model)
 
 
 def loss_and_gradients_of(
@@ -112,12 +133,12 @@ def loss_and_gradients_of(
     )
     loss.backward()
     torch.set_num_threads(num_threads)
-    return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters()}
+    return loss.item(), gradients_by_name(model)
 
 
 def scaled_model(folder: Path, scale: float) -> torch.nn.Module:
     """The folder's model in float64, after its float32 weights were multiplied."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = load_wide(folder)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_((parameter.float() * scale).double())

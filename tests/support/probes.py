@@ -157,7 +157,9 @@ def gather_gradients(chunks: list[Any]) -> None:
     """Join the parts of the sums, of which every data-parallel rank has its own."""
     import torch
 
-    for buffer in (buffer for chunk in chunks for buffer in chunk.buffers):
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
+    buffers += [buffer for chunk in chunks for buffer in chunk.expert_parallel_buffers]
+    for buffer in buffers:
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()

@@ -138,6 +138,7 @@ def make_trained_models(folder: Path) -> None:
         "qwen2-tied": ("Qwen2", TRAINED, {"tie_word_embeddings": True}),
         "qwen2-untied": ("Qwen2", TRAINED, {"tie_word_embeddings": False}),
         "qwen3": ("Qwen3", TRAINED, {"head_dim": 16, "tie_word_embeddings": True}),
+        "qwen3-moe": ("Qwen3Moe", DEEP, {"head_dim": 16, "norm_topk_prob": True}),
         "llama3": ("Llama", TRAINED, {"rope_parameters": LLAMA3_ROPE}),
         "mistral": ("Mistral", TRAINED, {"sliding_window": None}),
         "deep-tied": ("Qwen2", DEEP, {"tie_word_embeddings": True}),

@@ -1,8 +1,8 @@
 """Full tensors out of a trainer's checkpoint, one weight at a time: no ranks, no model, no GPU.
 
 Whatever split wrote it, a checkpoint names every parameter once for the whole model: those of all
-layers stacked, cut into chunks, the vocabulary padded. So it reads like the only rank of a model
-that is not split.
+layers and experts stacked, cut into chunks, the vocabulary padded. So it reads like the only rank
+of a model that is not split.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import Shard, ShardPosition
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d+)\.(.+)")
 _NOT_WEIGHTS = ("optimizer.", "chained_")
 """How the names of masters and moments begin."""
 
-Place = tuple[str, int | None]
-"""A stored tensor, and where it stacks layers, the layer."""
+Place = tuple[str, tuple[int, ...]]
+"""A stored tensor, and the numbers of the layer and of the expert where it stacks them."""
 
 
 class TrainerCheckpoint:
@@ -107,22 +108,22 @@ class TrainerCheckpoint:
 
     def _place(self, shard: Shard) -> Place | None:
         for name in filter(None, (shard.name, shard.alias)):
-            layer = _LAYER.fullmatch(name)
-            stacked = name if layer is None else f"decoder.layers.{layer[2]}"
+            stacked, numbers = _stacked(name)
             if stacked in self._stored:
-                return stacked, None if layer is None else int(layer[1])
+                return stacked, numbers
         return None
 
     def _expected_shape(self, shard: Shard, place: Place) -> tuple[int, ...]:
-        _, layer = place
-        return shard.shape if layer is None else (self._layout.shape.num_layers, *shard.shape)
+        _, numbers = place
+        lengths = (self._layout.shape.num_layers, self._layout.shape.num_experts)
+        return (*lengths[: len(numbers)], *shard.shape)
 
-    def _read(self, name: str, layer: int | None) -> Tensor:
+    def _read(self, name: str, numbers: tuple[int, ...]) -> Tensor:
         """One parameter, put together from its chunks."""
         stored = self._stored[name]
         start, sizes = [0] * len(stored.size), list(stored.size)
-        if layer is not None:
-            start[0], sizes[0] = layer, 1
+        for axis, number in enumerate(numbers):
+            start[axis], sizes[axis] = number, 1
         window = ChunkStorageMetadata(torch.Size(start), torch.Size(sizes))
         items = create_read_items_for_chunk_list(name, stored, [window])
         if sum(prod(item.lengths) for item in items) != prod(sizes):
@@ -132,7 +133,18 @@ class TrainerCheckpoint:
             self._reader.read_data(LoadPlan(items), _ReadInto(target))
         except OSError as error:
             raise CheckpointError(f"{self.folder}: {name} cannot be read: {error}") from error
-        return target if layer is None else target[0]
+        return target.reshape(sizes[len(numbers) :])
+
+
+def _stacked(name: str) -> Place:
+    """Where a checkpoint has a parameter of a model that is not split."""
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        return name, ()
+    expert = _EXPERT.fullmatch(layer[2])
+    if expert is None:
+        return f"decoder.layers.{layer[2]}", (int(layer[1]),)
+    return f"decoder.layers.{expert[1]}.experts.{expert[3]}", (int(layer[1]), int(expert[2]))
 
 
 class _ReadInto(DefaultLoadPlanner):

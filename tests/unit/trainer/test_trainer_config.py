@@ -23,7 +23,21 @@ QWEN_7B = {
     "intermediate_size": 18944,
     "num_hidden_layers": 28,
 }
-EXPERTS = {"num_experts": 4, "moe_intermediate_size": 64}
+QWEN_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 48,
+}
 
 
 def test_warm_up_is_linear_over_rollout_steps_and_never_zero() -> None:
@@ -79,6 +93,9 @@ def test_impossible_optimizer_values_name_their_key(changes: dict, key: str) -> 
         ({"overlap_param_gather": True}, "trainer.overlap_param_gather .*overlap_grad_reduce"),
         ({"bucket_parameters": 100}, "trainer.bucket_parameters .*overlap_grad_reduce"),
         ({"overlap_grad_reduce": True, "bucket_parameters": -1}, "trainer.bucket_parameters"),
+        ({"expert_parallel": 2}, "trainer.expert_parallel = 2 .*the 1 ranks of a stage"),
+        ({"data_parallel": 6, "expert_parallel": 4}, "trainer.expert_parallel = 4 .*the 6 ranks"),
+        ({"tensor_parallel": 2, "expert_tensor_parallel": 4}, "trainer.expert_tensor_parallel = 4"),
         ({"recompute": "mlp"}, "trainer.recompute"),
         ({"recompute": "selective", "recompute_layers": 2}, "recompute_layers = 2 .*full"),
         ({"recompute": "selective", "recompute_modules": ()}, "trainer.recompute_modules"),
@@ -150,7 +167,6 @@ def test_driver_side_modules_load_neither_torch_nor_megatron() -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}, "Qwen3MoeForCausalLM has experts"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"architectures": ["LlamaForCausalLM"], "attention_bias": True}, "attention_bias"),
         ({"architectures": ["LlamaForCausalLM"], "mlp_bias": True}, "mlp_bias"),
@@ -163,6 +179,47 @@ def test_driver_side_modules_load_neither_torch_nor_megatron() -> None:
 def test_what_the_trainer_would_compute_wrongly_is_refused(changes: dict, key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         validate_model_layout(describe_model(QWEN_7B | changes), TrainerConfig())
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"data_parallel": 8, "expert_parallel": 8},
+        {
+            "tensor_parallel": 4,
+            "sequence_parallel": True,
+            "data_parallel": 4,
+            "expert_parallel": 16,
+        },
+        {"data_parallel": 8, "expert_parallel": 2, "expert_tensor_parallel": 4},
+    ],
+)
+def test_experts_are_spread_over_the_ranks_of_a_stage(split: dict) -> None:
+    validate_model_layout(describe_model(QWEN_30B_A3B), TrainerConfig(**split))
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "message"),
+    [
+        (QWEN_7B, {"expert_parallel": 2}, "trainer.expert_parallel = 2 is for models with experts"),
+        ({"num_experts": 36}, {"expert_parallel": 8}, "expert_parallel = 8 .*num_experts = 36"),
+        (
+            {"moe_intermediate_size": 100},
+            {"expert_tensor_parallel": 8},
+            "expert_tensor_parallel = 8 .*moe_intermediate_size = 100; .*1, 2, 4, 5, 10",
+        ),
+        ({}, {"tensor_parallel": 2}, "tensor_parallel = 2 .*trainer.sequence_parallel = true"),
+        ({"num_experts_per_tok": 1}, {}, "model.path: norm_topk_prob"),
+        ({"num_experts_per_tok": 200}, {}, "model.path: num_experts_per_tok = 200"),
+    ],
+)
+def test_a_split_that_experts_do_not_allow_names_its_key(
+    model: dict, split: dict, message: str
+) -> None:
+    config = model if model is QWEN_7B else QWEN_30B_A3B | model
+    trainer = TrainerConfig(data_parallel=8, **split)
+    with pytest.raises(ConfigError, match=message):
+        validate_model_layout(describe_model(config), trainer)
 
 
 def test_a_window_that_is_turned_off_is_no_window() -> None:
