@@ -72,7 +72,9 @@ class Workers:
             texts=texts,
             record=record,
         )
-        self.kl_controller.observe(result.kl.mean, batch.num_sequences)
+        # at a learning rate of 0 the policy stays where it is, and so does its KL divergence
+        if result.lr > 0.0:
+            self.kl_controller.observe(result.kl.mean, batch.num_sequences)
         return result
 
     def state_dict(self) -> dict[str, Any]:

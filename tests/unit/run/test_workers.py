@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megadapo.algorithm.kl_control import KlControlConfig, KlController
 from megadapo.run.workers import Workers
+from megadapo.trainer.result import ReferenceKl
+from tests.support.batches import random_batch
+from tests.unit.run.test_step_metrics import UPDATE
 
 
 class Calls:
@@ -38,3 +44,22 @@ def test_engines_sleep_while_a_checkpoint_is_made(engines_sleep: bool) -> None:
     )
     workers.save(Path("state"))
     assert seen == (["sleep", "save", "publish 7"] if engines_sleep else ["save"])
+
+
+def test_steps_that_warm_the_critic_up_leave_the_kl_coefficient_alone() -> None:
+    """The policy stays where it is, its KL divergence is 0, and each step would lower it."""
+    kl = ReferenceKl(mean=0.0)
+    results = [replace(UPDATE, lr=lr, kl=kl) for lr in (0.0, 0.0, 1e-6)]
+    controller = KlController(KlControlConfig(target=0.1, horizon=100), 0.02)
+    workers: Any = Workers(
+        trainer=SimpleNamespace(update=lambda *_, **__: results.pop(0)),  # type: ignore[arg-type]
+        rollouts=Calls([]),  # type: ignore[arg-type]
+        tokenizer=None,  # type: ignore[arg-type]
+        kl_controller=controller,
+        engines_sleep=False,
+    )
+    coefs = []
+    for step in (1, 2, 3):
+        workers.update(random_batch([5] * 10), step)
+        coefs.append(controller.coef)
+    assert coefs == [0.02, 0.02, pytest.approx(0.02 * (1 - 0.2 * 10 / 100))]
