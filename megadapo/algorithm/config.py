@@ -184,10 +184,11 @@ class AlgorithmConfig(Section, title="algorithm"):
 
     def _kl_reward_conflicts(self) -> Iterator[str]:
         in_reward = 'algorithm.objective.kl_in = "reward"'
-        if self.objective.kl_value == "corrected-k3":
+        if self.advantage == "grpo" and self.normalize_by_std:
             yield (
-                f"{in_reward}: before the first update the ratio is 1, and algorithm.objective."
-                'kl_value = "corrected-k3" is k3: set it to "k3"'
+                f"{in_reward}: algorithm.normalize_by_std = true would divide the KL divergence by "
+                "its own standard deviation where all rewards of a group are equal, whatever its "
+                'coefficient: set normalize_by_std = false, or kl_in = "loss"'
             )
         if self.advantage == "maxrl":
             yield (

@@ -66,7 +66,8 @@ class PolicyObjective(Section, title="algorithm.objective"):
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL divergence enters: differentiable in the loss, or as a number in the reward."""
     kl_value: KlEstimator = "k3"
-    """Estimator of the KL divergence from one sampled token: what is added and reported."""
+    """Estimator of the KL divergence from one sampled token: what is added and reported; in the
+    reward it must be k1."""
     kl_gradient: KlEstimator = "k3"
     """Estimator whose derivative is taken, where the KL divergence is in the loss."""
 
@@ -112,7 +113,13 @@ class PolicyObjective(Section, title="algorithm.objective"):
         if self.kl_coef == 0.0 and changed:
             keys = ", ".join(f"algorithm.objective.{key}" for key in changed)
             yield f"{keys}: not read with algorithm.objective.kl_coef = 0; leave out, or set that"
-        elif self.kl_in == "reward" and "kl_gradient" in changed:
+        elif self.kl_in == "reward" and self.kl_value != "k1":
+            # E[f grad log pi] is the gradient of the KL divergence for f = log pi - log ref alone
+            yield (
+                f'algorithm.objective.kl_value = "{self.kl_value}": with algorithm.objective.kl_in '
+                '= "reward" only "k1" has the gradient of the KL divergence; set it to "k1"'
+            )
+        if self.kl_coef != 0.0 and self.kl_in == "reward" and "kl_gradient" in changed:
             yield (
                 'algorithm.objective.kl_gradient: with algorithm.objective.kl_in = "reward" the KL '
                 "divergence is a number and has no gradient; leave it out"

@@ -74,6 +74,7 @@ def test_texts_and_an_adaptive_kl_coefficient_go_on_after_a_stop(
     options = [
         "--algorithm.pretraining={data = 'arithmetic:train:32', coef = 0.3, "
         "tokens_per_mini_batch = 300, max_text_tokens = 20}",
+        "--algorithm.advantage=rloo",
         "--algorithm.objective={kl_coef = 0.1, kl_in = 'reward', kl_value = 'k1'}",
         "--algorithm.kl_control={target = 0.01, horizon = 1000}",
     ]

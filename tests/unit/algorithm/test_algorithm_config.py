@@ -44,7 +44,14 @@ def test_one_of_them_alone_is_fine(filtering: bool, buffer: int) -> None:
             "algorithm.objective.tau_pos, algorithm.objective.mask",
         ),
         ({"kl_value": "k1"}, "algorithm.objective.kl_value: not read"),
-        ({"kl_coef": 0.1, "kl_in": "reward", "kl_gradient": "k2"}, "has no gradient"),
+        (
+            {"kl_coef": 0.1, "kl_in": "reward", "kl_value": "k1", "kl_gradient": "k2"},
+            "has no gradient",
+        ),
+        *(
+            ({"kl_coef": 0.1, "kl_in": "reward", "kl_value": kind}, 'only "k1" has the gradient')
+            for kind in ("k2", "k3", "corrected-k3")
+        ),
         ({"ratio": "sequence", "kl_coef": 1.0, "kl_value": "corrected-k3"}, "its own ratio"),
     ],
 )
@@ -54,7 +61,7 @@ def test_objectives_that_no_loss_can_be_made_of(objective: dict[str, object], pr
         PolicyObjective(**objective)
 
 
-IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward"}
+IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward", "kl_value": "k1"}
 
 
 @pytest.mark.parametrize(
@@ -77,16 +84,25 @@ IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward"}
         ({"kl_control": {"clamp": 0.5}}, "algorithm.kl_control.clamp: read only with"),
         ({"reference": {"kind": "averaged"}}, "no reference is kept with"),
         ({"reference": {"decay": 0.5}}, "algorithm.reference.decay: read only with"),
-        ({"objective": {**IN_REWARD, "kl_value": "corrected-k3"}}, 'set it to "k3"'),
+        ({"objective": IN_REWARD}, "set normalize_by_std = false"),
         ({"objective": IN_REWARD, "advantage": "maxrl", "overlong_buffer": 0}, "of two values"),
         ({"objective": IN_REWARD, "advantage": "grpo-process"}, "taken off whole responses"),
         ({"advantage": "grpo-process", "gae_lambda": 0.9}, "algorithm.gae_lambda: read only"),
         (
-            {"objective": IN_REWARD, "overlong_filtering": True, "overlong_buffer": 0},
+            {
+                "objective": IN_REWARD,
+                "advantage": "rloo",
+                "overlong_filtering": True,
+                "overlong_buffer": 0,
+            },
             "algorithm.overlong_filtering = true truncated responses",
         ),
         (
-            {"objective": IN_REWARD, "importance": {"stale_logprobs": "none"}},
+            {
+                "objective": IN_REWARD,
+                "advantage": "rloo",
+                "importance": {"stale_logprobs": "none"},
+            },
             "stale tokens is not computed",
         ),
     ],
@@ -110,3 +126,12 @@ def test_sections_that_do_not_fit_together(algorithm: dict[str, object], problem
 )
 def test_compositions_that_make_sense(objective: dict[str, object]) -> None:
     PolicyObjective(**objective)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{"advantage": "rloo"}, {"normalize_by_std": False}, {"advantage": "gae"}]
+)
+def test_rules_that_keep_the_coefficient_take_a_divergence_in_the_reward(
+    algorithm: dict[str, object],
+) -> None:
+    AlgorithmConfig(objective=IN_REWARD, **algorithm)

@@ -268,6 +268,7 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
         ),
         (
             [
+                "algorithm.advantage=rloo",
                 "algorithm.objective={kl_coef = 0.1, kl_in = 'reward', kl_value = 'k1'}",
                 "algorithm.kl_control={target = 0.1, horizon = 40, clamp = 1.0}",
             ],
