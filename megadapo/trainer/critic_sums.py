@@ -96,7 +96,8 @@ def whitened_over_ranks(
     largest, smallest = ends[0].item(), -ends[1].item()
     mean = total / max(1.0, count)
     (squares,) = _sums([np.square(own - mean).sum()], device)
-    if count < 2 or largest == smallest:
+    # of a NaN the ends may tell nothing
+    if count < 2 or (largest == smallest and math.isfinite(total)):
         return [np.zeros_like(piece) for piece in pieces]
     deviation = math.sqrt(squares / (count - 1))
     return [(piece - mean) / deviation for piece in pieces]

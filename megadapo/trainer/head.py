@@ -98,6 +98,8 @@ class PolicyHead:
             logprobs_ref=context.old.logprobs_ref,
             importance_weights=context.old.importance_weights,
             objective=self.objective,
+            # those that ranks make are NaN where the model's numbers are, and so is the loss then
+            check_inputs=own is None,
             **common,
         )
 

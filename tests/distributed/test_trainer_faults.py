@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megadapo.algorithm.objective import PolicyObjective
 from tests.support.batches import RAGGED, random_batch
+from tests.support.critics import with_critic
 from tests.support.probes import steps_with_losses, train, update_with_fault
 from tests.support.ranks import Ranks, settings_for
 
+IN_REWARD = PolicyObjective(kl_coef=0.3, kl_in="reward", kl_value="k1")
 LAYOUTS = {
     "dp2": {"data": 2},
     "dp2-overlap": {"data": 2, "overlap": True, "bucket": 3000},
@@ -35,6 +38,23 @@ def test_non_finite_on_one_rank_skips_the_update_on_all(
         assert report["unchanged"], "weights, masters or moments moved in a skipped update"
         assert report["healthy"]["skipped_updates"] == 0
         assert report["changed_after"] and report["finite"]
+
+
+@pytest.mark.parametrize(("where", "layout"), [("activation", "dp2"), ("value", "tp2")])
+def test_advantages_that_are_not_finite_skip_the_update_and_not_the_run(
+    ranks: Ranks, models: Path, layout: str, where: str
+) -> None:
+    """A KL divergence in the rewards, or a critic, carries one rank's NaN to every advantage."""
+    settings = settings_for(str(models / "qwen2-tied"), objective=IN_REWARD, **LAYOUTS[layout])
+    if where == "value":
+        settings = with_critic(settings)
+    reports = ranks.run(2, update_with_fault, settings, random_batch(RAGGED), where)
+    for report in reports:
+        assert report["faulty"]["skipped_updates"] == 1 and report["unchanged"]
+        assert report["healthy"]["skipped_updates"] == 0
+        assert report["changed_after"] and report["finite"]
+        of_critic = [report[step]["critic"]["skipped_updates"] for step in ("faulty", "healthy")]
+        assert of_critic == ([1, 0] if where == "value" else [None, None])
 
 
 def test_a_non_finite_loss_skips_the_update_although_the_gradients_are_finite(

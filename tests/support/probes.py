@@ -348,8 +348,9 @@ def update_with_fault(
 
 def _poison(rank: TrainerRank, where: str) -> Any:
     """Make one number non-finite on this rank; returns the function that stops it."""
-    if where == "activation":
-        layer = rank.chunks[0].module.decoder.layers[0]
+    if where != "gradient":
+        chunks = rank.chunks if where == "activation" or rank.critic is None else rank.critic.chunks
+        layer = chunks[0].module.decoder.layers[0]
 
         def overflow(module: Any, inputs: Any, output: Any) -> Any:
             hidden, *rest = output
