@@ -16,10 +16,11 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 from megadapo.rewards import isolation
-from megadapo.rewards.worker import CannotStart, Handler, serve
+from megadapo.rewards.worker import CannotStart, Handler, limit_written, serve
 
 Ending = Literal["done", "error", "timeout"]
 
@@ -32,7 +33,8 @@ def main() -> None:
     where there are any; a run is `{"ending", "output"}`. What there is no time for is left out, and
     so is what comes after a run that did not get to its end where `stops_early`.
     """
-    serve(_prepare)
+    # the texts on stdin are files, too, and are as long as the gold answers have them
+    serve(_prepare, limits_written=False)
 
 
 def _prepare(settings: Mapping[str, Any]) -> Handler:
@@ -43,6 +45,7 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
             f"this system does not let user {os.geteuid()} isolate processes ({error}), and no "
             "generated code is run without that: allow user namespaces, or run elsewhere"
         ) from error
+    run = partial(_run, user=user, output_bytes=settings["output_bytes"])
 
     def handle(request: Mapping[str, Any]) -> Mapping[str, Any]:
         until = time.monotonic() + request["seconds"]
@@ -51,7 +54,7 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
             seconds = min(request["seconds_per_run"], until - time.monotonic())
             if seconds <= 0:
                 break
-            runs.append(_run(request["code"], request["tests"], text, seconds, user))
+            runs.append(run(request["code"], request["tests"], text, seconds))
             if runs[-1]["ending"] != "done" and request["stops_early"]:
                 break
         return {"runs": runs}
@@ -59,25 +62,28 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
     return handle
 
 
-def _run(code: str, tests: str | None, text: str, seconds: float, user: int) -> Mapping[str, Any]:
+def _run(
+    code: str, tests: str | None, text: str, seconds: float, *, user: int, output_bytes: int
+) -> Mapping[str, Any]:
     """Run a program with a text on stdin, and tests behind it, in a child."""
     token = secrets.token_hex(16)
     files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "token")]
     stdin, stdout, _, said = files
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    os.write(stdin, text.encode(errors="replace"))
+    with os.fdopen(os.dup(stdin), "wb") as whole:
+        whole.write(text.encode(errors="replace"))
     os.lseek(stdin, 0, os.SEEK_SET)
     child = os.fork()
     if child == 0:
         for number, file in enumerate(files):
             os.dup2(file, number)
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        limit_written(output_bytes)
         _work(code, tests, token, seconds, user)
     in_time = _wait(child, seconds)
     done = os.pread(said, len(token) + 1, 0).decode(errors="replace") == token
     result = {
         "ending": "done" if done else "error" if in_time else "timeout",
-        "output": os.pread(stdout, hard, 0).decode(errors="replace"),
+        "output": os.pread(stdout, output_bytes, 0).decode(errors="replace"),
     }
     for file in files:
         os.close(file)

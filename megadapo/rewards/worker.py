@@ -26,16 +26,21 @@ class CannotStart(Exception):
     """Says why a worker is of no use."""
 
 
-def serve(prepare: Callable[[Mapping[str, Any]], Handler]) -> None:
+def serve(
+    prepare: Callable[[Mapping[str, Any]], Handler], *, limits_written: bool = True
+) -> None:
     """Answer each request line `{"cpu_s", "request"}` with the line of the handler's reply.
 
     Args:
         prepare: makes the handler, of the program's arguments; may raise CannotStart.
+        limits_written: False leaves it to the handler to keep what it runs to `output_bytes`.
     """
     settings = json.loads(sys.argv[1])
     replies = _take_stdout(settings["output_bytes"])
     try:
-        _limit_resources(settings["memory_bytes"], settings["output_bytes"])
+        _limit_resources(settings["memory_bytes"])
+        if limits_written:
+            limit_written(settings["output_bytes"])
         handler = prepare(settings)
         # only now: whoever waits for its start waits for a second, on a busy machine too
         if settings["idle"]:
@@ -61,12 +66,13 @@ def _step_back() -> None:
         os.nice(19)
 
 
-def _limit_resources(memory_bytes: int, output_bytes: int) -> None:
-    for limit, value in (
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_FSIZE, output_bytes),
-        (resource.RLIMIT_CORE, 0),
-    ):
+def limit_written(num_bytes: int) -> None:
+    """Let this process write no more than that to any one file, for the rest of its life."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+def _limit_resources(memory_bytes: int) -> None:
+    for limit, value in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(limit, (value, value))
 
 

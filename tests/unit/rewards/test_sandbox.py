@@ -91,6 +91,14 @@ def test_assertions_run_behind_the_program(sandbox: Runner) -> None:
     assert [one.correct for one in run(sandbox, programs, tests)] == [True, False, False]
 
 
+def test_an_input_may_be_longer_than_any_output(sandbox: Runner) -> None:
+    """A text that is cut where printing is limited fails the program that reads all of it."""
+    numbers = "1\n" * 300_000
+    tests = json.dumps({"inputs": [numbers], "outputs": ["300000"]})
+    programs = ["print(sum(map(int, open(0))))", f"print({numbers!r})"]
+    assert [one.correct for one in run(sandbox, programs, tests)] == [True, False]
+
+
 def test_a_program_cannot_say_that_it_passed(sandbox: Runner) -> None:
     programs = [
         "import sys; sys.exit(0)",
