@@ -10,7 +10,7 @@ import numpy as np
 from megadapo.data.prompts import Prompt
 from megadapo.rewards.function_config import RewardFunction
 from megadapo.rewards.processes import Lost, ProcessPool, Reply
-from megadapo.rewards.runner import Runner, lost
+from megadapo.rewards.runner import Runner
 from megadapo.rewards.unit_tests import UnitTests, program_of, read_tests, same_output
 from megadapo.rewards.worker_process import Program
 
@@ -23,7 +23,7 @@ class PythonTestsRunner(Runner):
     """Runs what responses have written; expected outputs never enter a sandbox.
 
     A response is right where it passes all tests. What it does in its sandbox is never a failure of
-    the function.
+    the function, also where the sandbox is lost to it: the tests that are lost are failed ones.
 
     Raises:
         InfraError: this system does not isolate processes.
@@ -47,7 +47,7 @@ class PythonTestsRunner(Runner):
 
     def _results(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
-    ) -> list[Reply | str]:
+    ) -> list[Reply]:
         tests = read_tests(prompt.ground_truth)
         programs = [program_of(text) for text in texts]
         # what is written twice is run once
@@ -67,10 +67,9 @@ class PythonTestsRunner(Runner):
             "stops_early": not self._partial,
         }
 
-    def _result(self, reply: Reply | Lost | None, tests: UnitTests) -> Reply | str:
-        if isinstance(reply, Lost):
-            return lost(reply, self.config)
-        runs = [] if reply is None else reply["runs"]
+    def _result(self, reply: Reply | Lost | None, tests: UnitTests) -> Reply:
+        is_lost = isinstance(reply, Lost)
+        runs = [] if reply is None or isinstance(reply, Lost) else reply["runs"]
         passed = [run["ending"] == "done" for run in runs]
         if tests.assertions is None:
             outputs = zip(runs, tests.outputs, strict=False)
@@ -81,6 +80,7 @@ class PythonTestsRunner(Runner):
             "passed": share,
             "no_program": float(reply is None),
             "timeouts": float(any(run["ending"] == "timeout" for run in runs)),
+            "lost_sandboxes": float(is_lost),
         }
         correct = share == 1.0
         return {

@@ -7,6 +7,7 @@ run is over, whatever it has started is killed. A sandbox works on one response 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import resource
@@ -21,6 +22,7 @@ from typing import Any, Literal
 
 from megadapo.rewards import isolation
 from megadapo.rewards.worker import CannotStart, Handler, limit_written, serve
+from megadapo.rewards.worker_process import MAX_REPLY_BYTES
 
 Ending = Literal["done", "error", "timeout"]
 
@@ -30,8 +32,9 @@ def main() -> None:
 
     `{"code", "inputs", "tests", "seconds_per_run", "seconds", "stops_early"}` to
     `{"runs": [run, ...]}`: a run of the program for each input, or one that ends with the tests
-    where there are any; a run is `{"ending", "output"}`. What there is no time for is left out, and
-    so is what comes after a run that did not get to its end where `stops_early`.
+    where there are any; a run is `{"ending", "output"}`. What there is no time for is left out,
+    what comes after a run that did not get to its end where `stops_early`, and runs from the one
+    whose output has no room in the reply on.
     """
     # the texts on stdin are files, too, and are as long as the gold answers have them
     serve(_prepare, limits_written=False)
@@ -49,12 +52,18 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
 
     def handle(request: Mapping[str, Any]) -> Mapping[str, Any]:
         until = time.monotonic() + request["seconds"]
-        runs = []
+        runs: list[Mapping[str, Any]] = []
+        room = MAX_REPLY_BYTES // 2
         for text in request["inputs"] if request["tests"] is None else [""]:
             seconds = min(request["seconds_per_run"], until - time.monotonic())
             if seconds <= 0:
                 break
-            runs.append(run(request["code"], request["tests"], text, seconds))
+            found = run(request["code"], request["tests"], text, seconds)
+            # as a reply has it: a character may be six bytes there
+            room -= len(json.dumps(found))
+            if room < 0:
+                break
+            runs.append(found)
             if runs[-1]["ending"] != "done" and request["stops_early"]:
                 break
         return {"runs": runs}

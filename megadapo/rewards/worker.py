@@ -26,9 +26,7 @@ class CannotStart(Exception):
     """Says why a worker is of no use."""
 
 
-def serve(
-    prepare: Callable[[Mapping[str, Any]], Handler], *, limits_written: bool = True
-) -> None:
+def serve(prepare: Callable[[Mapping[str, Any]], Handler], *, limits_written: bool = True) -> None:
     """Answer each request line `{"cpu_s", "request"}` with the line of the handler's reply.
 
     Args:

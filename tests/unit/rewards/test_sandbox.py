@@ -217,6 +217,30 @@ def test_whatever_a_program_does_it_is_wrong_and_the_next_one_is_scored(
     assert time.perf_counter() - started < 5.0
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize(("memory_mib", "is_lost"), [(1024, False), (80, True)])
+def test_what_a_program_prints_is_never_a_failure_of_the_function(
+    memory_mib: int, is_lost: bool
+) -> None:
+    """Each NUL is six bytes in a reply: eleven runs would not fit, and end the run that scores; and
+    with little memory the sandbox itself ends."""
+    function = RewardFunction(
+        function="python_tests",
+        timeout_s=6.0,
+        memory_mib=memory_mib,
+        options={"partial": True},
+        on_failure="stop",
+    )
+    runner = start_runner(function)
+    tests = json.dumps({"inputs": [""] * 11, "outputs": ["0"] * 11})
+    try:
+        floods, right = run(runner, ["print('\\0' * 1048000)", "print(0)"], tests)
+    finally:
+        runner.close()
+    assert (floods.score, floods.failure, right.score) == (0.0, None, 1.0)
+    assert dict(floods.parts)["lost_sandboxes"] == float(is_lost)
+
+
 def test_a_sandbox_is_used_once(sandbox: Runner) -> None:
     assert output(sandbox, "open('/tmp/left', 'w').write('x')") == ""
     assert output(sandbox, "import os; print(os.path.exists('/tmp/left'))") == "False\n"
