@@ -76,14 +76,26 @@ class BoundSearch:
         total = torch.zeros_like(self._sums)
         if not self._contributes:
             return total
-        for micro_batch, policy, values in zip(micro_batches, old, logprobs, strict=True):
-            known = (micro_batch.loss_weights != 0) & policy.logprobs.isfinite()
-            rows = micro_batch.rows[known[micro_batch.rows]]
-            log_ratios = values[rows] - policy.logprobs[rows]
-            own = policy.advantages
-            total += bapo_sums(
-                log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(),
-                (micro_batch.advantages if own is None else own)[rows],
-                self._config,
-            )
+        for triple in zip(micro_batches, old, logprobs, strict=True):
+            total += sums_of(*triple, self._config)
         return total
+
+
+def sums_of(
+    micro_batch: MicroBatch, old: OldPolicy, logprobs: Tensor, config: BapoConfig
+) -> Tensor:
+    """`bapo_sums` of a micro-batch's tokens, each as large as its importance weight makes it.
+
+    Tokens that the head leaves out have no part in them.
+
+    Args:
+        logprobs: [T] under the present weights.
+    """
+    known = (micro_batch.loss_weights != 0) & old.logprobs.isfinite()
+    advantages = micro_batch.advantages if old.advantages is None else old.advantages
+    if old.importance_weights is not None:
+        known = known & old.importance_weights.isfinite()
+        advantages = advantages * old.importance_weights
+    rows = micro_batch.rows[known[micro_batch.rows]]
+    log_ratios = (logprobs[rows] - old.logprobs[rows]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return bapo_sums(log_ratios.exp(), advantages[rows], config)
