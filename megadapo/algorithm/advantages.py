@@ -15,6 +15,10 @@ from megadapo.algorithm.groups import ScoredGroup, Steps
 from megadapo.algorithm.loss_weights import kept_responses
 from megadapo.algorithm.shaping import shaped_rewards, shaped_steps
 
+ROUNDING = 1e-12
+"""Share of the largest reward by which rewards may differ and be the same: several hundred times
+what is lost where a few weighted scores are added up."""
+
 Advantages = np.ndarray | Sequence[np.ndarray]
 """[S] of each response, given to all of its tokens; or for each response those of its tokens."""
 
@@ -98,8 +102,8 @@ def group_advantages(
     reinforce++: R_i itself. reinforce++-baseline: R_i - mean.
     maxrl: (R_i - mean) / mean, where the better reward counts as 1 and the other as 0.
     gae: R_i itself, from which `gae.generalized_advantages` makes those of tokens.
-    A group whose rewards are all equal has no signal and gets zeros, also for G = 1, but by
-    reinforce++ and gae.
+    A group whose rewards are all equal, but for rounding, has no signal and gets zeros, also for
+    G = 1, but by reinforce++ and gae.
 
     Args:
         rewards: [G], shaped rewards of one group.
@@ -122,7 +126,7 @@ def group_advantages(
         return values
     if rule == "maxrl":
         values = _binary(values)
-    if (values == values[0]).all():
+    if _all_equal(values):
         return np.zeros_like(values)
     centered: np.ndarray = values - values.mean()
     if rule in ("grpo", "grpo-process") and normalize_by_std:
@@ -162,7 +166,7 @@ def process_advantages(
 def whitened(values: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
     """Advantages [S] less their mean over all tokens, over their unbiased standard deviation.
 
-    Zeros where all are equal.
+    Zeros where all are equal, but for rounding.
 
     Args:
         values: [S], the same for each token of a response.
@@ -170,12 +174,17 @@ def whitened(values: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
     """
     counted = values[num_tokens > 0]
     total = num_tokens.sum()
-    if not len(counted) or (counted == counted[0]).all():
+    if not len(counted) or _all_equal(counted):
         return np.zeros_like(values)
     centered: np.ndarray = values - (values * num_tokens).sum() / total
     variance = (centered**2 * num_tokens).sum() / (total - 1)
     whitened_values: np.ndarray = centered / np.sqrt(variance)
     return whitened_values
+
+
+def _all_equal(values: np.ndarray) -> bool:
+    """Whether values differ by no more than rounding: over it, a deviation would make it size 1."""
+    return bool(np.ptp(values) <= ROUNDING * np.abs(values).max())
 
 
 def _binary(rewards: np.ndarray) -> np.ndarray:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megadapo.algorithm.advantages import process_advantages
+import numpy as np
+
+from megadapo.algorithm.advantages import ROUNDING, process_advantages
 from megadapo.algorithm.groups import ScoredGroup
 from megadapo.algorithm.shaping import complete_steps
 
@@ -25,4 +27,5 @@ def has_step_signal(group: ScoredGroup) -> bool:
 
     Groups that are all right or all wrong have one too where their steps differ.
     """
-    return any(own.any() for own in process_advantages(complete_steps(group), group.lengths))
+    found = process_advantages(complete_steps(group), group.lengths)
+    return any((np.abs(own) > ROUNDING).any() for own in found)

@@ -7,7 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megadapo.algorithm.advantages import advantages, group_advantages, whitened
+from megadapo.algorithm.advantages import (
+    advantages,
+    group_advantages,
+    response_advantages,
+    whitened,
+)
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.selection import has_signal
 from megadapo.algorithm.shaping import overlong_penalty, shaped_rewards
@@ -154,3 +159,13 @@ def test_the_penalty_is_added_to_the_correctness_reward():
 )
 def test_only_mixed_groups_have_a_signal(correct, kept):
     assert has_signal(correct) is kept
+
+
+@pytest.mark.parametrize("rule", ["grpo", "rloo", "reinforce++-baseline"])
+def test_equal_rewards_that_were_added_up_otherwise_are_equal(rule: str) -> None:
+    """0.1 + 0.2 and 0.3 differ in the last bit, which a standard deviation makes advantages of."""
+    rewards = np.array([0.1 + 0.2, 0.3, 0.3, 0.3])
+    found = response_advantages(rewards, [4], np.full(4, 5), rule=rule, normalize_by_std=True)
+    assert rewards[0] != rewards[1] and found.tolist() == [0.0] * 4
+    near = np.array([0.3 + 1e-9, 0.3, 0.3, 0.3])
+    assert response_advantages(near, [4], np.full(4, 5), rule=rule, normalize_by_std=True).any()

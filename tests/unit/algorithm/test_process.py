@@ -95,6 +95,9 @@ def test_groups_are_normalised_each_for_itself_and_the_punishment_is_the_last_st
         ((((2, 1.0), (4, 1.0)), ((3, 1.0),)), False),
         # two steps that end together and cancel each other: no token has an advantage
         ((((4, 2.0), (4, 0.0)), ((3, 1.0),)), False),
+        # the same, but for rounding; and scores that are equal but for it
+        ((((4, 0.3), (4, 0.1)), ((3, 0.2),)), False),
+        ((((4, 0.1 + 0.2),), ((3, 0.3),)), False),
         ((), False),
     ],
 )
