@@ -56,9 +56,9 @@ class Calculator(Tool):
         if not config.start:
             results = (calculate(part) for part in _expressions_before(before))
             result = next((found for found in results if found is not None), None)
-            return None if result is None else config.output.format(result)
+            return None if result is None else config.output_of(result)
         _, mark, call = before.rpartition(config.start)
-        return config.output.format(calculate(call) or ERROR) if mark else None
+        return config.output_of(calculate(call) or ERROR) if mark else None
 
 
 def calculate(expression: str) -> str | None:

@@ -33,6 +33,10 @@ class ToolsConfig(Section, title="rollout.tools"):
     max_output_tokens: PositiveInt = 64
     """Longest output of a call, in tokens; it is cut there."""
 
+    def output_of(self, result: str) -> str:
+        """What is put behind a call with this result; other braces are text."""
+        return self.output.replace("{}", result)
+
     def conflicts(self) -> Iterator[str]:
         fields = type(self).model_fields.items()
         unused = [name for name, field in fields if getattr(self, name) != field.default]

@@ -92,3 +92,10 @@ def test_marked_calls_are_answered_even_where_they_make_no_sense():
 def test_settings_that_mean_nothing_are_refused(values, key):
     with pytest.raises(ConfigError, match=key):
         ToolsConfig(**values)
+
+
+@pytest.mark.parametrize("output", ['{"result": {}}', "{{}}", "{0}{}"])
+def test_other_braces_of_an_output_are_text(output: str) -> None:
+    """As a format they are fields, whose KeyError ends the engine."""
+    config = ToolsConfig(tool="calculator", start="", stop="=", output=output)
+    assert Calculator(config).step("1+1=") == output.replace("{}", "2")
