@@ -99,6 +99,8 @@ METRIC_NAMES = (
     "critic/grad_norm",
     "critic/lr",
     "critic/skipped_updates",
+    "experts/balance_loss",
+    "experts/max_load",
     "eval/accuracy",
     "eval/policy_version",
 )
@@ -128,7 +130,8 @@ tokens/stopped were generated for nothing: with sampling.max_staleness = 0 these
 engines' speed, as times do, and nothing else does. groups/carried go on in the next step.
 groups/resting were left out, see sampling.rest_after. train/rank_tokens_* is what a trainer rank
 had to compute, prompts included, and time/rank_logprobs_* how long it took for the old log-probs of
-that, a pass in which no data-parallel rank waits for another. reward/* is over all responses
+that, a pass in which no data-parallel rank waits for another but for those that share experts.
+reward/* is over all responses
 generated, as accuracy/mean is; reward/shaped_mean is reward/mean + reward/overlong_penalty_mean.
 Where reward.functions has more than the rule, reward/NAME is the mean score of a function, without
 its weight, reward/NAME/PART the mean of a part, and reward/NAME/failed the share of responses that
@@ -167,6 +170,11 @@ began and where it ended, as means over the step's updates; share_min is the sma
 critic/* is null unless algorithm.advantage is "gae". Values and returns are those before the step's
 first update; critic/explained_variance is 1 - Var(return - value) / Var(return). In the steps of
 critic.warmup policy/lr is 0, and everything else of policy/* is of updates that were not applied.
+
+experts/* is null for a model without experts; both are of the step's tokens, prompts included, in
+the pass that gave the old log-probs. experts/balance_loss is the loss of
+trainer.router_aux_loss_coef without that coefficient, mean over the layers: 1 where all experts get
+as much. experts/max_load is the most tokens of one expert against the mean of its layer.
 
 kl/* is null unless algorithm.objective.kl_coef is above 0: the estimates of the KL divergence to
 the reference (algorithm.objective.kl_value) before the step's first update, over all tokens with a

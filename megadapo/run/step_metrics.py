@@ -76,6 +76,7 @@ def step_metrics(
         **{f"kl/{name}": value for name, value in vars(update.kl).items()},
         **{f"pretraining/{name}": value for name, value in vars(update.pretraining).items()},
         **{f"critic/{name}": value for name, value in vars(update.critic).items()},
+        **{f"experts/{name}": value for name, value in vars(update.experts).items()},
         **_tail(sampled),
         **_spread("train/rank_tokens_{}", [share.num_tokens for share in update.shares]),
         **_spread("time/rank_logprobs_{}_s", [share.logprobs_seconds for share in update.shares]),

@@ -110,6 +110,9 @@ class TrainerConfig(Section, title="trainer"):
     stage, not further ones."""
     expert_tensor_parallel: PositiveInt = 1
     """Ranks that share the matrices of each expert; 1: every expert is whole on some rank."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss of each layer's router in an update; 0: none. It holds the
+    routers against how the whole step was routed, so the split does not matter for it either."""
     sequence_parallel: bool = False
     """Split norms and residuals over the tensor-parallel ranks too, to save activation memory."""
     tokens_per_micro_batch: PositiveInt = 16384

@@ -26,6 +26,7 @@ from torch.nn import functional
 from megadapo.kernels.rmsnorm import rmsnorm
 from megadapo.kernels.rotary import rotary
 from megadapo.kernels.swiglu import swiglu
+from megadapo.trainer.expert_balance import BalancedRouter
 from megadapo.trainer.megatron_internals import submodules_of
 
 SHORT_SEQUENCE = 32
@@ -258,6 +259,7 @@ def local_block_spec(config: TransformerConfig, chunk: int | None) -> Transforme
     attention.core_attention = PackedAttention
     mlp = submodules_of(layer.submodules.mlp)
     if config.num_moe_experts:
+        mlp.router = BalancedRouter
         mlp = submodules_of(mlp.experts)
     mlp.activation_func = SwiGLU
     if config.qk_layernorm:

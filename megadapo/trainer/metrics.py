@@ -13,6 +13,7 @@ from megadapo.algorithm.bapo import BapoBounds
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.trainer.result import (
     CriticResult,
+    ExpertResult,
     ParityCauses,
     PretrainingResult,
     ReferenceKl,
@@ -104,6 +105,7 @@ def summarize(
     bounds: Sequence[BapoBounds] = (),
     kl_coef: float = 0.0,
     critic: CriticResult | None = None,
+    experts: ExpertResult | None = None,
 ) -> UpdateResult:
     """The step's result from its mini-batches' reduced sums, in order.
 
@@ -147,6 +149,7 @@ def summarize(
             tokens=int(step.num_text_tokens) if step.num_text_tokens else None,
         ),
         critic=critic or CriticResult(),
+        experts=experts or ExpertResult(),
     )
 
 

@@ -23,6 +23,7 @@ class MicroBatch:
     """
 
     tokens: Tensor  # [1, T] int64
+    is_padding: Tensor  # [T] bool, of no sequence
     packed: PackedSequences
     members: np.ndarray  # [S] int64, which of the batch's sequences these are
     lengths: np.ndarray  # [S] int64, their tokens
@@ -94,6 +95,7 @@ class MicroBatchBuilder:
 
         return MicroBatch(
             tokens=_tensor(np.pad(batch.tokens[source], (0, padding)))[None, :],
+            is_padding=_tensor(np.arange(len(source) + padding) >= len(source)),
             packed=pack_sequences(padded, self._inverse_frequencies),
             members=members,
             lengths=lengths,

@@ -15,9 +15,10 @@ from torch.nn import functional
 from megadapo.models.description import ModelDescription
 from megadapo.models.rope import Rope
 from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.expert_balance import BalancedRouter
 from megadapo.trainer.experts import expert_options, mark_experts
 from megadapo.trainer.layers import local_block_spec
-from megadapo.trainer.megatron_internals import HookedGPTModel
+from megadapo.trainer.megatron_internals import HookedGPTModel, submodules_of
 from megadapo.trainer.model_layout import validate_architecture
 from megadapo.weights.layout.layout import padded_vocab_size
 
@@ -174,8 +175,11 @@ def _te_layer_spec(config: TransformerConfig) -> Any:
         get_gpt_layer_with_transformer_engine_spec,
     )
 
-    return get_gpt_layer_with_transformer_engine_spec(
+    layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
     )
+    if config.num_moe_experts:
+        submodules_of(layer.submodules.mlp).router = BalancedRouter
+    return layer

@@ -60,6 +60,8 @@ def _expert_problems(model: ModelDescription, trainer: TrainerConfig) -> Iterato
                 f"trainer.{key} = {ranks} does not divide the model's {name} = {size}; sizes that "
                 f"fit this model: {divisors(size)}"
             )
+    if trainer.router_aux_loss_coef and not shape.num_experts:
+        yield "trainer.router_aux_loss_coef is for models with experts, and this one has none"
     if shape.num_experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
         # else every tensor-parallel rank would send the same tokens to the experts
         yield (

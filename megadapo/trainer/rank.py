@@ -23,6 +23,7 @@ from megadapo.trainer.clip_bounds import BoundSearch
 from megadapo.trainer.cpu_platform import CPU
 from megadapo.trainer.critic import Critic
 from megadapo.trainer.critic_step import CriticStep
+from megadapo.trainer.expert_balance import ExpertBalance
 from megadapo.trainer.gradient_buffers import (
     gather_weights_now,
     wait_for_weight,
@@ -97,6 +98,7 @@ class TrainerRank:
         # megatron-core copies weights into its buffers and masters here: they must be set before
         self.chunks = wrap_for_gradients(chunks, self.config, settings.trainer)
         self.optimizer = build_optimizer(self.chunks, settings.trainer.optimizer)
+        self.experts = ExpertBalance(self.chunks, coef=settings.trainer.router_aux_loss_coef)
         self.reference = (
             ReferencePolicy(settings.reference, self.chunks, self.parameters)
             if settings.objective.kl_coef != 0.0
@@ -158,7 +160,8 @@ class TrainerRank:
         predicted = trained & (gaps == 0) if importance.stale_logprobs == "none" else trained
         cut = self.cutter.cut(batch, predicted=predicted, policy_version=policy_version)
         of_texts = [()] * len(cut) if texts is None else self.cutter.cut_responses(texts)
-        old = [self._old_policies(micro_batches, recorder) for micro_batches in cut]
+        with self.experts.counted():
+            old = [self._old_policies(micro_batches, recorder) for micro_batches in cut]
         proximal = [policy.proximal for policy in old[0]] if old else []
         old = self.hold_against_reference(batch, predicted, cut, old, kl_reward_coef=kl_reward_coef)
         probe = probe_shape(
@@ -174,8 +177,10 @@ class TrainerRank:
             values = CriticStep(self.critic, cut, old, step, kl_coef=kl_reward_coef)
         old = old if values is None else values.old
         search = self.bound_search()
+        lengths = np.diff(batch.cu_seqlens)
         reduced, grad_norms, bounds = [], [], []
         for number, (micro_batches, policies) in enumerate(zip(cut, old, strict=True)):
+            self.experts.prepare(int(lengths[batch.mini_batches[number]].sum()))
             sums, found = self._gradients(
                 micro_batches, policies, of_texts[number], recorder, search
             )
@@ -205,6 +210,7 @@ class TrainerRank:
             bounds=bounds,
             kl_coef=objective.kl_loss_coef + kl_reward_coef,
             critic=None if values is None else values.result(),
+            experts=self.experts.result(),
         )
 
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:

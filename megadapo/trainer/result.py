@@ -16,7 +16,7 @@ class RankShare:
     """Tokens of the rank's sequences, prompts included."""
     logprobs_seconds: float
     """Time for the old log-probs of all of them, a pass in which no data-parallel rank waits for
-    another."""
+    another, but for those that share experts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,6 +130,18 @@ class CriticResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertResult:
+    """How evenly the tokens of a step were spread over experts before its first update; None for a
+    model without experts."""
+
+    balance_loss: float | None = None
+    """Load-balancing loss, mean over the layers, without its coefficient: 1 where all experts of a
+    layer get as much, as many as there are experts where one gets all."""
+    max_load: float | None = None
+    """Most tokens of one expert against the mean of its layer, over all layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpdateResult:
     """What one step's updates did; means are over its trained tokens."""
 
@@ -166,6 +178,7 @@ class UpdateResult:
     kl: ReferenceKl = ReferenceKl()
     pretraining: PretrainingResult = PretrainingResult()
     critic: CriticResult = CriticResult()
+    experts: ExpertResult = ExpertResult()
     shares: tuple[RankShare, ...] = field(default=(), compare=False)
     """Of each rank; known to the driver alone."""
     recorded: RecordedTokens | None = field(default=None, compare=False)

@@ -125,10 +125,18 @@ def _forward_step(
         position_ids=None,
         attention_mask=None,
         packed_seq_params=task.micro_batch.packed,
+        padding_mask=_uncounted(task) if chunk.config.num_moe_experts else None,
         output_processor=head,
         output_processor_context=task,
     )
     return output, _loss_and_data
+
+
+def _uncounted(task: Task) -> Tensor:
+    """[1, T] bool: tokens that routers do not balance, which are padding and texts."""
+    is_padding = task.micro_batch.is_padding[None, :]
+    is_text = isinstance(task, HeadTask) and task.is_text
+    return torch.ones_like(is_padding) if is_text else is_padding
 
 
 def _loss_and_data(output: Any) -> tuple[Tensor, Tensor, Any]:

@@ -13,7 +13,7 @@ from tests.support.definition import batch_logprobs
 from tests.support.probes import logprobs, train_and_export
 from tests.support.ranks import Ranks, settings_for
 
-FAMILIES = ["qwen2-tied", "qwen2-untied", "qwen3", "llama3", "mistral"]
+FAMILIES = ["qwen2-tied", "qwen2-untied", "qwen3", "qwen3-moe", "llama3", "mistral"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -62,7 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     # every whole run publishes a tied model, and holds engine against trainer at each step
     pytest.param("tied", {"num_engines": 2}, marks=pytest.mark.full),
     ("untied", {"tensor_parallel": 2}),
-    # tests/distributed/test_weights_moe.py puts experts in their places, without engines
+    # tests/distributed/test_trainer_experts.py puts experts in their places, without engines
     pytest.param("experts", {}, marks=pytest.mark.full),
     pytest.param("tied", {"pipeline_parallel": 2}, marks=pytest.mark.full),
 ])  # fmt: skip

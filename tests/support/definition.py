@@ -29,9 +29,40 @@ def load_wide(folder: Path) -> torch.nn.Module:
     )
 
 
+def balance_loss(folder: Path, batch: PackedBatch) -> tuple[float, float, dict[str, np.ndarray]]:
+    """Load-balancing loss of the first mini-batch, mean over layers; the most tokens of an expert
+    against its layer's mean; and the gradients of the loss added up over the layers."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = load_wide(folder)
+    logits: dict[int, list[torch.Tensor]] = {}
+    for number, layer in enumerate(model.model.layers):
+        kept = logits.setdefault(number, [])
+        layer.mlp.gate.register_forward_hook(
+            lambda module, inputs, output, kept=kept: kept.append(
+                torch.nn.functional.linear(inputs[0].flatten(0, -2), module.weight)
+            )
+        )
+    for index in batch.mini_batches[0]:
+        start, stop = int(batch.cu_seqlens[index]), int(batch.cu_seqlens[index + 1])
+        model(torch.from_numpy(batch.tokens[start:stop])[None])
+    losses, loads = [], []
+    for parts in logits.values():
+        probabilities = torch.cat(parts).softmax(-1)
+        num_experts = probabilities.shape[-1]
+        chosen = probabilities.topk(model.config.num_experts_per_tok, -1).indices
+        shares = torch.bincount(chosen.flatten(), minlength=num_experts) / chosen.numel()
+        losses.append(num_experts * (shares * probabilities.mean(0)).sum())
+        loads.append(num_experts * shares.max().item())
+    total = torch.stack(losses).sum()
+    total.backward()
+    torch.set_num_threads(num_threads)
+    return total.item() / len(losses), max(loads), gradients_by_name(model)
+
+
 def gradients_by_name(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """Under the names of a model's folder, where each expert has matrices of its own."""
-    gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
     for name in [name for name in gradients if ".experts." in name]:
         prefix, kind = name.rsplit(".", 1)
         for expert, stacked in enumerate(gradients.pop(name)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
-from megadapo.trainer.result import RankUpdate
+from megadapo.trainer.result import ExpertResult, RankUpdate
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
 from tests.support.batches import TEXT_COEF
 
@@ -35,6 +35,7 @@ class Gradients:
     grad_norm: float
     sizes: tuple[float, float]
     """Of the policy term's gradient over the log-probs: of positive tokens, and of all."""
+    experts: ExpertResult = ExpertResult()
 
 
 def build(rendezvous: Rendezvous, settings: TrainerSettings) -> TrainerRank:
@@ -76,8 +77,6 @@ def gradients_by_objective(
     With texts also `texts`: of these alone, beside a head of another temperature; and `ptx`: of
     them beside the default objective.
     """
-    from dataclasses import replace
-
     from megadapo.trainer.micro_batch import trained_tokens
     from megadapo.trainer.off_policy import OldPolicy
 
@@ -114,11 +113,14 @@ def _gradients(rank: TrainerRank, batch: PackedBatch, importance: ImportanceConf
     predicted, _ = trained_tokens(batch)
     present = int(batch.policy_versions.max())
     cut, *_ = rank.cutter.cut(batch, predicted=predicted, policy_version=present)
+    with rank.experts.counted():
+        logprobs = rank.logprobs_of(cut)
+    rank.experts.prepare(int(np.diff(batch.cu_seqlens)[batch.mini_batches[0]].sum()))
     old = [
         old_policy(micro_batch, shifted(micro_batch, values), importance)
-        for micro_batch, values in zip(cut, rank.logprobs_of(cut), strict=False)
+        for micro_batch, values in zip(cut, logprobs, strict=False)
     ]
-    return gradients_under(rank, rank.head, cut, old)
+    return replace(gradients_under(rank, rank.head, cut, old), experts=rank.experts.result())
 
 
 def gradients_under(

@@ -52,6 +52,7 @@ bapo/clip_low, bapo/clip_high, bapo/share_before, bapo/share, bapo/share_min,
 kl/mean, kl/max, kl/coef, pretraining/loss, pretraining/tokens,
 reflection/response_share, critic/loss, critic/explained_variance, critic/value_mean,
 critic/return_mean, critic/clip_fraction, critic/grad_norm, critic/lr, critic/skipped_updates,
+experts/balance_loss, experts/max_load,
 eval/accuracy, eval/policy_version
 """
 
