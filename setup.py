@@ -22,6 +22,7 @@ setup(
     packages=[*find_packages(include=["megadapo", "megadapo.*"]), "megadapo.kernels"],
     package_data={
         "megadapo.kernels": ["*.c"],
+        "megadapo.models": ["configs/*/config.json"],
         "megadapo.observe.report": ["assets/*", "assets/uplot/*"],
     },
     install_requires=[

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -99,7 +100,7 @@ def run_schedule(
     """What the head returned for each task, on the last stage; every rank has as many tasks.
 
     Args:
-        head: the model's last step. It returns a tensor, or whatever has a `loss`.
+        head: the model's last step. It returns a tensor, or a dataclass's object with a `loss`.
     """
     forward_backward = get_forward_backward_func()
     outputs: list[Any] = forward_backward(
@@ -144,7 +145,8 @@ def _loss_and_data(output: Any) -> tuple[Tensor, Tensor, Any]:
     num_tokens = torch.zeros((), dtype=torch.int)
     if isinstance(output, Tensor):
         return output.sum(), num_tokens, output
-    return output.loss, num_tokens, output
+    # with its graph it would keep what other stages sent until the whole mini-batch is done
+    return output.loss, num_tokens, replace(output, loss=output.loss.detach())
 
 
 def _text_task(micro_batch: MicroBatch) -> HeadTask:

@@ -142,3 +142,32 @@ def test_a_step_waits_in_host_memory(ranks: Ranks, models: Path) -> None:
     assert found["waiting"] == {"cpu"}
     assert found["held"] == {"meta"}
     assert found["tables"] == {"cu_seqlens_q", "cu_seqlens_kv"}
+
+
+def _graphs_that_are_handed_back(rendezvous, settings, batch) -> int:
+    from megadapo.trainer import step
+
+    seen = []
+    run_schedule = step.run_schedule
+
+    def watch(*args, **kwargs):
+        outputs = run_schedule(*args, **kwargs)
+        if not kwargs["forward_only"]:
+            seen.extend(output.loss.grad_fn is not None for output in outputs)
+        return outputs
+
+    step.run_schedule = watch
+    try:
+        build(rendezvous, settings).update(batch, policy_version=0, step=1)
+    finally:
+        step.run_schedule = run_schedule
+    assert seen or rendezvous.rank == 0
+    return sum(seen)
+
+
+def test_a_micro_batch_leaves_no_graph_behind(ranks: Ranks, models: Path) -> None:
+    """Catches a last stage that keeps what it received, and its gradient, of every micro-batch of
+    a mini-batch: 3 GiB of the 32B recipe."""
+    settings = settings_for(str(models / "qwen2-tied"), pipeline=2)
+    arguments = (settings, random_batch(RAGGED))
+    assert ranks.run(2, _graphs_that_are_handed_back, *arguments) == [0, 0]

@@ -1,0 +1,60 @@
+"""The GPUs that runs are planned for, and what of their memory no tensor of ours gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB, GIB = 1 << 20, 1 << 30
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One GPU model in a node of eight, by its data sheet."""
+
+    name: str
+    memory_bytes: int
+    """What torch reports as the card's whole memory."""
+    flops: float
+    """Dense bf16 products, a second."""
+    memory_bandwidth: float
+    """Bytes a second."""
+    link_bandwidth: float
+    """Bytes a second and direction between GPUs of a node."""
+    network_bandwidth: float = 50e9
+    """Bytes a second and direction of the GPU's own 400 Gb/s network card."""
+
+
+H100 = Card(
+    name="H100-80G",
+    memory_bytes=int(79.1 * GIB),
+    flops=989e12,
+    memory_bandwidth=3.35e12,
+    link_bandwidth=450e9,
+)
+H200 = Card(
+    name="H200",
+    memory_bytes=int(139.8 * GIB),
+    flops=989e12,
+    memory_bandwidth=4.8e12,
+    link_bandwidth=450e9,
+)
+A100 = Card(
+    name="A100-80G",
+    memory_bytes=int(79.1 * GIB),
+    flops=312e12,
+    memory_bandwidth=2.04e12,
+    link_bandwidth=300e9,
+    network_bandwidth=25e9,
+)
+CARDS = {card.name: card for card in (H100, H200, A100)}
+
+# Not tensors, and known on no machine without a GPU: round numbers that are rather too large.
+CONTEXT_BYTES = 800 * MIB
+"""A process's CUDA context with its loaded kernels and the workspaces of cuBLAS and cuDNN."""
+COMMUNICATOR_BYTES = 400 * MIB
+"""NCCL's buffers of one group of GPUs."""
+GRAPH_BYTES = GIB
+"""CUDA graphs of an engine rank, which it keeps in its sleep."""
+FRAGMENTATION = 0.05
+"""Part of what a step takes for a while that is lost between its tensors."""

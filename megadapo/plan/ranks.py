@@ -1,0 +1,107 @@
+"""The kinds of trainer ranks, and what each holds all the time: weights, gradients, optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megadapo.trainer.config import TrainerConfig
+from megadapo.weights.layout.layout import ModelLayout
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.layout.shards import EnginePosition, Shard
+from megadapo.weights.layout.stages import stage_chunks
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankKind:
+    """Trainer ranks that hold equally much: those of one pipeline stage."""
+
+    stage: int
+    num_stages: int
+    chunk_layers: tuple[int, ...]
+    """Layers of each chunk."""
+    num_parameters: int
+    has_embedding: bool
+    has_head: bool
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.chunk_layers)
+
+    @property
+    def name(self) -> str:
+        if self.num_stages == 1:
+            return "trainer rank"
+        return f"trainer rank of stage {self.stage + 1} of {self.num_stages}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """What a rank holds from step to step."""
+
+    weights: int
+    gradients: int
+    """fp32, whatever the weights are."""
+    optimizer: int
+    """This rank's share of Adam's two moments and, of bf16 weights, of their fp32 masters."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def rank_kinds(layout: ModelLayout, trainer: TrainerConfig) -> list[RankKind]:
+    """One kind for each pipeline stage: ranks that share matrices hold equal parts of them."""
+    chunks = stage_chunks(
+        layout.shape.num_layers,
+        pp_size=trainer.pipeline_parallel,
+        vpp_size=trainer.virtual_pipeline,
+        first=trainer.first_stage_layers,
+        last=trainer.last_stage_layers,
+    )
+    positions = replica_positions(
+        layout,
+        tp_size=trainer.tensor_parallel,
+        pp_size=trainer.pipeline_parallel,
+        stages=[tuple(layer for chunk in stage for layer in chunk) for stage in chunks],
+    )
+    firsts = positions[:: trainer.tensor_parallel]
+    return [
+        RankKind(
+            stage=position.pp_rank,
+            num_stages=position.pp_size,
+            chunk_layers=tuple(len(chunk) for chunk in chunks[position.pp_rank]),
+            num_parameters=num_elements(layout.megatron_shards(position)),
+            has_embedding=position.has_embedding,
+            has_head=position.has_head,
+        )
+        for position in firsts
+    ]
+
+
+def state_bytes(num_parameters: int, trainer: TrainerConfig, *, itemsize: int) -> StateBytes:
+    """megatron-core's buffers and its distributed optimizer.
+
+    Args:
+        itemsize: bytes of one element of the weights.
+    """
+    # fp32 weights are their own masters
+    per_parameter = 2 * FP32_BYTES + (FP32_BYTES if itemsize < FP32_BYTES else 0)
+    return StateBytes(
+        weights=num_parameters * itemsize,
+        gradients=num_parameters * FP32_BYTES,
+        optimizer=math.ceil(num_parameters / trainer.data_parallel) * per_parameter,
+    )
+
+
+def engine_parameters(layout: ModelLayout, positions: Sequence[EnginePosition]) -> int:
+    """Parameters of the engine rank that holds most."""
+    return max(num_elements(layout.engine_shards(position)) for position in positions)
+
+
+def num_elements(shards: Iterable[Shard]) -> int:
+    """Elements of parameters, their padding included; a stacked expert's part counts for itself."""
+    return sum(shard.length * shard.numel_per_row for shard in shards)
