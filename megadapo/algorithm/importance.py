@@ -17,7 +17,7 @@ a sequence: GSPO (arXiv 2507.18071).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -72,6 +72,7 @@ def importance_ratios(
     *,
     num_sequences: int,
     level: Literal["token", "sequence"],
+    add_up: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """pi_prox / mu of each of N weighted tokens, [N] fp32.
 
@@ -83,14 +84,15 @@ def importance_ratios(
         logprobs: [N] the trainer's before the step's first update.
         logprobs_rollout: [N] the engine's, finite.
         sequences: [N] int64, which of `num_sequences` sequences a token is of; all of the weighted
-            tokens of a sequence must be here.
+            tokens of a sequence must be here, or where `add_up` reaches.
         num_sequences: S, an upper bound.
         level: of the token or of the sequence.
+        add_up: as in `ratios.sequence_means`; called at the level of the sequence.
     """
     log_ratios = (logprobs - logprobs_rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if level == "token":
         return log_ratios.exp()
-    means = sequence_means(log_ratios, sequences, num_sequences=num_sequences)
+    means = sequence_means(log_ratios, sequences, num_sequences=num_sequences, add_up=add_up)
     return means.exp().to(log_ratios.dtype)[sequences]
 
 

@@ -5,6 +5,7 @@ Source: GSPO (arXiv 2507.18071) equations 7, 13 and 14.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megadapo.algorithm.objective import MAX_LOG_RATIO
@@ -16,26 +17,43 @@ _FIXED_POINT = 2.0**36
 """2^63 holds the sum of more than a million log-ratios of MAX_LOG_RATIO at this resolution."""
 
 
-def sequence_means(log_ratios: Tensor, sequences: Tensor, *, num_sequences: int) -> Tensor:
+def sequence_means(
+    log_ratios: Tensor,
+    sequences: Tensor,
+    *,
+    num_sequences: int,
+    add_up: Callable[[Tensor], None] | None = None,
+) -> Tensor:
     """The mean of each sequence's log-ratios, [S] float64; 0 where it has none.
 
     Log-ratios are clamped to +-MAX_LOG_RATIO; NaN makes its own sequence's mean meaningless.
 
     Args:
         log_ratios: [N].
-        sequences: [N] int64, which sequence a token is of; all of a sequence's tokens are here.
+        sequences: [N] int64, which sequence a token is of; all of a sequence's tokens are here, or
+            elsewhere where `add_up` reaches.
         num_sequences: S.
+        add_up: sums a tensor in place over all who have tokens of the same sequences.
     """
     clamped = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # whole numbers add up to the same bits in every order and beside every other sequence
     fixed = (clamped.double() * _FIXED_POINT).round().long()
-    sums = fixed.new_zeros(num_sequences).index_add_(0, sequences, fixed)
-    counts = fixed.new_zeros(num_sequences).index_add_(0, sequences, fixed.new_ones(len(fixed)))
+    totals = fixed.new_zeros(2, num_sequences)
+    sums, counts = totals[0], totals[1]
+    sums.index_add_(0, sequences, fixed)
+    counts.index_add_(0, sequences, fixed.new_ones(len(fixed)))
+    if add_up is not None:
+        add_up(totals)
     return sums.double() / _FIXED_POINT / counts.clamp(min=1)
 
 
 def sequence_shifted(
-    logprobs: Tensor, logprobs_old: Tensor, sequences: Tensor, *, num_sequences: int
+    logprobs: Tensor,
+    logprobs_old: Tensor,
+    sequences: Tensor,
+    *,
+    num_sequences: int,
+    add_up: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Old log-probs against which every token's ratio is its sequence's, [N].
 
@@ -49,7 +67,10 @@ def sequence_shifted(
         logprobs_old: [N], finite.
         sequences: [N] int64, which of `num_sequences` sequences a token is of.
         num_sequences: S.
+        add_up: as in `sequence_means`.
     """
-    means = sequence_means(logprobs - logprobs_old, sequences, num_sequences=num_sequences)
+    means = sequence_means(
+        logprobs - logprobs_old, sequences, num_sequences=num_sequences, add_up=add_up
+    )
     means = means.where(means.abs() < MAX_LOG_RATIO, 2.0 * means)
     return (logprobs - means.to(logprobs.dtype)[sequences]).detach()

@@ -72,7 +72,7 @@ def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> P
             first=trainer.first_stage_layers,
             last=trainer.last_stage_layers,
         ),
-        num_dp=trainer.data_parallel,
+        num_dp=trainer.num_replicas,
     )
     nodes, engine_nodes = None, ("",) * rollout.num_engines
     if config.cluster.placement == "colocated":

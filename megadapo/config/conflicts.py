@@ -53,6 +53,19 @@ def _check_ranks(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> Iterator
         )
 
 
+def _check_chunks(
+    trainer: TrainerConfig, data: DataConfig, rollout: RolloutConfig
+) -> Iterator[str]:
+    ranks = trainer.context_parallel
+    longest = data.max_prompt_tokens + rollout.max_response_tokens
+    if ranks > 1 and longest < 2 * ranks:
+        yield (
+            f"trainer.context_parallel = {ranks} cuts each sequence in {2 * ranks} chunks, more "
+            f"than its data.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens: "
+            "lower it, and raise trainer.data_parallel"
+        )
+
+
 def _check_lengths(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[str]:
     buffer, longest = algorithm.overlong_buffer, rollout.max_response_tokens
     if buffer >= longest:
@@ -226,6 +239,7 @@ def _check_branching(
 CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_mini_batches,
     _check_ranks,
+    _check_chunks,
     _check_lengths,
     _check_evaluation,
     _check_evaluation_engine,

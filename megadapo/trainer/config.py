@@ -34,7 +34,7 @@ class ModelConfig(Section, title="model"):
 
 
 class OptimizerConfig(Section, title="trainer.optimizer"):
-    """AdamW in fp32, sharded over data-parallel ranks."""
+    """AdamW in fp32, sharded over the ranks with the same weights."""
 
     lr: NonNegativeFloat = 1e-6
     """Learning rate after warm-up."""
@@ -103,11 +103,13 @@ class TrainerConfig(Section, title="trainer"):
     """Layers of the first stage, which also has the embedding; 0: as many as the other stages."""
     last_stage_layers: NonNegativeInt = 0
     """Layers of the last stage, which also has the policy head; 0: as many as the other stages."""
+    context_parallel: PositiveInt = 1
+    """Ranks that share the tokens of each sequence, and so the activations of a long one."""
     data_parallel: PositiveInt = 1
     """Copies of the model that share the batch."""
     expert_parallel: PositiveInt = 1
-    """Ranks that share the experts of each layer; they are tensor- and data-parallel ranks of one
-    stage, not further ones."""
+    """Ranks that share the experts of each layer; they are tensor-, context- and data-parallel
+    ranks of one stage, not further ones."""
     expert_tensor_parallel: PositiveInt = 1
     """Ranks that share the matrices of each expert; 1: every expert is whole on some rank."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
@@ -116,7 +118,8 @@ class TrainerConfig(Section, title="trainer"):
     sequence_parallel: bool = False
     """Split norms and residuals over the tensor-parallel ranks too, to save activation memory."""
     tokens_per_micro_batch: PositiveInt = 16384
-    """Token budget of one forward pass per data-parallel rank; a longer sequence goes alone."""
+    """Token budget of one forward pass per copy of the model, whose context-parallel ranks share
+    it; a longer sequence goes alone."""
     recompute: Annotated[
         Literal["none", "selective", "full"], BeforeValidator(_recompute_of_switch)
     ] = "none"
@@ -161,7 +164,12 @@ class TrainerConfig(Section, title="trainer"):
 
     @property
     def num_ranks(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        return self.tensor_parallel * self.pipeline_parallel * self.num_replicas
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks with the same weights, among which gradients are summed and Adam is sharded."""
+        return self.data_parallel * self.context_parallel
 
     def _stage_conflicts(self) -> Iterator[str]:
         if self.pipeline_parallel > 1:
@@ -179,12 +187,13 @@ class TrainerConfig(Section, title="trainer"):
             )
 
     def _expert_conflicts(self) -> Iterator[str]:
-        per_stage = self.tensor_parallel * self.data_parallel
+        per_stage = self.tensor_parallel * self.num_replicas
         if per_stage % (self.expert_parallel * self.expert_tensor_parallel):
             yield (
                 f"trainer.expert_parallel = {self.expert_parallel} x trainer.expert_tensor_parallel"
                 f" = {self.expert_tensor_parallel} must divide the {per_stage} ranks of a stage "
-                "(trainer.tensor_parallel x trainer.data_parallel), which share the experts"
+                "(trainer.tensor_parallel x trainer.context_parallel x trainer.data_parallel), "
+                "which share the experts"
             )
 
     def _recompute_conflicts(self) -> Iterator[str]:

@@ -21,6 +21,7 @@ from megadapo.trainer.gradient_buffers import gather_weights_now
 from megadapo.trainer.micro_batch import MicroBatch
 from megadapo.trainer.off_policy import OldPolicy
 from megadapo.trainer.optimizer import step_if_finite
+from megadapo.trainer.parallel import add_up_over_context
 from megadapo.trainer.result import CriticResult
 from megadapo.trainer.value_loss import ValueTargets
 
@@ -91,18 +92,24 @@ class CriticStep:
         self, micro_batch: MicroBatch, policy: OldPolicy, values: Tensor
     ) -> np.ndarray:
         """[R] float64 of a micro-batch's predicted tokens, each of which pays for its own KL."""
-        scores = micro_batch.advantages[micro_batch.rows].double().cpu().numpy()
-        rewards = terminal_rewards(scores, micro_batch.sequences)
+        rows, sequences = micro_batch.rows, micro_batch.whole.sequences
+        known = [micro_batch.advantages[rows], values[rows]]
         if self._kl_coef != 0.0:
             assert policy.kl is not None, "the reference comes first"
-            rewards -= self._kl_coef * policy.kl.cpu().numpy()
-        return generalized_advantages(
+            known.append(policy.kl)
+        scores, of_states, *kl = _of_whole_sequences(micro_batch, known)
+        rewards = terminal_rewards(scores, sequences)
+        for divergence in kl:
+            rewards -= self._kl_coef * divergence
+        advantages = generalized_advantages(
             rewards,
-            values[micro_batch.rows].double().cpu().numpy(),
-            micro_batch.sequences,
+            of_states,
+            sequences,
             discount=self._critic.settings.discount,
             gae_lambda=self._critic.settings.gae_lambda,
         )
+        own: np.ndarray = advantages[micro_batch.whole.own]
+        return own
 
     def _whitened(self, raw: list[list[np.ndarray]]) -> list[list[Tensor]]:
         flat = [values for parts in raw for values in parts]
@@ -118,6 +125,17 @@ class CriticStep:
             ]
             for micro_batches, parts in zip(self._cut, raw, strict=True)
         ]
+
+
+def _of_whole_sequences(micro_batch: MicroBatch, known: Sequence[Tensor]) -> np.ndarray:
+    """Each [R] as [N] float64, with what other context-parallel ranks know of the sequences."""
+    whole = micro_batch.whole
+    values = micro_batch.rows.new_zeros((len(known), len(whole.sequences)), dtype=torch.float64)
+    own = torch.from_numpy(whole.own).to(values.device)
+    values[:, own] = torch.stack([values_here.double() for values_here in known])
+    add_up_over_context(values)
+    found: np.ndarray = values.cpu().numpy()
+    return found
 
 
 def _targets(values_old: Tensor, advantages: np.ndarray) -> ValueTargets:

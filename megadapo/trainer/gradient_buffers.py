@@ -1,4 +1,4 @@
-"""Gradient buffers of the rank's chunks, and their traffic over data parallel beside the compute.
+"""Gradient buffers of the rank's chunks, and their traffic over replicas beside the compute.
 
 With `overlap_grad_reduce` a bucket of gradients is summed as soon as the last backward pass has
 filled it; with `overlap_param_gather` the updated weights of a bucket arrive just before the
@@ -28,7 +28,7 @@ def wrap_for_gradients(
     Tells megatron-core's schedules through `config` when to start that.
     """
     assert config.calculate_per_token_loss, "anything else would average over data parallel"
-    has_replicas = trainer.data_parallel > 1
+    has_replicas = trainer.num_replicas > 1
     overlap_param_gather = trainer.overlap_param_gather and has_replicas
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

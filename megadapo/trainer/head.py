@@ -15,6 +15,7 @@ from megadapo.algorithm.ratios import sequence_shifted
 from megadapo.kernels.policy_head import PolicyHeadOutput, policy_head_loss, token_logprobs
 from megadapo.trainer.micro_batch import MicroBatch
 from megadapo.trainer.off_policy import OldPolicy
+from megadapo.trainer.parallel import add_up_over_context
 
 LIKELIHOOD = PolicyObjective(ratio="none", gate="none")
 """With advantages of 1 a token's loss is minus its log-prob."""
@@ -107,8 +108,9 @@ class PolicyHead:
 def sequence_old(micro_batch: MicroBatch, old: OldPolicy, logprobs: Tensor) -> Tensor:
     """[T] old log-probs that give every token its sequence's ratio.
 
-    A sequence is never cut over micro-batches. Tokens that the loss leaves out have no part in its
-    ratio and keep their old log-prob, so that the head drops and counts them.
+    A sequence is never cut over micro-batches, and its context-parallel ranks add up their parts.
+    Tokens that the loss leaves out have no part in its ratio and keep their old log-prob, so that
+    the head drops and counts them.
     """
     known = micro_batch.loss_weights != 0
     for values in (old.logprobs, old.logprobs_ref, old.importance_weights):
@@ -121,5 +123,6 @@ def sequence_old(micro_batch: MicroBatch, old: OldPolicy, logprobs: Tensor) -> T
         old.logprobs[rows],
         torch.from_numpy(micro_batch.sequences).to(rows.device)[enters],
         num_sequences=len(micro_batch.members),
+        add_up=add_up_over_context,
     )
     return shifted

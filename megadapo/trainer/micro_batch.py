@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,15 +12,28 @@ from torch import Tensor
 
 from megadapo.data.batch import PackedBatch
 from megadapo.data.policy_versions import NO_VERSION
-from megadapo.trainer.layers import PackedSequences, pack_sequences, tensors_on
+from megadapo.trainer.context_part import ALL, ContextPart
+from megadapo.trainer.packing import PackedSequences, pack_sequences, tensors_on
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WholeSequences:
+    """The N predicted tokens of a micro-batch's sequences on all context-parallel ranks, which have
+    the same numbers here but for `own`."""
+
+    sequences: np.ndarray  # [N] int64, which of the S sequences each token is of; ascending
+    own: np.ndarray  # [R] which of them this rank predicts, ascending
+    is_current: np.ndarray  # [N] bool, sampled from the weights as they are
+    has_stale: bool
+    """Whether some were sampled from other weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """T tokens of S packed sequences, R of which are predicted by the policy head.
 
-    Entry t of a [T] tensor belongs to hidden state t and is about the token behind it; outside of
-    `rows` its value means nothing.
+    Entry t of a [T] tensor belongs to hidden state t and is about the token behind it, which with
+    context parallelism may be on another rank; outside of `rows` its value means nothing.
     """
 
     tokens: Tensor  # [1, T] int64
@@ -39,6 +53,7 @@ class MicroBatch:
     num_stale: int
     num_tokens: int
     """T without its padding."""
+    whole: WholeSequences
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same with every tensor on the device; itself if that is where they are."""
@@ -50,14 +65,22 @@ class MicroBatch:
 class MicroBatchBuilder:
     """Takes micro-batches out of a packed batch; their tensors are in host memory."""
 
-    def __init__(self, *, inverse_frequencies: Tensor | None, token_multiple: int) -> None:
+    def __init__(
+        self,
+        *,
+        inverse_frequencies: Tensor | None,
+        token_multiple: int,
+        part: ContextPart = ALL,
+    ) -> None:
         """
         Args:
             inverse_frequencies: [D / 2], where our own layers turn queries and keys.
             token_multiple: T is padded to it, which sequence parallelism needs.
+            part: this rank's of every sequence.
         """
         self._inverse_frequencies = inverse_frequencies
         self._token_multiple = token_multiple
+        self._part = part
 
     def build(
         self,
@@ -79,38 +102,69 @@ class MicroBatchBuilder:
         members = np.asarray(members, dtype=np.int64)
         lengths = stops[members] - starts[members]
         source = _concatenate([np.arange(starts[i], stops[i]) for i in members])
-        padding = -len(source) % self._token_multiple if len(members) else self._token_multiple
-        padded = [*lengths.tolist(), padding] if padding else lengths.tolist()
+        padded, row_of = self._lay_out(lengths)
+        here = np.flatnonzero(row_of >= 0)
+        tokens = np.zeros(sum(padded) // self._part.size, dtype=batch.tokens.dtype)
+        tokens[row_of[here]] = batch.tokens[source[here]]
+        is_padding = np.ones(len(tokens), dtype=np.bool_)
+        is_padding[row_of[here]] = False
         chosen = np.flatnonzero(predicted[source])
-        of_rows = source[chosen]
-        rows = chosen - 1
-        versions = batch.policy_versions[of_rows]
+        rows = row_of[chosen - 1]
+        own = np.flatnonzero(rows >= 0)
+        rows, of_rows = rows[own], source[chosen[own]]
+        versions = batch.policy_versions[source[chosen]]
         is_current = versions == policy_version
         is_stale = (versions != NO_VERSION) & ~is_current & (policy_version is not None)
+        sequences = np.repeat(np.arange(len(members)), lengths)[chosen]
 
         def at_rows(values: np.ndarray) -> Tensor:
-            spread = np.zeros(len(source) + padding, dtype=values.dtype)
+            spread = np.zeros(len(tokens), dtype=values.dtype)
             spread[rows] = values[of_rows]
             return _tensor(spread)
 
         return MicroBatch(
-            tokens=_tensor(np.pad(batch.tokens[source], (0, padding)))[None, :],
-            is_padding=_tensor(np.arange(len(source) + padding) >= len(source)),
-            packed=pack_sequences(padded, self._inverse_frequencies),
+            tokens=_tensor(tokens)[None, :],
+            is_padding=_tensor(is_padding),
+            packed=pack_sequences(padded, self._inverse_frequencies, self._part),
             members=members,
             lengths=lengths,
             source=of_rows,
-            sequences=np.repeat(np.arange(len(members)), lengths)[chosen],
+            sequences=sequences[own],
             rows=_tensor(rows),
             targets=at_rows(batch.tokens),
             advantages=at_rows(batch.advantages),
             loss_weights=at_rows(batch.loss_weights),
             logprobs_rollout=_tensor(batch.logprobs_rollout[of_rows]),
-            is_current=_tensor(is_current),
-            is_stale=_tensor(is_stale),
-            num_stale=int(is_stale.sum()),
-            num_tokens=len(source),
+            is_current=_tensor(is_current[own]),
+            is_stale=_tensor(is_stale[own]),
+            num_stale=int(is_stale[own].sum()),
+            num_tokens=len(here),
+            whole=WholeSequences(
+                sequences=sequences,
+                own=own,
+                is_current=is_current,
+                has_stale=bool(is_stale.any()),
+            ),
         )
+
+    def _lay_out(self, lengths: np.ndarray) -> tuple[list[int], np.ndarray]:
+        """Lengths of the padded sequences; and the row of each token among this rank's T, -1 where
+        another rank has it."""
+        padded = self._padded_lengths(lengths)
+        places = self._part.places(padded)
+        rows = np.full(sum(padded), -1)
+        rows[places] = np.arange(len(places))
+        firsts = np.cumsum(padded) - padded
+        pieces = [rows[first : first + n] for first, n in zip(firsts, lengths, strict=False)]
+        return padded, _concatenate(pieces)
+
+    def _padded_lengths(self, lengths: np.ndarray) -> list[int]:
+        """Of sequences that can be cut, and of padding behind them that makes T what it must be."""
+        chunks, ranks = self._part.chunks_per_sequence, self._part.size
+        padded = (-(-lengths // chunks) * chunks).tolist()
+        multiple = math.lcm(self._token_multiple, chunks // ranks)
+        padding = -sum(padded) // ranks % multiple if padded else multiple
+        return [*padded, padding * ranks] if padding else padded
 
 
 def response_tokens(batch: PackedBatch) -> np.ndarray:

@@ -43,7 +43,8 @@ class MiniBatch(Sequence[MicroBatch]):
 
     @property
     def num_tokens(self) -> int:
-        return sum(micro_batch.num_tokens for micro_batch in self._waiting)
+        """Of whole sequences: the same on all context-parallel ranks."""
+        return sum(int(micro_batch.lengths.sum()) for micro_batch in self._waiting)
 
 
 class MiniBatchCutter:

@@ -59,6 +59,7 @@ def transformer_config(
         tensor_model_parallel_size=trainer.tensor_parallel,
         pipeline_model_parallel_size=trainer.pipeline_parallel,
         virtual_pipeline_model_parallel_size=trainer.virtual_pipeline if interleaved else None,
+        context_parallel_size=trainer.context_parallel,
         num_layers_in_first_pipeline_stage=trainer.first_stage_layers or None,
         num_layers_in_last_pipeline_stage=trainer.last_stage_layers or None,
         sequence_parallel=trainer.sequence_parallel,

@@ -14,6 +14,7 @@ from megadapo.algorithm.importance import (
     is_outside,
 )
 from megadapo.trainer.micro_batch import MicroBatch
+from megadapo.trainer.parallel import add_up_over_context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +45,15 @@ def old_policy(
 ) -> OldPolicy:
     """What one micro-batch's update is held against, from the trainer's log-probs [T].
 
+    Collective over context-parallel ranks, each of which has some tokens of every sequence.
+
     Where every token was sampled from the present weights and only stale ones are weighted, that
     is the log-probs as they are.
     """
     keeps_rollout = importance.stale_logprobs == "rollout" and micro_batch.num_stale > 0
     logprobs = _with_rollout_logprobs(micro_batch, proximal) if keeps_rollout else proximal
     weighted = _weighted_tokens(micro_batch, importance)
-    if weighted is None or not len(weighted):
+    if weighted is None:
         return OldPolicy(proximal=proximal, logprobs=logprobs)
     rows = micro_batch.rows[weighted]
     ratios = importance_ratios(
@@ -59,6 +62,7 @@ def old_policy(
         torch.from_numpy(micro_batch.sequences).to(rows.device)[weighted],
         num_sequences=len(micro_batch.members),
         level=importance.level,
+        add_up=add_up_over_context,
     )
     weights = torch.ones_like(proximal)
     weights[rows] = bounded_weights(ratios, importance)
@@ -84,6 +88,7 @@ def _weighted_tokens(micro_batch: MicroBatch, importance: ImportanceConfig) -> T
     if importance.scope == "all":
         fresh = micro_batch.is_current
         return torch.nonzero(fresh | micro_batch.is_stale if recomputes else fresh).squeeze(1)
-    if recomputes and micro_batch.num_stale:
+    # not of this rank's tokens alone: all who share the sequences must go on alike
+    if recomputes and micro_batch.whole.has_stale:
         return torch.nonzero(micro_batch.is_stale).squeeze(1)
     return None

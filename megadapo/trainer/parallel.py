@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
+from torch import Tensor
 
 from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.context_part import ContextPart
 from megadapo.trainer.settings import Rendezvous
 
 LOOPBACK = "127.0.0.1"
@@ -26,7 +28,7 @@ def join_groups(
     *,
     seed: int,
 ) -> None:
-    """Join the world and form the tensor-, pipeline- and data-parallel groups."""
+    """Join the world and form the tensor-, pipeline-, context- and data-parallel groups."""
     cuda = torch.cuda.is_available()
     timeout = timedelta(seconds=trainer.timeout_s)
     if rendezvous.address == LOOPBACK:
@@ -44,6 +46,7 @@ def join_groups(
         virtual_pipeline_model_parallel_size=(
             trainer.virtual_pipeline if trainer.virtual_pipeline > 1 else None
         ),
+        context_parallel_size=trainer.context_parallel,
         expert_model_parallel_size=trainer.expert_parallel,
         expert_tensor_parallel_size=trainer.expert_tensor_parallel,
         distributed_timeout_minutes=max(1, round(trainer.timeout_s / 60)),
@@ -61,8 +64,25 @@ def _meet_in_groups_of_messages(device: str) -> None:
     messages between some of its ranks would wait there for the others. A relay of weights between
     nodes (weights/sync/sender.py) is such a first operation of the world.
     """
-    for group in (torch.distributed.group.WORLD, mpu.get_pipeline_model_parallel_group()):
+    groups = (
+        torch.distributed.group.WORLD,
+        mpu.get_pipeline_model_parallel_group(),
+        # keys and values go around in it
+        mpu.get_context_parallel_group(),
+    )
+    for group in groups:
         torch.distributed.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def context_part() -> ContextPart:
+    """Which tokens of every sequence are this rank's."""
+    return ContextPart(mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
+
+
+def add_up_over_context(values: Tensor) -> None:
+    """Sum in place over the ranks that share the sequences' tokens; collective among them."""
+    if mpu.get_context_parallel_world_size() > 1:
+        torch.distributed.all_reduce(values, group=mpu.get_context_parallel_group())
 
 
 def _store(

@@ -48,7 +48,7 @@ from megadapo.trainer.model import (
 from megadapo.trainer.model_layout import validate_model_layout
 from megadapo.trainer.off_policy import OldPolicy, old_policy
 from megadapo.trainer.optimizer import build_optimizer, step_if_finite
-from megadapo.trainer.parallel import join_groups, leave_groups
+from megadapo.trainer.parallel import context_part, join_groups, leave_groups
 from megadapo.trainer.position import parameters_by_global_name, shard_position
 from megadapo.trainer.recorder import UpdateRecorder
 from megadapo.trainer.reference_policy import ReferencePolicy
@@ -119,6 +119,7 @@ class TrainerRank:
             MicroBatchBuilder(
                 inverse_frequencies=rotary_of_own_layers(self.model),
                 token_multiple=settings.trainer.tensor_parallel,
+                part=context_part(),
             ),
             settings.trainer,
             hidden_size=self.layout.shape.hidden_size,
@@ -267,13 +268,14 @@ class TrainerRank:
 
     @property
     def has_results(self) -> bool:
-        """Whether this rank's sums count: one tensor-parallel rank of each last stage."""
+        """Whether this rank's sums count: one tensor-parallel rank of each last stage, of which
+        context-parallel ranks have different tokens."""
         return bool(mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0)
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which copy of the model this rank belongs to."""
-        return int(mpu.get_data_parallel_rank())
+        """Which of the ranks with the same weights this is, context-parallel ones among them."""
+        return int(mpu.get_data_parallel_rank(with_context_parallel=True))
 
     def logprobs_of(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         with torch.no_grad():

@@ -94,7 +94,7 @@ class ReferencePolicy:
                 manifest = manifest_of(list(dict.fromkeys(positions)))
                 (target / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
             torch.distributed.barrier()
-            if mpu.get_data_parallel_rank() == 0:
+            if mpu.get_data_parallel_rank(with_context_parallel=True) == 0:
                 shards = {s.name: value for s, value in match_params(kept, layout, position)}
                 save_file(shards, target / rank_file_name(position), metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:

@@ -84,8 +84,10 @@ def probe_shape(
 def _chosen(micro_batches: Sequence[MicroBatch], max_tokens: float) -> tuple[int, np.ndarray]:
     """Sequences that share a micro-batch with others, fresh ones if there are any."""
     for place, micro_batch in enumerate(micro_batches):
-        current = micro_batch.is_current.cpu().numpy()
-        known = np.unique(micro_batch.sequences[current if current.any() else slice(None)])
+        # of all context-parallel ranks' tokens, so that they choose alike
+        whole = micro_batch.whole
+        some = whole.is_current if whole.is_current.any() else slice(None)
+        known = np.unique(whole.sequences[some])
         if len(micro_batch.members) > 1 and len(known):
             ends = np.cumsum(micro_batch.lengths[known])
             # never all of them, which would be the same shape again

@@ -16,6 +16,7 @@ from tests.support.ranks import Ranks, settings_for
 TP2 = {"tensor": 2}
 PP2 = {"pipeline": 2}
 DP2_TP2 = {"tensor": 2, "data": 2, "sequence": True}
+CP2_PP2 = {"context": 2, "pipeline": 2}
 VPP2 = {"pipeline": 2, "virtual": 2}
 UNEVEN = {"pipeline": 2, "last": 1}
 VPP2_DP2 = {**VPP2, "data": 2, "overlap": True, "bucket": 3000}
@@ -41,7 +42,11 @@ def _load_and_train(rendezvous, settings, batch, folder):
     return train(rendezvous, settings, batch, 1, load=folder, first_step=4)
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2, DP2_TP2, {}], ids=["tp2", "pp2", "dp2-tp2-sp", "one"])
+@pytest.mark.parametrize(
+    "layout",
+    [TP2, CP2_PP2, DP2_TP2, {}],
+    ids=["tp2", "cp2-pp2", "dp2-tp2-sp", "one"],
+)
 def test_loading_at_another_split_continues_the_training(
     ranks: Ranks, models: Path, checkpoint: tuple[Path, dict[str, np.ndarray]], layout: dict
 ) -> None:
@@ -57,13 +62,13 @@ def test_loading_at_another_split_continues_the_training(
         np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
-def test_moments_that_data_parallel_ranks_share_are_saved_whole(
+def test_moments_that_ranks_with_the_same_weights_share_are_saved_whole(
     ranks: Ranks, models: Path, tmp_path: Path
 ) -> None:
-    """Each data-parallel rank holds a slice of every moment, and a tied embedding a bucket of its
-    own: megatron-core alone would save masters and moments behind that bucket shifted."""
+    """Each such rank holds a slice of every moment, and a tied embedding a bucket of its own:
+    megatron-core alone would save masters and moments behind that bucket shifted."""
     batch = random_batch(RAGGED, num_mini_batches=2)
-    shared = settings_for(str(models / "qwen2-tied"), data=2, pipeline=2)
+    shared = settings_for(str(models / "qwen2-tied"), **CP2_PP2)
     ranks.run(4, _train_and_save, shared, batch, tmp_path / "saved")
     _, expected = ranks.run(4, train, shared, batch, 4)[0]
     alone = settings_for(str(models / "qwen2-tied"))

@@ -24,8 +24,8 @@ LAYOUTS = {
     "small-budget": {"tokens_per_micro_batch": 64},
     "tp2": {"tensor": 2},
     "dp2-overlap": {"data": 2, "overlap": True, "bucket": 3000},
-    "tp2-pp2-sp": {"tensor": 2, "pipeline": 2, "sequence": True},
-    "vpp2-dp2": {"pipeline": 2, "virtual": 2, "data": 2},
+    "cp2-tp2-sp": {"context": 2, "tensor": 2, "sequence": True},
+    "cp2-vpp2": {"context": 2, "pipeline": 2, "virtual": 2, "tokens_per_micro_batch": 64},
 }
 
 
@@ -154,7 +154,7 @@ def test_saved_critics_go_on_at_every_split(
     """One update moves a weight by about the learning rate, 1e-3: without its moments, or with
     those of another layer, by another amount of that size."""
     folder, result, expected = saved
-    for layout in (ORIGIN, {"data": 2, "pipeline": 2, "virtual": 2}):
+    for layout in (ORIGIN, {"context": 2, "pipeline": 2, "virtual": 2}):
         settings = critics.with_critic(settings_for(str(models / "deep-tied"), **layout))
         num_ranks = settings.trainer.num_ranks
         again, _, found = ranks.run(

@@ -27,7 +27,7 @@ LAYOUTS = {
     "tp2": {"tensor": 2, "sequence": True},
     "tp2-etp2": {"tensor": 2, "sequence": True, "expert_tensor": 2},
     "tp2-ep2": {"tensor": 2, "sequence": True, "expert": 2},
-    "tp2-dp2-ep4": {"tensor": 2, "sequence": True, "data": 2, "expert": 4},
+    "tp2-cp2-ep4": {"tensor": 2, "sequence": True, "context": 2, "expert": 4},
     "pp2-ep2": {"pipeline": 2, "data": 2, "expert": 2},
     "ep2-recompute": {"data": 2, "expert": 2, "recompute": "full"},
 }
@@ -44,7 +44,7 @@ AUX_LOSS = 5.0
 """So much that most of a gradient is of the load-balancing loss."""
 BALANCED = {
     "small-budget": {"tokens_per_micro_batch": 64},
-    "tp2-dp2-ep4": LAYOUTS["tp2-dp2-ep4"],
+    "tp2-cp2-ep4": LAYOUTS["tp2-cp2-ep4"],
     "tp2-pp2-recompute": {"tensor": 2, "sequence": True, "pipeline": 2, "recompute": "full"},
 }
 

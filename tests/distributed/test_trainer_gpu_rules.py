@@ -21,6 +21,7 @@ def _entered_before_any_message(rendezvous, settings) -> dict[str, int]:
     groups = {
         "world": torch.distributed.group.WORLD,
         "stages": mpu.get_pipeline_model_parallel_group(),
+        "context": mpu.get_context_parallel_group(),
     }
     return {name: group._get_sequence_number_for_group() for name, group in groups.items()}
 
@@ -29,7 +30,7 @@ def test_every_rank_enters_a_group_before_some_of_them_exchange_messages(
     ranks: Ranks, models: Path
 ) -> None:
     """Catches NCCL waiting forever for the ranks that have no part in a group's first message."""
-    settings = settings_for(str(models / "qwen2-tied"), pipeline=2, data=2)
+    settings = settings_for(str(models / "qwen2-tied"), pipeline=2, context=2)
     for entered in ranks.run(4, _entered_before_any_message, settings):
         assert min(entered.values()) > 0, entered
 

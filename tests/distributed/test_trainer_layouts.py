@@ -26,18 +26,24 @@ LAYOUTS = {
     "recompute-layers": {"recompute": "full", "recompute_layers": 1},
     "recompute-parts": {"recompute": "selective", "recompute_modules": ("core_attn", "mlp")},
     "tp2-pp2-sp-recompute": {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": "full"},
-    "pp2-dp2": {"pipeline": 2, "data": 2},
     "dp2-overlap": {"data": 2, **OVERLAP},
     "pp2-dp2-overlap": {"pipeline": 2, "data": 2, **OVERLAP},
     "tp2-dp2-sp-overlap": {"tensor": 2, "data": 2, "sequence": True, **OVERLAP},
+    "cp2": {"context": 2},
+    "cp4-small-budget": {"context": 4, "tokens_per_micro_batch": 64},
+    "cp2-tp2-sp-recompute": {
+        **{"context": 2, "tensor": 2, "sequence": True},
+        **{"recompute": "selective", "recompute_modules": ("core_attn",)},
+    },
+    "cp2-dp2-overlap": {"context": 2, "data": 2, **OVERLAP},
 }
 DEEP_LAYOUTS = {
     "tp2": {"tensor": 2},
     "vpp2": {"pipeline": 2, "virtual": 2},
     "tp2-vpp2-sp": {"tensor": 2, "pipeline": 2, "virtual": 2, "sequence": True},
     "vpp2-dp2-overlap": {"pipeline": 2, "virtual": 2, "data": 2, **OVERLAP},
-    "vpp2-recompute": {"pipeline": 2, "virtual": 2, "recompute": "selective"},
     "pp2-short-last": {"pipeline": 2, "last": 1},
+    "cp2-vpp2-recompute": {"context": 2, "pipeline": 2, "virtual": 2, "recompute": "selective"},
     "pp3-long-first": {"pipeline": 3, "first": 2},
 }
 
@@ -122,7 +128,8 @@ def test_gradients_are_those_of_the_definition(
 
 
 def test_a_rank_without_sequences_takes_part(ranks: Ranks, models: Path) -> None:
-    """Fewer sequences than data-parallel ranks must neither hang nor change the gradient."""
+    """Fewer sequences than data-parallel ranks, or tokens than context-parallel ones, must neither
+    hang nor change the gradient."""
     batch = random_batch([40])
     expected = measure(ranks, models / "qwen2-tied", batch)
     assert_same(measure(ranks, models / "qwen2-tied", batch, data=2), expected)
@@ -130,6 +137,9 @@ def test_a_rank_without_sequences_takes_part(ranks: Ranks, models: Path) -> None
     assert_same(
         measure(ranks, models / "qwen2-tied", batch, data=2, tensor=2, sequence=True), expected
     )
+    short = random_batch([2])
+    expected = measure(ranks, models / "qwen2-tied", short)
+    assert_same(measure(ranks, models / "qwen2-tied", short, data=2, context=2), expected)
 
 
 @pytest.mark.parametrize("virtual", [1, 2])

@@ -59,7 +59,7 @@ def test_rotary_frequencies_equal_transformers(ranks: Ranks, kind: str) -> None:
 def _padding(rendezvous, lengths: list[int]) -> tuple[list[int], int, list[tuple[int, int, int]]]:
     import torch
 
-    from megadapo.trainer.layers import pack_sequences
+    from megadapo.trainer.packing import pack_sequences
 
     packed = pack_sequences(lengths, torch.ones(2))
     buckets = [(b.offset, b.num_sequences, b.length) for b in packed.buckets]
@@ -89,7 +89,8 @@ def _attention(rendezvous, lengths: list[int], heads: int, kv_heads: int, seed: 
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megadapo.trainer.layers import PackedAttention, pack_sequences
+    from megadapo.trainer.layers import PackedAttention
+    from megadapo.trainer.packing import pack_sequences
 
     torch.manual_seed(seed)
     size = 8

@@ -50,9 +50,9 @@ TEXT_LENGTHS = [2, 77, 3, 40, 130, 9]
 LAYOUTS = {
     "tp2": {"tensor": 2},
     "pp2": {"pipeline": 2},
-    "dp2-small-budget": {"data": 2, "tokens_per_micro_batch": 64},
+    "cp2-dp2-small-budget": {"context": 2, "data": 2, "tokens_per_micro_batch": 64},
     "middle-budget": {"tokens_per_micro_batch": 160},
-    "tp2-dp2-sp": {"tensor": 2, "data": 2, "sequence": True},
+    "cp2-tp2-sp": {"context": 2, "tensor": 2, "sequence": True},
 }
 
 
@@ -149,7 +149,7 @@ def test_steps_of_a_response_are_where_they_are_under_every_split(
     batch = process_batch()
     assert len(np.unique(batch.advantages)) > len(RAGGED)
     cases = {"dapo": PolicyObjective(), "gspo": CASES["gspo"]}
-    for layout in ("dp2-small-budget", "pp2", "tp2-dp2-sp"):
+    for layout in ("pp2", "cp2-dp2-small-budget", "cp2-tp2-sp"):
         settings = settings_for(str(models / "qwen2-tied"), **LAYOUTS[layout])
         found = ranks.run(
             settings.trainer.num_ranks, gradients_by_objective, settings, batch, cases
@@ -181,7 +181,7 @@ def test_bounds_are_searched_over_all_ranks_before_each_update(
     bapo = BAPO.model_copy(update={"scope": scope, "target_share": 0.9})
     options = {"objective": CASES["bapo"], "bapo": bapo}
     ((alone, _),) = steps(ranks, models, **options)
-    layout = {"data": 2, "pipeline": 2, "tokens_per_micro_batch": 64, **OVERLAP}
+    layout = {"data": 2, "context": 2, "tokens_per_micro_batch": 64, **OVERLAP}
     split = steps(ranks, models, **layout, **options)
     for found, _ in [(alone, None), *split]:
         bounds = found["searched_bounds"]

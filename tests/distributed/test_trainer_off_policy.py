@@ -34,8 +34,8 @@ CASES = {
 }
 LAYOUTS = {
     "tp2": {"tensor": 2},
-    "dp2-small-budget": {"data": 2, "tokens_per_micro_batch": 64},
-    "pp2": {"pipeline": 2},
+    "cp2-dp2-small-budget": {"context": 2, "data": 2, "tokens_per_micro_batch": 64},
+    "cp2-pp2": {"context": 2, "pipeline": 2},
     "tp2-pp2-sp": {"tensor": 2, "pipeline": 2, "sequence": True},
 }
 
@@ -91,7 +91,7 @@ def test_a_step_measures_how_stale_its_tokens_are(ranks: Ranks, models: Path) ->
     proximal = ranks.run(1, logprobs, settings_for(str(folder)), batch)[0][trained]
     difference = np.abs(proximal - batch.logprobs_rollout[trained])
     ratios = np.exp(proximal - batch.logprobs_rollout[trained])[gaps > 0]
-    found = step(ranks, models, batch, data=2, importance=CASES["token-truncate"])
+    found = step(ranks, models, batch, context=2, importance=CASES["token-truncate"])
     staleness = found["staleness"]
     assert staleness["token_share"] == pytest.approx((gaps > 0).mean())
     assert (staleness["mean"], staleness["max"]) == (pytest.approx(gaps.mean()), 3)
@@ -152,7 +152,7 @@ def test_the_gap_to_the_engine_is_split_by_cause(ranks: Ranks, models: Path, dty
     assert causes["batch_shape_abs_max"] < (1e-5 if dtype == "float32" else 0.2)
     assert (causes["batch_shape_abs_mean"] > 1e-4) == (dtype == "bfloat16")
     stale = random_batch(RAGGED, policy_version=PRESENT - 1)
-    causes = step(ranks, models, stale, dtype=dtype, data=2, pipeline=2)["parity_causes"]
+    causes = step(ranks, models, stale, dtype=dtype, data=2, context=2)["parity_causes"]
     assert causes["batch_shape_abs_max"] is not None and causes["engine_abs_max"] is None
     # a sequence that is alone in its micro-batch has no other shape
     alone = random_batch([30], policy_version=PRESENT)

@@ -22,9 +22,9 @@ SEQUENCES = [0, 2, 4, 7, 11]
     "layout",
     [
         {"data": 2, "tokens_per_micro_batch": 64},
-        {"tensor": 2, "pipeline": 2, "sequence": True},
+        {"context": 2, "pipeline": 2},
     ],
-    ids=["dp2", "tp2-pp2-sp"],
+    ids=["dp2", "cp2-pp2"],
 )
 def test_an_update_remembers_what_it_computed(ranks: Ranks, models: Path, layout: dict) -> None:
     batch = random_batch(RAGGED, num_mini_batches=2)
@@ -38,7 +38,7 @@ def test_an_update_remembers_what_it_computed(ranks: Ranks, models: Path, layout
 
     assert [asdict(u.result) for u in updates] == [asdict(u.result) for u in silent]
     parts = [u.recorded for u in updates if u.recorded is not None]
-    assert len(parts) == layout.get("data", 1)
+    assert len(parts) == layout.get("data", 1) * layout.get("context", 1)
     recorded = parts[0].merged(parts[1:])
     starts = batch.cu_seqlens[:-1] + batch.prompt_lengths
     pieces = [np.arange(starts[i], batch.cu_seqlens[i + 1]) for i in SEQUENCES]

@@ -48,7 +48,7 @@ CASES = {
 }
 LAYOUTS = {
     "tp2-sp": {"tensor": 2, "sequence": True},
-    "dp2-small-budget": {"data": 2, "tokens_per_micro_batch": 64},
+    "cp2-dp2-small-budget": {"context": 2, "data": 2, "tokens_per_micro_batch": 64},
     "pp2-large-budget": {"pipeline": 2, "tokens_per_micro_batch": 4096},
     "vpp2-dp2-overlap": {"pipeline": 2, "virtual": 2, "data": 2, "overlap": True, "bucket": 3000},
 }
@@ -127,7 +127,7 @@ def k1_by_hand(models: Path) -> np.ndarray:
     return np.concatenate(parts)
 
 
-@pytest.mark.parametrize("name", ["tp2-sp", "dp2-small-budget", "vpp2-dp2-overlap"])
+@pytest.mark.parametrize("name", ["tp2-sp", "cp2-dp2-small-budget", "vpp2-dp2-overlap"])
 def test_rewards_pay_for_the_divergence_of_whole_responses_under_every_split(
     ranks: Ranks, models: Path, k1_by_hand: np.ndarray, name: str
 ) -> None:
@@ -228,14 +228,14 @@ def test_a_reference_goes_on_from_a_checkpoint_at_any_split(
     """Made anew from the policy's weights, it would forget what it had been."""
     batch, folder = random_batch(RAGGED, num_mini_batches=2), models / "deep-tied"
     usual = {"reference": reference, "dtype": dtype}
-    tp2 = {"tensor": 2, **usual}
-    whole = run(ranks, partial(follow, save=(3, tmp_path / "saved")), folder, batch, 4, **tp2)
+    split = {"tensor": 2, "context": 2, **usual}
+    whole = run(ranks, partial(follow, save=(3, tmp_path / "saved")), folder, batch, 4, **split)
     go_on = partial(follow, load=tmp_path / "saved", first_step=4)
-    for layout in (tp2, {"pipeline": 2, "virtual": 2, "data": 2, **usual}):
+    for layout in (split, {"pipeline": 2, "virtual": 2, "data": 2, **usual}):
         loaded, then = run(ranks, go_on, folder, batch, 1, **layout)
         for name, weight in whole[3][2].items():
             assert loaded[2][name].tobytes() == weight.tobytes(), name
-        if layout is tp2:
+        if layout is split:
             assert then[0] == whole[4][0]
             for name, weight in whole[4][2].items():
                 assert then[2][name].tobytes() == weight.tobytes(), name

@@ -240,8 +240,9 @@ def test_a_rank_that_hangs_ends_the_run_in_time_and_the_run_resumes(uninterrupte
 
 
 @pytest.mark.full
-def test_every_split_of_the_trainer_runs_by_overrides_alone(uninterrupted, tmp_path):
-    """TP 2 x PP 2 with sequence parallelism and two engines learn what one process learns.
+@pytest.mark.parametrize("second", ["pipeline", "context"])
+def test_every_split_of_the_trainer_runs_by_overrides_alone(uninterrupted, tmp_path, second):
+    """TP 2 x PP 2 or CP 2 with sequence parallelism and two engines learn what one process learns.
 
     The first step's samples come from equal weights and seeds, so they are the same responses; its
     loss may differ by rounding only.
@@ -250,14 +251,15 @@ def test_every_split_of_the_trainer_runs_by_overrides_alone(uninterrupted, tmp_p
     result = run(
         folder,
         "--trainer.tensor_parallel=2",
-        "--trainer.pipeline_parallel=2",
+        f"--trainer.{second}_parallel=2",
         "--trainer.sequence_parallel=true",
         "--rollout.num_engines=2",
         "--rollout.num_threads=1",
         num_steps=2,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    split, whole = metrics(folder)[0], metrics(uninterrupted)[0]
+    (split, then), whole = metrics(folder), metrics(uninterrupted)[0]
+    assert then["parity/logprob_abs_max"] < 1e-4  # the engines have what was trained
     assert split["response_length/mean"] == whole["response_length/mean"]
     assert split["accuracy/mean"] == whole["accuracy/mean"]
     assert split["policy/loss"] == pytest.approx(whole["policy/loss"], rel=1e-4, abs=1e-6)

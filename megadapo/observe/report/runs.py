@@ -33,7 +33,12 @@ _FACTS = (
     ("placement", "cluster.placement"),
     ("seed", "run.seed"),
 )
-_SPLITS = (("TP", "tensor_parallel"), ("PP", "pipeline_parallel"), ("DP", "data_parallel"))
+_SPLITS = (
+    ("TP", "tensor_parallel"),
+    ("PP", "pipeline_parallel"),
+    ("CP", "context_parallel"),
+    ("DP", "data_parallel"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,6 +79,32 @@ def test_a_sequences_ratio_has_the_same_bits_in_any_micro_batch() -> None:
         assert alone.unique().tolist() == whole[own].unique().tolist()
 
 
+def test_a_sequences_ratio_has_the_same_bits_wherever_its_tokens_are() -> None:
+    """Tokens of a sequence that another rank has must count, and a rank without any takes part."""
+    proximal, rollout, sequences = log_probs()
+    whole = importance_ratios(proximal, rollout, sequences, num_sequences=5, level="sequence")
+    owners = torch.arange(len(sequences)) % 2
+    sums: list[torch.Tensor] = []
+    for _ in range(2):
+        # first what every rank has, then all of it
+        parts, total = [], sum(sums) if sums else None
+        for rank in range(3):
+            own = owners == rank
+            parts.append(
+                importance_ratios(
+                    proximal[own],
+                    rollout[own],
+                    sequences[own],
+                    num_sequences=5,
+                    level="sequence",
+                    add_up=sums.append if total is None else lambda own, all=total: own.copy_(all),
+                )
+            )
+    assert len(sums) == 3
+    for rank, found in enumerate(parts):
+        assert found.tolist() == whole[owners == rank].tolist()
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_hundred_thousand_extreme_tokens_give_finite_weights(level: str) -> None:
     size = 100_000

@@ -206,6 +206,10 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
             ["trainer.data_parallel = 32", "without a response"],
         ),
         (
+            ["trainer.context_parallel=16384"],
+            ["trainer.context_parallel = 16384", "32768 chunks", "max_response_tokens = 2"],
+        ),
+        (
             ["rollout.max_response_tokens=4096"],
             ["algorithm.overlong_buffer", "max_response_tokens"],
         ),
