@@ -138,11 +138,11 @@ def make_trained_models(folder: Path) -> None:
         "qwen2-tied": ("Qwen2", TRAINED, {"tie_word_embeddings": True}),
         "qwen2-untied": ("Qwen2", TRAINED, {"tie_word_embeddings": False}),
         "qwen3": ("Qwen3", TRAINED, {"head_dim": 16, "tie_word_embeddings": True}),
-        "qwen3-moe": ("Qwen3Moe", DEEP, {"head_dim": 16, "norm_topk_prob": True}),
         "llama3": ("Llama", TRAINED, {"rope_parameters": LLAMA3_ROPE}),
         "mistral": ("Mistral", TRAINED, {"sliding_window": None}),
         "deep-tied": ("Qwen2", DEEP, {"tie_word_embeddings": True}),
         "deep-untied": ("Qwen2", DEEP, {"tie_word_embeddings": False}),
+        "qwen3-moe": ("Qwen3Moe", DEEP, {"head_dim": 16, "norm_topk_prob": True}),
     }
     with torch.random.fork_rng():
         torch.manual_seed(0)
