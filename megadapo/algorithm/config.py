@@ -137,6 +137,7 @@ class AlgorithmConfig(Section, title="algorithm"):
             )
         yield from self._advantage_conflicts()
         yield from self._shared_prefix_conflicts()
+        yield from self._without_effect()
         if self.objective.kl_coef != 0.0 and self.objective.kl_in == "reward":
             yield from self._kl_reward_conflicts()
         elif self.kl_control.target is not None:
@@ -180,6 +181,24 @@ class AlgorithmConfig(Section, title="algorithm"):
                 'algorithm.shared_prefix = "hard" averages advantages of whole responses, which '
                 'algorithm.advantage = "gae" and algorithm.objective.kl_in = "reward" give every '
                 'token anew: set it to "soft"'
+            )
+
+    def _without_effect(self) -> Iterator[str]:
+        if self.overlong_buffer == 0 and self.overlong_factor != 1.0:
+            yield (
+                "algorithm.overlong_factor: nothing is punished with algorithm.overlong_buffer = "
+                "0; leave it out, or set that"
+            )
+        if self.objective.kl_loss_coef != 0.0 and self.objective.kl_gradient == "k1":
+            yield (
+                'algorithm.objective.kl_gradient = "k1" is 0 in the mean, so the KL divergence '
+                'would regularise nothing: set it to "k2", or kl_in = "reward"'
+            )
+        if self.objective.ratio == "none" and self.importance.stale_logprobs == "rollout":
+            yield (
+                'algorithm.importance.stale_logprobs = "rollout" corrects stale tokens by their '
+                'ratio, and algorithm.objective.ratio = "none" has none: set the first to '
+                '"recompute"'
             )
 
     def _kl_reward_conflicts(self) -> Iterator[str]:

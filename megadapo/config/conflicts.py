@@ -42,6 +42,12 @@ def _check_mini_batches(algorithm: AlgorithmConfig, sampling: SamplingConfig) ->
             "sampling.prompts_per_step x sampling.responses_per_prompt = "
             f"{sampling.prompts_per_step} x {group} = {batch}"
         )
+    elif algorithm.bapo.scope == "lagged" and batch == size:
+        yield (
+            'algorithm.bapo.scope = "lagged" searches over the update before in the same step, and '
+            f"algorithm.responses_per_mini_batch = {size} makes one update of a step: lower it, "
+            'or set the scope to "minibatch"'
+        )
 
 
 def _check_ranks(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> Iterator[str]:

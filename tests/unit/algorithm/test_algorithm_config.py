@@ -71,6 +71,18 @@ IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward", "kl_value": "k1"}
         ({"advantage": "maxrl"}, "set algorithm.overlong_buffer = 0"),
         ({"loss_aggregation": "seq-mean-token-sum-norm"}, "set both or neither"),
         ({"loss_length": 100}, "set both or neither"),
+        ({"overlong_buffer": 0, "overlong_factor": 0.5}, "algorithm.overlong_factor: nothing is"),
+        (
+            {"objective": {"kl_coef": 0.1, "kl_gradient": "k1"}},
+            'algorithm.objective.kl_gradient = "k1" is 0 in the mean',
+        ),
+        (
+            {
+                "objective": {"ratio": "none", "gate": "none"},
+                "importance": {"stale_logprobs": "rollout"},
+            },
+            'algorithm.objective.ratio = "none" has none',
+        ),
         ({"bapo": {"target_share": 0.5}}, "algorithm.bapo: read only with"),
         ({"bapo": {"low_min": 0.9, "low_max": 0.6}}, "algorithm.bapo.low_min = 0.9 is above"),
         ({"pretraining": {"coef": 2.0, "max_text_tokens": 9}}, "algorithm.pretraining.coef, algor"),

@@ -202,6 +202,14 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
             ["= 16384 does not divide", "512 x 16 = 8192"],
         ),
         (
+            [
+                "algorithm.objective.gate=bapo",
+                "algorithm.bapo.scope=lagged",
+                "algorithm.responses_per_mini_batch=8192",
+            ],
+            ["algorithm.bapo.scope", "algorithm.responses_per_mini_batch = 8192"],
+        ),
+        (
             ["algorithm.responses_per_mini_batch=16", "trainer.data_parallel=32"],
             ["trainer.data_parallel = 32", "without a response"],
         ),
