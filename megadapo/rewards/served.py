@@ -6,6 +6,7 @@ and says how often; what stays without an answer is a failure of that response a
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -79,7 +80,7 @@ class Client:
                 reason = f"HTTP {error.code}"
                 if error.code not in RETRIED:
                     raise NoAnswer(f"{self._url}: {reason}", is_refused=True) from error
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, http.client.HTTPException) as error:
                 reason = f"{type(error).__name__}: {error}"
         raise NoAnswer(f"{self._url}: {reason}, after {self._retries} retries")
 
@@ -126,6 +127,7 @@ def judge_reward(
         url: up to /v1, as in http://127.0.0.1:8000/v1.
         template: with $question, $response and $ground_truth.
         pattern: the first group of its last match is the score; without one the judge has failed.
+        scale: the best score; one above it, or below 0, is none.
         key_variable: the environment variable with the key, where one is needed; the function sees
             it only if it is named in its `environment`.
     """
@@ -148,7 +150,10 @@ def judge_reward(
         found = re.findall(pattern, said)
         if not found:
             raise NoAnswer(f"the judge gave no score: {said[-80:]!r}")
-        return {"score": float(found[-1]) / scale, "retries": num_retries}
+        score = float(found[-1])
+        if not 0.0 <= score <= scale:
+            raise NoAnswer(f"the judge's score {score:g} is not from 0 to {scale:g}")
+        return {"score": score / scale, "retries": num_retries}
 
     return _side_by_side(judge, len(responses), max_concurrent)
 

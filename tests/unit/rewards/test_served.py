@@ -20,6 +20,11 @@ from megadapo.rewards.function_config import RewardFunction
 from megadapo.rewards.runner import FunctionScore
 from megadapo.rewards.runners import start_runner
 
+BROKEN = {
+    "no HTTP": b"garbage\r\n\r\n",
+    "half": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n{}",
+}
+"""What is no answer, by the message that it is sent for."""
 PROMPT = Prompt("id", (("system", "Be brief."), ("user", "1+1=?")), "2", "test")
 
 
@@ -30,6 +35,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.seen: list[tuple[str, str | None, dict]] = []
         self.num_busy = 0
+        self.said = "Score: 3?\n**Score: 8**"
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def answer(self, path: str, body: dict) -> tuple[int, object]:
@@ -42,7 +48,7 @@ class Server(ThreadingHTTPServer):
             return 401, {}
         if path == "/classify":
             return 200, {"data": [{"probs": [0.1, len(text) / 2]}]}
-        said = "I cannot say." if "unclear" in text else "Score: 3?\n**Score: 8**"
+        said = "I cannot say." if "unclear" in text else self.said
         return 200, {"choices": [{"message": {"content": said}}] if "empty" not in text else []}
 
 
@@ -54,6 +60,10 @@ class Handler(BaseHTTPRequestHandler):
         self.server.seen.append((self.path, self.headers["Authorization"], body))
         if "cut off" in body["messages"][-1]["content"]:
             self.connection.close()
+            return
+        if broken := BROKEN.get(body["messages"][-1]["content"]):
+            self.wfile.write(broken)
+            self.close_connection = True
             return
         status, reply = self.server.answer(self.path, body)
         self.send_response(status)
@@ -101,6 +111,22 @@ def test_a_judge_is_asked_of_each_response_and_what_fails_fails_alone(server: Se
     assert "Be brief.\n\n1+1=?" in asked and "The right answer: 2" in asked
 
 
+def test_an_answer_that_is_no_http_fails_its_response_alone(server: Server) -> None:
+    """The client's own errors of it are neither OSError nor ValueError: they would fail all."""
+    scores = ask("reward_model", ["no HTTP", "half", "four"], url=server.url, index=1, retries=1)
+    assert [one.score for one in scores] == [0.0, 0.0, 2.0]
+    assert "BadStatusLine" in scores[0].failure and "IncompleteRead" in scores[1].failure
+    assert all("after 1 retries" in one.failure for one in scores[:2])
+
+
+@pytest.mark.parametrize("said", ["Score: 1000", "Score: -3", "Score: 10.1"])
+def test_a_score_off_its_scale_is_none(server: Server, said: str) -> None:
+    """A response that talks its judge into 1000 would be worth 100 right ones."""
+    server.said = said
+    (score,) = ask("judge", ["a"], url=f"{server.url}/v1")
+    assert score.score == 0.0 and "is not from 0 to 10" in score.failure
+
+
 def test_a_key_is_sent_only_where_it_is_named(server: Server, monkeypatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     url = f"{server.url}/v1"
@@ -110,8 +136,8 @@ def test_a_key_is_sent_only_where_it_is_named(server: Server, monkeypatch) -> No
 
 
 def test_a_template_and_a_pattern_of_ones_own(server: Server) -> None:
-    own = {"template": "$response/$ground_truth {x}", "pattern": r"Score: (\d)\?", "scale": 1.0}
-    assert [one.score for one in ask("judge", ["a"], url=f"{server.url}/v1", **own)] == [3.0]
+    own = {"template": "$response/$ground_truth {x}", "pattern": r"Score: (\d)\?", "scale": 4.0}
+    assert [one.score for one in ask("judge", ["a"], url=f"{server.url}/v1", **own)] == [0.75]
     assert server.seen[0][2]["messages"][0]["content"] == "a/2 {x}"
 
 
