@@ -37,6 +37,11 @@ class BranchedGroup(Protocol):
         """[G] where each left another one; None where it began at the prompt."""
         ...
 
+    @property
+    def truncated(self) -> Sequence[bool]:
+        """[G] whether a response was cut at the length limit."""
+        ...
+
 
 def branch_advantages(
     groups: Sequence[BranchedGroup], values: Advantages, config: AlgorithmConfig
@@ -47,7 +52,8 @@ def branch_advantages(
     found, start = [], 0
     for group in groups:
         part = values[start : start + len(group.lengths)]
-        found += hard_advantages(part, group.lengths, group.branches)
+        keep = [not (cut and config.overlong_filtering) for cut in group.truncated]
+        found += hard_advantages(part, group.lengths, group.branches, keep=keep)
         start += len(part)
     return found
 
@@ -56,10 +62,13 @@ def hard_advantages(
     values: Sequence[float] | Advantages,
     lengths: Sequence[int],
     branches: Sequence[Branch | None],
+    *,
+    keep: Sequence[bool] | None = None,
 ) -> list[np.ndarray]:
     """The advantage of every token of a group's G responses: [n_i] float64 each.
 
-    A token gets the mean over the responses that share it, a response's own tokens its own value.
+    A token gets the mean over the responses in the loss that share it, a response's own tokens its
+    own value, and one that is left out keeps its own.
     Tokens that are equal by chance are not shared. Soft attribution gives every token its
     response's value, and where nothing is clipped and all tokens have one weight the gradient is
     the same.
@@ -68,6 +77,7 @@ def hard_advantages(
         values: [G] of whole responses, or arrays with those of their tokens.
         lengths: [G] tokens of each response.
         branches: [G] None for a response that began at the prompt.
+        keep: [G] False for a response that is left out of the loss; None: there is no such.
     """
     writers = _writers(lengths, branches)
     spread = [np.broadcast_to(value, n) for value, n in zip(values, lengths, strict=True)]
@@ -75,9 +85,12 @@ def hard_advantages(
     # a token has a name: who wrote it, and where
     names = np.concatenate([w * longest + np.arange(len(w)) for w in writers]).astype(np.int64)
     _, tokens = np.unique(names, return_inverse=True)
-    sums = np.bincount(tokens, weights=np.concatenate(spread))
-    means = (sums / np.bincount(tokens))[tokens]
-    return np.split(means, np.cumsum(lengths)[:-1])
+    kept = np.repeat([True] * len(lengths) if keep is None else keep, lengths)
+    own = np.concatenate(spread)
+    sums = np.bincount(tokens, weights=own * kept)
+    counts = np.bincount(tokens, weights=kept)
+    means = sums / np.maximum(1.0, counts)
+    return np.split(np.where(kept, means[tokens], own), np.cumsum(lengths)[:-1])
 
 
 def _writers(lengths: Sequence[int], branches: Sequence[Branch | None]) -> list[np.ndarray]:

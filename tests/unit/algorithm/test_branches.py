@@ -65,13 +65,33 @@ def test_advantages_of_tokens_are_averaged_token_by_token():
 
 def test_groups_of_a_step_are_spread_one_after_the_other():
     groups = [
-        SimpleNamespace(lengths=[2, 3], branches=[None, Branch(0, 1)]),
-        SimpleNamespace(lengths=[1], branches=[None]),
+        SimpleNamespace(lengths=[2, 3], branches=[None, Branch(0, 1)], truncated=[False, False]),
+        SimpleNamespace(lengths=[1], branches=[None], truncated=[False]),
     ]
     values = np.array([1.0, -1.0, 0.5])
     assert branch_advantages(groups, values, AlgorithmConfig()) is values
     hard = branch_advantages(groups, values, AlgorithmConfig(shared_prefix="hard"))
     assert [own.tolist() for own in hard] == [[0, 1], [0, -1, -1], [0.5]]
+
+
+@pytest.mark.parametrize(("filtering", "shared"), [(True, 1.0), (False, -1.0)])
+def test_responses_that_are_left_out_of_the_loss_have_no_part_in_the_mean(
+    filtering: bool, shared: float
+):
+    """A truncated one would pull what it shares with others, which it does not answer for."""
+    group = SimpleNamespace(
+        lengths=[3, 3, 4],
+        branches=[None, Branch(0, 2), Branch(0, 2)],
+        truncated=[False, False, True],
+    )
+    config = AlgorithmConfig(
+        shared_prefix="hard",
+        overlong_filtering=filtering,
+        overlong_buffer=0,
+    )
+    first, second, cut = branch_advantages([group], np.array([2.0, 0.0, -5.0]), config)
+    assert (first.tolist(), second.tolist()) == ([shared, shared, 2.0], [shared, shared, 0.0])
+    assert cut.tolist() == ([-5.0] * 4 if filtering else [-1.0, -1.0, -5.0, -5.0])
 
 
 def test_hard_attribution_needs_advantages_of_whole_responses():
