@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megadapo.ablation.rows import OWN_KEYS, Row, RowsFile, arguments, flat
 from megadapo.config import RunConfig, load_config, to_dict
@@ -100,14 +101,13 @@ def plan_ablation(
             or a folder holds a run of another configuration.
         MegadapoError: what a recipe points at cannot be used.
     """
-    _check_overrides(overrides, rows)
+    plan_row = partial(_plan_run, config, rows_file, rows, folder)
+    for number, override in enumerate(overrides):
+        others = [*overrides[:number], *overrides[number + 1 :]]
+        _check_override(override, [partial(plan_row, n, 0, others) for n in range(len(rows.row))])
     first_seed = load_config(config, list(overrides)).run.seed
     seeds = tuple(range(first_seed, first_seed + num_seeds))
-    runs = [
-        _plan_run(config, rows_file, rows, index, seed, folder, overrides)
-        for seed in seeds
-        for index in range(len(rows.row))
-    ]
+    runs = [plan_row(index, seed, overrides) for seed in seeds for index in range(len(rows.row))]
     for run in runs[: len(rows.row)]:
         _checked(run)
     for run in runs:
@@ -122,23 +122,42 @@ def plan_ablation(
     )
 
 
-def _check_overrides(overrides: Sequence[str], rows: RowsFile) -> None:
-    own = rows.own_keys
-    for override in overrides:
-        key = ".".join(parse_override(override)[0])
-        if key in own:
-            raise ConfigError(f"{override}: rows differ in {key}, so it cannot be set for all")
-        if key in OWN_KEYS and key != "run.seed":
-            raise ConfigError(f"{override}: {key} is set by the ablation itself; see --folder")
+def _check_override(override: str, without: Sequence[Callable[[], PlannedRun]]) -> None:
+    """Refuse an override of what the ablation sets, or of what rows are compared in.
+
+    Args:
+        without: makes each row's run without it.
+    """
+    key = ".".join(parse_override(override)[0])
+    if key in OWN_KEYS and key != "run.seed":
+        raise ConfigError(f"{override}: {key} is set by the ablation itself; see --folder")
+    # a row that cannot run without it says so itself, or has no value to lose
+    rows = [values for plan in without if (values := _values(plan, key))]
+    names = {name for row in rows for name in row}
+    differing = sorted(n for n in names if any(row.get(n) != rows[0].get(n) for row in rows))
+    if differing:
+        raise ConfigError(
+            f"{override}: rows differ in {', '.join(differing[:MAX_LISTED])}, so it cannot be set "
+            "for all"
+        )
+
+
+def _values(plan: Callable[[], PlannedRun], key: str) -> dict[str, Any]:
+    """A row's values of a key, or of all below it; none where its configuration is refused."""
+    try:
+        values = flat(to_dict(plan().config))
+    except ConfigError:
+        return {}
+    return {name: value for name, value in values.items() if f"{name}.".startswith(f"{key}.")}
 
 
 def _plan_run(
     config: str,
     rows_file: Path,
     rows: RowsFile,
+    folder: Path,
     index: int,
     seed: int,
-    folder: Path,
     overrides: Sequence[str],
 ) -> PlannedRun:
     row = rows.row[index]

@@ -75,7 +75,8 @@ class RowsFile(Section, title="rows"):
             yield f"rows: {names.count(name)} rows would be kept in a folder {name!r}: rename them"
         if self.cumulative and any(row.config is not None for row in self.row):
             yield "rows: with cumulative = true a row adds to the one before, so none has a config"
-        for key in {*flat(self.overrides), *self.own_keys} & {*OWN_KEYS}:
+        tables = [self.overrides, *(row.overrides for row in self.row)]
+        for key in {key for table in tables for key in flat(table)} & {*OWN_KEYS}:
             yield f"rows: {key} is set by the ablation itself; leave it out"
 
     def overrides_of(self, index: int) -> dict[str, Any]:
@@ -84,11 +85,6 @@ class RowsFile(Section, title="rows"):
         for row in self.row[0 if self.cumulative else index : index + 1]:
             merged = merge_tables(merged, row.overrides)
         return merged
-
-    @property
-    def own_keys(self) -> frozenset[str]:
-        """Dotted keys that make a difference between rows."""
-        return frozenset(key for row in self.row for key in flat(row.overrides))
 
     @property
     def comparisons(self) -> list[tuple[str, str]]:

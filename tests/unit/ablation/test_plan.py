@@ -49,6 +49,7 @@ def test_a_rows_own_recipe_takes_the_place_of_the_commands(tmp_path: Path) -> No
     ("override", "said"),
     [
         ("--algorithm.objective.clip_high=0.5", "rows differ in algorithm.objective.clip_high"),
+        ("--algorithm.objective={clip_low = 0.1}", "rows differ in algorithm.objective.clip_high"),
         ("--run.folder=elsewhere", "set by the ablation"),
         ("--sampling.mod=sync", "sampling.mode"),
     ],
@@ -58,6 +59,20 @@ def test_an_override_that_spoils_the_comparison_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         plan_of(tmp_path, override)
+
+
+def test_an_override_of_a_key_in_which_the_rows_recipes_differ_is_refused(tmp_path: Path) -> None:
+    """As when rows set it: the recipes would no longer be what they are named."""
+    for name, selection in (("all", "all"), ("signal", "signal")):
+        quickstart = Path("configs/quickstart.toml").resolve()
+        (tmp_path / f"{name}.toml").write_text(
+            f'extends = "{quickstart}"\n[sampling]\nselection = "{selection}"\n'
+        )
+    rows = "".join(f'[[row]]\nname = "{n}"\nconfig = "{n}.toml"\n' for n in ("all", "signal"))
+    with pytest.raises(ConfigError, match=r"rows differ in sampling\.selection"):
+        plan_of(tmp_path, "--sampling.selection=signal", rows=rows)
+    runs = plan_of(tmp_path, "--sampling.responses_per_prompt=4", rows=rows).runs
+    assert {run.config.sampling.responses_per_prompt for run in runs} == {4}
 
 
 def test_a_row_that_cannot_run_is_named_before_anything_starts(tmp_path: Path) -> None:
