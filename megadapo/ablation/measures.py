@@ -217,14 +217,22 @@ class Noise:
 def difference(
     row: Mapping[int, Measured], other: Mapping[int, Measured], name: str
 ) -> Spread | None:
-    """One measure of a row less that of another, seed by seed.
+    """One measure of a row less that of another, seed by seed; None where a seed lacks it.
+
+    Steps to an accuracy are lacking where a run did not get there: a mean over those that did would
+    leave the slowest out.
 
     Args:
         row: measures by seed.
         other: measures by seed; seeds that only one of both has are left out.
     """
-    pairs = [(row[seed].get(name), other[seed].get(name)) for seed in row if seed in other]
-    return Spread.of([a - b if a is not None and b is not None else None for a, b in pairs])
+    found = []
+    for seed in [seed for seed in row if seed in other]:
+        one, two = row[seed].get(name), other[seed].get(name)
+        if one is None or two is None:
+            return None
+        found.append(one - two)
+    return Spread.of(found)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -50,7 +50,8 @@ def _differences(result: AblationResult) -> TextTable:
     against = "the row before" if result.plan.rows.cumulative else "the first row"
     note = (
         f"Each row less {against}, seed by seed: mean {PLUS_MINUS} standard error, of shares in "
-        "points. Several differences are looked at, so a few of them leave 0 by chance."
+        "points; none where a seed lacks the measure, as one that did not reach the accuracy does. "
+        "Several differences are looked at, so a few of them leave 0 by chance."
     )
     if result.unchanged:
         note += (

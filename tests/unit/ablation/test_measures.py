@@ -13,6 +13,7 @@ import scipy.stats
 from megadapo.ablation.measures import (
     END_STEPS,
     MEASURES,
+    Measured,
     Noise,
     Spread,
     difference,
@@ -89,10 +90,18 @@ def test_the_noise_is_that_of_all_comparisons_together() -> None:
 
 def test_differences_are_taken_seed_by_seed() -> None:
     """Noise that both rows share has no part in the difference's error."""
-    first = {1: {"x": 1.0}, 2: {"x": 5.0}, 3: {"x": None}, 4: {"x": 9.0}}
-    second = {2: {"x": 5.5}, 1: {"x": 1.5}, 3: {"x": 2.0}, 7: {"x": 0.0}}
+    first = {1: {"x": 1.0}, 2: {"x": 5.0}, 4: {"x": 9.0}}
+    second = {2: {"x": 5.5}, 1: {"x": 1.5}, 7: {"x": 0.0}}
     found = difference(second, first, "x")
     assert found == Spread(mean=0.5, standard_error=0.0, num=2)
+
+
+@pytest.mark.parametrize("late", [{3: {"x": None}}, {3: {}}])
+def test_a_seed_that_did_not_get_there_leaves_nothing_to_compare(late: dict[int, Measured]) -> None:
+    """Else a row whose slow seeds never arrive would be the faster one."""
+    first = {1: {"x": 8.0}, 3: {"x": 12.0}}
+    second = {1: {"x": 4.0}, **late}
+    assert difference(second, first, "x") is None and difference(first, second, "x") is None
 
 
 @pytest.mark.parametrize(
