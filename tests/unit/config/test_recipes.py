@@ -84,8 +84,7 @@ def test_32b_recipe_has_each_of_the_papers_numbers() -> None:
     assert evaluation.samples_per_problem == 32
     assert (evaluation.temperature, evaluation.top_p) == (1.0, 0.7)
     trainer = config.trainer
-    num_gpus = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
-    assert num_gpus == 128
+    assert trainer.num_ranks == 128
     assert config.rollout.num_engines * config.rollout.tensor_parallel == 128
     validate_model_layout(describe_model(QWEN_32B), trainer)
 
@@ -106,11 +105,21 @@ def test_verl_recipe_differs_from_the_paper_only_where_the_script_does() -> None
     assert verl.run.folder != paper.run.folder
 
 
+def test_the_recipe_with_context_parallelism_trains_as_the_papers_does() -> None:
+    paper = load_config(REPOSITORY / "configs" / "qwen2.5-32b.toml")
+    shared = load_config(REPOSITORY / "configs" / "qwen2.5-32b-cp.toml")
+    assert shared.trainer.context_parallel == 2
+    assert shared.trainer.num_ranks == paper.trainer.num_ranks == 128
+    assert shared.trainer.tokens_per_micro_batch == paper.trainer.tokens_per_micro_batch
+    validate_model_layout(describe_model(QWEN_32B), shared.trainer)
+    for name in type(paper).model_fields.keys() - {"run", "trainer"}:
+        assert getattr(shared, name) == getattr(paper, name), name
+
+
 def test_7b_recipe_fits_one_node_of_eight_gpus() -> None:
     config = load_config(REPOSITORY / "configs" / "qwen2.5-7b.toml")
     trainer = config.trainer
-    num_gpus = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
-    assert num_gpus == 8 == config.rollout.num_engines * config.rollout.tensor_parallel
+    assert trainer.num_ranks == 8 == config.rollout.num_engines * config.rollout.tensor_parallel
     assert config.cluster.address is None
     validate_model_layout(describe_model(QWEN_7B), trainer)
 
