@@ -18,6 +18,7 @@ from megadapo.commands import (
     doctor,
     eval,
     export,
+    plan,
     plot,
     profile,
     report,
@@ -32,7 +33,7 @@ from megadapo.errors import ConfigError, MegadapoError
 EXIT_KEYBOARD_INTERRUPT = 130
 
 COMMANDS = (
-    *(train, rollout, eval, export, convert, weights, bench, simulate, profile),
+    *(train, rollout, eval, export, convert, plan, weights, bench, simulate, profile),
     *(ablate, show, plot, report, config, doctor),
 )
 """One module a command, in the order --help lists them."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from megadapo.commands.common import Commands, add_command, add_config, load_checked
+from megadapo.commands.plan import add_gpu, refuse_what_cannot_fit
 
 
 def add(commands: Commands) -> None:
@@ -24,20 +25,24 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check the configuration and its files, print it resolved, start nothing",
+        help="check the configuration, its files and the GPUs' memory, print it, start nothing",
     )
+    add_gpu(parser, purpose="GPU whose memory --dry-run of a run on CUDA plans for")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     config, notes = load_checked(arguments)
     if arguments.dry_run:
+        from megadapo.cluster.gpus import has_gpu
         from megadapo.config import to_toml
 
         if arguments.replay is not None:
             from megadapo.run.replay import check_replay
 
             notes.append(check_replay(config, arguments.replay))
+        if config.cluster.device == "cuda" or (has_gpu() and config.cluster.uses_cuda):
+            notes.append(refuse_what_cannot_fit(config, arguments.gpu))
         print(to_toml(config), end="")
         for note in notes:
             print(f"megadapo: {note}", file=sys.stderr)

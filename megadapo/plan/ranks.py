@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megadapo.trainer.config import TrainerConfig
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.layout.shards import EnginePosition, Shard
+from megadapo.weights.layout.shards import EnginePosition, Shard, ShardPosition
 from megadapo.weights.layout.stages import stage_chunks
 
 FP32_BYTES = 4
@@ -74,7 +75,7 @@ def rank_kinds(layout: ModelLayout, trainer: TrainerConfig) -> list[RankKind]:
             stage=position.pp_rank,
             num_stages=position.pp_size,
             chunk_layers=tuple(len(chunk) for chunk in chunks[position.pp_rank]),
-            num_parameters=num_elements(layout.megatron_shards(position)),
+            num_parameters=_num_parameters(layout, position),
             has_embedding=position.has_embedding,
             has_head=position.has_head,
         )
@@ -97,7 +98,15 @@ def state_bytes(num_parameters: int, trainer: TrainerConfig, *, itemsize: int) -
     )
 
 
-def engine_parameters(layout: ModelLayout, positions: Sequence[EnginePosition]) -> int:
+def _num_parameters(layout: ModelLayout, position: ShardPosition) -> int:
+    """Of one rank; all layers are alike."""
+    ends = num_elements(layout.megatron_shards(replace(position, layer_indices=())))
+    layer = num_elements(layout.megatron_layer(position, "0"))
+    return ends + len(position.layer_indices) * layer
+
+
+@lru_cache(maxsize=16)
+def engine_parameters(layout: ModelLayout, positions: tuple[EnginePosition, ...]) -> int:
     """Parameters of the engine rank that holds most."""
     return max(num_elements(layout.engine_shards(position)) for position in positions)
 

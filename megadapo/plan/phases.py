@@ -1,0 +1,211 @@
+"""What lies on each kind of GPU in each phase of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megadapo.config import RunConfig
+from megadapo.models.description import ModelDescription
+from megadapo.models.value_model import describe_critic
+from megadapo.plan.cards import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    GIB,
+    GRAPH_BYTES,
+    MIB,
+    Card,
+)
+from megadapo.plan.engine import EngineBytes, engine_bytes
+from megadapo.plan.ranks import RankKind, StateBytes, rank_kinds, state_bytes
+from megadapo.plan.training import UpdateBytes, UpdateLoad, update_bytes
+from megadapo.trainer.config import TrainerConfig
+from megadapo.weights.layout.layout import ModelLayout
+
+BUCKETS_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One phase on one kind of GPU: bytes by what they are for."""
+
+    name: str
+    items: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuKind:
+    """GPUs that hold the same."""
+
+    name: str
+    num_gpus: int
+    phases: tuple[Phase, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The models of a run, by their configurations."""
+
+    policy: ModelDescription
+    critic: ModelDescription | None = None
+
+
+def models_of(config: RunConfig) -> Models:
+    """The run's models, wherever they are described; nothing is downloaded.
+
+    Raises:
+        DataError: a model is neither here nor among those that are known.
+        WeightError: its configuration is of no family that is known.
+    """
+    from megadapo.models.description import describe_model
+    from megadapo.models.published import find_hf_config
+
+    policy = find_hf_config(config.model.path)
+    if config.algorithm.advantage != "gae":
+        return Models(policy=describe_model(policy))
+    path = config.critic.path
+    critic = policy if path is None else find_hf_config(path, key="critic.path")
+    return Models(policy=describe_model(policy), critic=describe_critic(critic))
+
+
+def gpu_kinds(config: RunConfig, models: Models, card: Card) -> list[GpuKind]:
+    """Every kind of GPU of the run, the trainer's stages first."""
+    layout = ModelLayout(models.policy.family, models.policy.shape)
+    engine = engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
+    kinds = [
+        _trainer_gpu(config, models, kind, engine) for kind in rank_kinds(layout, config.trainer)
+    ]
+    if config.cluster.placement == "separate":
+        kinds.append(_engine_gpu(config, engine))
+    return kinds
+
+
+def update_load(config: RunConfig, trainer: TrainerConfig) -> UpdateLoad:
+    """The most a rank may have to compute: every response as long as it can be."""
+    longest = longest_sequence(config)
+    tokens = max(trainer.tokens_per_micro_batch, longest)
+    share = -(-config.algorithm.responses_per_mini_batch // trainer.data_parallel) * longest
+    responses = config.sampling.prompts_per_step * config.sampling.responses_per_prompt
+    return UpdateLoad(
+        tokens_per_micro_batch=-(-tokens // trainer.tensor_parallel) * trainer.tensor_parallel,
+        num_micro_batches=-(-share // tokens),
+        num_step_tokens=responses // trainer.data_parallel * longest,
+    )
+
+
+def fullest(kinds: list[GpuKind]) -> str:
+    """The phase that takes most of a GPU, in words."""
+    phase, kind = max(
+        ((phase, kind) for kind in kinds for phase in kind.phases), key=lambda pair: pair[0].total
+    )
+    return f"{kind.name} is fullest in {phase.name}, with {phase.total / GIB:.1f} GiB"
+
+
+def longest_sequence(config: RunConfig) -> int:
+    """Tokens of the longest prompt with its longest response."""
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def itemsize_of(config: RunConfig) -> int:
+    """Bytes of an element of weights and activations."""
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def _trainer_gpu(config: RunConfig, models: Models, kind: RankKind, engine: EngineBytes) -> GpuKind:
+    trainer, is_shared = config.trainer, config.cluster.placement == "colocated"
+    state = _state(config, models, kind)
+    update = update_bytes(
+        models.policy,
+        trainer,
+        kind,
+        update_load(config, trainer),
+        itemsize=itemsize_of(config),
+        fused=True,
+    )
+    held = _held(state, trainer)
+    asleep = {"engine, asleep": sleeping_bytes(config)} if is_shared else {}
+    buckets = {"weight buckets": BUCKETS_IN_FLIGHT * int(config.weights.bucket_mib * MIB)}
+    awake = {"engine weights": engine.weights} if is_shared else {}
+    phases = [
+        Phase(name="start", items=_start(state, trainer) | asleep),
+        Phase(name="train", items=held | asleep | _update(update)),
+        Phase(name="sync", items=held | asleep | awake | buckets),
+        Phase(name="save", items=held | asleep),
+    ]
+    if is_shared:
+        phases.insert(1, Phase(name="rollout", items=held | _awake(engine)))
+    return GpuKind(
+        name=kind.name,
+        num_gpus=trainer.num_ranks // trainer.pipeline_parallel,
+        phases=tuple(phases),
+    )
+
+
+def _engine_gpu(config: RunConfig, engine: EngineBytes) -> GpuKind:
+    awake = _awake(engine)
+    # what is received before it is copied into the weights
+    buckets = {"weight buckets": int(config.weights.bucket_mib * MIB)}
+    return GpuKind(
+        name="engine rank",
+        num_gpus=config.num_engines * config.rollout.ranks_per_engine,
+        phases=(Phase(name="rollout", items=awake), Phase(name="sync", items=awake | buckets)),
+    )
+
+
+def _state(config: RunConfig, models: Models, kind: RankKind) -> StateBytes:
+    """Of the policy and of the critic, where there is one."""
+    num_parameters = kind.num_parameters
+    if models.critic is not None:
+        layout = ModelLayout(models.critic.family, models.critic.shape)
+        num_parameters += rank_kinds(layout, config.trainer)[kind.stage].num_parameters
+    return state_bytes(num_parameters, config.trainer, itemsize=itemsize_of(config))
+
+
+def _held(state: StateBytes, trainer: TrainerConfig) -> dict[str, int]:
+    return {
+        "weights": state.weights,
+        "gradients": state.gradients,
+        "optimizer": state.optimizer,
+        "trainer's CUDA, NCCL": _process_bytes(trainer),
+    }
+
+
+def _start(state: StateBytes, trainer: TrainerConfig) -> dict[str, int]:
+    """Weights are copied into the buffers that they are then trained in."""
+    return _held(state, trainer) | {"weights": 2 * state.weights, "optimizer": 0}
+
+
+def _update(update: UpdateBytes) -> dict[str, int]:
+    return {
+        "micro-batches": update.inputs,
+        "activations": update.activations,
+        "one layer's backward, or the head": update.working,
+        "between the tensors": int(FRAGMENTATION * update.total),
+    }
+
+
+def _awake(engine: EngineBytes) -> dict[str, int]:
+    return {
+        "engine weights": engine.weights,
+        "engine workspace": engine.workspace,
+        "KV cache": engine.cache,
+        "engine's CUDA": CONTEXT_BYTES,
+    }
+
+
+def _process_bytes(trainer: TrainerConfig) -> int:
+    """A context and the communicators of the groups that a rank is in."""
+    sizes = (trainer.tensor_parallel, trainer.pipeline_parallel, trainer.data_parallel)
+    num_groups = sum(size > 1 for size in sizes) + (trainer.num_ranks > 1)
+    return CONTEXT_BYTES + num_groups * COMMUNICATOR_BYTES
+
+
+def sleeping_bytes(config: RunConfig) -> int:
+    """What an engine rank keeps of its GPU in its sleep."""
+    rollout = config.rollout
+    graphs = 0 if rollout.enforce_eager else GRAPH_BYTES
+    return CONTEXT_BYTES + graphs + (rollout.ranks_per_engine > 1) * COMMUNICATOR_BYTES
