@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 from megadapo.data.prompts import Prompt
 
@@ -14,6 +16,15 @@ logger = logging.getLogger(__name__)
 MAX_LISTED = 3
 """Problems that a warning quotes; the rest are counted."""
 
+MIN_CONTAINED = 24
+"""Characters; a shorter problem is not looked for within others, only compared with them whole."""
+WORD = re.compile(r"\s")
+LINE = re.compile(r"\n")
+"""Where a unit of text ends."""
+
+_PIECE = MIN_CONTAINED // 2
+# every MIN_CONTAINED characters have a whole piece that begins at a multiple of this
+_STRIDE = MIN_CONTAINED - _PIECE + 1
 _KEPT_SYMBOLS = "+-*/=<>^%!."
 _DROPPED = re.compile(rf"[^\w{re.escape(_KEPT_SYMBOLS)}]|_")
 
@@ -28,10 +39,69 @@ def normalised(text: str) -> str:
     return re.sub(r"\.(?!\d)", "", plain)
 
 
+def without_template(
+    texts: Sequence[str], unit: re.Pattern[str] = WORD, *, min_texts: int = 2
+) -> list[str]:
+    """Texts without the beginning and the end that all different ones share.
+
+    Args:
+        unit: what is shared whole or not at all, WORD or LINE.
+        min_texts: different texts that it takes; of fewer, problems may begin alike.
+    """
+    different = set(texts)
+    if len(different) < min_texts:
+        return list(texts)
+    first = _num_shared(different, unit)
+    last = _num_shared({text[first:][::-1] for text in different}, unit)
+    return [text[first : len(text) - last] for text in texts]
+
+
+def _num_shared(texts: set[str], unit: re.Pattern[str]) -> int:
+    """Characters of the whole units that all texts begin with."""
+    shared = os.path.commonprefix([min(texts), max(texts)])
+    return max((end.end() for end in unit.finditer(shared)), default=0)
+
+
+class Problems:
+    """Problems among which copies of others are found, also in another template."""
+
+    def __init__(self, texts: Sequence[str], bare: Sequence[str]) -> None:
+        """`bare`: the same texts without their template."""
+        self._bare = [normalised(text) for text in bare]
+        self._whole: dict[str, set[int]] = defaultdict(set)
+        self._with: dict[str, set[int]] = defaultdict(set)
+        for number, (text, key) in enumerate(zip(texts, self._bare, strict=True)):
+            self._whole[normalised(text)].add(number)
+            if len(key) >= MIN_CONTAINED:
+                for start in range(len(key) - _PIECE + 1):
+                    self._with[key[start : start + _PIECE]].add(number)
+
+    def copies_of(self, text: str, bare: str) -> set[int]:
+        """Numbers of the problems that a text is, lies within, or has within it.
+
+        Args:
+            bare: the text without its template.
+        """
+        found, key = set(self._whole.get(normalised(text), ())), normalised(bare)
+        if len(key) < MIN_CONTAINED:
+            return found
+        pieces = (key[n : n + _PIECE] for n in range(0, len(key) - _PIECE + 1, _STRIDE))
+        near = {number for piece in pieces for number in self._with.get(piece, ())}
+        contained = {n for n in near if self._bare[n] in key or key in self._bare[n]}
+        return found | contained
+
+
 def overlapping(training: Iterable[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
     """Return the held-out problems that are among the training prompts, in their order."""
-    known = {_key(prompt) for prompt in training}
-    return [prompt for prompt in held_out if _key(prompt) in known]
+    texts = dict(_texts(held_out))
+    order = list(texts)
+    problems = Problems([texts[n][0] for n in order], [texts[n][1] for n in order])
+    found = {
+        order[place]
+        for _, (text, bare) in _texts(list(training))
+        for place in problems.copies_of(text, bare)
+    }
+    return [prompt for number, prompt in enumerate(held_out) if number in found]
 
 
 def warn_of_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
@@ -48,7 +118,16 @@ def warn_of_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> N
     )
 
 
-def _key(prompt: Prompt) -> str:
-    """What the user asks; a system message is the same for all."""
-    asked = [content for role, content in prompt.messages if role != "system"]
-    return normalised("\n".join(asked))
+def _texts(prompts: Sequence[Prompt]) -> Iterator[tuple[int, tuple[str, str]]]:
+    """What the user asks, whole and without the template of its source, by the prompt's number."""
+    of_source: dict[str, list[int]] = defaultdict(list)
+    for number, prompt in enumerate(prompts):
+        of_source[prompt.data_source].append(number)
+    for numbers in of_source.values():
+        texts = [_asked(prompts[number]) for number in numbers]
+        yield from zip(numbers, zip(texts, without_template(texts), strict=True), strict=True)
+
+
+def _asked(prompt: Prompt) -> str:
+    """A system message is the same for all."""
+    return "\n".join(content for role, content in prompt.messages if role != "system")

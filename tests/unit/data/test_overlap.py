@@ -8,7 +8,13 @@ import logging
 import pytest
 
 from megadapo.data.arithmetic import generate
-from megadapo.data.overlap import normalised, overlapping, warn_of_overlap
+from megadapo.data.overlap import (
+    LINE,
+    normalised,
+    overlapping,
+    warn_of_overlap,
+    without_template,
+)
 from megadapo.data.prompts import Prompt
 
 
@@ -61,6 +67,47 @@ def test_what_overlaps_is_named_and_nothing_else(caplog: pytest.LogCaptureFixtur
     caplog.clear()
     warn_of_overlap(training, held_out[:1])
     assert not caplog.records
+
+
+DICE = "Two fair dice are thrown. What is the probability of a sum of seven?"
+CARDS = "Three cards are drawn from a deck. What is the chance of three hearts?"
+CHESS = "In how many ways can eight rooks stand on a board so that none attacks another?"
+DAPO = "Solve the following math problem step by step.\n\n{}\n\nRemember to write Answer: first."
+
+
+@pytest.mark.parametrize(
+    ("template", "other"),
+    [
+        (DAPO, "{}"),
+        (DAPO, "Question: {} Think, and put the result within \\boxed{{}}."),
+        ("Question: {}", "Problem: {}\nReason step by step."),
+        ("{}", "{} Give a fraction."),
+    ],
+)
+def test_a_problem_in_another_template_is_found(template: str, other: str) -> None:
+    """As a held-out set is asked in its own words: equal texts alone would find none."""
+    one = prompts(*(template.format(text) for text in (DICE, CARDS)))
+    two = prompts(*(other.format(text) for text in (CHESS, DICE, DICE)))
+    assert overlapping(one, two) == two[1:]
+    assert overlapping(two, one) == one[:1]
+
+
+def test_short_problems_and_those_of_one_template_stay_others() -> None:
+    """What a template leaves of them may be the same two numbers, asked for something else."""
+    sums = prompts("Find the sum of 3 and 5", "Find the sum of 4 and 7")
+    products = prompts("Find the product of 3 and 5", "Find the product of 9 and 9")
+    assert overlapping(sums, products) == []
+    assert overlapping(prompts(*map(DAPO.format, (DICE, CARDS))), prompts(DAPO.format(CHESS))) == []
+
+
+def test_a_template_is_what_all_different_texts_share() -> None:
+    texts = ["Solve:\na b\n c\nEnd.", "Solve:\nb\nEnd.", "Solve:\nb\nEnd."]
+    assert without_template(texts) == ["a b\n c", "b", "b"]
+    assert without_template(texts, LINE) == ["a b\n c", "b", "b"]
+    assert without_template(texts, min_texts=3) == texts
+    assert without_template(texts[:1]) == texts[:1]
+    assert without_template(["a", "a b", ""]) == ["a", "a b", ""]
+    assert without_template(["x a y", "x y"]) == ["a y", "y"]
 
 
 @pytest.mark.parametrize("task", ["arithmetic", "arithmetic-chain"])
