@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megadapo.data.overlap import normalised
+from megadapo.data.overlap import LINE, Problems, normalised, without_template
 from megadapo.data.sources import Row, read_rows
 from megadapo.errors import ConfigError, DataError, InfraError, MegadapoError
 from megadapo.rewards.dapo_math import score
@@ -60,8 +60,10 @@ TEMPERATURE = 1.0
 RETRIES = 6
 """Of one request, over about ten seconds, before an address that does not answer, or is too busy,
 ends the program."""
-MIN_CONTAINED = 24
-"""Characters; a shorter problem is not looked for within others, only compared with them."""
+MIN_IN_TEMPLATE = 8
+"""Different problems that all begin or end with the same lines: those are a template."""
+
+HELD_OUT = "among the held-out problems"
 
 _PROBLEM = re.compile(r"<problem>(.*?)</problem>", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -70,7 +72,7 @@ _INTEGER = re.compile(r"[+-]?\d{1,18}")
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One problem as its source has it."""
+    """One problem as its source has it, without the template of that."""
 
     id: str
     text: str
@@ -79,12 +81,26 @@ class Problem:
     place: str
 
     @classmethod
-    def of(cls, row: Row) -> Problem:
-        text, gold = row.messages[-1][1], str(row.ground_truth)
-        digest = hashlib.sha256(json.dumps([row.data_source, text, gold]).encode()).hexdigest()
+    def of(cls, row: Row, text: str) -> Problem:
+        """`text`: what the row asks, without its template."""
+        asked, gold = row.messages[-1][1], str(row.ground_truth)
+        digest = hashlib.sha256(json.dumps([row.data_source, asked, gold]).encode()).hexdigest()
         return cls(
             id=digest[:16], text=text, gold=gold, data_source=row.data_source, place=row.place
         )
+
+
+def read_problems(source: str) -> list[Problem]:
+    """Read a source; lines that all of a data_source's problems share are no part of them."""
+    of_source: dict[str, list[Row]] = {}
+    for row in read_rows(source):
+        of_source.setdefault(row.data_source, []).append(row)
+    found = []
+    for rows in of_source.values():
+        texts = [row.messages[-1][1] for row in rows]
+        bare = without_template(texts, LINE, min_texts=MIN_IN_TEMPLATE)
+        found += [Problem.of(row, text.strip()) for row, text in zip(rows, bare, strict=True)]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,18 +176,12 @@ class Transformer:
 class HeldOut:
     """Problems that must not be trained on."""
 
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._keys = {normalised(text) for text in texts}
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._problems = Problems(texts, without_template(texts))
 
     def has(self, text: str) -> bool:
         """Whether a problem is one of them, or one lies within the other."""
-        key = normalised(text)
-        if key in self._keys:
-            return True
-        return any(
-            min(len(key), len(one)) >= MIN_CONTAINED and (key in one or one in key)
-            for one in self._keys
-        )
+        return bool(self._problems.copies_of(text, text))
 
 
 @dataclass
@@ -191,20 +201,39 @@ class Output:
     def refused_path(self) -> Path:
         return self.path.with_name(f"{self.path.name}.refused.jsonl")
 
-    def open(self) -> None:
+    def open(self, held_out: HeldOut) -> None:
         """Take over what an earlier run wrote; a line that was cut off is dropped.
+
+        Rows of problems that are held out by now become refusals.
 
         Raises:
             DataError: a file holds something else.
         """
         for path in (self.path, self.refused_path):
-            for entry in _read_whole_lines(path):
+            for entry in list(_read_whole_lines(path)):
                 try:
                     origin = entry["extra_info"]["transformed_from"]
                     self.done.add(origin["id"])
-                    self.keys.add(normalised(origin["rewritten"]))
+                    texts = origin["problem"], origin["rewritten"]
                 except (LookupError, TypeError):
                     raise DataError(f"{path} holds rows of another program") from None
+                self.keys.add(normalised(origin["rewritten"]))
+                if path == self.path and any(map(held_out.has, texts)):
+                    self._take_back(entry, origin)
+
+    def _take_back(self, entry: dict[str, Any], origin: dict[str, Any]) -> None:
+        """Make a refusal of a row."""
+        # this one first: a row that is in both files after a kill is taken back again
+        self._refuse(HELD_OUT, origin | {"rewritten": ""})
+        kept = [other for other in _read_whole_lines(self.path) if other != entry]
+        beside = self.path.with_name(f"{self.path.name}.partial")
+        beside.write_text("".join(json.dumps(other) + "\n" for other in kept), encoding="utf-8")
+        beside.replace(self.path)
+
+    def _refuse(self, refusal: str, origin: dict[str, Any], **reply: str) -> None:
+        entry = {"refusal": refusal, "extra_info": {"transformed_from": origin}, **reply}
+        _append(self.refused_path, entry)
+        self.counts[f"refused: {_kind(refusal)}"] += 1
 
     def write(self, found: Transformed) -> None:
         """Append a row or a refusal; it is on the disk when this returns."""
@@ -224,10 +253,7 @@ class Output:
             "num_agreed": found.num_agreed,
         }
         if refusal is not None:
-            reply = {"reply": found.reply[:2000]} if found.reply else {}
-            entry = {"refusal": refusal, "extra_info": {"transformed_from": origin}, **reply}
-            _append(self.refused_path, entry)
-            self.counts[f"refused: {_kind(refusal)}"] += 1
+            self._refuse(refusal, origin, **({"reply": found.reply[:2000]} if found.reply else {}))
             return
         self.keys.add(key)
         _append(self.path, _row(problem, found, origin))
@@ -271,7 +297,7 @@ def _new(problems: Iterable[Problem], output: Output, held_out: HeldOut) -> Iter
         elif problem.id in output.done:
             output.counts["done before"] += 1
         elif held_out.has(problem.text):
-            output.write(Transformed(problem=problem, refusal="among the held-out problems"))
+            output.write(Transformed(problem=problem, refusal=HELD_OUT))
         else:
             yield problem
         seen.add(key)
@@ -280,12 +306,17 @@ def _new(problems: Iterable[Problem], output: Output, held_out: HeldOut) -> Iter
 def _write_finished(
     futures: set[Future[Transformed]], output: Output, held_out: HeldOut
 ) -> set[Future[Transformed]]:
-    """Wait for one or more, write them, and return the others."""
+    """Wait for one or more, write them, and return the others.
+
+    Raises:
+        MegadapoError: one of them failed; the others are written.
+    """
     done, others = wait(futures, return_when=FIRST_COMPLETED)
-    for future in done:
+    # those that failed last
+    for future in sorted(done, key=lambda one: one.exception() is not None):
         found = future.result()
         if found.refusal is None and held_out.has(found.text):
-            found = Transformed(problem=found.problem, refusal="among the held-out problems")
+            found = Transformed(problem=found.problem, refusal=HELD_OUT)
         output.write(found)
     return others
 
@@ -371,12 +402,12 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     model = Model(client=client, name=arguments.model, max_tokens=arguments.max_tokens)
     output = Output(path=arguments.output, model=model.name, num_checks=arguments.checks)
-    output.open()
     held_out = HeldOut(
-        Problem.of(row).text for source in arguments.held_out for row in read_rows(source)
+        [problem.text for source in arguments.held_out for problem in read_problems(source)]
     )
+    output.open(held_out)
     counts = transform(
-        map(Problem.of, read_rows(arguments.source)),
+        read_problems(arguments.source),
         Transformer(model=model, num_checks=arguments.checks, min_agreed=arguments.min_agreed),
         output,
         held_out,

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -143,6 +144,10 @@ def run(tool: ModuleType, folder: Path, address: Address, *words: str) -> int:
     )
 
 
+def output_in(folder: Path) -> Path:
+    return folder / "integers.jsonl"
+
+
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -218,6 +223,60 @@ def test_a_busy_address_is_asked_again_and_a_refusing_one_is_not(
     assert "401" in said and "secret" not in said
     address.failures = [500] * 50
     assert run(tool, tmp_path, address) == InfraError.exit_code
+
+
+def test_rows_that_are_held_out_by_now_are_taken_back(
+    tool: ModuleType, tmp_path: Path, address: Address
+) -> None:
+    """By their problem or by what was made of it; else the second run's file holds them still."""
+    assert run(tool, tmp_path, address) == 0
+    more = source(
+        tmp_path / "more.jsonl",
+        {"What is six times seven?": "42", "Let m/n = 1/2+1/3 in lowest terms; find m+n": "11"},
+    )
+    asked = address.asked.total()
+    assert run(tool, tmp_path, address, "--held-out", str(more)) == 0
+    kept = {row["extra_info"]["transformed_from"]["problem"] for row in lines(output_in(tmp_path))}
+    taken = {"What is six times seven?", "What is 1/2 + 1/3?"}
+    assert kept and not kept & taken
+    refused = {
+        line["extra_info"]["transformed_from"]["problem"]
+        for line in lines(tmp_path / "integers.jsonl.refused.jsonl")
+        if line["refusal"] == "among the held-out problems"
+    }
+    assert taken <= refused and address.asked.total() == asked
+
+
+def test_what_was_finished_is_written_although_another_one_failed(
+    tool: ModuleType, tmp_path: Path
+) -> None:
+    """Of several that are finished at once, those behind the first failure would be asked again."""
+    failed: Future[object] = Future()
+    failed.set_exception(InfraError("gone"))
+    finished: list[Future[object]] = [failed]
+    for number in range(4):
+        problem = tool.Problem(id=str(number), text="t", gold="1", data_source="test", place="")
+        future: Future[object] = Future()
+        future.set_result(tool.Transformed(problem=problem, text=f"p {number}", answer="1"))
+        finished.append(future)
+    output = tool.Output(path=output_in(tmp_path), model="m", num_checks=1)
+    with pytest.raises(InfraError, match="gone"):
+        tool._write_finished(set(finished), output, tool.HeldOut([]))
+    assert len(lines(output_in(tmp_path))) == 4
+
+
+def test_a_sources_template_is_no_part_of_its_problems(
+    tool: ModuleType, tmp_path: Path, address: Address
+) -> None:
+    """Rows would ask in two templates, one within the other."""
+    template = "Solve this:\n{}\n\nEnd with Answer: and the integer."
+    texts = [f"What is {n} plus {n} apples?\nShow {n} of them." for n in range(8)]
+    problems = source(tmp_path / "p.jsonl", {template.format(text): "1" for text in texts})
+    held_out = source(tmp_path / "h.jsonl", {"Find: " + texts[3]: "6"})
+    words = ["--address", address.url, "--model", "m", "--held-out", str(held_out)]
+    assert tool.main([str(problems), str(output_in(tmp_path)), *words]) == 0
+    asked = {row["prompt"][0]["content"] for row in lines(output_in(tmp_path))}
+    assert asked == {tool.SOLVE.format(problem=text) for text in texts if text != texts[3]}
 
 
 def test_wrong_arguments_and_foreign_files_are_refused(
