@@ -6,6 +6,7 @@ opening sockets by mistake, and everything that it can return or raise becomes a
 
 from __future__ import annotations
 
+import _posixsubprocess
 import asyncio
 import errno
 import importlib
@@ -26,6 +27,7 @@ MAX_ERROR = 200
 """Characters of what is told of an error."""
 
 _STARTS_PROCESS = ("os.fork", "os.forkpty", "os.exec", "os.system", "os.posix_spawn", "os.spawn")
+_STARTS = "starts a process, and reward.functions.processes is false"
 
 
 def main() -> None:
@@ -159,9 +161,15 @@ def _forbid(*, network: bool, processes: bool) -> None:
         if network and event in ("socket.__new__", "socket.getaddrinfo"):
             raise PermissionError("opens a socket, and reward.functions.network is false")
         if processes and (event in _STARTS_PROCESS or event == "subprocess.Popen"):
-            raise PermissionError("starts a process, and reward.functions.processes is false")
+            raise PermissionError(_STARTS)
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(_STARTS)
 
     sys.addaudithook(hook)
+    if processes:
+        # multiprocessing's ways of starting without a fork pass here, and no audit event tells
+        _posixsubprocess.fork_exec = refuse
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -76,6 +77,9 @@ def hostile(messages, response, tokens, ground_truth, extra_info):
             return len(bytearray(1 << 34))
         case "fork":
             os.fork()
+        case "spawn":
+            context = multiprocessing.get_context("spawn")
+            context.Process(target=time.sleep, args=(60,)).start()
         case "subprocess":
             subprocess.run(["sleep", "60"], check=True)
         case "socket":

@@ -112,6 +112,7 @@ def test_batched_and_async_functions() -> None:
         ("stderr", "printed or wrote more than reward.functions.output_kib"),
         ("memory", "MemoryError"),
         ("fork", "starts a process, and reward.functions.processes is false"),
+        ("spawn", "starts a process, and reward.functions.processes is false"),
         ("subprocess", "starts a process, and reward.functions.processes is false"),
         ("socket", "opens a socket, and reward.functions.network is false"),
         ("exit", "SystemExit: 3"),
