@@ -40,39 +40,6 @@ class PolicyHeadOutput:
     probability_sum: Tensor
     kl_sum: Tensor
 
-    def mean(self, name: str) -> Tensor:
-        """One of the sums or counts over `num_tokens`; 0 when there are none."""
-        total: Tensor = getattr(self, name)
-        return total / self.num_tokens.clamp(min=1)
-
-    @property
-    def ratio_mean(self) -> Tensor:
-        return self.mean("ratio_sum")
-
-    @property
-    def clip_low_fraction(self) -> Tensor:
-        return self.mean("clip_low_count")
-
-    @property
-    def clip_high_fraction(self) -> Tensor:
-        return self.mean("clip_high_count")
-
-    @property
-    def dual_clip_fraction(self) -> Tensor:
-        return self.mean("dual_clip_count")
-
-    @property
-    def entropy_mean(self) -> Tensor:
-        return self.mean("entropy_sum")
-
-    @property
-    def probability_mean(self) -> Tensor:
-        return self.mean("probability_sum")
-
-    @property
-    def kl_mean(self) -> Tensor:
-        return self.mean("kl_sum")
-
 
 def head_output(loss: Tensor, rows: RowOutputs, policy: PolicyCall) -> PolicyHeadOutput:
     """Reduce the rows' values once, in float64."""

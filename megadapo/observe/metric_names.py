@@ -62,6 +62,7 @@ METRIC_NAMES = (
     "policy/ratio_first_max_error",
     "policy/clip_low_fraction",
     "policy/clip_high_fraction",
+    "policy/dual_clip_fraction",
     "policy/token_probability_mean",
     "policy/positive_gradient_share",
     "policy/grad_norm",
@@ -154,6 +155,9 @@ parity/engine_* how far the engine's is outside of what lies between them, so th
 at most the sum of both. staleness/token_share, mean and max are over all tokens with a loss weight,
 in publications since sampling. staleness/weight_*_share is of the tokens with an importance weight
 (`[algorithm.importance]`), null where none has one.
+
+policy/dual_clip_fraction is the share of tokens whose term algorithm.objective.dual_clip bounded, 0
+without it.
 
 policy/positive_gradient_share is what tokens with a positive advantage have of the sum of |loss
 weight x derivative of the policy term in the log-prob|, behind the clip: 0.5 is a balance, and

@@ -63,6 +63,7 @@ def step_metrics(
         "policy/ratio_first_max_error": update.ratio_first_max_error,
         "policy/clip_low_fraction": update.clip_low_fraction,
         "policy/clip_high_fraction": update.clip_high_fraction,
+        "policy/dual_clip_fraction": update.dual_clip_fraction,
         "policy/token_probability_mean": update.token_probability_mean,
         "policy/positive_gradient_share": _measured(update.positive_gradient_share),
         "policy/grad_norm": update.grad_norm,

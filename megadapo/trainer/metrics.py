@@ -33,6 +33,7 @@ class MiniBatchSums:
     ratio: float = 0.0
     clipped_low: float = 0.0
     clipped_high: float = 0.0
+    dual_clipped: float = 0.0
     token_probability: float = 0.0
     logprob: float = 0.0
     positive_gradient: float = 0.0
@@ -126,6 +127,7 @@ def summarize(
         ratio_first_max_error=mini_batches[0].max_ratio_error if mini_batches else math.nan,
         clip_low_fraction=_ratio(step.clipped_low, tokens),
         clip_high_fraction=_ratio(step.clipped_high, tokens),
+        dual_clip_fraction=_ratio(step.dual_clipped, tokens),
         token_probability_mean=_ratio(step.token_probability, tokens),
         logprob_mean=_ratio(step.logprob, tokens),
         positive_gradient_share=_ratio(step.positive_gradient, step.gradient),

@@ -155,6 +155,8 @@ class UpdateResult:
     Of the tokens whose old log-probs the trainer computed."""
     clip_low_fraction: float
     clip_high_fraction: float
+    dual_clip_fraction: float
+    """Share of tokens whose term the bound on bad tokens cut; 0 without one."""
     token_probability_mean: float
     logprob_mean: float
     """Mean log-prob of the trained tokens in nats: minus the loss of a supervised run."""

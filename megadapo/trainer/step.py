@@ -165,6 +165,7 @@ def _add(sums: MiniBatchSums, task: HeadTask, output: PolicyHeadOutput) -> None:
     sums.ratio += output.ratio_sum.item()
     sums.clipped_low += output.clip_low_count.item()
     sums.clipped_high += output.clip_high_count.item()
+    sums.dual_clipped += output.dual_clip_count.item()
     sums.token_probability += output.probability_sum.item()
     micro_batch, old = task.micro_batch, task.old
     assert old is not None, "there is no loss without it"

@@ -161,7 +161,7 @@ def test_no_token_with_a_loss_weight(num_tokens: int) -> None:
     got = make_case(num_tokens, 16, 200, masked=1.1).run()
     output = got.output
     assert output.loss == 0 and output.num_tokens == 0 and output.ratio_max_error == 0
-    assert output.ratio_mean == 0 and output.clip_low_fraction == 0
+    assert output.ratio_sum == 0 and output.clip_low_count == 0
     assert got.d_hidden.shape == (num_tokens, 16) and not got.d_hidden.any()
     assert got.d_weight.shape == (200, 16) and not got.d_weight.any()
 

@@ -101,7 +101,7 @@ def test_nothing_but_masked_sequences(name: str, passes: None) -> None:
     case.loss_weights[:] = 0.0
     case.kwargs["logprobs_old"][::3] = float("nan")
     got = run(case)
-    assert got.output.loss == 0 and got.output.num_tokens == 0 and got.output.ratio_mean == 0
+    assert got.output.loss == 0 and got.output.num_tokens == 0 and got.output.ratio_sum == 0
     assert not got.d_hidden.any() and not got.d_weight.any()
 
 

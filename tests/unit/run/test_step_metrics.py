@@ -70,6 +70,7 @@ UPDATE = UpdateResult(
     ratio_first_max_error=0.0,
     clip_low_fraction=0.01,
     clip_high_fraction=0.02,
+    dual_clip_fraction=0.03,
     token_probability_mean=0.9,
     positive_gradient_share=0.45,
     logprob_mean=-0.2,

@@ -38,7 +38,9 @@ def step_of(mini_batches: list[MiniBatchSums], **changes):
 
 def test_means_are_over_tokens_not_over_mini_batches() -> None:
     """A short mini-batch must not weigh as much as a long one."""
-    result = step_of([sums(), sums(num_tokens=12.0, entropy=14.0, clipped_low=7.0)])
+    later = sums(num_tokens=12.0, entropy=14.0, clipped_low=7.0, dual_clipped=4.0)
+    result = step_of([sums(), later])
+    assert result.dual_clip_fraction == pytest.approx(0.25)
     assert result.entropy == pytest.approx(1.0)
     assert result.clip_low_fraction == pytest.approx(0.5)
     assert result.tokens_trained == 16
