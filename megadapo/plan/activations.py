@@ -14,6 +14,20 @@ FP32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertWidths:
+    """A layer of experts on one rank, with tokens spread evenly over them."""
+
+    copies: float
+    """Of each token that the rank has, in the experts that it has."""
+    ffn: float
+    """Of one expert, in elements."""
+    num_experts: int
+    """Of the whole layer, which the router scores."""
+    num_local: int
+    """Of them on this rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerWidths:
     """How wide a layer's tensors are on one rank, in elements a token."""
 
@@ -26,6 +40,10 @@ class LayerWidths:
     ffn: float
     num_heads: float
     num_kv_heads: float
+    context: int
+    """Context-parallel ranks, whose keys and values each of them needs."""
+    experts: ExpertWidths | None
+    """In the place of one MLP."""
     has_qk_norm: bool
     itemsize: int
     fused: bool
@@ -74,9 +92,26 @@ def layer_widths(
         ffn=shape.ffn_size / tp,
         num_heads=shape.num_heads / tp,
         num_kv_heads=shape.num_kv_heads / tp,
+        context=trainer.context_parallel,
+        experts=expert_widths(model, trainer),
         has_qk_norm=model.family.has_qk_norm,
         itemsize=itemsize,
         fused=fused,
+    )
+
+
+def expert_widths(model: ModelDescription, trainer: TrainerConfig) -> ExpertWidths | None:
+    """None for a model without experts."""
+    if model.routing is None:
+        return None
+    shape, etp = model.shape, trainer.expert_tensor_parallel
+    # tensor-parallel ranks route their own tokens each, which those that share an expert gather
+    share = trainer.tensor_parallel if trainer.sequence_parallel else 1
+    return ExpertWidths(
+        copies=model.routing.experts_per_token * etp / share,
+        ffn=shape.expert_ffn_size / etp,
+        num_experts=shape.num_experts,
+        num_local=shape.num_experts // trainer.expert_parallel,
     )
 
 
@@ -85,9 +120,10 @@ def kept_by_layer(widths: LayerWidths) -> Kept:
     size = widths.itemsize
     statistic = FP32_BYTES * widths.residual / widths.hidden
     qkv = widths.query + 2 * widths.key
-    # our own attention pads sequences and takes the padding off again: a second copy of its output
-    outputs = widths.query * (1 if widths.fused else 2)
-    core = (qkv + outputs) * size + widths.num_heads * FP32_BYTES
+    # our own attention computes whole sequences, gaps included, and takes its own rows out again
+    whole = 1 if widths.fused else widths.context
+    outputs = widths.query * (1 if widths.fused else whole + 1)
+    core = (whole * qkv + outputs) * size + whole * widths.num_heads * FP32_BYTES
     if widths.has_qk_norm:
         normed_heads = widths.num_heads + widths.num_kv_heads
         core += (widths.query + widths.key) * size + normed_heads * FP32_BYTES
@@ -96,10 +132,10 @@ def kept_by_layer(widths: LayerWidths) -> Kept:
         attention_inputs=widths.residual * size,
         attention=core,
         mlp_inputs=2 * widths.residual * size + statistic,
-        mlp=3 * widths.ffn * size,
+        mlp=3 * widths.ffn * size if widths.experts is None else kept_by_experts(widths),
         # keys and values are views of the whole product, queries a copy; the output is the
         # projection's input
-        unrotated=core - (qkv + outputs) * size + (widths.query * 2 + qkv) * size,
+        unrotated=core - (whole * qkv + outputs) * size + (widths.query * 2 + qkv) * size,
     )
 
 
@@ -152,6 +188,8 @@ def backward_extra(
 
 def _mlp_backward(widths: LayerWidths, num_tokens: int) -> float:
     """While the gradient goes through the second product, through the gate, through the first."""
+    if widths.experts is not None:
+        return experts_backward(widths, num_tokens)
     size, ffn = widths.itemsize, widths.ffn
     gradient = widths.residual * size
     weight = widths.hidden * ffn * size
@@ -161,6 +199,34 @@ def _mlp_backward(widths: LayerWidths, num_tokens: int) -> float:
     # gate, up and their product are gone by then
     first = gradient + (2 * ffn - 3 * ffn + widths.gathered + widths.hidden) * size
     return max(second, gate, first * num_tokens + 2 * weight)
+
+
+def kept_by_experts(widths: LayerWidths) -> float:
+    """The tokens as experts read them, gate and up, their product, and that times its weight.
+
+    Beside that what the router says of every expert: scores and probabilities in fp32, a choice.
+    """
+    experts = widths.experts
+    assert experts is not None
+    # a fused kernel weights the product while it makes it
+    products = 3 if widths.fused else 4
+    copies = experts.copies * (widths.hidden + products * experts.ffn) * widths.itemsize
+    router = experts.num_experts * (3 * FP32_BYTES + 1) * widths.residual / widths.hidden
+    return copies + router
+
+
+def experts_backward(widths: LayerWidths, num_tokens: int) -> float:
+    """Gradients of what experts return, read and make between, of all of a rank's at once."""
+    experts, size = widths.experts, widths.itemsize
+    assert experts is not None
+    gradient = (widths.residual + experts.copies * 2 * widths.hidden) * size
+    between = experts.copies * 3 * experts.ffn * size
+    weights = 3 * experts.ffn * widths.hidden * size
+    if not widths.fused:
+        # one expert after the other
+        between /= experts.num_local
+        return (gradient + between) * num_tokens + weights
+    return (gradient + between) * num_tokens + weights * experts.num_local
 
 
 def _gate_scratch(widths: LayerWidths) -> float:
@@ -174,7 +240,10 @@ def _gate_scratch(widths: LayerWidths) -> float:
 def _attention_backward(widths: LayerWidths) -> float:
     """The output's gradient and those of q, k and v; fused attention adds up q's in fp32."""
     gradients = (2 * widths.query + 2 * widths.key + widths.residual) * widths.itemsize
+    if widths.fused and widths.context > 1:
+        # keys and values of two other ranks, one on its way, and their gradients
+        gradients += 8 * widths.key * widths.itemsize
     if widths.fused:
         return gradients + widths.query * FP32_BYTES
     # of the padded output as well, and of q, k and v before the padding
-    return gradients + (2 * widths.query + 2 * widths.key) * widths.itemsize
+    return gradients + widths.context * (2 * widths.query + 2 * widths.key) * widths.itemsize

@@ -37,6 +37,13 @@ class EngineBytes:
         return max(0, self.cache // self.token)
 
 
+def mlp_width(model: ModelDescription) -> int:
+    """Columns between the matrices of a layer's MLP, or of the experts of one token."""
+    if model.routing is None:
+        return model.shape.ffn_size
+    return model.routing.experts_per_token * model.shape.expert_ffn_size
+
+
 def engine_bytes(
     model: ModelDescription, rollout: RolloutConfig, card: Card, *, itemsize: int
 ) -> EngineBytes:
@@ -53,7 +60,7 @@ def engine_bytes(
         for stage in range(rollout.pipeline_parallel)
     )
     weights = engine_parameters(layout, positions) * itemsize
-    activation = 3 * shape.ffn_size // tp + 4 * shape.hidden_size
+    activation = 3 * mlp_width(model) // tp + 4 * shape.hidden_size
     workspace = rollout.max_num_batched_tokens * activation * itemsize
     workspace += rollout.max_num_seqs * shape.vocab_size * LOGIT_BYTES
     workspace += 0 if rollout.enforce_eager else GRAPH_BYTES

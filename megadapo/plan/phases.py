@@ -89,9 +89,13 @@ def update_load(config: RunConfig, trainer: TrainerConfig) -> UpdateLoad:
     longest = longest_sequence(config)
     tokens = max(trainer.tokens_per_micro_batch, longest)
     share = -(-config.algorithm.responses_per_mini_batch // trainer.data_parallel) * longest
+    # a sequence is cut in two chunks for each context-parallel rank
+    multiple = trainer.tensor_parallel * (
+        2 * trainer.context_parallel if trainer.context_parallel > 1 else 1
+    )
     responses = config.sampling.prompts_per_step * config.sampling.responses_per_prompt
     return UpdateLoad(
-        tokens_per_micro_batch=-(-tokens // trainer.tensor_parallel) * trainer.tensor_parallel,
+        tokens_per_micro_batch=-(-tokens // multiple) * multiple,
         num_micro_batches=-(-share // tokens),
         num_step_tokens=responses // trainer.data_parallel * longest,
     )
@@ -158,11 +162,17 @@ def _engine_gpu(config: RunConfig, engine: EngineBytes) -> GpuKind:
 
 def _state(config: RunConfig, models: Models, kind: RankKind) -> StateBytes:
     """Of the policy and of the critic, where there is one."""
-    num_parameters = kind.num_parameters
+    kinds = [kind]
     if models.critic is not None:
         layout = ModelLayout(models.critic.family, models.critic.shape)
-        num_parameters += rank_kinds(layout, config.trainer)[kind.stage].num_parameters
-    return state_bytes(num_parameters, config.trainer, itemsize=itemsize_of(config))
+        kinds.append(rank_kinds(layout, config.trainer)[kind.stage])
+    itemsize = itemsize_of(config)
+    states = [state_bytes(one, config.trainer, itemsize=itemsize) for one in kinds]
+    return StateBytes(
+        weights=sum(state.weights for state in states),
+        gradients=sum(state.gradients for state in states),
+        optimizer=sum(state.optimizer for state in states),
+    )
 
 
 def _held(state: StateBytes, trainer: TrainerConfig) -> dict[str, int]:
@@ -199,8 +209,15 @@ def _awake(engine: EngineBytes) -> dict[str, int]:
 
 def _process_bytes(trainer: TrainerConfig) -> int:
     """A context and the communicators of the groups that a rank is in."""
-    sizes = (trainer.tensor_parallel, trainer.pipeline_parallel, trainer.data_parallel)
-    num_groups = sum(size > 1 for size in sizes) + (trainer.num_ranks > 1)
+    sizes = (
+        trainer.tensor_parallel,
+        trainer.context_parallel,
+        trainer.pipeline_parallel,
+        trainer.data_parallel,
+        trainer.expert_parallel,
+        trainer.num_ranks,
+    )
+    num_groups = sum(size > 1 for size in sizes)
     return CONTEXT_BYTES + num_groups * COMMUNICATOR_BYTES
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -25,6 +25,8 @@ class RankKind:
     chunk_layers: tuple[int, ...]
     """Layers of each chunk."""
     num_parameters: int
+    num_expert_parameters: int
+    """Of them, those of experts, which fewer ranks hold alike."""
     has_embedding: bool
     has_head: bool
 
@@ -67,15 +69,20 @@ def rank_kinds(layout: ModelLayout, trainer: TrainerConfig) -> list[RankKind]:
         layout,
         tp_size=trainer.tensor_parallel,
         pp_size=trainer.pipeline_parallel,
+        ep_size=trainer.expert_parallel,
+        etp_size=trainer.expert_tensor_parallel,
+        num_dp=trainer.num_replicas,
         stages=[tuple(layer for chunk in stage for layer in chunk) for stage in chunks],
     )
-    firsts = positions[:: trainer.tensor_parallel]
+    firsts = positions[:: trainer.tensor_parallel * trainer.num_replicas]
     return [
         RankKind(
             stage=position.pp_rank,
             num_stages=position.pp_size,
             chunk_layers=tuple(len(chunk) for chunk in chunks[position.pp_rank]),
             num_parameters=_num_parameters(layout, position),
+            num_expert_parameters=len(position.layer_indices)
+            * num_elements(_of_experts(layout.megatron_layer(position, "0"))),
             has_embedding=position.has_embedding,
             has_head=position.has_head,
         )
@@ -83,18 +90,23 @@ def rank_kinds(layout: ModelLayout, trainer: TrainerConfig) -> list[RankKind]:
     ]
 
 
-def state_bytes(num_parameters: int, trainer: TrainerConfig, *, itemsize: int) -> StateBytes:
+def state_bytes(kind: RankKind, trainer: TrainerConfig, *, itemsize: int) -> StateBytes:
     """megatron-core's buffers and its distributed optimizer.
 
     Args:
         itemsize: bytes of one element of the weights.
     """
+    per_stage = trainer.tensor_parallel * trainer.num_replicas
+    expert_replicas = per_stage // (trainer.expert_parallel * trainer.expert_tensor_parallel)
+    num_dense = kind.num_parameters - kind.num_expert_parameters
+    num_updated = math.ceil(num_dense / trainer.num_replicas)
+    num_updated += math.ceil(kind.num_expert_parameters / expert_replicas)
     # fp32 weights are their own masters
     per_parameter = 2 * FP32_BYTES + (FP32_BYTES if itemsize < FP32_BYTES else 0)
     return StateBytes(
-        weights=num_parameters * itemsize,
-        gradients=num_parameters * FP32_BYTES,
-        optimizer=math.ceil(num_parameters / trainer.data_parallel) * per_parameter,
+        weights=kind.num_parameters * itemsize,
+        gradients=kind.num_parameters * FP32_BYTES,
+        optimizer=num_updated * per_parameter,
     )
 
 
@@ -109,6 +121,10 @@ def _num_parameters(layout: ModelLayout, position: ShardPosition) -> int:
 def engine_parameters(layout: ModelLayout, positions: tuple[EnginePosition, ...]) -> int:
     """Parameters of the engine rank that holds most."""
     return max(num_elements(layout.engine_shards(position)) for position in positions)
+
+
+def _of_experts(shards: Iterable[Shard]) -> Iterator[Shard]:
+    return (shard for shard in shards if ".experts." in shard.name)
 
 
 def num_elements(shards: Iterable[Shard]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megadapo.config import RunConfig
 from megadapo.models.description import ModelDescription
 from megadapo.plan.cards import Card
-from megadapo.plan.engine import engine_bytes
+from megadapo.plan.engine import engine_bytes, mlp_width
 from megadapo.plan.phases import itemsize_of
 from megadapo.trainer.config import TrainerConfig
 
@@ -83,7 +83,8 @@ def _rollout_seconds(config: RunConfig, model: ModelDescription, card: Card) -> 
     at_once = max(1.0, min(rollout.max_num_seqs, per_engine, engine.cache_tokens / context))
     bandwidth = READ_SHARE * card.memory_bandwidth
     read = (engine.weights + at_once * context * engine.token) / bandwidth
-    products = 2 * engine.weights / itemsize * at_once / (TRAIN_SHARE * card.flops)
+    flops = _forward_flops(model, 2 * context) / rollout.ranks_per_engine * at_once
+    products = flops / (TRAIN_SHARE * card.flops)
     # each token passes through the stages of an engine one after the other
     alone = engine.weights / bandwidth * rollout.pipeline_parallel
     return (
@@ -97,8 +98,7 @@ def _train_seconds(config: RunConfig, model: ModelDescription, card: Card) -> fl
     num_sequences = sampling.prompts_per_step * sampling.responses_per_prompt
     length = PROMPT_TOKENS + mean_response(config)
     layer, mlp = _layer_flops(model, length)
-    head = 2.0 * model.shape.hidden_size * model.shape.vocab_size
-    forward = model.shape.num_layers * layer + head
+    forward = _forward_flops(model, length)
     again = model.shape.num_layers * _recomputed(trainer, model, layer=layer, mlp=mlp)
     # old log-probs, the update's forward pass, and its way back
     flops = num_sequences * length * ((2 + BACKWARD_PASSES) * forward + again)
@@ -106,11 +106,17 @@ def _train_seconds(config: RunConfig, model: ModelDescription, card: Card) -> fl
     return seconds / (1.0 - _bubble(config, length))
 
 
+def _forward_flops(model: ModelDescription, length: float) -> float:
+    """Of one token of a sequence of `length` tokens, on average over it."""
+    layer, _ = _layer_flops(model, length)
+    return model.shape.num_layers * layer + 2.0 * model.shape.hidden_size * model.shape.vocab_size
+
+
 def _layer_flops(model: ModelDescription, length: float) -> tuple[float, float]:
     """Of one token in one layer's forward pass: of all of it, and of its MLP."""
     shape = model.shape
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    mlp = 6.0 * shape.hidden_size * shape.ffn_size
+    mlp = 6.0 * shape.hidden_size * mlp_width(model)
     projections = 2.0 * shape.hidden_size * (2 * query + 2 * key)
     # a token looks at half of its sequence on average: scores and their sum
     return projections + 4.0 * query * length / 2 + mlp, mlp

@@ -74,7 +74,7 @@ def update_bytes(
         fused: whether Transformer Engine's layers compute, or our own.
     """
     widths = layer_widths(model, trainer, itemsize=itemsize, fused=fused)
-    tokens = load.tokens_per_micro_batch
+    tokens = load.tokens_per_micro_batch // trainer.context_parallel
     kept = kept_by_layer(widths)
     chunks = [kept_by_chunk(kept, trainer, size) for size in kind.chunk_layers]
     in_flight = chunks_in_flight(kind, load.num_micro_batches)
@@ -86,7 +86,7 @@ def update_bytes(
         activations -= sent * tokens
     layer = backward_extra(widths, trainer, num_layers=kind.chunk_layers[-1], num_tokens=tokens)
     return UpdateBytes(
-        inputs=_input_bytes(widths, model, load),
+        inputs=_input_bytes(widths, model, load) // trainer.context_parallel,
         activations=int(activations + _gather_buffer(widths) * tokens),
         layer=int(layer),
         head=_head(model, trainer, kind, widths, tokens).total if kind.has_head else 0,

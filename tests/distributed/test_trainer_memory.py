@@ -35,6 +35,15 @@ MODEL = {
     "tie_word_embeddings": False,
 }
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 48, "tie_word_embeddings": True}
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
+"""Small ones: Gloo copies a buffer of gradients to add it up, which must be less than what the
+activations took before."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +66,12 @@ CASES = {
             "recompute_modules": ("core_attn",),
         }
     ),
+    "context": Case({"context": 2}),
     "four ways, query norms": Case({"tensor": 4}, model=QWEN3),
 }
 SLOW_CASES = {
+    "experts": Case({"data": 2, "expert": 2}, 1, EXPERTS),
+    "experts, tensor": Case({"tensor": 2, "sequence": True, "recompute": "selective"}, 1, EXPERTS),
     "four stages, a layer again": Case(
         {"pipeline": 4, "recompute": "full", "recompute_layers": 1}, 6, QWEN3
     ),
@@ -92,7 +104,7 @@ def test_a_rank_allocates_what_was_planned(ranks: Ranks, tmp_path: Path, case: C
     )
     per_stage = trainer.num_ranks // trainer.pipeline_parallel
     for kind in rank_kinds(ModelLayout(model.family, model.shape), trainer):
-        state = state_bytes(kind.num_parameters, trainer, itemsize=itemsize).total
+        state = state_bytes(kind, trainer, itemsize=itemsize).total
         update = update_bytes(model, trainer, kind, load, itemsize=itemsize, fused=False).total
         for rank in found[kind.stage * per_stage : (kind.stage + 1) * per_stage]:
             assert state == pytest.approx(rank.state, rel=0.01), kind

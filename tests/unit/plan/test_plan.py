@@ -20,8 +20,12 @@ from megadapo.plan.ranks import rank_kinds, state_bytes
 from megadapo.weights.layout.layout import ModelLayout
 
 CONFIGS = Path(megadapo.__file__).parents[1] / "configs"
-RECIPES = ("qwen2.5-7b", "qwen2.5-32b", "qwen2.5-32b-verl")
-SIZES = {"Qwen2.5-7B": 7_615_616_512, "Qwen2.5-32B": 32_763_876_352}
+RECIPES = sorted(path.stem for path in CONFIGS.glob("qwen*.toml"))
+SIZES = {
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen3-30B-A3B-Base": 30_532_122_624,
+}
 """Parameters, as the models' pages say."""
 
 
@@ -61,7 +65,7 @@ def test_what_the_ranks_of_a_stage_hold_adds_up_to_the_model() -> None:
     held = config.trainer.tensor_parallel * sum(kind.num_parameters for kind in kinds)
     # norms are on every tensor-parallel rank
     assert SIZES["Qwen2.5-32B"] <= held < 1.001 * SIZES["Qwen2.5-32B"]
-    state = state_bytes(kinds[0].num_parameters, config.trainer, itemsize=2)
+    state = state_bytes(kinds[0], config.trainer, itemsize=2)
     assert state.total == pytest.approx((2 + 4 + 12 / 8) * kinds[0].num_parameters, rel=1e-6)
 
 
