@@ -1,4 +1,4 @@
-"""Make the base model of a built-in task: a tiny Qwen2 that answers sums in two ways.
+"""Make the base model of a built-in task: a tiny model that answers sums in two ways.
 
 A short supervised run of the same Megatron trainer that DAPO uses, on generated worked answers.
 Some answers are direct, short and usually wrong; the others go step by step and are right. The
@@ -6,6 +6,9 @@ model learns both ways, so that an outcome reward alone can make it prefer the l
 
     python tools/make_base_model.py configs/quickstart-base
     python tools/make_base_model.py configs/chain-base --task arithmetic-chain
+    python tools/make_base_model.py configs/experts-base --experts 8
+
+It is a Qwen2, or with experts a Qwen3-MoE.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from rich.progress import Progress
-from transformers import Qwen2Config, Qwen2Tokenizer
+from transformers import PreTrainedConfig, Qwen2Config, Qwen2Tokenizer, Qwen3MoeConfig
 
 from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig, from_dict
@@ -34,6 +37,8 @@ DIRECT_WRONG_SHARE = 0.75
 """Share of the direct answers that are wrong on purpose."""
 NUM_PROBLEMS = 30_000
 WARMUP_STEPS = 50
+ROUTER_AUX_LOSS_COEF = 0.01
+"""Without it a router learns to send most tokens to the experts that are good first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where the Hugging Face folder is written")
     parser.add_argument("--task", choices=RECIPES, default="arithmetic", help="what it answers")
     parser.add_argument("--start", type=Path, help="go on from this model (default: none)")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer (default 0: an MLP)")
     parser.add_argument("--steps", type=int, help="supervised steps (default: the task's)")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default 2e-3)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
@@ -79,6 +85,7 @@ def main() -> None:
     losses = make_base_model(
         options.folder,
         task=options.task,
+        num_experts=options.experts,
         start=options.start,
         num_steps=options.steps or RECIPES[options.task].num_steps,
         lr=options.lr,
@@ -91,6 +98,7 @@ def make_base_model(
     folder: Path,
     *,
     task: str = "arithmetic",
+    num_experts: int = 0,
     start: Path | None = None,
     num_steps: int,
     lr: float,
@@ -99,6 +107,7 @@ def make_base_model(
     """Train for `num_steps` and export to `folder`; returns the loss of each step in nats.
 
     Args:
+        num_experts: of each layer; 0: it has an MLP.
         start: a base model of the same shape to go on from; none: random weights.
     """
     recipe = RECIPES[task]
@@ -108,10 +117,12 @@ def make_base_model(
         blank = Path(temporary)
         tokenizer = make_tokenizer(problems)
         tokenizer.save_pretrained(blank)
-        model_config(tokenizer, recipe).save_pretrained(blank)
+        model_config(tokenizer, recipe, num_experts).save_pretrained(blank)
         if start is not None:
             shutil.copy(start / "model.safetensors", blank)
-        config = supervised_config(blank, recipe, num_steps=num_steps, lr=lr, seed=seed)
+        config = supervised_config(
+            blank, recipe, num_experts=num_experts, num_steps=num_steps, lr=lr, seed=seed
+        )
         cluster = Cluster.start(config.cluster, num_trainer_ranks=1, num_engines=0, engine_ranks=1)
         trainer = Trainer.start(trainer_settings(config), cluster)
         losses = []
@@ -141,26 +152,38 @@ def make_tokenizer(problems: list[Problem]) -> Qwen2Tokenizer:
     return tokenizer
 
 
-def model_config(tokenizer: Qwen2Tokenizer, recipe: Recipe) -> Qwen2Config:
-    """About 0.8 million parameters; every size divides by 2 for tensor and pipeline parallel."""
-    return Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=recipe.max_positions,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        dtype="float32",
-        architectures=["Qwen2ForCausalLM"],
-    )
+def model_config(
+    tokenizer: Qwen2Tokenizer, recipe: Recipe, num_experts: int = 0
+) -> PreTrainedConfig:
+    """About 0.8 million parameters, with 8 experts 1.1 million, of which a token uses half; every
+    size divides by 2 for tensor and pipeline parallel."""
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": recipe.max_positions,
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
+    if not num_experts:
+        return Qwen2Config(**sizes, architectures=["Qwen2ForCausalLM"])
+    sizes |= {
+        "head_dim": 32,
+        "num_experts": num_experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    }
+    return Qwen3MoeConfig(**sizes, architectures=["Qwen3MoeForCausalLM"])
 
 
 def supervised_config(
-    model: Path, recipe: Recipe, *, num_steps: int, lr: float, seed: int
+    model: Path, recipe: Recipe, *, num_experts: int, num_steps: int, lr: float, seed: int
 ) -> RunConfig:
     """A run whose trainer does maximum likelihood: one update a step, cosine learning rate."""
     init = "pretrained" if (model / "model.safetensors").exists() else "random"
@@ -173,6 +196,7 @@ def supervised_config(
             "sampling": {"prompts_per_step": recipe.batch_size // 2, "responses_per_prompt": 2},
             "algorithm": {"responses_per_mini_batch": recipe.batch_size, "overlong_buffer": 0},
             "trainer": {
+                "router_aux_loss_coef": ROUTER_AUX_LOSS_COEF if num_experts else 0.0,
                 "optimizer": {
                     "lr": lr,
                     "schedule": "cosine",
@@ -180,7 +204,7 @@ def supervised_config(
                     "decay_steps": num_steps,
                     "weight_decay": 0.01,
                     "beta2": 0.98,
-                }
+                },
             },
         }
     )

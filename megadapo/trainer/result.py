@@ -136,7 +136,7 @@ class ExpertResult:
 
     balance_loss: float | None = None
     """Load-balancing loss, mean over the layers, without its coefficient: 1 where all experts of a
-    layer get as much, as many as there are experts where one gets all."""
+    layer get as much, more where few get most."""
     max_load: float | None = None
     """Most tokens of one expert against the mean of its layer, over all layers."""
 

@@ -28,6 +28,7 @@ LAYOUTS = {
     "tp2-etp2": {"tensor": 2, "sequence": True, "expert_tensor": 2},
     "tp2-ep2": {"tensor": 2, "sequence": True, "expert": 2},
     "tp2-cp2-ep4": {"tensor": 2, "sequence": True, "context": 2, "expert": 4},
+    "cp2-ep2": {"context": 2, "expert": 2},
     "pp2-ep2": {"pipeline": 2, "data": 2, "expert": 2},
     "ep2-recompute": {"data": 2, "expert": 2, "recompute": "full"},
 }
@@ -46,6 +47,7 @@ BALANCED = {
     "small-budget": {"tokens_per_micro_batch": 64},
     "tp2-cp2-ep4": LAYOUTS["tp2-cp2-ep4"],
     "tp2-pp2-recompute": {"tensor": 2, "sequence": True, "pipeline": 2, "recompute": "full"},
+    "cp2-dp2-ep2": {"context": 2, "data": 2, "expert": 2},
 }
 
 

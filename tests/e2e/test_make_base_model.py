@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support import REPOSITORY
 
 SHIPPED = {
-    "arithmetic": REPOSITORY / "configs" / "quickstart-base",
-    "arithmetic-chain": REPOSITORY / "configs" / "chain-base",
+    "quickstart-base": "arithmetic",
+    "chain-base": "arithmetic-chain",
+    "experts-base": "arithmetic",
 }
+"""The task of each shipped base model."""
 
 
 def load_tool():
@@ -46,13 +48,14 @@ def test_the_tool_still_learns_and_exports_what_it_learned(tmp_path):
     assert -logprobs[response, ids[0, response + 1]].mean() < 2.5
 
 
-@pytest.mark.parametrize("task", SHIPPED)
-def test_the_shipped_model_is_small_and_its_tokenizer_is_the_tools(task: str):
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_shipped_model_is_small_and_its_tokenizer_is_the_tools(name: str):
     """A tokenizer that changed under the weights would turn the base model into noise."""
-    assert sum(p.stat().st_size for p in SHIPPED[task].iterdir()) < 4_000_000
+    folder = REPOSITORY / "configs" / name
+    assert sum(p.stat().st_size for p in folder.iterdir()) < 4_200_000
     tool = load_tool()
-    made = tool.make_tokenizer(tool.generate("train", tool.NUM_PROBLEMS, 0, task=task))
-    shipped = AutoTokenizer.from_pretrained(SHIPPED[task])
+    made = tool.make_tokenizer(tool.generate("train", tool.NUM_PROBLEMS, 0, task=SHIPPED[name]))
+    shipped = AutoTokenizer.from_pretrained(folder)
     assert shipped.get_vocab() == made.get_vocab()
     answer = "12+34=46;46+5=51\nAnswer: 51"
     assert shipped.encode(answer) == made.encode(answer)
@@ -63,7 +66,7 @@ def test_the_problems_of_a_step_grow_from_the_shortest_to_all():
     tool = load_tool()
     problems = [tool.Problem((1,) * num_terms) for num_terms in range(1, 101)]
     recipe = tool.RECIPES["arithmetic-chain"]
-    tokenizer = AutoTokenizer.from_pretrained(SHIPPED["arithmetic"])
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "configs" / "quickstart-base")
     batches = tool.supervised_batches(problems, tokenizer, recipe, num_steps=8, seed=0)
     longest = [batch.prompt_lengths.max() for batch in batches]
     assert longest[0] <= 2 * 10 + 1 < longest[2]

@@ -24,6 +24,16 @@ REPOSITORY = Path(__file__).parents[3]
             ["--rollout.tensor_parallel=2", "--rollout.expert_parallel=true"],
             "rollout.expert_parallel = true is for models with experts",
         ),
+        (["--trainer.router_aux_loss_coef=0.1"], "router_aux_loss_coef is for models with experts"),
+        (
+            [
+                "--model.path=configs/experts-base",
+                "--trainer.data_parallel=4",
+                "--trainer.expert_parallel=2",
+                "--trainer.expert_tensor_parallel=2",
+            ],
+            "trainer.expert_tensor_parallel with trainer.expert_parallel needs GPUs",
+        ),
         (
             ["--rollout.tensor_parallel=3", "--trainer.tensor_parallel=3"],
             "trainer.tensor_parallel = 3 .*\n(.*\n)*rollout.tensor_parallel = 3",

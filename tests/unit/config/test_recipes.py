@@ -9,6 +9,7 @@ import pytest
 from megadapo.cli import main
 from megadapo.config import load_config
 from megadapo.models.description import describe_model
+from megadapo.rollout.model_layout import validate_engine_layout
 from megadapo.trainer.model_layout import validate_model_layout
 
 REPOSITORY = Path(__file__).parents[3]
@@ -34,6 +35,22 @@ QWEN_7B = {
     "intermediate_size": 18944,
     "vocab_size": 152064,
     "architectures": ["Qwen2ForCausalLM"],
+    "max_position_embeddings": 32768,
+}
+
+QWEN_30B_A3B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "architectures": ["Qwen3MoeForCausalLM"],
     "max_position_embeddings": 32768,
 }
 
@@ -122,6 +139,17 @@ def test_7b_recipe_fits_one_node_of_eight_gpus() -> None:
     assert trainer.num_ranks == 8 == config.rollout.num_engines * config.rollout.tensor_parallel
     assert config.cluster.address is None
     validate_model_layout(describe_model(QWEN_7B), trainer)
+
+
+def test_30b_recipe_keeps_each_expert_inside_a_node_and_fits_the_model() -> None:
+    config = load_config(REPOSITORY / "configs" / "qwen3-30b-a3b.toml")
+    model, trainer = describe_model(QWEN_30B_A3B), config.trainer
+    assert trainer.num_ranks == 32
+    assert config.rollout.num_engines * config.rollout.tensor_parallel == 32
+    assert 8 % (trainer.expert_parallel * trainer.expert_tensor_parallel) == 0
+    validate_model_layout(model, trainer)
+    validate_engine_layout(model.shape, config.rollout)
+    assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= 32768
 
 
 def test_algorithms_are_that_many_and_change_nothing_but_the_algorithm() -> None:
