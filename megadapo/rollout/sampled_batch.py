@@ -68,12 +68,13 @@ class SampledBatch:
     """From each group's submission to its last token."""
     engines: tuple[EngineActivity, ...]
     """What each engine did in the step."""
-    calls_per_response: float | None = None
-    """Tool calls; those of a beginning that responses share count for each."""
-    output_token_share: float | None = None
+    calls_per_response: float = math.nan
+    """Tool calls; those of a beginning that responses share count for each. NaN here and below
+    where there was nothing to count."""
+    output_token_share: float = math.nan
     """Of response tokens, what tools put out."""
-    branches_per_group: float | None = None
-    entropy_rise_mean: float | None = None
+    branches_per_group: float = math.nan
+    entropy_rise_mean: float = math.nan
     """Normalised entropy behind a call less that of the response's start, where measured."""
     saved: tuple[SampledGroup, ...]
     """The groups to be saved, those thrown away included."""
@@ -219,13 +220,13 @@ class Tally:
             saved=choose_saved(fates, saved_groups),
         )
 
-    def _tool_use(self) -> dict[str, float | None]:
-        """What came of tools; null where nothing did, or the groups were not generated but read."""
+    def _tool_use(self) -> dict[str, float]:
+        """What came of tools."""
         outcomes = self.outcomes
         num_tokens = sum(n for outcome in outcomes for n in outcome.lengths)
         rises = [rise for outcome in outcomes for rise in outcome.entropy_rises]
         measured = [rise for rise in rises if not math.isnan(rise)]
-        shares = {
+        return {
             "calls_per_response": _share(
                 sum(o.num_calls for o in outcomes), sum(o.num_responses for o in outcomes)
             ),
@@ -233,7 +234,6 @@ class Tally:
             "branches_per_group": _share(sum(o.num_branches for o in outcomes), len(outcomes)),
             "entropy_rise_mean": _share(math.fsum(measured), len(measured)),
         }
-        return {name: value if abs(value) > 0.0 else None for name, value in shares.items()}
 
     def _fates(self, kept: Sequence[Group], stale: Sequence[Group]) -> list[SampledGroup]:
         """What became of every group with a signal."""
@@ -294,4 +294,4 @@ def _part_means(outcomes: Iterable[Outcome]) -> dict[str, float]:
 
 
 def _share(part: float, whole: int) -> float:
-    return part / whole if whole else float("nan")
+    return part / whole if whole else math.nan

@@ -115,10 +115,10 @@ def _tool_use(sampled: SampledBatch, config: RunConfig) -> dict[str, float | Non
     calls = generated and config.rollout.tools.tool is not None
     branches = generated and config.sampling.branching.is_on
     return {
-        "tools/calls_per_response": (sampled.calls_per_response or 0.0) if calls else None,
-        "tools/token_share": (sampled.output_token_share or 0.0) if calls else None,
-        "tools/branches_per_group": (sampled.branches_per_group or 0.0) if branches else None,
-        "tools/entropy_rise": sampled.entropy_rise_mean if branches else None,
+        "tools/calls_per_response": _measured(sampled.calls_per_response) if calls else None,
+        "tools/token_share": _measured(sampled.output_token_share) if calls else None,
+        "tools/branches_per_group": _measured(sampled.branches_per_group) if branches else None,
+        "tools/entropy_rise": _measured(sampled.entropy_rise_mean) if branches else None,
     }
 
 

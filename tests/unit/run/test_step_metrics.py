@@ -142,9 +142,10 @@ def test_tools_have_numbers_where_there_is_a_tool():
         )
         return [record[f"tools/{name}"] for name in names]
 
-    values = {"calls_per_response": 1.5, "branches_per_group": 2.0, "entropy_rise_mean": -0.1}
+    values = {"calls_per_response": 1.5, "output_token_share": 0.0, "branches_per_group": 2.0}
+    values["entropy_rise_mean"] = -0.1
     assert found(on, **values) == [1.5, 0.0, 2.0, -0.1]
-    assert found(on) == [0.0, 0.0, 0.0, None]
+    assert found(on) == [None, None, None, None]
     assert found(on, num_tokens=None, **values)[:3] == [None, None, None]
     assert found(CONFIG, **values) == [None, None, None, None]
 
