@@ -51,6 +51,11 @@ class Section(BaseModel):
         """Yield what is wrong with this combination of values, each with its dotted keys."""
         return iter(())
 
+    def changed(self, *names: str) -> list[str]:
+        """Fields whose value is not the default, of all or of those named."""
+        fields = type(self).model_fields
+        return [n for n in names or fields if getattr(self, n) != fields[n].default]
+
     @field_validator("*", mode="before")
     @classmethod
     def _read_plain(cls, value: object, info: ValidationInfo) -> object:

@@ -40,7 +40,7 @@ class ReferenceConfig(Section, title="algorithm.reference"):
 
     def conflicts(self) -> Iterator[str]:
         for key, kind in (("refresh_every", "refreshed"), ("decay", "averaged")):
-            if self.kind != kind and getattr(self, key) != type(self).model_fields[key].default:
+            if self.kind != kind and self.changed(key):
                 yield (
                     f"algorithm.reference.{key}: read only with algorithm.reference.kind = "
                     f'"{kind}"; leave it out'
@@ -64,9 +64,7 @@ class PretrainingConfig(Section, title="algorithm.pretraining"):
     """Longest sequence; longer texts are cut into several."""
 
     def conflicts(self) -> Iterator[str]:
-        fields = type(self).model_fields
-        changed = [k for k in fields if k != "data" and getattr(self, k) != fields[k].default]
-        if self.data is None and changed:
+        if self.data is None and (changed := self.changed()):
             keys = ", ".join(f"algorithm.pretraining.{key}" for key in changed)
             yield f"{keys}: read only with algorithm.pretraining.data; set that, or leave out"
         if self.data is not None and not self.data.strip():
@@ -165,8 +163,8 @@ class AlgorithmConfig(Section, title="algorithm"):
                 f'algorithm.advantage = "{self.advantage}" divides by no standard deviation of a '
                 "group: leave algorithm.normalize_by_std out"
             )
-        for key, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda)):
-            if self.advantage != "gae" and value != 1.0:
+        for key in self.changed("discount", "gae_lambda"):
+            if self.advantage != "gae":
                 yield f'algorithm.{key}: read only with algorithm.advantage = "gae"; leave it out'
         if self.advantage == "maxrl" and self.overlong_buffer > 0:
             yield (
@@ -184,7 +182,7 @@ class AlgorithmConfig(Section, title="algorithm"):
             )
 
     def _without_effect(self) -> Iterator[str]:
-        if self.overlong_buffer == 0 and self.overlong_factor != 1.0:
+        if self.overlong_buffer == 0 and self.changed("overlong_factor"):
             yield (
                 "algorithm.overlong_factor: nothing is punished with algorithm.overlong_buffer = "
                 "0; leave it out, or set that"

@@ -51,11 +51,7 @@ class ImportanceConfig(Section, title="algorithm.importance"):
     whose log-probs differ from the trainer's (bfloat16)."""
 
     def conflicts(self) -> Iterator[str]:
-        unused = [
-            name
-            for name in ("level", "bound", "low", "high")
-            if getattr(self, name) != type(self).model_fields[name].default
-        ]
+        unused = self.changed("level", "bound", "low", "high")
         if self.stale_logprobs != "recompute" and self.scope == "stale" and unused:
             keys = ", ".join(f"algorithm.importance.{name}" for name in unused)
             yield (

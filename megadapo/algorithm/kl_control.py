@@ -25,9 +25,8 @@ class KlControlConfig(Section, title="algorithm.kl_control"):
     """Largest relative error, of either sign, that is acted on."""
 
     def conflicts(self) -> Iterator[str]:
-        for key in ("horizon", "clamp"):
-            changed = getattr(self, key) != type(self).model_fields[key].default
-            if self.target is None and changed:
+        for key in self.changed("horizon", "clamp"):
+            if self.target is None:
                 yield (
                     f"algorithm.kl_control.{key}: read only with algorithm.kl_control.target; set "
                     "that, or leave it out"

@@ -102,14 +102,14 @@ class PolicyObjective(Section, title="algorithm.objective"):
                 "largest weight of a token, such as 5.0"
             )
         gate_keys = {key for keys in KEYS_OF_GATE.values() for key in keys}
-        unused = [key for key in self._changed() if key in gate_keys - {*KEYS_OF_GATE[self.gate]}]
+        unused = [key for key in self.changed() if key in gate_keys - {*KEYS_OF_GATE[self.gate]}]
         if unused:
             keys = ", ".join(f"algorithm.objective.{key}" for key in unused)
             yield f'{keys}: not read with algorithm.objective.gate = "{self.gate}"; leave out'
 
     def _kl_conflicts(self) -> Iterator[str]:
         estimators = {"kl_value": self.kl_value, "kl_gradient": self.kl_gradient}
-        changed = [key for key in self._changed() if key in ("kl_in", *estimators)]
+        changed = self.changed("kl_in", *estimators)
         if self.kl_coef == 0.0 and changed:
             keys = ", ".join(f"algorithm.objective.{key}" for key in changed)
             yield f"{keys}: not read with algorithm.objective.kl_coef = 0; leave out, or set that"
@@ -130,8 +130,3 @@ class PolicyObjective(Section, title="algorithm.objective"):
                     f'algorithm.objective.{key} = "corrected-k3" weighs a token by its own ratio, '
                     'but algorithm.objective.ratio = "sequence": use k1, k2 or k3'
                 )
-
-    def _changed(self) -> list[str]:
-        """Keys whose value is not the default."""
-        fields = type(self).model_fields
-        return [key for key, field in fields.items() if getattr(self, key) != field.default]

@@ -148,12 +148,11 @@ def _check_steps(
             f"{process} needs scores of steps, and no entry of reward.functions gives any: name a "
             "function that does (docs/rewards.md)"
         )
-    for key in ("min_accuracy", "max_accuracy"):
-        if getattr(sampling, key) != type(sampling).model_fields[key].default:
-            yield (
-                f"sampling.{key}: with {process} a group has a signal where its steps differ, "
-                "whatever its accuracy; leave it out"
-            )
+    for key in sampling.changed("min_accuracy", "max_accuracy"):
+        yield (
+            f"sampling.{key}: with {process} a group has a signal where its steps differ, "
+            "whatever its accuracy; leave it out"
+        )
 
 
 def _check_warmup(run: RunSection, trainer: TrainerConfig) -> Iterator[str]:

@@ -92,11 +92,7 @@ class RewardFunction(Section, title="reward.functions"):
     @model_serializer(mode="wrap")
     def _write_short(self, write: SerializerFunctionWrapHandler) -> Any:
         written: dict[str, Any] = write(self)
-        changed = {
-            key: value
-            for key, value in written.items()
-            if getattr(self, key) != type(self).model_fields[key].default
-        }
+        changed = {key: written[key] for key in self.changed()}
         return self.function if changed.keys() == {"function"} else changed
 
     @property
@@ -144,9 +140,8 @@ class RewardFunction(Section, title="reward.functions"):
         yield from self._wrong_options()
 
     def _wrong_steps(self) -> Iterator[str]:
-        for key in ("step_separators", "step_score"):
-            changed = getattr(self, key) != type(self).model_fields[key].default
-            if changed and not self.may_score_steps:
+        for key in self.changed("step_separators", "step_score"):
+            if not self.may_score_steps:
                 yield f'reward.functions.{key}: "{self.function}" scores no steps; leave it out'
         if self.step_separators and self.function in SCORES_STEPS:
             yield f'reward.functions.step_separators: "{self.function}" has its own; leave it out'

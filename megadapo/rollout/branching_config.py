@@ -36,8 +36,7 @@ class BranchingConfig(Section, title="sampling.branching"):
         return self.initial_rollouts is not None
 
     def conflicts(self) -> Iterator[str]:
-        fields = type(self).model_fields.items()
-        unused = [name for name, field in fields if getattr(self, name) != field.default]
+        unused = self.changed()
         if not self.is_on and unused:
             keys = ", ".join(f"sampling.branching.{name}" for name in unused)
             yield f"{keys}: read only with sampling.branching.initial_rollouts; leave it out"

@@ -38,9 +38,7 @@ class ToolsConfig(Section, title="rollout.tools"):
         return self.output.replace("{}", result)
 
     def conflicts(self) -> Iterator[str]:
-        fields = type(self).model_fields.items()
-        unused = [name for name, field in fields if getattr(self, name) != field.default]
-        if self.tool is None and unused:
+        if self.tool is None and (unused := self.changed()):
             keys = ", ".join(f"rollout.tools.{name}" for name in unused)
             yield f"{keys}: read only with rollout.tools.tool; leave it out"
         if not self.stop:

@@ -49,6 +49,14 @@ class Root(Section, title="root"):
     extra: Inner | None = None
 
 
+def test_changed_fields_are_those_that_are_not_the_default() -> None:
+    """A key that is named and has its default was not set, as far as anybody can tell."""
+    outer = Outer(folder=Path("x"), size=2, limit=None, share=None, inner=Inner(lr=1e-5))
+    assert outer.changed() == ["folder", "size", "limit", "inner"]
+    assert outer.changed("share", "limit", "size") == ["limit", "size"]
+    assert outer.inner.changed("bounds") == []
+
+
 def build(table: dict) -> Root:
     return Root.model_validate(table, context=COLLECT)
 
