@@ -200,7 +200,7 @@ class Engines:
     def place(self, index: int) -> int:
         return index
 
-    def gpus(self, index: int) -> tuple[int, ...]:
+    def gpus(self, index: int) -> tuple[str, ...]:
         return ()
 
     def call(self, method: str, arguments: Mapping[int, tuple[object, ...]]) -> dict[int, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,8 @@ class Slot:
 
     bundle: int
     node: str
-    gpu: int | None
+    gpu: str | None
+    """As the node calls it: a number, or a UUID where CUDA_VISIBLE_DEVICES holds such."""
 
 
 class Cluster:
@@ -46,12 +48,22 @@ class Cluster:
 
     @classmethod
     def start(
-        cls, config: ClusterConfig, *, num_trainer_ranks: int, num_engines: int, engine_ranks: int
+        cls,
+        config: ClusterConfig,
+        *,
+        num_trainer_ranks: int,
+        num_engines: int,
+        engine_ranks: int,
+        tensor_parallel: int = 1,
     ) -> Cluster:
         """Start or join Ray and reserve the slots.
 
+        Args:
+            tensor_parallel: neighbouring trainer ranks that must be on one node.
+
         Raises:
-            InfraError: the cluster does not have what the layout asks for in time.
+            InfraError: the cluster does not have what the layout asks for in time, or not so that
+                engines and tensor-parallel groups stay on one node.
         """
         num_engine_ranks = num_engines * engine_ranks
         shared = config.placement == "colocated"
@@ -68,8 +80,14 @@ class Cluster:
             slots[offset + i * engine_ranks : offset + (i + 1) * engine_ranks]
             for i in range(num_engines)
         ]
-        _check_engines_on_one_node(engines)
-        return cls(group, slots[:num_trainer_ranks], engines, uses_cuda=config.uses_cuda)
+        trainer = slots[:num_trainer_ranks]
+        check_nodes(trainer, engines, tensor_parallel=tensor_parallel)
+        return cls(group, trainer, engines, uses_cuda=config.uses_cuda)
+
+    @property
+    def trainer_ranks_per_node(self) -> int:
+        """Most trainer ranks of a node; they share its cores."""
+        return max(Counter(slot.node for slot in self._trainer).values(), default=1)
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """Ray actor options for trainer rank `rank`."""
@@ -79,8 +97,8 @@ class Cluster:
         """Ray actor options for the engine; its own ranks are processes of vLLM beside it."""
         return self._options(self._engines[index][0])
 
-    def engine_gpus(self, index: int) -> tuple[int, ...]:
-        """GPU numbers on the engine's node, one per engine rank; empty on a CPU."""
+    def engine_gpus(self, index: int) -> tuple[str, ...]:
+        """What the engine's node calls its GPUs, one per engine rank; empty on a CPU."""
         return tuple(slot.gpu for slot in self._engines[index] if slot.gpu is not None)
 
     def shutdown(self) -> None:
@@ -159,8 +177,8 @@ def _locate(group: PlacementGroup, num_slots: int) -> list[Slot]:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     @ray.remote(num_cpus=0, num_gpus=GPU_SHARE)
-    def whereabouts() -> tuple[str, int]:
-        return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
+    def whereabouts() -> tuple[str, str]:
+        return ray.util.get_node_ip_address(), str(ray.get_gpu_ids()[0])
 
     answers = ray.get(
         [
@@ -173,19 +191,41 @@ def _locate(group: PlacementGroup, num_slots: int) -> list[Slot]:
         ]
     )
     slots = [Slot(bundle, node, gpu) for bundle, (node, gpu) in enumerate(answers)]
-    return sorted(slots, key=lambda slot: (slot.node, slot.gpu))
+    return sorted(slots, key=_place)
+
+
+def _place(slot: Slot) -> tuple[str, int, str]:
+    """Sorts the slots of a node by their GPU's number, where it has one."""
+    gpu = slot.gpu or ""
+    return slot.node, int(gpu) if gpu.isdigit() else -1, gpu
 
 
 def _cpu_slots(num_slots: int) -> list[Slot]:
     return [Slot(bundle, "127.0.0.1", None) for bundle in range(num_slots)]
 
 
-def _check_engines_on_one_node(engines: Sequence[Sequence[Slot]]) -> None:
+def check_nodes(
+    trainer: Sequence[Slot], engines: Sequence[Sequence[Slot]], *, tensor_parallel: int
+) -> None:
+    """Make sure that what talks all the time is on one node.
+
+    Raises:
+        InfraError: an engine, or a tensor-parallel group of the trainer, would span nodes.
+    """
     for index, slots in enumerate(engines):
-        nodes = sorted({slot.node for slot in slots})
-        if len(nodes) > 1:
-            raise InfraError(
-                f"engine {index} would span the nodes {', '.join(nodes)}: choose "
-                "rollout.tensor_parallel x rollout.pipeline_parallel so that it divides the GPUs "
-                "of a node"
-            )
+        _check_one_node(
+            slots, f"engine {index}", "rollout.tensor_parallel x rollout.pipeline_parallel"
+        )
+    for first in range(0, len(trainer), tensor_parallel):
+        slots = trainer[first : first + tensor_parallel]
+        ranks = f"trainer ranks {first} to {first + len(slots) - 1}, a tensor-parallel group,"
+        _check_one_node(slots, ranks, "trainer.tensor_parallel")
+
+
+def _check_one_node(slots: Sequence[Slot], who: str, keys: str) -> None:
+    nodes = sorted({slot.node for slot in slots})
+    if len(nodes) > 1:
+        raise InfraError(
+            f"{who} would span the nodes {', '.join(nodes)}: choose {keys} so that it divides the "
+            "GPUs of a node"
+        )

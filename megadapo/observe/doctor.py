@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megadapo import __version__
-from megadapo.observe.machine import Machine, inspect_machine
+from megadapo.observe.machine import Gpu, Machine, inspect_machine
 
 # The oldest versions the code was run with; Ray: below it the dashboard can be made to run code.
 _OLDEST = {
@@ -25,6 +25,7 @@ _REQUIRED = ("torch", "triton", "megatron-core", "vllm", "ray", "transformers", 
 _MIN_MEMORY_GIB = 8
 _MIN_SHM_GIB = 1
 _AMPERE = (8, 0)
+_HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +130,18 @@ def _errors(machine: Machine) -> Iterator[str]:
     for name in _REQUIRED:
         if machine.packages[name] is None:
             yield f"{name} is not installed: install requirements/ again (make install)"
-    if machine.gpus and machine.gpus[0].compute_capability < _AMPERE and machine.uses_cuda:
-        major, minor = machine.gpus[0].compute_capability
+    if machine.gpus and machine.uses_cuda:
+        yield from _gpu_errors(machine, machine.gpus[0])
+
+
+def _gpu_errors(machine: Machine, gpu: Gpu) -> Iterator[str]:
+    what = "{} has compute capability {}.{}".format(gpu.name, *gpu.compute_capability)
+    if gpu.compute_capability < _AMPERE:
+        yield f"{what}; bfloat16 training and the kernels need 8.0 (A100) or newer"
+    elif gpu.compute_capability < _HOPPER and machine.packages["flash-attn"] is None:
         yield (
-            f"{machine.gpus[0].name} has compute capability {major}.{minor}; bfloat16 training "
-            "and the kernels need 8.0 (A100) or newer"
+            f"{what}, and cuDNN's attention takes packed sequences from 9.0 (H100) on: install "
+            "flash-attn"
         )
 
 

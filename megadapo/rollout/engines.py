@@ -154,7 +154,7 @@ class Engines(Dispatcher):
         """What changes when another process takes an engine's place."""
         return self._fleet.slots[index].place
 
-    def gpus(self, index: int) -> tuple[int, ...]:
+    def gpus(self, index: int) -> tuple[str, ...]:
         """GPU numbers of an engine on its node; empty on a CPU."""
         return self._fleet.slots[index].spec.platform.gpus
 

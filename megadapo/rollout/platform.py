@@ -20,8 +20,8 @@ GIB = 1 << 30
 class EnginePlatform:
     """Where one engine runs."""
 
-    gpus: tuple[int, ...]
-    """GPU numbers on the engine's node, one per rank; empty on a CPU."""
+    gpus: tuple[str, ...]
+    """What the engine's node calls its GPUs, one per rank; empty on a CPU."""
     shares_gpus: bool
     """Whether a trainer works on the same GPUs, so that the engine must sleep meanwhile."""
 
@@ -47,7 +47,7 @@ class EnginePlatform:
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         }
         if self.uses_cuda:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in self.gpus)
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
             variables["VLLM_BATCH_INVARIANT"] = str(int(config.batch_invariant))
             return variables | full_precision(dtype)
         # vLLM would pin every engine's threads to the same first cores, and asks for a NUMA node

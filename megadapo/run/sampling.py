@@ -124,6 +124,7 @@ def start_cluster(
             num_trainer_ranks=config.trainer.num_ranks if trains else 0,
             num_engines=num_engines,
             engine_ranks=config.rollout.ranks_per_engine,
+            tensor_parallel=config.trainer.tensor_parallel,
         )
         stack.callback(cluster.shutdown)
     return cluster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
@@ -78,7 +79,10 @@ def transformer_config(
         use_cpu_initialization=not cuda,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
+        # weight gradients are added up in fp32 without a rounding to bf16 on the way; megatron-core
+        # asks for apex's kernel wherever this is on
+        gradient_accumulation_fusion=uses_te and has_apex_gradient_kernel(),
+        apply_rope_fusion=uses_te,
         bias_activation_fusion=uses_te,
         # megatron-core's name for "take the activation from the layer spec"
         use_te_activation_func=not uses_te,
@@ -139,6 +143,11 @@ def _build_chunk(
     if uses_te:
         gpt.rotary_pos_emb.inv_freq = inverse_frequencies(model).cuda()
     return gpt
+
+
+def has_apex_gradient_kernel() -> bool:
+    """Whether apex was built with the product that adds into an fp32 weight gradient."""
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def uses_transformer_engine() -> bool:

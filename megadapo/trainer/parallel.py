@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 from datetime import timedelta
@@ -13,12 +12,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from torch import Tensor
 
+from megadapo.cluster.network import use_interface_towards
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.context_part import ContextPart
 from megadapo.trainer.settings import Rendezvous
-
-LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACE = "lo"
 
 
 def join_groups(
@@ -31,8 +28,7 @@ def join_groups(
     """Join the world and form the tensor-, pipeline-, context- and data-parallel groups."""
     cuda = torch.cuda.is_available()
     timeout = timedelta(seconds=trainer.timeout_s)
-    if rendezvous.address == LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    use_interface_towards(rendezvous.address)
     torch.distributed.init_process_group(
         backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=_store(rendezvous, listener, timeout),

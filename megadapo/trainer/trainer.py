@@ -57,17 +57,34 @@ class Trainer:
             MegadapoError: the model cannot be read or does not fit the layout, or a rank failed.
         """
         options = [cluster.trainer_options(rank) for rank in range(settings.trainer.num_ranks)]
-        return cls.start_ranks(settings, options, uses_cuda=cluster.uses_cuda)
+        return cls.start_ranks(
+            settings,
+            options,
+            uses_cuda=cluster.uses_cuda,
+            ranks_per_node=cluster.trainer_ranks_per_node,
+        )
 
     @classmethod
     def start_ranks(
-        cls, settings: TrainerSettings, options: list[dict[str, Any]], *, uses_cuda: bool
+        cls,
+        settings: TrainerSettings,
+        options: list[dict[str, Any]],
+        *,
+        uses_cuda: bool,
+        ranks_per_node: int = 0,
     ) -> Trainer:
-        """Start one rank for each entry of Ray actor `options` and wait until all are ready."""
+        """Start one rank for each entry of Ray actor `options` and wait until all are ready.
+
+        Args:
+            ranks_per_node: how many share a node's cores; 0 for all of them.
+        """
         import ray
 
         environment = rank_environment(
-            settings.trainer, uses_cuda=uses_cuda, dtype=settings.model.dtype
+            settings.trainer,
+            uses_cuda=uses_cuda,
+            dtype=settings.model.dtype,
+            ranks_per_node=ranks_per_node or len(options),
         )
         actor: Any = ray.remote(TrainerWorker)  # with options, Ray loses its type
         ranks: list[ActorHandle[Any]] = [
@@ -205,10 +222,15 @@ class Trainer:
             raise
 
 
-def rank_environment(trainer: TrainerConfig, *, uses_cuda: bool, dtype: str) -> dict[str, str]:
-    """Environment of a rank's process, fixed before it loads torch."""
+def rank_environment(
+    trainer: TrainerConfig, *, uses_cuda: bool, dtype: str, ranks_per_node: int
+) -> dict[str, str]:
+    """Environment of a rank's process, fixed before it loads torch.
+
+    Its share of a node's cores is that of this machine's: nodes are taken to be alike.
+    """
     cores = len(os.sched_getaffinity(0))
-    environment = cpu_environment(trainer.num_threads or max(1, cores // trainer.num_ranks))
+    environment = cpu_environment(trainer.num_threads or max(1, cores // ranks_per_node))
     if not uses_cuda:
         return environment | {"CUDA_VISIBLE_DEVICES": ""}
     environment |= full_precision(dtype) | CUDA_VARIABLES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import importlib.util
 import logging
 import os
 import socket
@@ -158,12 +159,17 @@ class TrainerWorker:
         return self._trainer
 
 
+PACKED_ATTENTION = (9, 0)
+"""Compute capability from which cuDNN's fused attention takes packed sequences (qkv_format thd)."""
+
+
 def require_cuda() -> None:
     """Make sure that this process can work on a GPU as the run expects it to.
 
     Raises:
         InfraError: torch finds no GPU, or Transformer Engine cannot be imported. The CPU's
-            platform and layers must not take their place unnoticed.
+            platform and layers must not take their place unnoticed. Or the GPU is older than
+            cuDNN's packed attention, and there is no other one.
     """
     import torch
 
@@ -178,6 +184,13 @@ def require_cuda() -> None:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
         raise InfraError(f"transformer-engine cannot be imported ({error}): {remedy}") from error
+    capability = torch.cuda.get_device_capability()
+    if capability < PACKED_ATTENTION and importlib.util.find_spec("flash_attn") is None:
+        raise InfraError(
+            f"this GPU has compute capability {capability[0]}.{capability[1]}, and cuDNN takes "
+            "packed sequences from 9.0 (H100) on: install flash-attn, without which attention "
+            "would hold every pair of a micro-batch's tokens in memory"
+        )
 
 
 def release_cached_memory() -> None:

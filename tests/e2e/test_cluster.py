@@ -60,6 +60,48 @@ def test_everything_listens_on_loopback_and_more_processes_than_cores_start():
     assert all(ip.removeprefix("::ffff:") in ("127.0.0.1", "::1") for ip in answer["listening"])
 
 
+GPUS = """
+import json, ray
+from megadapo.cluster.cluster import Cluster
+from megadapo.cluster.config import ClusterConfig
+
+ray.init(address="local", num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False)
+cluster = Cluster.start(
+    ClusterConfig(device="cuda"),
+    num_trainer_ranks=4,
+    num_engines=2,
+    engine_ranks=2,
+    tensor_parallel=2,
+)
+
+@ray.remote
+class Actor:
+    def gpu(self):
+        return str(ray.get_gpu_ids()[0])
+
+actors = [Actor.options(**cluster.trainer_options(rank)).remote() for rank in range(4)]
+trainer = ray.get([actor.gpu.remote() for actor in actors])
+print(json.dumps([trainer, cluster.engine_gpus(0) + cluster.engine_gpus(1)]))
+cluster.shutdown()
+"""
+
+
+@pytest.mark.parametrize("names", ["0,1,2,3", "GPU-1c,GPU-0a,GPU-77,GPU-9f"])
+def test_trainer_and_engines_share_the_gpus_by_the_names_their_node_gives_them(names):
+    """Catches a GPU without a process or with two of a kind, and a scheduler that hands GPUs out
+    by their UUIDs."""
+    result = subprocess.run(
+        [sys.executable, "-c", GPUS],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": names},
+    )
+    assert result.returncode == 0, result.stderr
+    trainer, engines = json.loads(result.stdout.splitlines()[-1])
+    assert trainer == engines == sorted(names.split(","))
+
+
 DRIVER = """
 import time, psutil, ray
 from megadapo.cluster.cluster import Cluster

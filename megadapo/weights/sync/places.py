@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Device = tuple[str, int | None]
-"""Node and GPU number there; no number on a CPU."""
+Device = tuple[str, str | None]
+"""Node, and what it calls the GPU; None on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def find_places(
     transport: str,
     ranks: Sequence[Device],
     engine_nodes: Sequence[str],
-    engine_gpus: Sequence[Sequence[int]],
+    engine_gpus: Sequence[Sequence[str]],
 ) -> Places:
     """Decide who reads where.
 
@@ -34,7 +34,7 @@ def find_places(
         transport: The `weights.transport` setting; "auto" is resolved here.
         ranks: Node and GPU of every trainer rank.
         engine_nodes: Node of every engine.
-        engine_gpus: GPU numbers of every engine; empty on a CPU.
+        engine_gpus: GPUs of every engine; empty on a CPU.
     """
     devices: list[set[Device]] = [
         {(node, gpu) for gpu in gpus} for node, gpus in zip(engine_nodes, engine_gpus, strict=True)

@@ -19,6 +19,7 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
+from megadapo.cluster.network import use_interface_towards
 from megadapo.weights.config import NCCL_TIMEOUT_S
 from megadapo.weights.sync.parcels import NUM_BUCKETS, Offer, Parcel
 
@@ -161,6 +162,7 @@ def join_group(
     """Meet all ranks where the first trainer rank offered; returns when everyone is there."""
     meeting = offers[0]
     assert meeting is not None, "trainer rank 0 always makes an offer"
+    use_interface_towards(meeting["address"])
     if store is None:
         store = dist.TCPStore(meeting["address"], meeting["port"], is_master=False, timeout=TIMEOUT)
     prefixed = dist.PrefixStore("megadapo-weights", store)

@@ -44,8 +44,8 @@ class UpdatableEngines(Protocol):
         """What changes when another process takes an engine's place."""
         ...
 
-    def gpus(self, index: int) -> tuple[int, ...]:
-        """GPU numbers of an engine on its node; empty on a CPU."""
+    def gpus(self, index: int) -> tuple[str, ...]:
+        """What an engine's node calls its GPUs; empty on a CPU."""
         ...
 
     def call(

@@ -33,8 +33,8 @@ class SenderInfo:
     position: ShardPosition
     layout: ModelLayout
     node: str
-    gpu: int | None
-    """Number of the rank's GPU on its node; None on a CPU."""
+    gpu: str | None
+    """What its node calls the rank's GPU; None on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class WeightSender:
             position=self._position,
             layout=self._layout,
             node=socket.gethostname(),
-            gpu=_gpu_number(self._device) if self._device.type == "cuda" else None,
+            gpu=_gpu_name(self._device) if self._device.type == "cuda" else None,
         )
 
     def prepare(
@@ -231,8 +231,8 @@ def _relayed(schedule: Schedule, rank: int) -> dict[int, list[Placed]]:
     return relayed
 
 
-def _gpu_number(device: torch.device) -> int:
-    """The number that the node gives a device, which this process may know by another."""
+def _gpu_name(device: torch.device) -> str:
+    """The number or UUID by which the node knows a device, whose number here may be another."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     index = device.index or 0
-    return int(visible.split(",")[index]) if visible else index
+    return visible.split(",")[index] if visible else str(index)

@@ -91,6 +91,13 @@ def test_healthy_machines_get_no_complaints() -> None:
             ),
             "GPUs differ",
         ),
+        (
+            dataclasses.replace(
+                without(GPU, "flash-attn"),
+                gpus=(Gpu(name="A100", memory_gib=80.0, compute_capability=(8, 0)),),
+            ),
+            "install flash-attn",
+        ),
         (without(GPU, "transformer-engine"), "without transformer-engine"),
     ],
 )

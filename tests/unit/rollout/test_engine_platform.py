@@ -39,12 +39,12 @@ def test_stages_on_a_cpu_get_the_buffers_that_vllm_does_not_allocate_there():
     module, _, attribute = name.rpartition(".")
     assert hasattr(getattr(importlib.import_module(module), attribute), "allocate_stage_buffers")
     assert "worker_extension_cls" not in CPU.engine_arguments(RolloutConfig(), 100)
-    gpus = EnginePlatform(gpus=(0, 1), shares_gpus=False)
+    gpus = EnginePlatform(gpus=("0", "1"), shares_gpus=False)
     assert "worker_extension_cls" not in gpus.engine_arguments(two_stages, 100)
 
 
 def test_an_engine_on_gpus_sees_its_own_only():
-    platform = EnginePlatform(gpus=(2, 3), shares_gpus=False)
+    platform = EnginePlatform(gpus=("2", "3"), shares_gpus=False)
     variables = platform.environment(
         RolloutConfig(tensor_parallel=2, batch_invariant=True), "bfloat16"
     )
@@ -54,8 +54,8 @@ def test_an_engine_on_gpus_sees_its_own_only():
 
 
 def test_only_an_engine_that_shares_its_gpu_sleeps():
-    assert EnginePlatform(gpus=(0,), shares_gpus=True).sleeps
-    assert not EnginePlatform(gpus=(0,), shares_gpus=False).sleeps
+    assert EnginePlatform(gpus=("0",), shares_gpus=True).sleeps
+    assert not EnginePlatform(gpus=("0",), shares_gpus=False).sleeps
     assert not CPU.sleeps
-    shared = EnginePlatform(gpus=(0,), shares_gpus=True)
+    shared = EnginePlatform(gpus=("0",), shares_gpus=True)
     assert shared.engine_arguments(RolloutConfig(), 100)["enable_sleep_mode"] is True

@@ -5,8 +5,8 @@ from __future__ import annotations
 from megadapo.weights.sync.places import find_places
 
 
-def on_gpus(nodes: int, per_node: int) -> list[tuple[str, int]]:
-    return [(f"n{node}", gpu) for node in range(nodes) for gpu in range(per_node)]
+def on_gpus(nodes: int, per_node: int) -> list[tuple[str, str]]:
+    return [(f"n{node}", str(gpu)) for node in range(nodes) for gpu in range(per_node)]
 
 
 def test_engines_on_one_machine_read_the_same_memory():
@@ -19,7 +19,7 @@ def test_engines_on_one_machine_read_the_same_memory():
 
 def test_an_engine_opens_only_memory_on_gpus_it_sees():
     """Catches a handle of a GPU that is hidden from the engine's process."""
-    gpus = [(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3), (4, 5, 6, 7)]
+    gpus = [tuple("0123"), tuple("4567")] * 2
     nodes = ["n0", "n0", "n1", "n1"]
     places = find_places("auto", on_gpus(2, 8), nodes, gpus)
     assert places.transport == "cuda_ipc" and places.numbers == [0, 1, 2, 3]
@@ -28,7 +28,7 @@ def test_an_engine_opens_only_memory_on_gpus_it_sees():
 
 def test_engines_on_other_gpus_are_sent_messages():
     """Catches CUDA IPC to an engine that shares no GPU with the trainer."""
-    places = find_places("auto", on_gpus(1, 4), ["n0", "n0"], [(4, 5), (6, 7)])
+    places = find_places("auto", on_gpus(1, 4), ["n0", "n0"], [tuple("45"), tuple("67")])
     assert places.transport == "nccl" and places.sources is None
     # The same GPU numbers on another node are other GPUs.
-    assert find_places("auto", on_gpus(1, 4), ["n1"], [(0, 1)]).transport == "nccl"
+    assert find_places("auto", on_gpus(1, 4), ["n1"], [tuple("01")]).transport == "nccl"
