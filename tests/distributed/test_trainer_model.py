@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from megadapo.trainer.context_part import ContextPart
 from tests.support.ranks import Ranks, expected_megatron, megatron_version
 
 ROPES = {
@@ -142,3 +143,20 @@ def test_packed_attention_equals_attention_of_each_sequence(
     """Sequences must not see each other, and their positions must start anew."""
     (errors,) = ranks.run(1, _attention, lengths, 4, kv_heads, 0)
     assert max(errors) < 1e-5
+
+
+def _rotary_places(rendezvous, length: int, size: int) -> list[list[int]]:
+    """Which positions megatron-core's packed rotary embedding gives to each rank's tokens."""
+    import torch
+    from megatron.core.models.common.embeddings import rope_utils
+
+    positions, own = torch.arange(length), torch.empty(length // size)
+    places = rope_utils._get_thd_freqs_on_this_cp_rank
+    return [places(rank, size, own, positions).tolist() for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_have_the_tokens_that_megatron_turns_as_theirs(ranks: Ranks, size: int) -> None:
+    """On GPUs it alone knows positions; the CPU's layers are told them and would not notice."""
+    (found,) = ranks.run(1, _rotary_places, 12 * size, size)
+    assert found == [ContextPart(rank, size).places([12 * size]).tolist() for rank in range(size)]
