@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megadapo.errors import SamplingError
+from tests.support.samplers import RARE, make_sampler, take
 from tests.support.scripted_engines import POLICY_VERSION, ScriptedEngines
-from tests.unit.rollout.test_sampler import RARE, make_sampler, take
 
 
 def test_rounds_wait_for_all_of_their_answers_and_throw_the_surplus_away():
