@@ -1,0 +1,154 @@
+"""Would catch: sections that cannot work together and are accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megadapo.config import load_config
+from tests.support.recipes import refused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (
+            ["algorithm.responses_per_mini_batch=24"],
+            ["algorithm.responses_per_mini_batch", "multiple"],
+        ),
+        (
+            ["algorithm.responses_per_mini_batch=48"],
+            ["algorithm.responses_per_mini_batch", "does not divide"],
+        ),
+        (
+            ["algorithm.responses_per_mini_batch=16384"],
+            ["= 16384 does not divide", "512 x 16 = 8192"],
+        ),
+        (
+            [
+                "algorithm.objective.gate=bapo",
+                "algorithm.bapo.scope=lagged",
+                "algorithm.responses_per_mini_batch=8192",
+            ],
+            ["algorithm.bapo.scope", "algorithm.responses_per_mini_batch = 8192"],
+        ),
+        (
+            ["algorithm.responses_per_mini_batch=16", "trainer.data_parallel=32"],
+            ["trainer.data_parallel = 32", "without a response"],
+        ),
+        (
+            ["trainer.context_parallel=16384"],
+            ["trainer.context_parallel = 16384", "32768 chunks", "max_response_tokens = 2"],
+        ),
+        (
+            ["rollout.max_response_tokens=4096"],
+            ["algorithm.overlong_buffer", "max_response_tokens"],
+        ),
+        (["evaluation.every=5"], ["evaluation.every", "data.held_out"]),
+        (
+            ["evaluation.every=10", "evaluation.placement=engine"],
+            ['evaluation.placement = "engine"', "cluster.placement"],
+        ),
+        (
+            ["evaluation.every=5", "evaluation.placement=engine", "cluster.placement=separate"],
+            ["evaluation.every = 5", "checkpoint.every = 10"],
+        ),
+        (
+            ["algorithm.overlong_filtering=true"],
+            ["algorithm.overlong_filtering", "algorithm.overlong_buffer"],
+        ),
+        (["trainer.sequence_parallel=true"], ["trainer.sequence_parallel", "tensor_parallel"]),
+        (
+            ["weights.transport=cuda_ipc", "cluster.placement=separate"],
+            ["weights.transport", "cluster.placement"],
+        ),
+        (["weights.transport=nccl"], ["weights.transport", "cluster.placement"]),
+        (
+            ["weights.transport=cuda_ipc", "cluster.device=cpu"],
+            ["weights.transport", "cluster.device"],
+        ),
+        (
+            [
+                "algorithm.advantage=maxrl",
+                "algorithm.overlong_buffer=0",
+                'reward.functions=["length"]',
+            ],
+            ["algorithm.advantage", "reward.functions"],
+        ),
+        (["algorithm.advantage=grpo-process"], ["algorithm.advantage", "reward.functions"]),
+        (
+            [
+                "algorithm.advantage=grpo-process",
+                'reward.functions=["arithmetic_steps"]',
+                "sampling.min_accuracy=0.1",
+            ],
+            ["algorithm.advantage", "sampling.min_accuracy"],
+        ),
+        (["critic.warmup=1"], ["critic: ", 'algorithm.advantage = "gae"']),
+        (
+            ["algorithm.advantage=gae", "critic.warmup=3", "critic.optimizer.warmup_steps=0"],
+            ["critic.warmup = 3", "run.num_steps"],
+        ),
+        (
+            ["algorithm.advantage=gae", "critic.optimizer.warmup_steps=4"],
+            ["critic.optimizer.warmup_steps = 4", "run.num_steps"],
+        ),
+        (
+            ["algorithm.advantage=gae", "critic.optimizer.decay_steps=4"],
+            ["critic.optimizer.decay_steps", "schedule"],
+        ),
+        (
+            ["algorithm.objective.kl_coef=0.1", "algorithm.reference.kind=refreshed"],
+            ["algorithm.reference.refresh_every", "run.num_steps"],
+        ),
+        (
+            [
+                "algorithm.advantage=rloo",
+                "algorithm.objective={kl_coef = 0.1, kl_in = 'reward', kl_value = 'k1'}",
+                "algorithm.kl_control={target = 0.1, horizon = 40, clamp = 1.0}",
+            ],
+            ["algorithm.kl_control.horizon = 40", "algorithm.kl_control.clamp", "sampling"],
+        ),
+        (
+            ["algorithm.importance.stale_logprobs=rollout", "algorithm.importance.high=3.0"],
+            ["algorithm.importance.high", "algorithm.importance.stale_logprobs"],
+        ),
+        (
+            ["algorithm.importance.stale_logprobs='none'", "sampling.max_staleness=1"],
+            ["algorithm.importance.stale_logprobs", "sampling.mode", "sampling.max_staleness"],
+        ),
+        (
+            ["sampling.branching.initial_rollouts=4"],
+            ["sampling.branching.initial_rollouts", "rollout.tools.tool"],
+        ),
+        (
+            ["algorithm.shared_prefix=hard"],
+            ["algorithm.shared_prefix", "sampling.branching.initial_rollouts"],
+        ),
+        (["run.seed=-1"], ["run.seed"]),
+        (["run.num_steps=0"], ["run.num_steps"]),
+        (["run.resume="], ["run.resume"]),
+        (["run.folder="], ["run.folder"]),
+        (["trainer.optimizer.warmup_steps=4"], ["trainer.optimizer.warmup_steps", "run.num_steps"]),
+        (["weights.deadline_s=1801"], ["weights.deadline_s = 1801", "at most 1800"]),
+        (["trainer.timeout_s=60"], ["weights.deadline_s", "trainer.timeout_s"]),
+        (["rollout.top_p=0.9"], ["rollout.top_p", "evaluation.top_p"]),
+        (["rollout.top_k=50"], ["rollout.top_k", "whole softmax"]),
+    ],
+)
+def test_impossible_combination_names_its_keys(
+    recipe: Path, overrides: list[str], keys: list[str]
+) -> None:
+    message = refused(recipe, *overrides)
+    assert all(key in message for key in keys), message
+
+
+def test_an_engine_for_held_out_problems_is_one_more_and_only_where_there_are_evaluations(
+    recipe: Path,
+) -> None:
+    own = ["evaluation.placement=engine", "cluster.placement=separate", "rollout.num_engines=3"]
+    held_out = ["evaluation.every=10", "data.held_out=arithmetic:held_out:8"]
+    assert load_config(recipe, [*own, *held_out]).num_engines == 4
+    assert load_config(recipe, own).num_engines == 3
+    assert load_config(recipe, [*held_out, "rollout.num_engines=3"]).num_engines == 3
