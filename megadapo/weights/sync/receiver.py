@@ -14,12 +14,15 @@ from megadapo.weights.sync.buckets import (
     Placed,
     Schedule,
     checksum,
-    largest_waves,
     pack,
     parcel_of,
+    repack,
+    room_of,
     slice_view,
 )
-from megadapo.weights.sync.plan import Copy, Plan
+from megadapo.weights.sync.delta import Changes, Stamp, decode
+from megadapo.weights.sync.plan import Copy, Plan, Transfer
+from megadapo.weights.sync.sent import Delta, place_of
 from megadapo.weights.sync.transports import Inbox
 
 
@@ -27,7 +30,10 @@ class Target(Protocol):
     """Where an engine rank's parameters are put."""
 
     def begin(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor to copy slices of a parameter into; zero where nothing is copied."""
+        """The tensor to copy slices of a parameter into; zero where nothing is ever copied.
+
+        Where an update sends only what changed, it holds the bits of the update before.
+        """
         ...
 
     def complete(self, name: str, tensor: torch.Tensor) -> None:
@@ -66,23 +72,56 @@ class WeightReceiver:
             covered = sum(run.size for run in shard.runs)
             self._expected[shard.name] += covered * shard.numel_per_row
         schedule = pack(plan, bucket_bytes)
-        self._rounds = _own_rounds(plan, schedule, engine, engine_rank)
-        self.largest_wave = largest_waves(schedule).get((engine, engine_rank), 0)
+        self._place = (engine, engine_rank)
+        self._full_rounds = self._rounds = _own_rounds(plan, schedule, *self._place)
+        self._room = room_of(plan, schedule)
+        self.largest_wave = self._room.waves.get(self._place, 0)
         """Most bytes that this rank receives at once, where it cannot read them in place."""
         self.feeders = {
-            placed.transfer.feeder for own in self._rounds.values() for _, placed in own
+            placed.transfer.feeder for own in self._full_rounds.values() for _, placed in own
         }
         """Trainer ranks whose buckets this rank reads; it may not be able to open any other."""
         self.num_bytes = 0
+        self.version: int | None = None
+        """Of the weights that are here in full; None while, and after, not all of them are."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter of this rank."""
         return self._shapes
 
-    def start(self, target: Target, inbox: Inbox, *, with_checksums: bool) -> None:
-        """Begin an update into `target`."""
+    def start(
+        self,
+        target: Target,
+        inbox: Inbox,
+        *,
+        with_checksums: bool,
+        version: int = 0,
+        delta: Delta | None = None,
+    ) -> None:
+        """Begin an update into `target`.
+
+        Args:
+            with_checksums: Keep checksums of all slices for `verify`.
+            version: Of the weights that the update leads to.
+            delta: The update sends only what changed.
+
+        Raises:
+            WeightError: What is here is not what the changes are of; nothing was touched.
+        """
+        if delta is not None and delta.base != self.version:
+            raise WeightError(
+                f"The update changes version {delta.base}, but the engine has {self.version}."
+            )
         self._target, self._inbox = target, inbox
+        self._rounds, self._next_version, self._delta = self._full_rounds, version, delta
+        self._sums: dict[Transfer, int] = {}
+        if delta is not None:
+            schedule = repack(self._plan, self._room, delta.sizes)
+            self._rounds = _own_rounds(self._plan, schedule, *self._place)
+            if delta.checksums:
+                self._sums = dict(zip(self._plan.transfers, delta.checksums, strict=True))
+        self.version = None
         self._missing = Counter(self._expected)
         self._open: dict[str, torch.Tensor] = {}
         self._copied: dict[str, list[tuple[tuple[int, int, int], Copy]]] = {}
@@ -96,27 +135,84 @@ class WeightReceiver:
 
     @torch.no_grad()
     def take(self, round_number: int) -> None:
-        """Copy this rank's slices out of every bucket of a round."""
+        """Copy this rank's slices out of every bucket of a round.
+
+        Raises:
+            WeightError: What came cannot be applied; of its bundle nothing was.
+        """
         own = self._rounds.get(round_number, [])
         parcels = [parcel_of(self._plan, placed) for _, placed in own]
         fetched = self._inbox.fetch(round_number, parcels)
         for (first, placed), received in zip(own, fetched, strict=True):
-            slices = self._plan.slices(placed.transfer)
-            for number, (offset, copy) in enumerate(slices, start=first):
-                key = (placed.transfer.feeder, round_number, number)
-                self._take_slice(received, offset, copy, key)
+            if placed.num_bytes < self._plan.bundle(placed.transfer).num_bytes:
+                self._change(received, placed.transfer)
+            else:
+                self._replace(received, placed.transfer, round_number, first)
 
-    def _take_slice(
-        self, received: torch.Tensor, offset: int, copy: Copy, key: tuple[int, int, int]
+    def _replace(
+        self, received: torch.Tensor, transfer: Transfer, round_number: int, first: int
     ) -> None:
+        """Copy all slices of a transfer; `first` is the number of its first in the bucket."""
+        regions = []
+        for number, (offset, copy) in enumerate(self._plan.slices(transfer), start=first):
+            regions.append(self._region(copy))
+            regions[-1].copy_(slice_view(received, offset, copy, self._dtype))
+            self.num_bytes += copy.numel * self._dtype.itemsize
+            if self._with_checksums:
+                key = (transfer.feeder, round_number, number)
+                self._copied.setdefault(copy.target_name, []).append((key, copy))
+            self._arrived(copy)
+        self._compare(transfer, regions)
+
+    def _change(self, section: torch.Tensor, transfer: Transfer) -> None:
+        """Write the elements that a section changes, all or none."""
+        assert self._delta is not None, "only an update of changes sends less than a bundle"
+        itemsize = self._plan.itemsize
+        stamp = Stamp(self._delta.base, self._next_version, place_of(transfer))
+        num_elements = self._plan.bundle(transfer).num_bytes // itemsize
+        changes = decode(section, stamp, itemsize=itemsize, num_elements=num_elements)
+        slices = list(self._plan.slices(transfer))
+        starts = [offset // itemsize for offset, _ in slices]
+        parts = [
+            changes.between(start, start + copy.numel)
+            for start, (_, copy) in zip(starts, slices, strict=True)
+        ]
+        if sum(len(part.places) for part in parts) != len(changes.places):
+            raise WeightError("A delta changes elements that lie between slices.")
+        regions = []
+        for part, (_, copy) in zip(parts, slices, strict=True):
+            regions.append(self._region(copy))
+            change_in_place(regions[-1], part)
+            self._arrived(copy)
+        self.num_bytes += len(section)
+        self._compare(transfer, regions)
+
+    def _compare(self, transfer: Transfer, regions: Sequence[torch.Tensor]) -> None:
+        """Raise WeightError unless a transfer's regions now have the bits that the trainer has."""
+        if transfer not in self._sums:
+            return
+        slices = list(self._plan.slices(transfer))
+        num_bytes = self._plan.bundle(transfer).num_bytes
+        image = torch.zeros(num_bytes, dtype=torch.uint8, device=regions[0].device)
+        for (offset, copy), region in zip(slices, regions, strict=True):
+            slice_view(image, offset, copy, self._dtype).copy_(region)
+        if checksum(image) != self._sums[transfer]:
+            names = ", ".join(dict.fromkeys(copy.target_name for _, copy in slices))
+            raise WeightError(
+                f"Checksums of trainer and engine differ for {names} (from trainer rank "
+                f"{transfer.origin}, after an update of what changed)."
+            )
+
+    def _region(self, copy: Copy) -> torch.Tensor:
+        """The part of this rank's parameter that a copy fills."""
         name = copy.target_name
         if name not in self._open:
             self._open[name] = self._target.begin(name, self._shapes[name])
-        _region(self._open[name], copy).copy_(slice_view(received, offset, copy, self._dtype))
-        self.num_bytes += copy.numel * self._dtype.itemsize
+        return _region(self._open[name], copy)
+
+    def _arrived(self, copy: Copy) -> None:
+        name = copy.target_name
         self._missing[name] -= copy.numel
-        if self._with_checksums:
-            self._copied.setdefault(name, []).append((key, copy))
         if self._missing[name] == 0:
             self._complete(name)
 
@@ -144,6 +240,7 @@ class WeightReceiver:
         missing = [name for name, count in self._missing.items() if count]
         if missing:
             raise WeightError(f"Incomplete weight update: {', '.join(missing[:5])}.")
+        self.version = self._next_version
 
 
 def _own_rounds(
@@ -163,6 +260,23 @@ def _own_rounds(
     for placed_slices in own.values():
         placed_slices.sort(key=lambda one: one[1].wave)
     return own
+
+
+def change_in_place(region: torch.Tensor, changes: Changes) -> None:
+    """Change some elements of a parameter's region, numbered row by row, where they lie."""
+    if not len(changes.places):
+        return
+    here = changes.to(region.device)
+    # the memory from the region's first element to its last, whatever lies between its rows
+    steps = zip(region.shape, region.stride(), strict=True)
+    extent = 1 + sum((size - 1) * step for size, step in steps)
+    memory = region.as_strided((extent,), (1,)).view(here.bits.dtype)
+    index = here.places
+    if region.dim() == 2:
+        width = region.shape[1]
+        rows = here.places.div(width, rounding_mode="floor")
+        index = rows * region.stride(0) + (here.places - rows * width) * region.stride(1)
+    memory[index] = here.after(memory[index])
 
 
 def _region(tensor: torch.Tensor, copy: Copy) -> torch.Tensor:

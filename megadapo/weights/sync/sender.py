@@ -14,15 +14,19 @@ from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.buckets import (
     Placed,
+    Room,
     Schedule,
     checksum,
-    largest_buckets,
+    num_rounds,
     pack,
     parcel_of,
+    repack,
+    room_of,
     slice_view,
 )
 from megadapo.weights.sync.parcels import Offer
 from megadapo.weights.sync.plan import Plan, Transfer
+from megadapo.weights.sync.sent import Encoded, SentBundles
 from megadapo.weights.sync.transports import Outbox, open_outbox
 
 
@@ -37,17 +41,28 @@ class SenderInfo:
     """What its node calls the rank's GPU; None on a CPU."""
 
 
+class _Rounds:
+    """This rank's part of a schedule."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.own = schedule[rank]
+        """What this rank's bucket of each round holds."""
+        self.relayed = _relayed(schedule, rank)
+        """Round -> what this rank hands to another rank's bucket, or gets for its own."""
+        self.last = num_rounds(schedule) - 1
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """What every update of one plan does on this rank."""
 
     plan: Plan
     dtype: torch.dtype
-    own: list[list[Placed]]
-    """What this rank's bucket of each round holds."""
-    relayed: dict[int, list[Placed]]
-    """Round -> what this rank hands to another rank's bucket, or gets for its own."""
+    full: _Rounds
+    room: Room
     outbox: Outbox
+    sent: SentBundles | None
+    """What was sent last, where updates may send only what changed."""
 
 
 class WeightSender:
@@ -73,6 +88,8 @@ class WeightSender:
         self._position, self._layout, self._rank = position, layout, rank
         self._device = pairs[0][1].device
         self._prepared: _Prepared | None = None
+        self._changes: _Rounds | None = None
+        """The rounds of the present update, where it sends only what changed."""
 
     def describe(self) -> SenderInfo:
         """Where this rank stands and runs."""
@@ -84,20 +101,31 @@ class WeightSender:
         )
 
     def prepare(
-        self, plan: Plan, *, bucket_bytes: int, dtype: torch.dtype, transport: str
+        self,
+        plan: Plan,
+        *,
+        bucket_bytes: int,
+        dtype: torch.dtype,
+        transport: str,
+        deltas: bool = False,
     ) -> Offer:
-        """Take the plan, allocate two buckets and offer them."""
+        """Take the plan, allocate two buckets and offer them.
+
+        `deltas`: Keep what is sent, so that later updates can send only what changed.
+        """
         self.close()
         schedule = pack(plan, bucket_bytes)
+        room = room_of(plan, schedule)
         outbox = open_outbox(
             transport,
-            largest_buckets(plan, schedule)[self._rank],
+            room.buckets[self._rank],
             device=self._device,
             rank=self._rank,
             num_ranks=plan.num_ranks,
         )
-        relayed = _relayed(schedule, self._rank)
-        self._prepared = _Prepared(plan, dtype, schedule[self._rank], relayed, outbox)
+        sent = SentBundles(dtype.itemsize) if deltas else None
+        full = _Rounds(schedule, self._rank)
+        self._prepared = _Prepared(plan, dtype, full, room, outbox, sent)
         return outbox.offer()
 
     def connect(self, offers: Sequence[Offer | None]) -> None:
@@ -110,6 +138,40 @@ class WeightSender:
             self._prepared.outbox.opened()
 
     @torch.no_grad()
+    def encode(
+        self, *, base: int, version: int, max_share: float, with_checksums: bool
+    ) -> Encoded | None:
+        """Encode what changed in this rank's parameters since they were sent last.
+
+        Returns:
+            Sizes of what is to be sent; None where it is more than `max_share` of everything.
+        """
+        ready = self._ready
+        assert ready.sent is not None, "prepare with deltas"
+        return ready.sent.encode(
+            [transfer for transfer in ready.plan.transfers if transfer.origin == self._rank],
+            lambda transfer: self._image(ready, transfer),
+            base=base,
+            version=version,
+            max_share=max_share,
+            with_checksums=with_checksums,
+        )
+
+    def begin(self, sizes: Sequence[int] | None) -> None:
+        """Choose what the next update sends.
+
+        Args:
+            sizes: Bytes of every transfer of the plan, of what the ranks encoded; None: it sends
+                all weights as they are.
+        """
+        ready = self._ready
+        self._changes = None
+        if sizes is not None:
+            self._changes = _Rounds(repack(ready.plan, ready.room, sizes), self._rank)
+        elif ready.sent is not None:
+            ready.sent.forget_sections()
+
+    @torch.no_grad()
     def fill(self, round_number: int, *, with_checksums: bool = False) -> list[int]:
         """Fill this rank's bucket of a round.
 
@@ -119,18 +181,20 @@ class WeightSender:
             The checksum of every slice in the bucket, in order, if asked for.
         """
         ready = self._ready
-        self._relay(ready, round_number)
-        if round_number >= len(ready.own):
-            return []
-        own = ready.own[round_number]
-        bucket = ready.outbox.bucket(round_number)
+        rounds = self._changes or ready.full
+        self._relay(ready, rounds, round_number)
         sums = []
-        for placed in own:
-            if placed.transfer.origin == self._rank:
-                self._fill_one(ready, bucket, placed.transfer, placed.offset)
-            if with_checksums:
-                sums += _checksums(ready, bucket, placed)
-        ready.outbox.post(round_number, [parcel_of(ready.plan, placed) for placed in own])
+        if round_number < len(rounds.own):
+            own = rounds.own[round_number]
+            bucket = ready.outbox.bucket(round_number)
+            for placed in own:
+                if placed.transfer.origin == self._rank:
+                    self._put(ready, bucket, placed, placed.offset)
+                if with_checksums:
+                    sums += _checksums(ready, bucket, placed)
+            ready.outbox.post(round_number, [parcel_of(ready.plan, placed) for placed in own])
+        if ready.sent is not None and round_number == rounds.last:
+            ready.sent.forget_sections()
         return sums
 
     @torch.no_grad()
@@ -149,20 +213,37 @@ class WeightSender:
         assert self._prepared is not None, "prepare first"
         return self._prepared
 
-    def _fill_one(
-        self, ready: _Prepared, bucket: torch.Tensor, transfer: Transfer, start: int
-    ) -> None:
-        for offset, copy in ready.plan.slices(transfer, start):
+    def _put(self, ready: _Prepared, bucket: torch.Tensor, placed: Placed, start: int) -> None:
+        """Write what is sent of a transfer into a bucket."""
+        place = bucket.narrow(0, start, placed.num_bytes)
+        if self._changes is not None:
+            assert ready.sent is not None, "begin has sizes of what was encoded"
+            place.copy_(ready.sent.section(placed.transfer))
+        elif ready.sent is not None:
+            place.copy_(self._image(ready, placed.transfer))
+            ready.sent.keep(placed.transfer, place)
+        else:
+            self._copy_slices(ready, place, placed.transfer)
+
+    def _image(self, ready: _Prepared, transfer: Transfer) -> torch.Tensor:
+        """The bits of a bundle as a bucket holds them, with zeros between its slices."""
+        num_bytes = ready.plan.bundle(transfer).num_bytes
+        image = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        self._copy_slices(ready, image, transfer)
+        return image
+
+    def _copy_slices(self, ready: _Prepared, place: torch.Tensor, transfer: Transfer) -> None:
+        for offset, copy in ready.plan.slices(transfer):
             param = self._params[copy.source_name]
             piece = param.narrow(copy.axis, copy.source_offset, copy.size)
-            slice_view(bucket, offset, copy, ready.dtype).copy_(piece)
+            slice_view(place, offset, copy, ready.dtype).copy_(piece)
 
-    def _relay(self, ready: _Prepared, round_number: int) -> None:
+    def _relay(self, ready: _Prepared, rounds: _Rounds, round_number: int) -> None:
         """Hand slices to the ranks that feed engines on other nodes, over the trainer's group.
 
         Both sides have a place for them in this round's bucket.
         """
-        relayed = ready.relayed.get(round_number)
+        relayed = rounds.relayed.get(round_number)
         if not relayed:
             return
         bucket = ready.outbox.bucket(round_number)
@@ -173,12 +254,12 @@ class WeightSender:
     def _relay_one(
         self, ready: _Prepared, bucket: torch.Tensor, placed: Placed
     ) -> torch.distributed.P2POp:
-        transfer, size = placed.transfer, ready.plan.bundle(placed.transfer).num_bytes
+        transfer, size = placed.transfer, placed.num_bytes
         if transfer.feeder == self._rank:
             place = bucket.narrow(0, placed.offset, size)
             return torch.distributed.P2POp(torch.distributed.irecv, place, transfer.origin)
         assert placed.staged_at is not None, "only what has another feeder is relayed"
-        self._fill_one(ready, bucket, transfer, placed.staged_at)
+        self._put(ready, bucket, placed, placed.staged_at)
         place = bucket.narrow(0, placed.staged_at, size)
         return torch.distributed.P2POp(torch.distributed.isend, place, transfer.feeder)
 

@@ -7,117 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megadapo.errors import InfraError, WeightError
-from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.stages import stage_layers
-from megadapo.weights.sync.buckets import checksum, num_rounds, pack
+from megadapo.weights.sync.buckets import checksum
 from megadapo.weights.sync.parcels import Parcel
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
-from megadapo.weights.sync.sender import HeldWeightSender, WeightSender
+from megadapo.weights.sync.sender import HeldWeightSender
 from megadapo.weights.sync.shared_memory import MEMORY_FOLDER, SharedMemoryInbox, SharedMemoryOutbox
 from megadapo.weights.sync.transports import open_inbox
 from tests.support.tiny_models import FAMILY_NAMES, make_model
-
-BUCKET = 4096
-
-
-class Shards:
-    """A target that keeps whole shards, as vLLM's layerwise reload is given them."""
-
-    def __init__(self, dtype):
-        self.dtype, self.open, self.done = dtype, set(), {}
-        self.most_open = 0
-
-    def begin(self, name, shape):
-        self.open.add(name)
-        self.most_open = max(self.most_open, len(self.open))
-        return torch.zeros(shape, dtype=self.dtype)
-
-    def complete(self, name, tensor):
-        self.open.remove(name)
-        assert name not in self.done
-        self.done[name] = tensor
-
-
-class Connection:
-    """All trainer ranks and all ranks of one engine, connected through shared memory."""
-
-    def __init__(self, folder, trainer, engine, dtype=torch.float32, sender=WeightSender):
-        self.layout = open_layout(folder)
-        self.engine, self.dtype = engine, dtype
-        positions = replica_positions(self.layout, **trainer)
-        self.senders = []
-        for rank, position in enumerate(positions):
-            params = {s.name: torch.empty(s.shape) for s in self.layout.megatron_shards(position)}
-            import_weights(folder, params, self.layout, position)
-            self.senders.append(sender(params, self.layout, position, rank))
-        self.plan = make_plan(
-            self.layout, positions, engine, itemsize=dtype.itemsize, max_bundle_bytes=BUCKET
-        )
-        self.num_rounds = num_rounds(pack(self.plan, BUCKET))
-        offers = [
-            sender.prepare(self.plan, bucket_bytes=BUCKET, dtype=dtype, transport="shared_memory")
-            for sender in self.senders
-        ]
-        assert all(offer["num_bytes"] <= BUCKET for offer in offers)
-        self.inbox = SharedMemoryInbox(offers)
-        for sender in self.senders:
-            sender.opened()
-        self.receivers = [
-            WeightReceiver(
-                self.plan,
-                self.layout.engine_shards(engine.position(rank)),
-                engine=0,
-                engine_rank=rank,
-                bucket_bytes=BUCKET,
-                dtype=dtype,
-            )
-            for rank in range(engine.num_ranks)
-        ]
-
-    def run(self, *, with_checksums=True, damage=None):
-        """One update, with the sender always one round ahead, as the driver lets it be."""
-        targets = [Shards(self.dtype) for _ in self.receivers]
-        for receiver, target in zip(self.receivers, targets, strict=True):
-            receiver.start(target, self.inbox, with_checksums=with_checksums)
-        sums = [self.fill(0, with_checksums)]
-        for number in range(self.num_rounds):
-            if number + 1 < self.num_rounds:
-                sums.append(self.fill(number + 1, with_checksums))
-            if damage is not None:
-                damage(number, self.senders)
-            for receiver in self.receivers:
-                receiver.take(number)
-        for receiver in self.receivers:
-            receiver.verify([list(rounds) for rounds in zip(*sums, strict=True)])
-            receiver.finish()
-        return targets
-
-    def fill(self, number, with_checksums):
-        return [sender.fill(number, with_checksums=with_checksums) for sender in self.senders]
-
-
-def expected_shards(folder, layout, position, dtype):
-    """Engine parameters cut out of the Hugging Face tensors."""
-    hf = load_file(folder / "model.safetensors")
-    expected = {}
-    for shard in layout.engine_shards(position):
-        local = torch.zeros(shard.shape)
-        for offset, run in shard.placed_runs():
-            piece = hf[run.tensor].narrow(shard.axis, run.start, run.size)
-            local.narrow(shard.axis, offset, run.size).copy_(piece)
-        expected.setdefault(shard.name, []).append(local.to(dtype))
-    stacked = {s.name for s in layout.engine_shards(position) if s.expert is not None}
-    return {
-        name: torch.stack(parts) if name in stacked else parts[0]
-        for name, parts in expected.items()
-    }
+from tests.support.weight_connection import BUCKET, Connection, Shards, expected_shards
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
