@@ -99,11 +99,18 @@ def training_steps(config: RunConfig, run: Run, workers: Workers) -> Iterator[Me
             with run.phase("rollout"):
                 workers.rollouts.wait()
             with run.phase("sync"):
-                workers.rollouts.publish(policy_version=step)
+                published = workers.rollouts.publish(policy_version=step)
             _evaluate(run, workers, step)
             version = workers.rollouts.policy_version
             record = run.record(
-                step_metrics(step, sampled, update, policy_version=version, config=config)
+                step_metrics(
+                    step,
+                    sampled,
+                    update,
+                    policy_version=version,
+                    config=config,
+                    published=published,
+                )
             )
             run.note(*step_notes(step, sampled, update, config), *workers.rollouts.take_notes())
             run.complete(step, workers.state_dict())

@@ -208,6 +208,15 @@ def _check_transport(weights: WeightsConfig, cluster: ClusterConfig) -> Iterator
         )
 
 
+def _check_deltas(weights: WeightsConfig, cluster: ClusterConfig) -> Iterator[str]:
+    if weights.mode == "delta" and cluster.engines_sleep:
+        yield (
+            'weights.mode = "delta" needs engines that keep their weights, but with '
+            'cluster.placement = "colocated" they forget them while the trainer works: set '
+            'weights.mode = "auto" or cluster.placement = "separate"'
+        )
+
+
 def _check_left_out(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:
     leaves_out = algorithm.importance.stale_logprobs == "none"
     if leaves_out and sampling.max_staleness > 0 and sampling.mode != "partial":
@@ -256,6 +265,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_critic,
     _check_deadline,
     _check_transport,
+    _check_deltas,
     _check_left_out,
     _check_ahead,
     _check_branching,

@@ -102,6 +102,10 @@ METRIC_NAMES = (
     "critic/skipped_updates",
     "experts/balance_loss",
     "experts/max_load",
+    "weights/bytes",
+    "weights/density",
+    "weights/update_s",
+    "weights/pause_s",
     "eval/accuracy",
     "eval/policy_version",
 )
@@ -190,9 +194,15 @@ pretraining/* is null unless algorithm.pretraining.data is set: the mean loss of
 nats a token, without its coefficient, and how many tokens of text were predicted. policy/loss does
 not have it, policy/grad_norm is of both.
 
+weights/bytes is what trainer ranks gave to engines in the step's update, and weights/density the
+share of the elements that changed since the update before; null where that was not looked at, as
+all weights were sent (weights.mode, weights.full_every). weights/update_s is the whole update,
+within time/sync_s, and weights/pause_s the part of it in which engines had neither old nor new
+weights.
+
 Where saved rollouts are trained on again, what needs engines is null (tokens/generated,
-tokens_per_s, time/sync_s, time/reward_s, *engine*, eval/*), what is said of the groups is of
-those saved, and parity/* is against the saved log-probs.
+tokens_per_s, time/sync_s, time/reward_s, *engine*, weights/*, eval/*), what is said of the groups
+is of those saved, and parity/* is against the saved log-probs.
 """
 
 OWN_AREAS = ("reward/", "reflection/")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from megadapo.weights.sync.vllm_worker import HeldVersion
+
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces import SupportsPP
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 EXTENSION = f"{__name__}.StageBuffers"
 
 
-class StageBuffers:
+class StageBuffers(HeldVersion):
     """Mixed into vLLM's worker; `allocate_stage_buffers` is called on every rank by its name."""
 
     model_runner: CPUModelRunner

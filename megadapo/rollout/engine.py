@@ -134,6 +134,11 @@ class RolloutEngine:
         request = WeightTransferInitRequest(init_info=init_info)
         await self._call("init_weight_transfer_engine", request)
 
+    async def held_versions(self) -> list[int | None]:
+        """Which update's weights every rank has in full; None where there was none, or a part."""
+        versions: list[int | None] = await self._call("collective_rpc", "held_version")
+        return versions
+
     async def start_weight_update(self) -> None:
         """Begin an update; until it is finished the engine refuses to generate."""
         self._updating = True

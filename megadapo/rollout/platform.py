@@ -10,8 +10,9 @@ from typing import Any
 
 from megadapo.cluster.cpu_process import cpu_environment
 from megadapo.cluster.gpu_process import full_precision
+from megadapo.rollout import cpu_stages
 from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.cpu_stages import EXTENSION
+from megadapo.weights.sync import vllm_worker
 
 GIB = 1 << 30
 
@@ -61,13 +62,15 @@ class EnginePlatform:
         """Arguments of vLLM's AsyncEngineArgs that depend on the device."""
         if self.uses_cuda:
             return {
+                "worker_extension_cls": vllm_worker.EXTENSION,
                 "enforce_eager": config.enforce_eager,
                 "gpu_memory_utilization": config.gpu_memory_utilization,
                 "max_num_batched_tokens": config.max_num_batched_tokens,
                 "enable_sleep_mode": self.sleeps,
             }
-        stages = {"worker_extension_cls": EXTENSION} if self.adds_stage_buffers(config) else {}
-        return stages | {
+        adds_buffers = self.adds_stage_buffers(config)
+        return {
+            "worker_extension_cls": (cpu_stages if adds_buffers else vllm_worker).EXTENSION,
             "enforce_eager": True,
             "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
             # vLLM rewinds a seeded request's generator after a partial prefill, which a CPU

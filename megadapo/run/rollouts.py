@@ -19,7 +19,7 @@ from megadapo.run.checkpoint import EVALUATING
 from megadapo.run.evaluations import Evaluations
 from megadapo.run.sampling import Questions
 from megadapo.run.step_metrics import verifier_note
-from megadapo.weights.sync.publish import Publisher
+from megadapo.weights.sync.publish import Publisher, PublishReport
 
 SAMPLER_STATE = "sampler"
 FINISH_S = 10.0
@@ -46,8 +46,8 @@ class Rollouts(Protocol):
         """Leave the memory of shared GPUs to the trainer until the next publish."""
         ...
 
-    def publish(self, policy_version: int) -> None:
-        """Take the trainer's weights."""
+    def publish(self, policy_version: int) -> PublishReport | None:
+        """Take the trainer's weights; what that took, where there are engines."""
         ...
 
     def evaluate(self, step: int) -> None:
@@ -112,12 +112,13 @@ class LiveRollouts:
         self.engines.sleep()
         self.evaluations.weights_will_change()
 
-    def publish(self, policy_version: int) -> None:
+    def publish(self, policy_version: int) -> PublishReport:
         """Put the trainer's weights into the engines, which then sample as that version."""
         self.engines.wake_weights()
-        self.publisher.publish(policy_version)
+        report = self.publisher.publish(policy_version)
         self.engines.wake_cache()
         self.evaluations.weights_stay()
+        return report
 
     def evaluate(self, step: int) -> None:
         self.evaluations.begin(step)
@@ -129,9 +130,10 @@ class LiveRollouts:
         return self.questions.second_opinions(group)
 
     def take_notes(self) -> list[str]:
-        """Which engines were lost, and which reward functions failed."""
+        """Which engines were lost or had other weights, and which reward functions failed."""
         return [
             *self.engines.take_notes(),
+            *self.publisher.take_notes(),
             *self.evaluations.take_notes(),
             *self.questions.scorer.take_notes(),
         ]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megadapo.rewards.verifier import VerifierCounts
     from megadapo.rollout.sampled_batch import SampledBatch
     from megadapo.trainer.result import UpdateResult
+    from megadapo.weights.sync.publish import PublishReport
 
 
 def step_metrics(
@@ -26,6 +27,7 @@ def step_metrics(
     *,
     policy_version: int,
     config: RunConfig,
+    published: PublishReport | None = None,
 ) -> dict[str, int | float | None]:
     """Everything a step measured but the times of its phases and what was evaluated meanwhile.
 
@@ -33,6 +35,7 @@ def step_metrics(
 
     Args:
         policy_version: of the step's weights in the engines.
+        published: how these came there; None where there are no engines.
     """
     return {
         "step": step,
@@ -78,9 +81,20 @@ def step_metrics(
         **{f"pretraining/{name}": value for name, value in vars(update.pretraining).items()},
         **{f"critic/{name}": value for name, value in vars(update.critic).items()},
         **{f"experts/{name}": value for name, value in vars(update.experts).items()},
+        **_update(published),
         **_tail(sampled),
         **_spread("train/rank_tokens_{}", [share.num_tokens for share in update.shares]),
         **_spread("time/rank_logprobs_{}_s", [share.logprobs_seconds for share in update.shares]),
+    }
+
+
+def _update(published: PublishReport | None) -> dict[str, int | float | None]:
+    """What the update of the engines' weights took."""
+    return {
+        "weights/bytes": None if published is None else published.num_bytes,
+        "weights/density": None if published is None else published.density,
+        "weights/update_s": None if published is None else published.seconds,
+        "weights/pause_s": None if published is None else published.pause_seconds,
     }
 
 

@@ -228,7 +228,16 @@ def _publisher(
         expert_parallel=config.rollout.expert_parallel,
         dtype=getattr(torch, config.model.dtype),
         held=held,
+        deltas=_sends_changes(config),
     )
+
+
+def _sends_changes(config: RunConfig) -> bool:
+    """Whether engines may be sent only what changed: those that sleep forget the rest."""
+    if config.weights.mode == "auto":
+        has_16_bits = getattr(torch, config.model.dtype).itemsize == 2
+        return has_16_bits and not config.cluster.engines_sleep
+    return config.weights.mode == "delta"
 
 
 def _reserved(

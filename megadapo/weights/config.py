@@ -19,7 +19,16 @@ class WeightsConfig(Section, title="weights"):
     """Largest bucket in MiB. An update takes two of them on each trainer rank, what it relays to
     other nodes included, and one on an engine rank that cannot read them in place."""
     verify: Literal["every", "first", "off"] = "first"
-    """Which updates compare a checksum of every copied slice between trainer and engine."""
+    """Which updates compare a checksum of every copied slice between trainer and engine; "first"
+    is the first over a connection, and where updates send only what changed, each one in full."""
+    mode: Literal["full", "delta", "auto"] = "auto"
+    """"full" sends all weights at every update, "delta" the elements that changed since the one
+    before, which takes main memory for what was sent last; "auto" does so where weights have 16
+    bits and engines keep them, and "full" elsewhere."""
+    max_delta: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.25
+    """Share of a full update's bytes above which changes are sent as a full update."""
+    full_every: Annotated[int, Field(gt=0)] = 50
+    """Updates after which one is sent in full, where the others send only what changed."""
     deadline_s: Annotated[float, Field(ge=1.0, le=NCCL_TIMEOUT_S)] = 120.0
     """Seconds one bucket, or one phase of an update, may take before the run stops."""
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl"] = "auto"

@@ -7,24 +7,18 @@ compared with what vLLM itself puts there from the checkpoint.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import ray
 import torch
 
 from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.engine import EngineSpec, RolloutEngine
-from megadapo.rollout.engines import Engines
-from megadapo.rollout.platform import EnginePlatform
-from megadapo.rollout.remote_engine import RemoteEngine
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
 from tests.support.engine_checks import call_all
 from tests.support.tiny_models import make_engine_model
-from tests.support.weight_actors import ray_on_this_machine, start_senders
+from tests.support.weight_actors import ray_on_this_machine, start_senders, start_silent_engine
 
 CONFIG = RolloutConfig(
     tensor_parallel=2, expert_parallel=True, max_response_tokens=16, max_num_seqs=8
@@ -38,52 +32,13 @@ def local_ray() -> Iterator[None]:
     yield from ray_on_this_machine()
 
 
-class SilentEngine(RolloutEngine):
-    """An engine that answers no request, not even the one that ends its start."""
-
-    def __init__(self, spec: EngineSpec, mark: str) -> None:
-        # lets a function be sent to vLLM's workers; only this test's own is
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        super().__init__(spec, mark)
-
-    async def _answer_one(self) -> None:
-        """Not even that."""
-
-    async def fingerprints(self) -> list[dict[str, tuple[list[int], int]]]:
-        """Per rank: shape and checksum of every parameter."""
-        return await self._llm.collective_rpc(fingerprints_of)
-
-
-def fingerprints_of(worker) -> dict[str, tuple[list[int], int]]:
-    from megadapo.weights.sync.buckets import checksum
-
-    parameters = worker.model_runner.get_model().named_parameters()
-    return {name: (list(one.shape), checksum(one.data)) for name, one in parameters}
-
-
-def start_silent_engine(folder: Path, log_folder: Path, weights_from: str) -> Engines:
-    spec = EngineSpec(
-        index=0,
-        model=str(folder),
-        dtype="float32",
-        max_model_len=64,
-        weights_from=weights_from,
-        config=CONFIG,
-        platform=EnginePlatform(gpus=(), shares_gpus=True),
-        log_file=log_folder / f"engine-{weights_from}.log",
-    )
-    engines = Engines([RemoteEngine(spec, {"num_cpus": 0}, SilentEngine)])
-    engines.wait_until_ready()
-    return engines
-
-
 def test_an_update_leaves_in_every_rank_what_vllm_loads_from_the_checkpoint(tmp_path):
     """Catches an expert on the wrong rank or in the wrong place, and one that is cut."""
     first, second = [
         make_engine_model(tmp_path / f"model-{seed}", seed=seed, family="Qwen3Moe")
         for seed in (1, 2)
     ]
-    loaded = start_silent_engine(second, tmp_path, "folder")
+    loaded = start_silent_engine(second, tmp_path, CONFIG, weights_from="folder")
     (expected,) = call_all(loaded, "fingerprints")
     loaded.shutdown()
     experts = [name for name in expected[0] if name.endswith(("w13_weight", "w2_weight"))]
@@ -91,7 +46,7 @@ def test_an_update_leaves_in_every_rank_what_vllm_loads_from_the_checkpoint(tmp_
     assert all(expected[0][name][0][0] == 2 for name in experts), "4 experts on 2 ranks"
     assert all(expected[0][name] != expected[1][name] for name in experts)
 
-    engines = start_silent_engine(first, tmp_path, "trainer")
+    engines = start_silent_engine(first, tmp_path, CONFIG)
     for sizes in ({}, {"tp_size": 2}, {"num_dp": 2, "ep_size": 2}):
         senders = start_senders(first, **sizes)
         publisher = Publisher(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.config import ClusterConfig
 from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.engine import WeightsFrom
+from megadapo.rollout.engine import EngineSpec, RolloutEngine, WeightsFrom
 from megadapo.rollout.engines import Engines
+from megadapo.rollout.platform import EnginePlatform
+from megadapo.rollout.remote_engine import RemoteEngine
 from megadapo.rollout.requests import GroupRequest, SamplingSettings
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.megatron_folder import open_layout
@@ -47,6 +50,13 @@ class SenderRank:
     def load(self, folder: Path) -> None:
         """Take the weights of another folder, as an optimizer step would change them."""
         import_weights(folder, self._params, self._layout, self._position)
+
+    def train(self, seed: int, step: float) -> None:
+        """Move every weight a little, replicas alike."""
+        for name, param in sorted(self._params.items()):
+            # ranks that hold a parameter in full must move it alike, and others may
+            generator = torch.Generator().manual_seed(seed * 100_003 + zlib.crc32(name.encode()))
+            param.data += step * torch.randn(param.shape, generator=generator)
 
     def signal_at(self, round_number: int, signal: int, pid: int | None = None) -> None:
         """Send a process, or this one, a signal when it is about to fill the bucket of a round."""
@@ -132,6 +142,53 @@ def start_engines(
         log_folder=log_folder,
         weights_from=weights_from,
     )
+
+
+class SilentEngine(RolloutEngine):
+    """An engine that answers no request, not even the one that ends its start."""
+
+    def __init__(self, spec: EngineSpec, mark: str) -> None:
+        # lets a function be sent to vLLM's workers; only this test's own is
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        super().__init__(spec, mark)
+
+    async def _answer_one(self) -> None:
+        """Not even that."""
+
+    async def fingerprints(self) -> list[dict[str, tuple[list[int], int]]]:
+        """Per rank: shape and checksum of every parameter."""
+        return await self._llm.collective_rpc(fingerprints_of)
+
+
+def fingerprints_of(worker) -> dict[str, tuple[list[int], int]]:
+    from megadapo.weights.sync.buckets import checksum
+
+    parameters = worker.model_runner.get_model().named_parameters()
+    return {name: (list(one.shape), checksum(one.data)) for name, one in parameters}
+
+
+def start_silent_engine(
+    folder: Path,
+    log_folder: Path,
+    config: RolloutConfig,
+    *,
+    weights_from: WeightsFrom = "trainer",
+    dtype: str = "float32",
+) -> Engines:
+    """One engine, of which a test only sees the weights."""
+    spec = EngineSpec(
+        index=0,
+        model=str(folder),
+        dtype=dtype,
+        max_model_len=64,
+        weights_from=weights_from,
+        config=config,
+        platform=EnginePlatform(gpus=(), shares_gpus=True),
+        log_file=log_folder / f"engine-{weights_from}.log",
+    )
+    engines = Engines([RemoteEngine(spec, {"num_cpus": 0}, SilentEngine)])
+    engines.wait_until_ready()
+    return engines
 
 
 def greedy(engines: Engines) -> list[list[tuple[tuple[int, ...], torch.Tensor]]]:

@@ -21,8 +21,11 @@ SMALL = [
     "--evaluation.every=2",
     "--checkpoint.every=2",
 ]
-TIMED = ("time/", "tokens_per_s", "rollout/", "groups/stopped", "groups/dropped", "tokens/stopped")
-"""Beginnings of the names of metrics that depend on the engines' speed."""
+TIMED = (
+    "time/", "tokens_per_s", "rollout/", "groups/stopped", "groups/dropped", "tokens/stopped",
+    "weights/",
+)  # fmt: skip
+"""Beginnings of the names of metrics that depend on the engines' speed, or on what they had."""
 
 
 def command(folder: Path, *overrides: str, num_steps: int = NUM_STEPS) -> list[str]:

@@ -171,6 +171,18 @@ def plan_from_json(data: dict[str, Any]) -> Plan:
     )
 
 
+def plan_bytes(plan: Plan) -> int:
+    """Bytes of all slices of a plan, without alignment."""
+    per_bundle = [
+        [sum(copy.numel for copy in bundle.copies) for bundle in template]
+        for template in plan.templates
+    ]
+    return plan.itemsize * sum(
+        per_bundle[plan.blocks[transfer.block].template][transfer.bundle]
+        for transfer in plan.transfers
+    )
+
+
 def _fields(record: Copy | Transfer) -> list[Any]:
     return [getattr(record, name) for name in record.__slots__]
 

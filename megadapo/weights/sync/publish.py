@@ -14,9 +14,10 @@ import torch
 from megadapo.cluster.calls import gather
 from megadapo.errors import InfraError, MegadapoError
 from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.buckets import num_rounds, pack, piece_bytes
+from megadapo.weights.sync.buckets import num_rounds, pack, piece_bytes, repack, room_of
+from megadapo.weights.sync.changes import Sending, Versions, all_have, sending_of
 from megadapo.weights.sync.places import find_places
-from megadapo.weights.sync.plan import EngineShape, Plan
+from megadapo.weights.sync.plan import EngineShape, Plan, plan_bytes
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.sender import SenderInfo
 
@@ -84,6 +85,12 @@ class PublishReport:
     """Bytes that the trainer's ranks put into buckets."""
     num_rounds: int
     verified: bool
+    in_full: bool = True
+    """Whether all weights were sent, not only what changed."""
+    density: float | None = None
+    """Share of the elements that changed; None where that was not looked at."""
+    pause_seconds: float = 0.0
+    """How long engines refused to generate, because they had neither old nor new weights."""
 
 
 class Publisher:
@@ -100,6 +107,8 @@ class Publisher:
         expert_parallel: Whether an engine's ranks hold whole experts.
         dtype: Type of the engines' weights.
         held: Send what the ranks `hold` in the place of their present weights.
+        deltas: Whether updates may send only what changed; the engines must keep their weights
+            from one update to the next.
     """
 
     def __init__(
@@ -113,6 +122,7 @@ class Publisher:
         expert_parallel: bool = False,
         dtype: torch.dtype,
         held: bool = False,
+        deltas: bool = False,
     ) -> None:
         self._ranks, self._engines, self._config = list(trainer_ranks), engines, config
         self._sender = "held_sender" if held else "weight_sender"
@@ -120,6 +130,8 @@ class Publisher:
         self._engine = EngineShape(
             tp_size=tensor_parallel, pp_size=pipeline_parallel, expert_parallel=expert_parallel
         )
+        self._versions = Versions(config, deltas=deltas)
+        self._notes: list[str] = []
         self._plan: Plan | None = None
         self._places: list[Hashable] = []
         """The engine processes that are connected."""
@@ -156,26 +168,85 @@ class Publisher:
         """
         return self._update([index], self._engines.policy_version)
 
+    def take_notes(self) -> list[str]:
+        """One line for every engine since the last call that did not have what it was sent."""
+        notes, self._notes = self._notes, []
+        return notes
+
     def _update(self, targets: Sequence[int], policy_version: int) -> PublishReport:
         started = time.monotonic()
         self._targets = list(targets)
         # without engines, those that are being started get the weights when they are there
-        plan = self._reach(targets) if targets else None
-        verify = self._config.verify == "every" or (self._config.verify == "first" and self._is_new)
-        if plan is not None:
-            self._move(verify)
+        sending = self._choose(targets) if targets else None
+        verify = sending is not None and self._verifies(sending)
+        if sending is not None:
+            paused = self._move(sending, verify)
         with _phase("finish"):
             self._engines.finish_weight_update(
                 self._targets, policy_version, timeout_s=self._config.deadline_s
             )
-        self._is_new = plan is None
+        ended = time.monotonic()
+        self._is_new = sending is None
+        if sending is None:
+            return PublishReport(
+                policy_version=policy_version, seconds=ended - started,
+                num_bytes=0, num_rounds=0, verified=False,
+            )  # fmt: skip
+        self._versions.ended(sending)
         return PublishReport(
             policy_version=policy_version,
-            seconds=time.monotonic() - started,
-            num_bytes=0 if plan is None else plan_bytes(plan),
-            num_rounds=0 if plan is None else self._num_rounds,
-            verified=verify and plan is not None,
+            seconds=ended - started,
+            num_bytes=sending.num_bytes,
+            num_rounds=self._num_rounds,
+            verified=verify,
+            in_full=sending.delta is None,
+            density=sending.density,
+            pause_seconds=ended - paused,
         )
+
+    def _choose(self, targets: Sequence[int]) -> Sending:
+        """Connect, and decide whether all weights are sent or only what changed."""
+        plan = self._reach(targets)
+        base = self._versions.base
+        if base is not None:
+            held = self._gather(self._call_engines("held_versions"), "compare versions")
+            if not all_have(base, held):
+                self._notes.append(
+                    f"Engines have weights of other updates than the last ({held}, not {base}), "
+                    "so all weights are sent."
+                )
+                self._plan, base = None, None
+                plan = self._reach(self._targets)
+        version = self._versions.begin()
+        sending = Sending(version=version, num_bytes=plan_bytes(plan))
+        if base is not None:
+            encoded = self._call(
+                "encode",
+                base=base,
+                version=version,
+                max_share=self._config.max_delta,
+                with_checksums=self._config.verify == "every",
+            )
+            sending = sending_of(
+                plan, encoded, base=base, version=version, max_delta=self._config.max_delta
+            )
+        self._begin(plan, sending)
+        return sending
+
+    def _begin(self, plan: Plan, sending: Sending) -> None:
+        """Tell the ranks which rounds there are to be."""
+        schedule, delta = self._schedule, sending.delta
+        if delta is not None:
+            schedule = repack(plan, room_of(plan, schedule), delta.sizes)
+        self._num_rounds = num_rounds(schedule)
+        if self._versions.deltas:
+            self._call("begin", None if delta is None else delta.sizes)
+
+    def _verifies(self, sending: Sending) -> bool:
+        """Whether checksums are compared."""
+        mode = self._config.verify
+        often = self._versions.deltas and sending.delta is None
+        return mode == "every" or (mode == "first" and (self._is_new or often))
 
     def hold(self) -> None:
         """Have the ranks keep a copy of their present weights, which is sent from now on."""
@@ -189,21 +260,34 @@ class Publisher:
         sums: list[list[int]] = self._call("fingerprint")
         return hashlib.sha256(repr(sums).encode()).hexdigest()
 
-    def _move(self, verify: bool) -> None:
-        """All rounds, two buckets in flight, and the comparison of checksums."""
-        sums = [self._filled(0, self._fill(0, verify))]
+    def _move(self, sending: Sending, verify: bool) -> float:
+        """All rounds, two buckets in flight, and the comparison of checksums.
+
+        Returns:
+            When the engines ceased to generate.
+        """
+        # what changed carries its checksums, and engines compare them as it arrives
+        sums_apart = verify and sending.delta is None
+        begin = {
+            "version": sending.version,
+            "with_checksums": sums_apart,
+            "delta": None if sending.delta is None else asdict(sending.delta),
+        }
+        sums = [self._filled(0, self._fill(0, sums_apart))]
         # Until here the engines kept their old weights; from here on they refuse to generate.
+        paused = time.monotonic()
         self._gather(self._call_engines("start_weight_update"), "start")
         for number in range(self._num_rounds):
-            taking = self._take(number, verify)
+            taking = self._take({"round": number} | ({"begin": begin} if number == 0 else {}))
             if number + 1 < self._num_rounds:
                 # Written into the other bucket while this one is read.
-                sums.append(self._filled(number + 1, self._fill(number + 1, verify)))
+                sums.append(self._filled(number + 1, self._fill(number + 1, sums_apart)))
             self._gather(taking, f"bucket {number} of {self._num_rounds}")
-        if verify:
+        if sums_apart:
             by_feeder = [list(rounds) for rounds in zip(*sums, strict=True)]
-            comparing = self._call_engines("update_weights", {"checksums": by_feeder})
+            comparing = self._take({"checksums": by_feeder})
             self._gather(comparing, "checksums", forgive=False)
+        return paused
 
     def _reach(self, targets: Sequence[int]) -> Plan:
         """Connect with the engines that are to be updated, unless that has been done."""
@@ -212,6 +296,7 @@ class Publisher:
         if self._plan is None or places != self._places:
             self._plan, self._places = None, places
             self._plan = self._connect()
+            self._versions.connected()
             self._is_new = True
         return self._plan
 
@@ -238,13 +323,14 @@ class Publisher:
             max_bundle_bytes=piece_bytes(bucket_bytes),
             source_nodes=places.sources,
         )
-        self._num_rounds = num_rounds(pack(plan, bucket_bytes))
+        self._schedule = pack(plan, bucket_bytes)
         offers = self._call(
             "prepare",
             ray.put(plan),
             bucket_bytes=bucket_bytes,
             dtype=self._dtype,
             transport=places.transport,
+            deltas=self._versions.deltas,
         )
         common = {
             "plan": plan.to_json(),
@@ -252,6 +338,7 @@ class Publisher:
             "bucket_bytes": bucket_bytes,
             "transport": places.transport,
             "offers": offers,
+            "deltas": self._versions.deltas,
         }
         connecting = self._submit("connect", offers)
         opening = self._engines.call(
@@ -279,8 +366,8 @@ class Publisher:
     def _filled(self, number: int, refs: Sequence[ObjectRef[Any]]) -> list[list[int]]:
         return self._wait(refs, f"bucket {number} of {self._num_rounds}")
 
-    def _take(self, number: int, verify: bool) -> dict[int, ObjectRef[Any]]:
-        return self._call_engines("update_weights", {"round": number, "with_checksums": verify})
+    def _take(self, info: dict[str, object]) -> dict[int, ObjectRef[Any]]:
+        return self._call_engines("update_weights", info)
 
     def _wait(self, refs: Sequence[ObjectRef[Any]], what: str) -> list[Any]:
         """Results of one call per trainer rank, in time or not at all."""
@@ -316,18 +403,6 @@ class Publisher:
             )
         self._targets = [index for index in self._targets if index in results]
         return results
-
-
-def plan_bytes(plan: Plan) -> int:
-    """Bytes of all slices of a plan, without alignment."""
-    per_bundle = [
-        [sum(copy.numel for copy in bundle.copies) for bundle in template]
-        for template in plan.templates
-    ]
-    return plan.itemsize * sum(
-        per_bundle[plan.blocks[transfer.block].template][transfer.bundle]
-        for transfer in plan.transfers
-    )
 
 
 @contextmanager

@@ -109,10 +109,8 @@ class WeightReceiver:
         Raises:
             WeightError: What is here is not what the changes are of; nothing was touched.
         """
-        if delta is not None and delta.base != self.version:
-            raise WeightError(
-                f"The update changes version {delta.base}, but the engine has {self.version}."
-            )
+        if delta is not None:
+            self.check(delta)
         self._target, self._inbox = target, inbox
         self._rounds, self._next_version, self._delta = self._full_rounds, version, delta
         self._sums: dict[Transfer, int] = {}
@@ -132,6 +130,13 @@ class WeightReceiver:
             # A rank's part of the vocabulary can be nothing but padding.
             if count == 0:
                 target.complete(name, target.begin(name, self._shapes[name]))
+
+    def check(self, delta: Delta) -> None:
+        """Raise WeightError unless the changes are of what is here."""
+        if delta.base != self.version:
+            raise WeightError(
+                f"The update changes version {delta.base}, but the engine has {self.version}."
+            )
 
     @torch.no_grad()
     def take(self, round_number: int) -> None:

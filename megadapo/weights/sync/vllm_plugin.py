@@ -2,7 +2,8 @@
 
 vLLM loads the `vllm.general_plugins` entry point `register` in every one of its processes. On CUDA
 slices go straight into live parameters; where vLLM repacks its weights after loading (on the CPU,
-quantised, experts) whole shards go through its layerwise reload.
+quantised, experts) whole shards go through its layerwise reload. There, updates that send only what
+changed need the shards as they were sent: they are kept in main memory.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megadapo.weights.layout.layout import ModelLayout, layout_for
 from megadapo.weights.sync.parcels import Offer
 from megadapo.weights.sync.plan import plan_from_json
 from megadapo.weights.sync.receiver import Target, WeightReceiver
+from megadapo.weights.sync.sent import Delta
 from megadapo.weights.sync.transports import Inbox, open_inbox
 from megadapo.weights.sync.vllm_internals import LayerwiseReload
 
@@ -54,15 +56,18 @@ class InitInfo(WeightTransferInitInfo):
     transport: str
     offers: list[Offer | None]
     """Per trainer rank, what opens its buckets."""
+    deltas: bool = False
+    """Whether updates may send only what changed."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     """One call of an update: a round to take, or checksums to compare with."""
 
+    begin: dict[str, Any] | None = None
+    """Before the first round: version, whether to keep checksums for a comparison at the end, and
+    fields of a `Delta` where only what changed is sent."""
     round: int | None = None
-    with_checksums: bool = False
-    """On the first round: keep checksums for a comparison at the end."""
     checksums: list[list[list[int]]] | None = None
     """[feeder][round] -> the trainer's checksum of every slice."""
 
@@ -78,6 +83,22 @@ class LiveParameters(Target):
 
     def complete(self, name: str, tensor: torch.Tensor) -> None:
         """Nothing is left to do."""
+
+
+@dataclass
+class KeptShards(Target):
+    """Keeps every shard as it was sent, for a model that computes with repacked ones."""
+
+    repack: LayerwiseReload
+    shards: dict[str, torch.Tensor]
+
+    def begin(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name not in self.shards:
+            self.shards[name] = torch.zeros(shape, dtype=self.repack.dtype)
+        return self.shards[name]
+
+    def complete(self, name: str, tensor: torch.Tensor) -> None:
+        self.repack.complete(name, tensor.to(self.repack.device))
 
 
 class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -96,6 +117,13 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._inbox: Inbox | None = None
+        self._receiver: WeightReceiver | None = None
+        self._reload: LayerwiseReload | None = None
+
+    @property
+    def held_version(self) -> int | None:
+        """Version of the weights that came over the present connection in full."""
+        return None if self._receiver is None else self._receiver.version
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Check that trainer and engine have the same model, and open the buckets."""
@@ -103,7 +131,7 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         _check_shape(layout, init_info.shape)
         plan = plan_from_json(init_info.plan)
         rank = self.parallel_config.rank
-        self._receiver = WeightReceiver(
+        receiver = WeightReceiver(
             plan,
             layout.engine_shards(plan.engine.position(rank)),
             engine=init_info.engine,
@@ -111,43 +139,60 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             bucket_bytes=init_info.bucket_bytes,
             dtype=self._dtype,
         )
+        self._receiver = receiver
+        self._kept: dict[str, torch.Tensor] | None = {} if init_info.deltas else None
         self.shutdown()
         self._inbox = open_inbox(
             init_info.transport,
             init_info.offers,
-            feeders=self._receiver.feeders,
-            num_bytes=self._receiver.largest_wave,
+            feeders=receiver.feeders,
+            num_bytes=receiver.largest_wave,
             device=self.device,
             rank=plan.engine_rank_number(init_info.engine, rank),
             num_ranks=plan.num_ranks,
         )
 
     def start_weight_update(self) -> None:
-        """Choose where the slices go."""
+        """Nothing is touched before the first call of `receive_weights` says what comes."""
         if self._inbox is None:
             raise WeightError("Weight update before init_weight_transfer_engine.")
-        live = self._live_parameters()
-        self._target = live or LayerwiseReload(self.model, self.device, self._dtype)
-        self._started = False
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Take one round, or compare checksums after the last."""
-        if not self._started:
-            assert self._inbox is not None, "start_weight_update checks it"
-            self._receiver.start(
-                self._target, self._inbox, with_checksums=update_info.with_checksums
-            )
-            self._started = True
+        receiver = self._connected
+        if update_info.begin is not None:
+            self._begin(**update_info.begin)
         if update_info.round is not None:
-            self._receiver.take(update_info.round)
+            receiver.take(update_info.round)
         if update_info.checksums is not None:
-            self._receiver.verify(update_info.checksums)
+            receiver.verify(update_info.checksums)
 
     def finish_weight_update(self) -> None:
         """Make sure that everything came, and let vLLM repack what is left."""
-        self._receiver.finish()
-        if isinstance(self._target, LayerwiseReload):
-            self._target.finish(self.model_config)
+        self._connected.finish()
+        if self._reload is not None:
+            self._reload.finish(self.model_config)
+
+    def _begin(self, version: int, with_checksums: bool, delta: dict[str, Any] | None) -> None:
+        """Choose where the slices go."""
+        assert self._inbox is not None, "start_weight_update checks it"
+        changes = None if delta is None else Delta(**delta)
+        if changes is not None:
+            self._connected.check(changes)
+        target: Target | None = self._live_parameters()
+        self._reload = None
+        if target is None:
+            target = self._reload = LayerwiseReload(self.model, self.device, self._dtype)
+            if self._kept is not None:
+                target = KeptShards(self._reload, self._kept)
+        self._connected.start(
+            target, self._inbox, with_checksums=with_checksums, version=version, delta=changes
+        )
+
+    @property
+    def _connected(self) -> WeightReceiver:
+        assert self._receiver is not None, "init_transfer_engine makes it"
+        return self._receiver
 
     def shutdown(self) -> None:
         """Let go of the trainer's buckets."""
@@ -167,7 +212,7 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.device.type != "cuda" or self.vllm_config.quant_config is not None:
             return None
         parameters = dict(self.model.named_parameters())
-        for name, shape in self._receiver.shapes.items():
+        for name, shape in self._connected.shapes.items():
             # The expert kernels may order their stacked weights in a way of their own.
             if len(shape) > 2 or name not in parameters or parameters[name].shape != shape:
                 return None

@@ -64,6 +64,7 @@ from tests.support.recipes import refused
             ["weights.transport", "cluster.placement"],
         ),
         (["weights.transport=nccl"], ["weights.transport", "cluster.placement"]),
+        (["weights.mode=delta", "cluster.device=cuda"], ["weights.mode", "cluster.placement"]),
         (
             ["weights.transport=cuda_ipc", "cluster.device=cpu"],
             ["weights.transport", "cluster.device"],

@@ -1,0 +1,20 @@
+"""What vLLM's workers are extended by, to be asked which weights they have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megadapo.weights.sync.vllm_plugin import MegadapoTransfer
+
+EXTENSION = f"{__name__}.HeldVersion"
+
+
+class HeldVersion:
+    """Mixed into vLLM's worker; `held_version` is called on every rank by its name."""
+
+    weight_transfer_engine: MegadapoTransfer
+
+    def held_version(self) -> int | None:
+        """Version of this rank's weights; None where they are not all of one update."""
+        return self.weight_transfer_engine.held_version
