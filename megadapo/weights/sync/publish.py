@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megadapo.cluster.calls import gather
-from megadapo.errors import InfraError, MegadapoError
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.buckets import num_rounds, pack, piece_bytes, repack, room_of
 from megadapo.weights.sync.changes import Sending, Versions, all_have, sending_of
+from megadapo.weights.sync.parties import Parties, UpdatableEngines, phase
 from megadapo.weights.sync.places import find_places
 from megadapo.weights.sync.plan import EngineShape, Plan, plan_bytes
 from megadapo.weights.sync.planning import make_plan
@@ -26,53 +24,6 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 MIB = 1 << 20
-DEADLINE = "weights.deadline_s"
-
-
-class UpdatableEngines(Protocol):
-    """What an update needs of the rollout engines; `rollout.engines.Engines` is one."""
-
-    @property
-    def policy_version(self) -> int:
-        """Of the weights published last."""
-        ...
-
-    def updatable(self) -> list[int]:
-        """Numbers of the engines that an update can reach now."""
-        ...
-
-    def place(self, index: int) -> Hashable:
-        """What changes when another process takes an engine's place."""
-        ...
-
-    def gpus(self, index: int) -> tuple[str, ...]:
-        """What an engine's node calls its GPUs; empty on a CPU."""
-        ...
-
-    def call(
-        self, method: str, arguments: Mapping[int, tuple[object, ...]]
-    ) -> dict[int, ObjectRef[Any]]:
-        """Call a method of the engines with these numbers, without waiting."""
-        ...
-
-    def gather(
-        self,
-        refs: Mapping[int, ObjectRef[Any]],
-        *,
-        doing: str,
-        timeout_s: float,
-        limit: str = "",
-        forgive: bool = True,
-    ) -> dict[int, Any]:
-        """Results of calls, without those of engines that were lost over them.
-
-        `forgive`: an engine that answers with an error is lost as well; else the error is raised.
-        """
-        ...
-
-    def finish_weight_update(
-        self, indices: Sequence[int], policy_version: int, *, timeout_s: float
-    ) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +75,9 @@ class Publisher:
         held: bool = False,
         deltas: bool = False,
     ) -> None:
-        self._ranks, self._engines, self._config = list(trainer_ranks), engines, config
-        self._sender = "held_sender" if held else "weight_sender"
-        self._dtype = dtype
+        sender = "held_sender" if held else "weight_sender"
+        self._engines, self._config, self._dtype = engines, config, dtype
+        self._parties = Parties(trainer_ranks, sender, engines, config.deadline_s)
         self._engine = EngineShape(
             tp_size=tensor_parallel, pp_size=pipeline_parallel, expert_parallel=expert_parallel
         )
@@ -135,9 +86,6 @@ class Publisher:
         self._plan: Plan | None = None
         self._places: list[Hashable] = []
         """The engine processes that are connected."""
-        self._targets: list[int] = []
-        """Numbers of the engines that are being updated; one that is lost is left out."""
-        self._transport = ""
         self._is_new = True
         """Whether nothing has been sent over the present connection."""
 
@@ -175,15 +123,15 @@ class Publisher:
 
     def _update(self, targets: Sequence[int], policy_version: int) -> PublishReport:
         started = time.monotonic()
-        self._targets = list(targets)
+        self._parties.targets = list(targets)
         # without engines, those that are being started get the weights when they are there
         sending = self._choose(targets) if targets else None
         verify = sending is not None and self._verifies(sending)
         if sending is not None:
             paused = self._move(sending, verify)
-        with _phase("finish"):
+        with phase("finish"):
             self._engines.finish_weight_update(
-                self._targets, policy_version, timeout_s=self._config.deadline_s
+                self._parties.targets, policy_version, timeout_s=self._config.deadline_s
             )
         ended = time.monotonic()
         self._is_new = sending is None
@@ -209,18 +157,20 @@ class Publisher:
         plan = self._reach(targets)
         base = self._versions.base
         if base is not None:
-            held = self._gather(self._call_engines("held_versions"), "compare versions")
+            held = self._parties.gather(
+                self._parties.call_engines("held_versions"), "compare versions"
+            )
             if not all_have(base, held):
                 self._notes.append(
                     f"Engines have weights of other updates than the last ({held}, not {base}), "
                     "so all weights are sent."
                 )
                 self._plan, base = None, None
-                plan = self._reach(self._targets)
+                plan = self._reach(self._parties.targets)
         version = self._versions.begin()
         sending = Sending(version=version, num_bytes=plan_bytes(plan))
         if base is not None:
-            encoded = self._call(
+            encoded = self._parties.call(
                 "encode",
                 base=base,
                 version=version,
@@ -240,7 +190,7 @@ class Publisher:
             schedule = repack(plan, room_of(plan, schedule), delta.sizes)
         self._num_rounds = num_rounds(schedule)
         if self._versions.deltas:
-            self._call("begin", None if delta is None else delta.sizes)
+            self._parties.call("begin", None if delta is None else delta.sizes)
 
     def _verifies(self, sending: Sending) -> bool:
         """Whether checksums are compared."""
@@ -250,14 +200,14 @@ class Publisher:
 
     def hold(self) -> None:
         """Have the ranks keep a copy of their present weights, which is sent from now on."""
-        self._call("hold")
+        self._parties.call("hold")
 
     def fingerprint(self) -> str:
         """Return a name of the trainer's present weights that depends on every bit of them.
 
         Equal weights have it again in another process, where the trainer is split alike.
         """
-        sums: list[list[int]] = self._call("fingerprint")
+        sums: list[list[int]] = self._parties.call("fingerprint")
         return hashlib.sha256(repr(sums).encode()).hexdigest()
 
     def _move(self, sending: Sending, verify: bool) -> float:
@@ -276,22 +226,22 @@ class Publisher:
         sums = [self._filled(0, self._fill(0, sums_apart))]
         # Until here the engines kept their old weights; from here on they refuse to generate.
         paused = time.monotonic()
-        self._gather(self._call_engines("start_weight_update"), "start")
+        self._parties.gather(self._parties.call_engines("start_weight_update"), "start")
         for number in range(self._num_rounds):
             taking = self._take({"round": number} | ({"begin": begin} if number == 0 else {}))
             if number + 1 < self._num_rounds:
                 # Written into the other bucket while this one is read.
                 sums.append(self._filled(number + 1, self._fill(number + 1, sums_apart)))
-            self._gather(taking, f"bucket {number} of {self._num_rounds}")
+            self._parties.gather(taking, f"bucket {number} of {self._num_rounds}")
         if sums_apart:
             by_feeder = [list(rounds) for rounds in zip(*sums, strict=True)]
             comparing = self._take({"checksums": by_feeder})
-            self._gather(comparing, "checksums", forgive=False)
+            self._parties.gather(comparing, "checksums", forgive=False)
         return paused
 
     def _reach(self, targets: Sequence[int]) -> Plan:
         """Connect with the engines that are to be updated, unless that has been done."""
-        self._targets = list(targets)
+        self._parties.targets = list(targets)
         places = [self._engines.place(index) for index in targets]
         if self._plan is None or places != self._places:
             self._plan, self._places = None, places
@@ -304,16 +254,16 @@ class Publisher:
         """Plan the update, and let trainer ranks and engines open their buckets."""
         import ray
 
-        targets = self._targets
-        infos: list[SenderInfo] = self._call("describe")
-        nodes = self._gather(self._call_engines("node"), "find engines")
+        targets = self._parties.targets
+        infos: list[SenderInfo] = self._parties.call("describe")
+        nodes = self._parties.gather(self._parties.call_engines("node"), "find engines")
         places = find_places(
             self._config.transport,
             [(info.node, info.gpu) for info in infos],
             [nodes[index] for index in targets],
             [self._engines.gpus(index) for index in targets],
         )
-        self._transport = places.transport
+        self._parties.transport = places.transport
         bucket_bytes = int(self._config.bucket_mib * MIB)
         plan = make_plan(
             infos[0].layout,
@@ -324,7 +274,7 @@ class Publisher:
             source_nodes=places.sources,
         )
         self._schedule = pack(plan, bucket_bytes)
-        offers = self._call(
+        offers = self._parties.call(
             "prepare",
             ray.put(plan),
             bucket_bytes=bucket_bytes,
@@ -340,7 +290,7 @@ class Publisher:
             "offers": offers,
             "deltas": self._versions.deltas,
         }
-        connecting = self._submit("connect", offers)
+        connecting = self._parties.submit("connect", offers)
         opening = self._engines.call(
             "init_weight_transfer",
             {
@@ -348,67 +298,16 @@ class Publisher:
                 for index, number in zip(targets, places.numbers, strict=True)
             },
         )
-        self._gather(opening, "connect", forgive=False)
-        self._wait(connecting, "connect")
-        self._call("opened")
+        self._parties.gather(opening, "connect", forgive=False)
+        self._parties.wait(connecting, "connect")
+        self._parties.call("opened")
         return plan
 
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of every trainer rank's sender and wait for all."""
-        return self._wait(self._submit(method, *args, **kwargs), method)
-
-    def _submit(self, method: str, *args: Any, **kwargs: Any) -> list[ObjectRef[Any]]:
-        return [getattr(rank, self._sender).remote(method, *args, **kwargs) for rank in self._ranks]
-
     def _fill(self, number: int, verify: bool) -> list[ObjectRef[Any]]:
-        return self._submit("fill", number, with_checksums=verify)
+        return self._parties.submit("fill", number, with_checksums=verify)
 
     def _filled(self, number: int, refs: Sequence[ObjectRef[Any]]) -> list[list[int]]:
-        return self._wait(refs, f"bucket {number} of {self._num_rounds}")
+        return self._parties.wait(refs, f"bucket {number} of {self._num_rounds}")
 
     def _take(self, info: dict[str, object]) -> dict[int, ObjectRef[Any]]:
-        return self._call_engines("update_weights", info)
-
-    def _wait(self, refs: Sequence[ObjectRef[Any]], what: str) -> list[Any]:
-        """Results of one call per trainer rank, in time or not at all."""
-        with _phase(what):
-            return gather(
-                refs,
-                names=[f"trainer rank {rank}" for rank in range(len(refs))],
-                doing=what,
-                timeout_s=self._config.deadline_s,
-                limit=DEADLINE,
-            )
-
-    def _call_engines(self, method: str, *args: object) -> dict[int, ObjectRef[Any]]:
-        return self._engines.call(method, dict.fromkeys(self._targets, args))
-
-    def _gather(
-        self, refs: Mapping[int, ObjectRef[Any]], what: str, *, forgive: bool = True
-    ) -> dict[int, Any]:
-        """Results of one call per engine; those that were lost over it are targets no more."""
-        with _phase(what):
-            results = self._engines.gather(
-                refs,
-                doing=what,
-                timeout_s=self._config.deadline_s,
-                limit=DEADLINE,
-                forgive=forgive,
-            )
-        lost = [index for index in self._targets if index not in results]
-        if lost and self._transport == "nccl":
-            raise InfraError(
-                f"weights: {what}: rollout engine {lost[0]} is lost, and the ranks of one process "
-                f"group cannot go on without it (log: engine-{lost[0]}.log)"
-            )
-        self._targets = [index for index in self._targets if index in results]
-        return results
-
-
-@contextmanager
-def _phase(what: str) -> Iterator[None]:
-    """Say in which phase of an update a rank or an engine failed or did not answer."""
-    try:
-        yield
-    except MegadapoError as error:
-        raise type(error)(f"weights: {what}: {error}") from None
+        return self._parties.call_engines("update_weights", info)

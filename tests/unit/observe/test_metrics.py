@@ -54,6 +54,7 @@ kl/mean, kl/max, kl/coef, pretraining/loss, pretraining/tokens,
 reflection/response_share, critic/loss, critic/explained_variance, critic/value_mean,
 critic/return_mean, critic/clip_fraction, critic/grad_norm, critic/lr, critic/skipped_updates,
 experts/balance_loss, experts/max_load,
+weights/bytes, weights/density, weights/update_s, weights/pause_s,
 eval/accuracy, eval/policy_version
 """
 

@@ -3,6 +3,7 @@ import importlib
 from megadapo.cluster.cpu_process import cpu_environment
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.platform import EnginePlatform
+from megadapo.weights.sync import vllm_worker
 
 CPU = EnginePlatform(gpus=(), shares_gpus=True)
 
@@ -38,9 +39,9 @@ def test_stages_on_a_cpu_get_the_buffers_that_vllm_does_not_allocate_there():
     name = CPU.engine_arguments(two_stages, 100)["worker_extension_cls"]
     module, _, attribute = name.rpartition(".")
     assert hasattr(getattr(importlib.import_module(module), attribute), "allocate_stage_buffers")
-    assert "worker_extension_cls" not in CPU.engine_arguments(RolloutConfig(), 100)
     gpus = EnginePlatform(gpus=("0", "1"), shares_gpus=False)
-    assert "worker_extension_cls" not in gpus.engine_arguments(two_stages, 100)
+    others = [CPU.engine_arguments(RolloutConfig(), 100), gpus.engine_arguments(two_stages, 100)]
+    assert {one["worker_extension_cls"] for one in others} == {vllm_worker.EXTENSION}
 
 
 def test_an_engine_on_gpus_sees_its_own_only():
