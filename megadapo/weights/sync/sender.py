@@ -206,7 +206,7 @@ class WeightSender:
         """Give the buckets back."""
         if self._prepared is not None:
             self._prepared.outbox.close()
-        self._prepared = None
+        self._prepared = self._changes = None
 
     @property
     def _ready(self) -> _Prepared:
