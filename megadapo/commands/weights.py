@@ -13,7 +13,9 @@ from megadapo.errors import DataError
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
     from megadapo.weights.layout.layout import ModelLayout
+    from megadapo.weights.sync.places import Places
     from megadapo.weights.sync.plan import Plan
+    from megadapo.weights.sync.planning import Hosts
 
 MIB = 1 << 20
 
@@ -44,16 +46,18 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     layout = model_layout(config, arguments.model_config)
     started = time.perf_counter()
-    plan = plan_for(config, layout, gpus_per_node=arguments.gpus_per_node)
+    plan, hosts = plan_for(config, layout, gpus_per_node=arguments.gpus_per_node)
     seconds = time.perf_counter() - started
     bucket_bytes = int(config.weights.bucket_mib * MIB)
-    lines = report(plan, layout, bucket_bytes=bucket_bytes, num_links=arguments.links)
+    lines = report(plan, layout, hosts, bucket_bytes=bucket_bytes, num_links=arguments.links)
     print("\n".join([*lines, f"planned in {seconds:.2f} s"]))
     return 0
 
 
-def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> Plan:
-    """The plan of a run's updates, with ranks on nodes as the cluster places them."""
+def plan_for(
+    config: RunConfig, layout: ModelLayout, *, gpus_per_node: int
+) -> tuple[Plan, Hosts | None]:
+    """The plan of a run's updates, and the nodes of ranks and receivers where they matter."""
     from megadapo.weights.layout.placement import replica_positions
     from megadapo.weights.layout.stages import stage_layers
     from megadapo.weights.sync.buckets import piece_bytes
@@ -74,24 +78,44 @@ def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> P
         ),
         num_dp=trainer.num_replicas,
     )
-    nodes, engine_nodes = None, ("",) * rollout.num_engines
-    if config.cluster.placement == "colocated":
-        nodes = [f"node {rank // gpus_per_node}" for rank in range(len(positions))]
-        firsts = [engine * rollout.ranks_per_engine for engine in range(rollout.num_engines)]
-        # Engines on one node read the same memory, so they are one receiver.
-        engine_nodes = tuple(dict.fromkeys(f"node {first // gpus_per_node}" for first in firsts))
-    return make_plan(
+    places = _places(config, len(positions), gpus_per_node)
+    plan = make_plan(
         layout,
         positions,
         EngineShape(
             tp_size=rollout.tensor_parallel,
             pp_size=rollout.pipeline_parallel,
             expert_parallel=rollout.expert_parallel,
-            nodes=engine_nodes,
+            nodes=tuple(places.receivers),
         ),
         itemsize=4 if config.model.dtype == "float32" else 2,
         max_bundle_bytes=piece_bytes(int(config.weights.bucket_mib * MIB)),
-        source_nodes=nodes,
+        source_nodes=places.sources,
+        hosts=places.hosts,
+    )
+    return plan, places.hosts
+
+
+def _places(config: RunConfig, num_ranks: int, gpus_per_node: int) -> Places:
+    """Where trainer ranks and engines meet on nodes with so many GPUs."""
+    from megadapo.weights.sync.places import find_places
+
+    has_gpus = config.cluster.device != "cpu"
+
+    def device(gpu: int) -> tuple[str, str | None]:
+        return f"node {gpu // gpus_per_node}", str(gpu % gpus_per_node) if has_gpus else None
+
+    first = 0 if config.cluster.placement == "colocated" else num_ranks
+    engines = [
+        [device(first + engine * config.rollout.ranks_per_engine + rank)
+         for rank in range(config.rollout.ranks_per_engine)]
+        for engine in range(config.rollout.num_engines)
+    ]  # fmt: skip
+    return find_places(
+        config.weights.transport,
+        [device(rank) for rank in range(num_ranks)],
+        [gpus[0][0] for gpus in engines],
+        [[gpu for _, gpu in gpus if gpu is not None] for gpus in engines],
     )
 
 

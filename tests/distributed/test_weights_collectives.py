@@ -20,11 +20,14 @@ from megadapo.weights.sync.buckets import (
     num_rounds,
     pack,
     piece_bytes,
+    repack,
+    room_of,
 )
-from megadapo.weights.sync.plan import EngineShape
-from megadapo.weights.sync.planning import make_plan
+from megadapo.weights.sync.plan import EngineShape, plan_bytes
+from megadapo.weights.sync.planning import Hosts, make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
+from megadapo.weights.sync.sent import delta_of
 from megadapo.weights.sync.shared_memory import SharedMemoryInbox
 from megadapo.weights.sync.transports import open_inbox
 from tests.support.forked import run_processes
@@ -125,32 +128,54 @@ def test_ranks_gather_and_export_what_was_imported(tmp_path):
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def relay_and_compare(rank: int, folder: Path) -> None:
-    """Two nodes of two ranks; the engine's stage lives on the other node for half of the model."""
+def relay_and_compare(rank: int, folder: Path, engine: EngineShape, places: list[str]) -> None:
+    """Two nodes of two ranks; engines on the second node, and half of the model on the first."""
     layout = open_layout(folder)
     positions = replica_positions(layout, tp_size=2, pp_size=2)
-    nodes = ["a", "a", "b", "b"]
-    engine = EngineShape(tp_size=2, nodes=("b",))
+    hosts = Hosts(["a", "a", "b", "b"], ["b"] * len(engine.nodes))
     plan = make_plan(
-        layout, positions, engine, itemsize=4, max_bundle_bytes=BUCKET, source_nodes=nodes
-    )
-    sender = WeightSender(
-        rank_params(folder, layout, positions[rank]), layout, positions[rank], rank
-    )
+        layout, positions, engine, itemsize=4, max_bundle_bytes=BUCKET, source_nodes=places,
+        hosts=hosts,
+    )  # fmt: skip
+    assert any(one.is_forwarded for one in plan.transfers) == (len(engine.nodes) > 1)
+    params = rank_params(folder, layout, positions[rank])
+    sender = WeightSender(params, layout, positions[rank], rank)
     offer = sender.prepare(
-        plan, bucket_bytes=BUCKET, dtype=torch.float32, transport="shared_memory"
+        plan, bucket_bytes=BUCKET, dtype=torch.float32, transport="shared_memory", deltas=True
     )
     offers = [None] * 4
     dist.all_gather_object(offers, offer)
+    # one engine of two ranks, or two of one
+    place = divmod(rank - 2, engine.num_ranks)
     receiver, inbox, target = None, None, Kept()
     if rank >= 2:
         inbox = SharedMemoryInbox(offers)
         receiver = WeightReceiver(
-            plan, layout.engine_shards(engine.position(rank - 2)), engine=0, engine_rank=rank - 2,
-            bucket_bytes=BUCKET, dtype=torch.float32,
+            plan, layout.engine_shards(engine.position(place[1])), engine=place[0],
+            engine_rank=place[1], bucket_bytes=BUCKET, dtype=torch.float32,
         )  # fmt: skip
-        receiver.start(target, inbox, with_checksums=False)
-    for number in range(num_rounds(pack(plan, BUCKET))):
+    sender.begin(None)
+    relay_rounds(sender, receiver, inbox, target, pack(plan, BUCKET), version=1)
+    if receiver is not None:
+        target.compare(folder, layout, engine.position(place[1]))
+    for param in params.values():
+        param.view(-1)[::50] += 1.0
+    encoded = [None] * 4
+    mine = sender.encode(base=1, version=2, max_share=0.9, with_checksums=True)
+    dist.all_gather_object(encoded, mine)
+    delta = delta_of(plan, encoded, base=1)
+    assert sum(delta.sizes) < 0.5 * plan_bytes(plan)
+    sender.begin(delta.sizes)
+    schedule = repack(plan, room_of(plan, pack(plan, BUCKET)), delta.sizes)
+    target.old, target.done = target.done, {}
+    relay_rounds(sender, receiver, inbox, target, schedule, version=2, delta=delta)
+
+
+def relay_rounds(sender, receiver, inbox, target, schedule, *, version, delta=None) -> None:
+    """One update; with a delta its checksums are compared with the origin's."""
+    if receiver is not None:
+        receiver.start(target, inbox, with_checksums=False, version=version, delta=delta)
+    for number in range(num_rounds(schedule)):
         sender.fill(number)
         dist.barrier()
         if receiver is not None:
@@ -158,17 +183,16 @@ def relay_and_compare(rank: int, folder: Path) -> None:
         dist.barrier()
     if receiver is not None:
         receiver.finish()
-        target.compare(folder, layout, engine.position(rank - 2))
 
 
 class Kept:
     """A target that keeps every shard."""
 
     def __init__(self):
-        self.done = {}
+        self.done, self.old = {}, {}
 
     def begin(self, name, shape):
-        return torch.zeros(shape)
+        return self.old.get(name, torch.zeros(shape))
 
     def complete(self, name, tensor):
         self.done[name] = tensor
@@ -352,7 +376,12 @@ def test_separate_devices_are_joined_by_messages_in_plan_order(tmp_path):
     run_ranks(send_and_compare, 4, tmp_path, make_model(tmp_path / "model", "Qwen2"))
 
 
-def test_slices_from_another_node_reach_the_engine_through_a_feeder(tmp_path):
-    """Catches a relay that waits for a message nobody sends, or fills the wrong place."""
+@pytest.mark.parametrize("engine,places", [
+    (EngineShape(tp_size=2, nodes=("b",)), ["a", "a", "b", "b"]),
+    (EngineShape(nodes=("engine 0", "engine 1")), ["", "", "engine 0", "engine 1"]),
+], ids=["one engine", "two engines"])  # fmt: skip
+def test_slices_from_another_node_reach_the_engine_through_a_feeder(tmp_path, engine, places):
+    """Catches a relay that waits for a message nobody sends, or fills the wrong place; and what is
+    handed on to a second engine before it has come, or from the wrong place of a bucket."""
     folder = make_model(tmp_path / "model", "Qwen2")
-    run_ranks(relay_and_compare, 4, tmp_path, folder)
+    run_ranks(relay_and_compare, 4, tmp_path, folder, engine, places)

@@ -35,7 +35,7 @@ class Placed:
     wave: int
     """Which part of the round it travels in, where it is sent and not read in place."""
     staged_at: int | None = None
-    """In the bucket of the origin, where that is another rank, until the feeder has it."""
+    """In the bucket of the passer, where the feeder is not the origin, until the feeder has it."""
 
 
 Schedule = list[list[list[Placed]]]
@@ -96,34 +96,53 @@ class _Packer:
         self._schedule: Schedule = [[] for _ in range(plan.num_sources)]
 
     def pack(self) -> Schedule:
+        forwards: dict[tuple[int, int, int], list[Transfer]] = {}
+        for transfer in self._plan.transfers:
+            if transfer.is_forwarded:
+                forwards.setdefault(_bucket_key(transfer, transfer.passer), []).append(transfer)
         for transfer, size in zip(self._plan.transfers, self._sizes, strict=True):
             room = self._room.buckets
             largest = min(room[transfer.feeder], room[transfer.origin])
             assert size <= largest, "the plan was made for larger buckets"
-            number = self._choose_round(transfer, size)
-            placed = Placed(
-                offset=self._reserve(transfer.feeder, number, size),
-                transfer=transfer,
-                num_bytes=size,
-                wave=self._choose_wave(transfer, number, size),
-                staged_at=(
-                    self._reserve(transfer.origin, number, size)
-                    if transfer.origin != transfer.feeder
-                    else None
-                ),
-            )
-            rounds = self._schedule[transfer.feeder]
-            rounds.extend([] for _ in range(number + 1 - len(rounds)))
-            rounds[number].append(placed)
+            if not transfer.is_forwarded:
+                # what the feeder's bucket holds is handed on in the same round
+                key = _bucket_key(transfer, transfer.feeder)
+                self._place(transfer, forwards.pop(key, []), size)
+        assert not forwards, "a rank hands on what it does not get"
         return self._schedule
 
-    def _choose_round(self, transfer: Transfer, size: int) -> int:
-        """The first round not long past in which both buckets have room."""
-        feeder, origin = transfer.feeder, transfer.origin
-        number = max(0, self._newest[feeder] - LOOK_BACK)
-        while not (self._has_room(feeder, number, size) and self._has_room(origin, number, size)):
+    def _place(self, transfer: Transfer, forwards: Sequence[Transfer], size: int) -> None:
+        number = self._choose_round([transfer, *forwards], size)
+        staged_at = None
+        if transfer.origin != transfer.feeder:
+            staged_at = self._reserve(transfer.origin, number, size)
+        offset = self._put(transfer, number, size, staged_at)
+        for forward in forwards:
+            self._put(forward, number, size, offset)
+
+    def _put(self, transfer: Transfer, number: int, size: int, staged_at: int | None) -> int:
+        """Note a transfer's place in its feeder's bucket."""
+        placed = Placed(
+            offset=self._reserve(transfer.feeder, number, size),
+            transfer=transfer,
+            num_bytes=size,
+            wave=self._choose_wave(transfer, number, size),
+            staged_at=staged_at,
+        )
+        rounds = self._schedule[transfer.feeder]
+        rounds.extend([] for _ in range(number + 1 - len(rounds)))
+        rounds[number].append(placed)
+        return placed.offset
+
+    def _choose_round(self, transfers: Sequence[Transfer], size: int) -> int:
+        """The first round not long past in which all buckets have room."""
+        feeders = [transfer.feeder for transfer in transfers]
+        ranks = {transfers[0].origin, *feeders}
+        number = max(0, max(self._newest[feeder] for feeder in feeders) - LOOK_BACK)
+        while not all(self._has_room(rank, number, size) for rank in ranks):
             number += 1
-        self._newest[feeder] = max(self._newest[feeder], number)
+        for feeder in feeders:
+            self._newest[feeder] = max(self._newest[feeder], number)
         return number
 
     def _has_room(self, rank: int, number: int, size: int) -> bool:
@@ -146,6 +165,11 @@ class _Packer:
         return wave
 
 
+def _bucket_key(transfer: Transfer, rank: int) -> tuple[int, int, int]:
+    """What of the model lies in a rank's bucket."""
+    return rank, transfer.block, transfer.bundle
+
+
 def num_rounds(schedule: Schedule) -> int:
     """Rounds until every feeder has emptied its buckets."""
     return max(len(rounds) for rounds in schedule)
@@ -158,7 +182,7 @@ def largest_buckets(plan: Plan, schedule: Schedule) -> list[int]:
         transfer, size = placed.transfer, placed.num_bytes
         largest[transfer.feeder] = max(largest[transfer.feeder], placed.offset + size)
         if placed.staged_at is not None:
-            largest[transfer.origin] = max(largest[transfer.origin], placed.staged_at + size)
+            largest[transfer.passer] = max(largest[transfer.passer], placed.staged_at + size)
     return largest
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megadapo.weights.sync.planning import Hosts
+
 Device = tuple[str, str | None]
 """Node, and what it calls the GPU; None on a CPU."""
 
@@ -20,6 +22,8 @@ class Places:
     """Place of each receiver."""
     sources: list[str] | None
     """Place of each trainer rank; None where it can reach every receiver."""
+    hosts: Hosts | None = None
+    """Node of each trainer rank and receiver, where several receivers can be on one."""
 
 
 def find_places(
@@ -55,7 +59,8 @@ def find_places(
         next((name for name, own in zip(receivers, devices, strict=True) if rank in own), "")
         for rank in ranks
     ]
-    return Places(transport, numbers, receivers, sources)
+    hosts = Hosts([node for node, _ in ranks], engine_nodes)
+    return Places(transport, numbers, receivers, sources, hosts)
 
 
 def _choose_transport(ranks: Sequence[Device], engines: Sequence[set[Device]]) -> str:

@@ -103,6 +103,14 @@ class Transfer:
     engine_rank: int
     block: int
     bundle: int
+    passer: int
+    """Trainer rank that hands it to the feeder, where that is another than the origin: the origin
+    itself, or the feeder of another engine on the node, which has it in its bucket too."""
+
+    @property
+    def is_forwarded(self) -> bool:
+        """Whether the feeder gets it from a rank that got it from the origin."""
+        return self.passer != self.origin
 
 
 @dataclass(frozen=True)

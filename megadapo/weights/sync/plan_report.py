@@ -8,24 +8,28 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megadapo.weights.layout.layout import ModelLayout
-    from megadapo.weights.sync.plan import Plan
+    from megadapo.weights.sync.plan import Plan, Transfer
+    from megadapo.weights.sync.planning import Hosts
 
 
-def report(plan: Plan, layout: ModelLayout, *, bucket_bytes: int, num_links: int) -> list[str]:
+def report(
+    plan: Plan, layout: ModelLayout, hosts: Hosts | None, *, bucket_bytes: int, num_links: int
+) -> list[str]:
     """Bytes per rank and link, buckets and rounds of a plan, as lines of text."""
     from megadapo.weights.sync.buckets import largest_buckets, largest_waves, num_rounds, pack
 
     sent: Counter[int] = Counter()
     received: Counter[tuple[int, int]] = Counter()
     links: Counter[tuple[int, tuple[int, int]]] = Counter()
-    relayed = 0
+    relayed = {True: 0, False: 0}
     for transfer in plan.transfers:
         size = plan.bundle(transfer).num_bytes
         target = (transfer.engine, transfer.engine_rank)
         sent[transfer.feeder] += size
         received[target] += size
         links[transfer.feeder, target] += size
-        relayed += size if transfer.feeder != transfer.origin else 0
+        if transfer.feeder != transfer.origin:
+            relayed[_crosses(transfer, hosts)] += size
     schedule = pack(plan, bucket_bytes)
     bucket = max(largest_buckets(plan, schedule))
     wave = max(largest_waves(schedule).values())
@@ -37,7 +41,8 @@ def report(plan: Plan, layout: ModelLayout, *, bucket_bytes: int, num_links: int
         + (f" x PP {shape.pp_size}" if shape.pp_size > 1 else "")
         + (" with expert parallelism" if shape.expert_parallel else ""),
         f"transfers             {len(plan.transfers)} in {num_rounds(schedule)} rounds",
-        f"bytes moved           {_size(moved)}, {_size(relayed)} of them between nodes",
+        f"bytes moved           {_size(moved)}, {_size(relayed[True])} of them between nodes",
+        f"handed on in a node   {_size(relayed[False])}",
         _spread("trainer rank sends", [sent[rank] for rank in range(plan.num_sources)]),
         _spread("engine rank receives", list(received.values())),
         f"memory, trainer rank  {_size(2 * bucket)} at most: two buckets of {_size(bucket)}, what "
@@ -48,6 +53,11 @@ def report(plan: Plan, layout: ModelLayout, *, bucket_bytes: int, num_links: int
     for (source, (engine, rank)), size in links.most_common(num_links):
         lines.append(f"  {source:>4} -> {engine}, {rank}   {_size(size)}")
     return lines
+
+
+def _crosses(transfer: Transfer, hosts: Hosts | None) -> bool:
+    """Whether what is relayed goes from one node to another."""
+    return hosts is None or hosts.sources[transfer.passer] != hosts.sources[transfer.feeder]
 
 
 def _spread(what: str, sizes: Sequence[int]) -> str:

@@ -30,6 +30,14 @@ Coordinate = tuple[tuple[int, int, int | None], tuple[int, int, int, int]]
 
 
 @dataclass(frozen=True)
+class Hosts:
+    """The nodes that ranks and receivers are on, where receivers share memory with fewer ranks."""
+
+    sources: Sequence[str]
+    receivers: Sequence[str]
+
+
+@dataclass(frozen=True)
 class _Owned:
     """A run of one coordinate's shard: where a slice of a full tensor can be copied from."""
 
@@ -59,6 +67,7 @@ def make_plan(
     itemsize: int,
     max_bundle_bytes: int,
     source_nodes: Sequence[str] | None = None,
+    hosts: Hosts | None = None,
 ) -> Plan:
     """Plan the update of every engine from a trainer.
 
@@ -68,7 +77,10 @@ def make_plan(
         engine: Shape of the engines.
         itemsize: Bytes per element on the wire, which is the engine's own type.
         max_bundle_bytes: Pieces larger than this are divided; at most the size of a bucket.
-        source_nodes: Node of every trainer rank; None: each rank reaches every engine.
+        source_nodes: Node of every trainer rank, or what else of `engine.nodes` it shares memory
+            with; None: each rank reaches every engine.
+        hosts: Node of every trainer rank and of every receiver, where several receivers are on
+            one: what comes from other nodes comes to each node once.
 
     Raises:
         WeightError: Some slice of an engine's parameter is on no trainer rank; it is named.
@@ -86,7 +98,7 @@ def make_plan(
             copies = _template_copies(layout, block.kind, firsts, engine)
             templates.append(_bundles(copies, itemsize, max_bundle_bytes))
         blocks.append(Block(numbers[key], block.layer))
-    assigner = _Assigner(len(sources), engine, source_nodes)
+    assigner = _Assigner(len(sources), engine, source_nodes, hosts)
     transfers = assigner.assign(planned, [templates[block.template] for block in blocks])
     return Plan(len(sources), engine, itemsize, templates, blocks, transfers)
 
@@ -233,12 +245,20 @@ class _Assigner:
     """Chooses who sends what, so that no trainer rank sends much more than another."""
 
     def __init__(
-        self, num_sources: int, engine: EngineShape, source_nodes: Sequence[str] | None
+        self,
+        num_sources: int,
+        engine: EngineShape,
+        source_nodes: Sequence[str] | None,
+        hosts: Hosts | None,
     ) -> None:
         self._engine = engine
         self._nodes = source_nodes
+        self._hosts = hosts or Hosts(source_nodes or [""] * num_sources, engine.nodes)
         self._sent = [0] * num_sources
         self._heaps: dict[object, list[tuple[int, int]]] = {}
+        self._brought: dict[tuple[str, int, int], tuple[int, int, int]] = {}
+        """(node, block, bundle) -> the first engine there that got it from another node, the
+        origin, and the feeder that has it."""
 
     def assign(self, planned: list[_PlannedBlock], templates: list[list[Bundle]]) -> list[Transfer]:
         """One transfer for every bundle, block, engine and stage; largest first, then in order."""
@@ -254,15 +274,26 @@ class _Assigner:
         for num_bytes, number, engine, pp_rank, index in wanted:
             bundle = templates[number][index]
             engine_rank = pp_rank * self._engine.tp_size + bundle.tp_rank
-            origin, feeder = self._choose(planned[number].stage, bundle.owners, engine, num_bytes)
-            transfers.append(Transfer(origin, feeder, engine, engine_rank, number, index))
+            stage, owners = planned[number].stage, bundle.owners
+            origin, passer, feeder = self._choose(stage, owners, engine, num_bytes, number, index)
+            transfers.append(Transfer(origin, feeder, engine, engine_rank, number, index, passer))
         transfers.sort(key=lambda one: (one.block, one.engine, one.engine_rank, one.bundle))
         return transfers
 
     def _choose(
-        self, stage: tuple[tuple[int, ...], ...], owners: tuple[int, ...], engine: int, size: int
-    ) -> tuple[int, int]:
-        """Origin and feeder of a bundle; another rank feeds only where no owner is on the node."""
+        self,
+        stage: tuple[tuple[int, ...], ...],
+        owners: tuple[int, ...],
+        engine: int,
+        size: int,
+        block: int,
+        bundle: int,
+    ) -> tuple[int, int, int]:
+        """Origin, passer and feeder of a bundle.
+
+        Another rank than an owner feeds only where no owner shares memory with the engine, and
+        another node than the engine's sends only where no rank of the node has it.
+        """
 
         def candidates() -> list[int]:
             return [rank for owner in owners for rank in stage[owner]]
@@ -270,20 +301,28 @@ class _Assigner:
         nodes = self._nodes
         if nodes is None:
             rank = self._least_loaded((stage, owners), candidates, size)
-            return rank, rank
-        node = self._engine.nodes[engine]
-
-        def near() -> list[int]:
-            return [rank for rank in candidates() if nodes[rank] == node]
-
-        if near():
-            rank = self._least_loaded((stage, owners, node), near, size)
-            return rank, rank
-        feeders = [rank for rank, at in enumerate(nodes) if at == node]
+            return rank, rank, rank
+        place, host = self._engine.nodes[engine], self._hosts.receivers[engine]
+        near = [rank for rank in candidates() if nodes[rank] == place]
+        if near:
+            rank = self._least_loaded((stage, owners, place), lambda: near, size)
+            return rank, rank, rank
+        feeders = [rank for rank, at in enumerate(nodes) if at == place]
         if not feeders:
-            raise WeightError(f"No trainer rank shares {node}, from which an engine could read.")
-        origin = self._least_loaded((stage, owners), candidates, size)
-        return origin, self._least_loaded(("node", node), lambda: feeders, size)
+            raise WeightError(f"No trainer rank shares {place}, from which an engine could read.")
+        on_host = [rank for rank in candidates() if self._hosts.sources[rank] == host]
+        brought = self._brought.get((host, block, bundle))
+        if on_host:
+            origin = passer = self._least_loaded((stage, owners, "on", host), lambda: on_host, size)
+        elif brought is not None and brought[0] != engine:
+            _, origin, passer = brought
+            self._sent[passer] += size
+        else:
+            origin = passer = self._least_loaded((stage, owners), candidates, size)
+        feeder = self._least_loaded(("place", place), lambda: feeders, size)
+        if not on_host:
+            self._brought.setdefault((host, block, bundle), (engine, origin, feeder))
+        return origin, passer, feeder
 
     def _least_loaded(self, key: object, candidates: Callable[[], list[int]], size: int) -> int:
         """The candidate that has sent least so far; counts `size` as sent by it."""

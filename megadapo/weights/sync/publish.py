@@ -272,6 +272,7 @@ class Publisher:
             itemsize=self._dtype.itemsize,
             max_bundle_bytes=piece_bytes(bucket_bytes),
             source_nodes=places.sources,
+            hosts=places.hosts,
         )
         self._schedule = pack(plan, bucket_bytes)
         offers = self._parties.call(

@@ -247,9 +247,16 @@ class WeightSender:
         if not relayed:
             return
         bucket = ready.outbox.bucket(round_number)
-        operations = [self._relay_one(ready, bucket, placed) for placed in relayed]
-        for work in torch.distributed.batch_isend_irecv(operations):
-            work.wait()
+        # what comes from another node is handed on inside the node when it is there
+        for forwarded in (False, True):
+            operations = [
+                self._relay_one(ready, bucket, placed)
+                for placed in relayed
+                if placed.transfer.is_forwarded == forwarded
+            ]
+            works = torch.distributed.batch_isend_irecv(operations) if operations else []
+            for work in works:
+                work.wait()
 
     def _relay_one(
         self, ready: _Prepared, bucket: torch.Tensor, placed: Placed
@@ -257,9 +264,10 @@ class WeightSender:
         transfer, size = placed.transfer, placed.num_bytes
         if transfer.feeder == self._rank:
             place = bucket.narrow(0, placed.offset, size)
-            return torch.distributed.P2POp(torch.distributed.irecv, place, transfer.origin)
+            return torch.distributed.P2POp(torch.distributed.irecv, place, transfer.passer)
         assert placed.staged_at is not None, "only what has another feeder is relayed"
-        self._put(ready, bucket, placed, placed.staged_at)
+        if not transfer.is_forwarded:
+            self._put(ready, bucket, placed, placed.staged_at)
         place = bucket.narrow(0, placed.staged_at, size)
         return torch.distributed.P2POp(torch.distributed.isend, place, transfer.feeder)
 
@@ -306,7 +314,7 @@ def _relayed(schedule: Schedule, rank: int) -> dict[int, list[Placed]]:
     for rounds in schedule:
         for number, bucket in enumerate(rounds):
             for placed in bucket:
-                ranks = (placed.transfer.origin, placed.transfer.feeder)
+                ranks = (placed.transfer.passer, placed.transfer.feeder)
                 if placed.staged_at is not None and rank in ranks:
                     relayed.setdefault(number, []).append(placed)
     return relayed

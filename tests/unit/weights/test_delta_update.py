@@ -9,7 +9,8 @@ from megadapo.errors import WeightError
 from megadapo.weights.sync.buckets import checksum
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.sender import HeldWeightSender
-from tests.support.weight_connection import Connection, Live
+from megadapo.weights.sync.shared_memory import SharedMemoryInbox
+from tests.support.weight_connection import BUCKET, Connection, Live
 
 TRAINER = {"tp_size": 2, "pp_size": 2}
 
@@ -144,6 +145,24 @@ def test_a_lost_a_repeated_and_an_unfinished_update_are_noticed_before_anything_
         receiver.finish()
     with pytest.raises(WeightError, match="the engine has None"):
         receiver.start(targets[0], connection.inbox, with_checksums=False, version=5, delta=delta)
+
+
+def test_a_sender_that_connects_anew_sends_everything(published):
+    """Catches a publisher of full updates that is handed the changes of the one before it."""
+    connection, targets = published
+    train(connection, 0.02)
+    connection.run(targets=targets, version=2, delta=connection.encode(1, 2))
+    sizes = {"bucket_bytes": BUCKET, "dtype": torch.bfloat16, "transport": "shared_memory"}
+    offers = [sender.prepare(connection.plan, **sizes) for sender in connection.senders]
+    inbox = SharedMemoryInbox(offers)
+    new = live_targets(connection)
+    for receiver, target in zip(connection.receivers, new, strict=True):
+        receiver.start(target, inbox, with_checksums=False)
+    for number in range(connection.num_rounds):
+        connection.fill(number, False)
+        for receiver in connection.receivers:
+            receiver.take(number)
+    assert_same_bits(targets, new)
 
 
 def test_sections_of_another_update_are_refused(published):

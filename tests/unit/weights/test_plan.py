@@ -16,6 +16,7 @@ from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import EnginePosition
 from megadapo.weights.sync.buckets import largest_buckets, num_rounds, pack, piece_bytes
+from megadapo.weights.sync.places import find_places
 from megadapo.weights.sync.plan import EngineShape, plan_from_json
 from megadapo.weights.sync.planning import make_plan
 from tests.support.large_models import BUCKET, QWEN_32B, QWEN_235B
@@ -231,3 +232,50 @@ def test_kv_heads_fewer_than_engine_ranks_are_repeated(model_folders):
         (qkv,) = [s for s in layout.engine_layer(position, "0") if "qkv_proj" in s.name]
         heads.append([(run.start, run.stop) for run in qkv.runs if "k_proj" in run.tensor])
     assert heads == [[(0, 8)], [(0, 8)], [(8, 16)], [(8, 16)]]
+
+
+def test_what_comes_from_another_node_comes_to_each_node_once():
+    """Catches engines of one node that are each sent the same bytes over the network: 16 nodes, on
+    each of them two engines and half of the tensor-parallel ranks of two stages."""
+    layout = layout_for(QWEN_32B)
+    positions = replica_positions(layout, tp_size=8, pp_size=2, num_dp=8)
+    ranks = [(f"node {rank // 8}", str(rank % 8)) for rank in range(128)]
+    engine_nodes = [f"node {engine // 2}" for engine in range(32)]
+    gpus = [tuple("0123"), tuple("4567")] * 16
+    places = find_places("auto", ranks, engine_nodes, gpus)
+    plan = make_plan(
+        layout, positions, EngineShape(tp_size=4, nodes=tuple(places.receivers)), itemsize=2,
+        max_bundle_bytes=piece_bytes(BUCKET), source_nodes=places.sources, hosts=places.hosts,
+    )  # fmt: skip
+    node = [name for name, _ in ranks]
+    came, crossed, in_node = Counter(), 0, 0
+    for one in plan.transfers:
+        size = plan.bundle(one).num_bytes
+        assert places.sources[one.feeder] == places.receivers[one.engine]
+        if node[one.passer] != node[one.feeder]:
+            came[node[one.feeder], one.block, one.bundle] += 1
+            crossed += size
+        elif one.passer != one.feeder:
+            in_node += size
+    assert max(came.values()) == 1
+    # every node holds one of the two stages, and needs the other one
+    full = sum(2 * torch.Size(shape).numel() for shape in layout.hf_shapes.values())
+    assert crossed < 1.01 * 16 * full / 2
+    assert in_node > 0
+
+    schedule = pack(plan, BUCKET)
+    at = {
+        (placed.transfer.feeder, placed.transfer.block, placed.transfer.bundle): (number, placed)
+        for rounds in schedule
+        for number, bucket in enumerate(rounds)
+        for placed in bucket
+    }
+    assert len(at) == len(plan.transfers)
+    for one in plan.transfers:
+        if one.is_forwarded:
+            number, placed = at[one.feeder, one.block, one.bundle]
+            # it is handed on in the round in which it came, from where it lies
+            its_number, its_placed = at[one.passer, one.block, one.bundle]
+            assert (number, placed.staged_at) == (its_number, its_placed.offset)
+            assert its_placed.transfer.feeder == one.passer
+            assert its_placed.transfer.origin == one.origin
