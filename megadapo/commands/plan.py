@@ -132,18 +132,20 @@ def _traffic(config: RunConfig, model: ModelDescription, *, gpus_per_node: int) 
     from megadapo.commands.weights import plan_for
     from megadapo.plan.step_time import UpdateTraffic
     from megadapo.weights.layout.layout import ModelLayout
+    from megadapo.weights.sync.plan_report import crosses_nodes
 
-    plan = plan_for(config, ModelLayout(model.family, model.shape), gpus_per_node=gpus_per_node)
+    layout = ModelLayout(model.family, model.shape)
+    plan, hosts = plan_for(config, layout, gpus_per_node=gpus_per_node)
     sent: Counter[int] = Counter()
-    relayed = 0
+    between = 0
     for transfer in plan.transfers:
         size = plan.bundle(transfer).num_bytes
         sent[transfer.feeder] += size
-        relayed += size if transfer.feeder != transfer.origin else 0
+        between += size if crosses_nodes(transfer, hosts) else 0
     is_shared = config.cluster.placement == "colocated"
     busiest = max(sent.values())
     return UpdateTraffic(
         inside=busiest if is_shared else 0,
         # engines with GPUs of their own get everything over the network
-        between=relayed / plan.num_sources if is_shared else busiest,
+        between=between / plan.num_sources if is_shared else busiest,
     )

@@ -29,7 +29,7 @@ def report(
         received[target] += size
         links[transfer.feeder, target] += size
         if transfer.feeder != transfer.origin:
-            relayed[_crosses(transfer, hosts)] += size
+            relayed[crosses_nodes(transfer, hosts)] += size
     schedule = pack(plan, bucket_bytes)
     bucket = max(largest_buckets(plan, schedule))
     wave = max(largest_waves(schedule).values())
@@ -55,9 +55,14 @@ def report(
     return lines
 
 
-def _crosses(transfer: Transfer, hosts: Hosts | None) -> bool:
-    """Whether what is relayed goes from one node to another."""
-    return hosts is None or hosts.sources[transfer.passer] != hosts.sources[transfer.feeder]
+def crosses_nodes(transfer: Transfer, hosts: Hosts | None) -> bool:
+    """Whether a transfer is relayed from one node to another.
+
+    `hosts`: As the plan was made with; None: each place that ranks share memory in is a node.
+    """
+    if hosts is None:
+        return transfer.feeder != transfer.origin
+    return hosts.sources[transfer.passer] != hosts.sources[transfer.feeder]
 
 
 def _spread(what: str, sizes: Sequence[int]) -> str:
