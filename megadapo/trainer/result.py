@@ -13,10 +13,11 @@ class RankShare:
     """What one rank had to do in a step: how unevenly it is shared out shows between ranks."""
 
     num_tokens: int
-    """Tokens of the rank's sequences, prompts included."""
+    """Tokens of the rank's sequences, prompts included; with context parallelism of its part of
+    them."""
     logprobs_seconds: float
     """Time for the old log-probs of all of them, a pass in which no data-parallel rank waits for
-    another, but for those that share experts."""
+    another, but for those that share experts; context-parallel ranks do."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -25,7 +25,7 @@ def replica_positions(
 
     Args:
         stages: Layers of each pipeline stage; None spreads them evenly.
-        num_dp: Data-parallel size outside of experts.
+        num_dp: Ranks with the same weights outside of experts, context-parallel ones included.
     """
     sizes = {"TP": tp_size, "PP": pp_size, "VPP": vpp_size, "EP": ep_size, "DP": num_dp}
     for name, size in sizes.items():
