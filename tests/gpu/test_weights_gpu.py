@@ -11,9 +11,10 @@ import torch.multiprocessing as mp
 from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync.buckets import num_rounds, pack
+from megadapo.weights.sync.delta import Stamp, decode, encode
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
-from megadapo.weights.sync.receiver import WeightReceiver
+from megadapo.weights.sync.receiver import WeightReceiver, change_in_place
 from megadapo.weights.sync.sender import WeightSender
 
 pytestmark = [
@@ -114,3 +115,22 @@ def test_another_process_reads_the_buckets_where_they_are(tmp_path):
             expected = source.narrow(copy.axis, copy.source_offset, copy.size).cpu()
             target = received[copy.target_name]
             assert torch.equal(target.narrow(copy.axis, copy.target_offset, copy.size), expected)
+
+
+def test_changes_are_encoded_and_applied_on_a_gpu_as_on_the_cpu():
+    """Catches a section that depends on the device, and a change in the wrong row of a parameter
+    whose rows lie apart."""
+    torch.manual_seed(0)
+    before = torch.randn(512, 256).mul_(0.02).bfloat16()
+    after = before.clone()
+    after.view(torch.int16)[torch.rand(512, 256) < 0.046] += 1
+    after[3, 5:9] = torch.tensor([torch.nan, torch.inf, -0.0, 7.0])
+    images = [one.view(-1).view(torch.uint8) for one in (before, after)]
+    stamp = Stamp(base=1, version=2, place=3)
+    expected, count = encode(*images, stamp, itemsize=2)
+    section, its_count = encode(*[one.cuda() for one in images], stamp, itemsize=2)
+    assert torch.equal(section.cpu(), expected) and its_count == count
+    live = torch.zeros(512, 264, dtype=torch.bfloat16, device="cuda")[:, :256]
+    live.copy_(before)
+    change_in_place(live, decode(section, stamp, itemsize=2, num_elements=before.numel()))
+    assert torch.equal(live.cpu().view(torch.int16), after.view(torch.int16))
