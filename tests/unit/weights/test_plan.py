@@ -237,7 +237,7 @@ def test_kv_heads_fewer_than_engine_ranks_are_repeated(model_folders):
 def test_what_comes_from_another_node_comes_to_each_node_once():
     """Catches engines of one node that are each sent the same bytes over the network: 16 nodes, on
     each of them two engines and half of the tensor-parallel ranks of two stages."""
-    layout = layout_for(QWEN_32B)
+    layout = layout_for(QWEN_32B | {"num_hidden_layers": 8})
     positions = replica_positions(layout, tp_size=8, pp_size=2, num_dp=8)
     ranks = [(f"node {rank // 8}", str(rank % 8)) for rank in range(128)]
     engine_nodes = [f"node {engine // 2}" for engine in range(32)]
