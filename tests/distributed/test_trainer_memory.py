@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 
+import megadapo
+from megadapo.config import load_config
 from megadapo.models.description import describe_model
+from megadapo.models.published import find_hf_config
 from megadapo.plan.ranks import rank_kinds, state_bytes
 from megadapo.plan.training import UpdateLoad, update_bytes
-from megadapo.weights.layout.layout import ModelLayout
+from megadapo.weights.layout.layout import ModelLayout, layout_for
 from tests.support.batches import random_batch
+from tests.support.meta_models import parameters_of
 from tests.support.peak_allocations import allocated
 from tests.support.ranks import Ranks, settings_for
 
@@ -77,6 +81,23 @@ SLOW_CASES = {
     ),
     "data, stages of unequal size": Case({"pipeline": 2, "first": 3, "last": 5, "data": 2}, 3),
 }
+
+
+CONFIGS = Path(megadapo.__file__).parents[1] / "configs"
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("qwen*.toml")))
+def test_ranks_of_shipped_recipes_have_the_parameters_of_megatrons_model(
+    ranks: Ranks, recipe: str
+) -> None:
+    """The last rank of each stage, built by megatron-core for as many ranks as the recipe has."""
+    config = load_config(CONFIGS / f"{recipe}.toml")
+    trainer, hf_config = config.trainer, find_hf_config(config.model.path)
+    per_stage = trainer.num_ranks // trainer.pipeline_parallel
+    lasts = [stage * per_stage + per_stage - 1 for stage in range(trainer.pipeline_parallel)]
+    (found,) = ranks.run(1, parameters_of, trainer, hf_config, lasts)
+    planned = rank_kinds(layout_for(hf_config), trainer)
+    assert found == [(kind.num_parameters, kind.num_expert_parameters) for kind in planned]
 
 
 @pytest.mark.parametrize(
