@@ -86,6 +86,7 @@ SLOW_CASES = {
 CONFIGS = Path(megadapo.__file__).parents[1] / "configs"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("qwen*.toml")))
 def test_ranks_of_shipped_recipes_have_the_parameters_of_megatrons_model(
     ranks: Ranks, recipe: str
