@@ -187,7 +187,7 @@ def test_verdicts_are_the_same_in_an_async_ray_actor() -> None:
     """Where the well-known bug strikes: math-verify in such a thread marks everything wrong."""
     started_here = not ray.is_initialized()
     if started_here:
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         actor = AsyncScorer.remote()
         scores = ray.get(actor.score.remote(), timeout=120)
