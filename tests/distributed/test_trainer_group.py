@@ -22,7 +22,13 @@ from tests.support.ranks import expected_megatron, megatron_version, settings_fo
 def ray_started() -> Iterator[None]:
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
     yield
     ray.shutdown()
 

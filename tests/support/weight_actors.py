@@ -80,7 +80,11 @@ def ray_on_this_machine() -> Iterator[None]:
     # as in a run: Ray's default lets its processes starve beside any other program
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
-        num_cpus=32, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1"
+        address="local",
+        num_cpus=32,
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
     )
     yield
     ray.shutdown()
