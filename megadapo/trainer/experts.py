@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
 
 from megadapo.models.description import ModelDescription
 from megadapo.trainer.config import TrainerConfig
@@ -43,3 +45,22 @@ def mark_experts(chunk: GPTModel) -> None:
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False
+
+
+def forget_routing(chunk: GPTModel) -> None:
+    """Let no layer keep a micro-batch's graph until the next one comes.
+
+    megatron-core's dispatcher would, by the probabilities it dispatched. Gradient hooks hold the
+    model from inside that graph, where Python's collector does not look: the model, and the threads
+    of its process groups, would live for as long as the process.
+    """
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            module.register_forward_hook(_forget)
+
+
+def _forget(layer: MoELayer, inputs: object, output: object) -> None:
+    dispatcher = layer.token_dispatcher
+    for name, value in list(vars(dispatcher).items()):
+        if isinstance(value, Tensor) and value.requires_grad:
+            setattr(dispatcher, name, None)

@@ -17,7 +17,7 @@ from megadapo.models.description import ModelDescription
 from megadapo.models.rope import Rope
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.expert_balance import BalancedRouter
-from megadapo.trainer.experts import expert_options, mark_experts
+from megadapo.trainer.experts import expert_options, forget_routing, mark_experts
 from megadapo.trainer.layers import local_block_spec
 from megadapo.trainer.megatron_internals import HookedGPTModel, submodules_of
 from megadapo.trainer.model_layout import validate_architecture
@@ -140,6 +140,7 @@ def _build_chunk(
     )
     if model.routing is not None:
         mark_experts(gpt)
+        forget_routing(gpt)
     if uses_te:
         gpt.rotary_pos_emb.inv_freq = inverse_frequencies(model).cuda()
     return gpt

@@ -18,8 +18,8 @@ from tests.distributed.test_trainer_layouts import (
     measure,
 )
 from tests.support.batches import RAGGED, random_batch
-from tests.support.probes import Gradients
-from tests.support.ranks import Ranks
+from tests.support.probes import Gradients, build
+from tests.support.ranks import Ranks, settings_for
 
 LAYOUTS = {
     "tp1-small-budget": {"tokens_per_micro_batch": 64},
@@ -108,3 +108,16 @@ def test_gradients_are_those_of_the_definition(
     assert found.experts.balance_loss == pytest.approx(balance, rel=1e-5)
     assert found.experts.max_load == pytest.approx(max_load)
     assert_close_by_block(found.by_name, expected, 1e-5)
+
+
+def _threads_after_an_update(rendezvous, settings, batch) -> int:
+    build(rendezvous, settings).update(batch, policy_version=0, step=1)
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_a_trainer_that_is_gone_leaves_no_threads(ranks: Ranks, models: Path) -> None:
+    """Catches experts whose last micro-batch's graph keeps the model and its process groups."""
+    settings = settings_for(str(models / "qwen3-moe"), expert=2, data=2)
+    batch = random_batch(RAGGED)
+    first, *later = (ranks.run(2, _threads_after_an_update, settings, batch)[0] for _ in range(3))
+    assert max(later) <= first

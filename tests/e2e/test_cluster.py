@@ -86,7 +86,9 @@ cluster.shutdown()
 """
 
 
-@pytest.mark.parametrize("names", ["0,1,2,3", "GPU-1c,GPU-0a,GPU-77,GPU-9f"])
+@pytest.mark.parametrize(
+    "names", [pytest.param("0,1,2,3", marks=pytest.mark.full), "GPU-1c,GPU-0a,GPU-77,GPU-9f"]
+)
 def test_trainer_and_engines_share_the_gpus_by_the_names_their_node_gives_them(names):
     """Catches a GPU without a process or with two of a kind, and a scheduler that hands GPUs out
     by their UUIDs."""

@@ -12,6 +12,7 @@ from tests.support import REPOSITORY
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_training_step_is_profiled_on_its_own_ranks(tmp_path):
     """Catches ranks that wait for the profiled one for ever, and a table without the head."""
     trace = tmp_path / "trace.json"
