@@ -85,10 +85,11 @@ else
     steps=5
     head=(--device cuda)
     tests=()
-    plan=(configs/quickstart.toml "${bf16[@]}" --cluster.device=cuda)
+    plan=(configs/quickstart.toml "${bf16[@]}" --rollout.num_engines=1 --cluster.device=cuda)
 fi
 
-short=(--run.num_steps="$steps" --trainer.optimizer.warmup_steps=1 --evaluation.every=0)
+# the quickstart's two engines would want two GPUs
+short=(--rollout.num_engines=1 --run.num_steps="$steps" --trainer.optimizer.warmup_steps=1 --evaluation.every=0)
 
 part doctor megadapo doctor
 part kernels megadapo profile --arch 90
