@@ -3,6 +3,7 @@ says, a page that runs what a model wrote, asks the network for anything, or has
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -266,6 +267,8 @@ def test_what_a_model_wrote_runs_nothing(page: Page) -> None:
     page.choose("[name=step]", "2")
     wait_for_list(page, 3, 4, 5)
     page.click(f"{ITEMS}:nth-child(3)")
+    # what arrives late moves the buttons from under the mouse
+    page.wait(f"document.querySelector('{BODIES}').textContent === {json.dumps(HOSTILE)}")
     for mode in ("text", "ratio", "probability"):
         page.click(f"[data-mode={mode}]")
         page.wait(f"document.querySelector('[data-mode={mode}]').ariaPressed === 'true'")
