@@ -54,10 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def plan_for(
-    config: RunConfig, layout: ModelLayout, *, gpus_per_node: int
-) -> tuple[Plan, Hosts | None]:
-    """The plan of a run's updates, and the nodes of ranks and receivers where they matter."""
+def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> tuple[Plan, Hosts]:
+    """The plan of a run's updates, and the nodes of ranks and receivers."""
     from megadapo.weights.layout.placement import replica_positions
     from megadapo.weights.layout.stages import stage_layers
     from megadapo.weights.sync.buckets import piece_bytes
@@ -76,6 +74,8 @@ def plan_for(
             first=trainer.first_stage_layers,
             last=trainer.last_stage_layers,
         ),
+        ep_size=trainer.expert_parallel,
+        etp_size=trainer.expert_tensor_parallel,
         num_dp=trainer.num_replicas,
     )
     places = _places(config, len(positions), gpus_per_node)
@@ -87,6 +87,7 @@ def plan_for(
             pp_size=rollout.pipeline_parallel,
             expert_parallel=rollout.expert_parallel,
             nodes=tuple(places.receivers),
+            copies=places.copies,
         ),
         itemsize=4 if config.model.dtype == "float32" else 2,
         max_bundle_bytes=piece_bytes(int(config.weights.bucket_mib * MIB)),

@@ -31,6 +31,7 @@ from megadapo.weights.sync.sent import delta_of
 from megadapo.weights.sync.shared_memory import SharedMemoryInbox
 from megadapo.weights.sync.transports import open_inbox
 from tests.support.forked import run_processes
+from tests.support.message_order import Message, stuck_ranks
 from tests.support.tiny_models import make_model
 
 BUCKET = 4096
@@ -140,6 +141,7 @@ def relay_and_compare(rank: int, folder: Path, engine: EngineShape, places: list
     assert any(one.is_forwarded for one in plan.transfers) == (len(engine.nodes) > 1)
     params = rank_params(folder, layout, positions[rank])
     sender = WeightSender(params, layout, positions[rank], rank)
+    entered = record_batches()
     offer = sender.prepare(
         plan, bucket_bytes=BUCKET, dtype=torch.float32, transport="shared_memory", deltas=True
     )
@@ -169,6 +171,23 @@ def relay_and_compare(rank: int, folder: Path, engine: EngineShape, places: list
     schedule = repack(plan, room_of(plan, pack(plan, BUCKET)), delta.sizes)
     target.old, target.done = target.done, {}
     relay_rounds(sender, receiver, inbox, target, schedule, version=2, delta=delta)
+    batches = [None] * 4
+    dist.all_gather_object(batches, entered)
+    assert all(batches) and stuck_ranks(dict(enumerate(batches))) == {}
+    batches[rank] = batches[rank][:-1]
+    assert stuck_ranks(dict(enumerate(batches))) != {}
+
+
+def record_batches() -> list[list[Message]]:
+    """The messages of every batch that this process enters from now on."""
+    issue, batches = dist.batch_isend_irecv, []
+
+    def record(operations):
+        batches.append([(one.peer, one.op is dist.isend, one.tensor.nbytes) for one in operations])
+        return issue(operations)
+
+    dist.batch_isend_irecv = record
+    return batches
 
 
 def relay_rounds(sender, receiver, inbox, target, schedule, *, version, delta=None) -> None:
@@ -206,11 +225,10 @@ class Kept:
                 assert torch.equal(actual, expected), shard.name
 
 
-def send_and_compare(rank: int, folder: Path) -> None:
-    """Two trainer ranks and an engine of two ranks, joined by messages alone."""
+def send_and_compare(rank: int, folder: Path, engine: EngineShape) -> None:
+    """Two trainer ranks, and an engine of two ranks or two engines of one, joined by messages."""
     layout = open_layout(folder)
     positions = replica_positions(layout, pp_size=2)
-    engine = EngineShape(tp_size=2, nodes=("",))
     plan = make_plan(layout, positions, engine, itemsize=4, max_bundle_bytes=BUCKET)
     rounds = range(num_rounds(pack(plan, BUCKET)))
     offers = [None] * 4
@@ -221,19 +239,25 @@ def send_and_compare(rank: int, folder: Path) -> None:
         offer = sender.prepare(plan, bucket_bytes=BUCKET, dtype=torch.float32, transport="nccl")
         dist.all_gather_object(offers, offer)
         sender.connect(offers)
+        sent = count_sent(sender._prepared.outbox)
         for _ in range(2):
             for number in rounds:
                 sender.fill(number)
             dist.barrier()
+        # once for all engines of the node, in each update
+        planned = [plan.bundle(one).num_bytes for one in plan.transfers if one.feeder == rank]
+        assert sum(sent) == 2 * sum(planned)
         return
     dist.all_gather_object(offers, None)
+    place = (rank - 2, 0) if engine.num_ranks == 2 else (0, rank - 2)
+    position = engine.position(place[0])
     receiver = WeightReceiver(
-        plan, layout.engine_shards(engine.position(rank - 2)), engine=0, engine_rank=rank - 2,
+        plan, layout.engine_shards(position), engine=0, engine_rank=place[0],
         bucket_bytes=BUCKET, dtype=torch.float32,
     )  # fmt: skip
     inbox = open_inbox(
         "nccl", offers, feeders=receiver.feeders, num_bytes=receiver.largest_wave,
-        device=torch.device("cpu"), rank=rank, num_ranks=4,
+        device=torch.device("cpu"), seat=plan.seat(0, place[0], place[1]),
     )  # fmt: skip
     for _ in range(2):
         target = Kept()
@@ -241,8 +265,21 @@ def send_and_compare(rank: int, folder: Path) -> None:
         for number in rounds:
             receiver.take(number)
         receiver.finish()
-        target.compare(folder, layout, engine.position(rank - 2))
+        target.compare(folder, layout, position)
         dist.barrier()
+
+
+def count_sent(outbox) -> list[int]:
+    """Bytes of every message that an outbox sends from now on."""
+    group, sent = outbox._group, []
+
+    class Counting:
+        def send(self, tensors, peer, tag):
+            sent.extend(one.nbytes for one in tensors)
+            return group.send(tensors, peer, tag)
+
+    outbox._group = Counting()
+    return sent
 
 
 def peak_growth(function) -> int:
@@ -334,7 +371,7 @@ def send_and_measure(rank: int, folder: Path) -> None:
         dist.all_gather_object(offers, None)
         inbox = open_inbox(
             "nccl", offers, feeders=receiver.feeders, num_bytes=receiver.largest_wave,
-            device=torch.device("cpu"), rank=rank, num_ranks=4,
+            device=torch.device("cpu"), seat=plan.seat(0, 0),
         )  # fmt: skip
 
         def update() -> None:
@@ -371,9 +408,13 @@ def test_receiving_from_three_feeders_takes_no_more_than_two_buckets(large_model
     run_ranks(send_and_measure, 4, tmp_path, large_model, fresh=True)
 
 
-def test_separate_devices_are_joined_by_messages_in_plan_order(tmp_path):
-    """Catches a bucket overwritten before it was received, and messages taken for one another."""
-    run_ranks(send_and_compare, 4, tmp_path, make_model(tmp_path / "model", "Qwen2"))
+@pytest.mark.parametrize("engine", [
+    EngineShape(tp_size=2), EngineShape(copies=(2,)),
+], ids=["two ranks", "two engines of a node"])  # fmt: skip
+def test_separate_devices_are_joined_by_messages_in_plan_order(tmp_path, engine):
+    """Catches a bucket overwritten before it was received, messages taken for one another, and a
+    second engine of a node that is sent everything again."""
+    run_ranks(send_and_compare, 4, tmp_path, make_model(tmp_path / "model", "Qwen2"), engine)
 
 
 @pytest.mark.parametrize("engine,places", [

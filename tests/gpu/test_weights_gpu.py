@@ -65,7 +65,7 @@ def receive(plan, offers, filled, taken, results: Path) -> None:
         dtype=torch.bfloat16,
     )
     live = Live(receiver.shapes)
-    inbox = CudaIpcInbox(offers)
+    inbox = CudaIpcInbox(offers, torch.device("cuda"))
     receiver.start(live, inbox, with_checksums=False)
     for number in iter(filled.get, None):
         receiver.take(number)

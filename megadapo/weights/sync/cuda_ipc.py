@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megadapo.weights.sync.in_place import InPlaceInbox
 from megadapo.weights.sync.parcels import NUM_BUCKETS, Offer, Parcel
 
 _HANDLE_FIELDS = (
@@ -62,37 +63,37 @@ class CudaIpcOutbox:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
-class CudaIpcInbox:
-    """The buckets of the trainer ranks on this machine, opened on the GPU each lies on."""
+class CudaIpcInbox(InPlaceInbox):
+    """The buckets of the trainer ranks on this machine."""
 
-    def __init__(self, offers: Sequence[Offer | None]) -> None:
-        self._memory = [None if offer is None else _open(offer) for offer in offers]
-
-    def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """The bytes of each parcel, where the trainer wrote them."""
-        half = round_number % NUM_BUCKETS
-        views = []
-        for parcel in parcels:
-            memory = self._memory[parcel.feeder]
-            assert memory is not None, "the plan sends from a rank that made no offer"
-            views.append(memory[half].narrow(0, parcel.offset, parcel.num_bytes))
-        return views
+    def __init__(self, offers: Sequence[Offer | None], device: torch.device) -> None:
+        super().__init__(offers, lambda offer: _open(offer, device))
 
     def close(self) -> None:
         """Let go of the buckets."""
-        self._memory = []
+        super().close()
         torch.cuda.ipc_collect()
 
 
-def _open(offer: Offer) -> torch.Tensor:
+def _open(offer: Offer, device: torch.device) -> torch.Tensor:
+    """Both buckets of an offer, mapped on this process's own GPU where that can reach their GPU.
+
+    On the GPU that they lie on, the process would take a context there (about 0.5 GiB) for every
+    other rank of its engine.
+    """
     torch.cuda.init()
-    values = [
-        base64.b64decode(offer[name]) if isinstance(offer[name], str) else offer[name]
+    values = {
+        name: base64.b64decode(offer[name]) if isinstance(offer[name], str) else offer[name]
         for name in _HANDLE_FIELDS
-    ]
+    }
+    own = torch.cuda.current_device() if device.index is None else device.index
     # The same GPU may have another number in this process.
-    values[0] = _gpu_index(offer["gpu"])
-    storage = torch.UntypedStorage._new_shared_cuda(*values)
+    theirs = _gpu_index(offer["gpu"])
+    is_near = theirs == own or torch.cuda.can_device_access_peer(own, theirs)
+    values["device"] = own if is_near else theirs
+    # a round is read when it was filled, not when its buckets are opened
+    values["event_sync_required"] = False
+    storage = torch.UntypedStorage._new_shared_cuda(*values.values())
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return flat[: NUM_BUCKETS * offer["num_bytes"]].view(NUM_BUCKETS, offer["num_bytes"])
 

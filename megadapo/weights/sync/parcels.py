@@ -24,3 +24,15 @@ class Parcel:
     num_bytes: int
     wave: int = 0
     """Which part of the round it travels in, where it is sent and not read in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """An engine rank's place among all ranks, the trainer's counted first."""
+
+    rank: int
+    num_ranks: int
+    giver: int | None = None
+    """Engine rank of the same node that hands on what it gets; None: trainer ranks send it."""
+    taker: int | None = None
+    """Engine rank of the same node that this one hands it on to."""

@@ -22,8 +22,22 @@ class Places:
     """Place of each receiver."""
     sources: list[str] | None
     """Place of each trainer rank; None where it can reach every receiver."""
-    hosts: Hosts | None = None
-    """Node of each trainer rank and receiver, where several receivers can be on one."""
+    hosts: Hosts
+    """Node of each trainer rank and receiver."""
+    hands_on: bool = False
+    """Whether the engines of a receiver hand on to each other what the first is sent; where not,
+    they read the same memory."""
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """How many engines each receiver is, where one hands on to the next."""
+        receivers = range(len(self.receivers))
+        return tuple(self.numbers.count(one) for one in receivers) if self.hands_on else ()
+
+    @property
+    def copy_of_each(self) -> list[int]:
+        """Which of its receiver's engines each engine is."""
+        return [self.numbers[:index].count(one) for index, one in enumerate(self.numbers)]
 
 
 def find_places(
@@ -45,22 +59,24 @@ def find_places(
     ]
     if transport == "auto":
         transport = _choose_transport(ranks, devices)
-    if transport == "shared_memory":
-        # Engines on one node read the same memory: every byte is written once for them.
+    nodes = [node for node, _ in ranks]
+    if transport != "cuda_ipc":
+        # Engines on one node read the same memory or hand on what one of them gets: every byte is
+        # written once, or sent there once, for all of them.
         receivers = list(dict.fromkeys(engine_nodes))
         numbers = [receivers.index(node) for node in engine_nodes]
-        return Places(transport, numbers, receivers, [node for node, _ in ranks])
+        is_sent = transport == "nccl"
+        sources = None if is_sent else nodes
+        hosts = Hosts(nodes, receivers)
+        return Places(transport, numbers, receivers, sources, hosts, hands_on=is_sent)
     numbers = list(range(len(devices)))
     receivers = [f"engine {number}" for number in numbers]
-    if transport == "nccl":
-        return Places(transport, numbers, receivers, None)
     # A process can open memory on the GPUs it sees, which are the engine's own.
     sources = [
         next((name for name, own in zip(receivers, devices, strict=True) if rank in own), "")
         for rank in ranks
     ]
-    hosts = Hosts([node for node, _ in ranks], engine_nodes)
-    return Places(transport, numbers, receivers, sources, hosts)
+    return Places(transport, numbers, receivers, sources, Hosts(nodes, engine_nodes))
 
 
 def _choose_transport(ranks: Sequence[Device], engines: Sequence[set[Device]]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.layout.shards import EnginePosition
+from megadapo.weights.sync.parcels import Seat
 
 ALIGNMENT = 16
 """Bytes that every slice in a bucket is aligned to."""
@@ -26,12 +27,18 @@ class EngineShape:
     pp_size: int = 1
     expert_parallel: bool = False
     nodes: tuple[str, ...] = ("",)
-    """Node of each receiver. Engines on one machine that read the same memory count once."""
+    """Node of each receiver. Engines on one machine that get the same bytes count once."""
+    copies: tuple[int, ...] = ()
+    """How many engines each receiver is, where one hands on to the next; none given: one each."""
 
     @property
     def num_ranks(self) -> int:
         """Ranks of one engine; tensor parallelism is the fastest axis."""
         return self.tp_size * self.pp_size
+
+    def num_engines(self, receivers: int | None = None) -> int:
+        """How many engines the first so many receivers are; None: all of them."""
+        return sum((self.copies or (1,) * len(self.nodes))[:receivers])
 
     def position(self, rank: int) -> EnginePosition:
         """What of the model an engine rank holds."""
@@ -147,12 +154,33 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the trainer and of all receivers together."""
-        return self.num_sources + len(self.engine.nodes) * self.engine.num_ranks
+        """Ranks of the trainer and of all engines together."""
+        return self.num_sources + self.engine.num_engines() * self.engine.num_ranks
 
-    def engine_rank_number(self, engine: int, engine_rank: int) -> int:
-        """Number of an engine rank among all ranks, the trainer's counted first."""
-        return self.num_sources + engine * self.engine.num_ranks + engine_rank
+    def engine_rank_number(self, engine: int, engine_rank: int, copy: int = 0) -> int:
+        """Number of an engine rank among all ranks, the trainer's counted first.
+
+        `copy`: which of the receiver's engines; trainer ranks send to the first.
+        """
+        first = self.engine.num_engines(engine)
+        return self.num_sources + (first + copy) * self.engine.num_ranks + engine_rank
+
+    def seat(self, engine: int, engine_rank: int, copy: int = 0) -> Seat:
+        """The place of an engine rank among all ranks."""
+
+        def number(other: int) -> int:
+            return self.engine_rank_number(engine, engine_rank, other)
+
+        return Seat(
+            rank=number(copy),
+            num_ranks=self.num_ranks,
+            giver=number(copy - 1) if copy else None,
+            taker=number(copy + 1) if copy + 1 < self.num_copies(engine) else None,
+        )
+
+    def num_copies(self, engine: int) -> int:
+        """How many engines a receiver is, of which one hands on to the next."""
+        return self.engine.copies[engine] if self.engine.copies else 1
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and dicts that `plan_from_json` reads."""
@@ -168,10 +196,10 @@ class Plan:
 
 def plan_from_json(data: dict[str, Any]) -> Plan:
     """The plan that `Plan.to_json` wrote."""
-    engine = data["engine"] | {"nodes": tuple(data["engine"]["nodes"])}
+    lists = {name: tuple(data["engine"][name]) for name in ("nodes", "copies")}
     return Plan(
         num_sources=data["num_sources"],
-        engine=EngineShape(**engine),
+        engine=EngineShape(**data["engine"] | lists),
         itemsize=data["itemsize"],
         templates=[[_read_bundle(row) for row in one] for one in data["templates"]],
         blocks=[Block(*row) for row in data["blocks"]],

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def report(
-    plan: Plan, layout: ModelLayout, hosts: Hosts | None, *, bucket_bytes: int, num_links: int
+    plan: Plan, layout: ModelLayout, hosts: Hosts, *, bucket_bytes: int, num_links: int
 ) -> list[str]:
     """Bytes per rank and link, buckets and rounds of a plan, as lines of text."""
     from megadapo.weights.sync.buckets import largest_buckets, largest_waves, num_rounds, pack
@@ -21,15 +21,18 @@ def report(
     sent: Counter[int] = Counter()
     received: Counter[tuple[int, int]] = Counter()
     links: Counter[tuple[int, tuple[int, int]]] = Counter()
-    relayed = {True: 0, False: 0}
+    between = in_node = 0
     for transfer in plan.transfers:
         size = plan.bundle(transfer).num_bytes
         target = (transfer.engine, transfer.engine_rank)
         sent[transfer.feeder] += size
         received[target] += size
         links[transfer.feeder, target] += size
-        if transfer.feeder != transfer.origin:
-            relayed[crosses_nodes(transfer, hosts)] += size
+        if crosses_nodes(transfer, hosts):
+            between += size
+        elif transfer.feeder != transfer.origin:
+            in_node += size
+        in_node += size * (plan.num_copies(transfer.engine) - 1)
     schedule = pack(plan, bucket_bytes)
     bucket = max(largest_buckets(plan, schedule))
     wave = max(largest_waves(schedule).values())
@@ -41,8 +44,8 @@ def report(
         + (f" x PP {shape.pp_size}" if shape.pp_size > 1 else "")
         + (" with expert parallelism" if shape.expert_parallel else ""),
         f"transfers             {len(plan.transfers)} in {num_rounds(schedule)} rounds",
-        f"bytes moved           {_size(moved)}, {_size(relayed[True])} of them between nodes",
-        f"handed on in a node   {_size(relayed[False])}",
+        f"bytes moved           {_size(moved)}, {_size(between)} of them between nodes",
+        f"handed on in a node   {_size(in_node)}",
         _spread("trainer rank sends", [sent[rank] for rank in range(plan.num_sources)]),
         _spread("engine rank receives", list(received.values())),
         f"memory, trainer rank  {_size(2 * bucket)} at most: two buckets of {_size(bucket)}, what "
@@ -55,14 +58,9 @@ def report(
     return lines
 
 
-def crosses_nodes(transfer: Transfer, hosts: Hosts | None) -> bool:
-    """Whether a transfer is relayed from one node to another.
-
-    `hosts`: As the plan was made with; None: each place that ranks share memory in is a node.
-    """
-    if hosts is None:
-        return transfer.feeder != transfer.origin
-    return hosts.sources[transfer.passer] != hosts.sources[transfer.feeder]
+def crosses_nodes(transfer: Transfer, hosts: Hosts) -> bool:
+    """Whether a transfer comes from another node, to its feeder or to its receiver."""
+    return hosts.sources[transfer.passer] != hosts.receivers[transfer.engine]
 
 
 def _spread(what: str, sizes: Sequence[int]) -> str:

@@ -79,8 +79,8 @@ def make_plan(
         max_bundle_bytes: Pieces larger than this are divided; at most the size of a bucket.
         source_nodes: Node of every trainer rank, or what else of `engine.nodes` it shares memory
             with; None: each rank reaches every engine.
-        hosts: Node of every trainer rank and of every receiver, where several receivers are on
-            one: what comes from other nodes comes to each node once.
+        hosts: Node of every trainer rank and of every receiver: what comes from other nodes comes
+            to each node once; None: `source_nodes` and `engine.nodes`.
 
     Raises:
         WeightError: Some slice of an engine's parameter is on no trainer rank; it is named.
@@ -298,11 +298,16 @@ class _Assigner:
         def candidates() -> list[int]:
             return [rank for owner in owners for rank in stage[owner]]
 
-        nodes = self._nodes
+        nodes, host = self._nodes, self._hosts.receivers[engine]
+
+        def nearest() -> list[int]:
+            on_host = [rank for rank in candidates() if self._hosts.sources[rank] == host]
+            return on_host or candidates()
+
         if nodes is None:
-            rank = self._least_loaded((stage, owners), candidates, size)
+            rank = self._least_loaded((stage, owners, "nearest", host), nearest, size)
             return rank, rank, rank
-        place, host = self._engine.nodes[engine], self._hosts.receivers[engine]
+        place = self._engine.nodes[engine]
         near = [rank for rank in candidates() if nodes[rank] == place]
         if near:
             rank = self._least_loaded((stage, owners, place), lambda: near, size)

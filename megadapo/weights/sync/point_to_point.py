@@ -6,6 +6,8 @@ order, so a message needs no tag of its own.
 
 A round travels in waves, of which an engine rank receives at most a bucket each. All ranks go
 through the waves in the same order, so that none waits for a rank that waits for another wave.
+
+Of the engines of a node the first is sent a wave; each hands it on to the next, rank by rank.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch.distributed as dist
 
 from megadapo.cluster.network import use_interface_towards
 from megadapo.weights.config import NCCL_TIMEOUT_S
-from megadapo.weights.sync.parcels import NUM_BUCKETS, Offer, Parcel
+from megadapo.weights.sync.parcels import NUM_BUCKETS, Offer, Parcel, Seat
 
 TIMEOUT = timedelta(seconds=NCCL_TIMEOUT_S)
 """As long as any deadline of a weight update, which is what names a stuck rank."""
@@ -106,19 +108,16 @@ class PointToPointInbox:
     """Receives what is sent to this engine rank, into memory of one wave."""
 
     def __init__(
-        self,
-        offers: Sequence[Offer | None],
-        num_bytes: int,
-        device: torch.device,
-        *,
-        rank: int,
-        num_ranks: int,
+        self, offers: Sequence[Offer | None], num_bytes: int, device: torch.device, seat: Seat
     ) -> None:
-        self._device = device
+        self._device, self._seat = device, seat
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._handing_on: list[dist.Work] = []
         self._group: Messenger | None
         self._store: dist.TCPStore | None
-        self._group, self._store = join_group(offers, device, rank=rank, num_ranks=num_ranks)
+        self._group, self._store = join_group(
+            offers, device, rank=seat.rank, num_ranks=seat.num_ranks
+        )
 
     def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> Iterator[torch.Tensor]:
         """The parcels of a round, one wave after the other has been read."""
@@ -126,22 +125,29 @@ class PointToPointInbox:
             yield from self._receive(wave)
 
     def _receive(self, wave: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Wait for the parcels of a wave."""
-        group = self._group
+        """Wait for the parcels of a wave, and begin to hand them on."""
+        group, giver, taker = self._group, self._seat.giver, self._seat.taker
         assert group is not None, "closed"
+        for work in self._handing_on:
+            work.wait()
         sizes = [one.num_bytes for one in wave]
         received = list(self._memory[: sum(sizes)].split(sizes))
+        givers = [one.feeder if giver is None else giver for one in wave]
         receives = [
-            (lambda message=message, peer=one.feeder: group.recv([message], peer, 0))
-            for message, one in zip(received, wave, strict=True)
+            (lambda message=message, peer=peer: group.recv([message], peer, 0))
+            for message, peer in zip(received, givers, strict=True)
         ]
         for work in issue_together(group, self._device, receives):
             work.wait()
+        if taker is not None:
+            sends = [(lambda message=one: group.send([message], taker, 0)) for one in received]
+            self._handing_on = issue_together(group, self._device, sends)
         return received
 
     def close(self) -> None:
         """Leave the group and give the memory back."""
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._handing_on = []
         self._group = self._store = None
 
 

@@ -11,19 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.buckets import num_rounds, pack, piece_bytes, repack, room_of
+from megadapo.weights.sync.buckets import num_rounds, repack
 from megadapo.weights.sync.changes import Sending, Versions, all_have, sending_of
+from megadapo.weights.sync.connect import Connected, connect
 from megadapo.weights.sync.parties import Parties, UpdatableEngines, phase
-from megadapo.weights.sync.places import find_places
 from megadapo.weights.sync.plan import EngineShape, Plan, plan_bytes
-from megadapo.weights.sync.planning import make_plan
-from megadapo.weights.sync.sender import SenderInfo
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +28,10 @@ class PublishReport:
 
     policy_version: int
     seconds: float
-    num_bytes: int
+    num_bytes: int = 0
     """Bytes that the trainer's ranks put into buckets."""
-    num_rounds: int
-    verified: bool
+    num_rounds: int = 0
+    verified: bool = False
     in_full: bool = True
     """Whether all weights were sent, not only what changed."""
     density: float | None = None
@@ -83,7 +79,7 @@ class Publisher:
         )
         self._versions = Versions(config, deltas=deltas)
         self._notes: list[str] = []
-        self._plan: Plan | None = None
+        self._connected: Connected | None = None
         self._places: list[Hashable] = []
         """The engine processes that are connected."""
         self._is_new = True
@@ -92,9 +88,7 @@ class Publisher:
     @property
     def plan(self) -> Plan:
         """The plan of every update; made and handed out at the first call."""
-        self._reach(self._engines.updatable())
-        assert self._plan is not None
-        return self._plan
+        return self._reach(self._engines.updatable()).plan
 
     def publish(self, policy_version: int) -> PublishReport:
         """Put the trainer's weights into every engine that is there. The engines must be idle.
@@ -135,15 +129,12 @@ class Publisher:
             )
         ended = time.monotonic()
         self._is_new = sending is None
+        report = PublishReport(policy_version=policy_version, seconds=ended - started)
         if sending is None:
-            return PublishReport(
-                policy_version=policy_version, seconds=ended - started,
-                num_bytes=0, num_rounds=0, verified=False,
-            )  # fmt: skip
+            return report
         self._versions.ended(sending)
-        return PublishReport(
-            policy_version=policy_version,
-            seconds=ended - started,
+        return replace(
+            report,
             num_bytes=sending.num_bytes,
             num_rounds=self._num_rounds,
             verified=verify,
@@ -154,7 +145,7 @@ class Publisher:
 
     def _choose(self, targets: Sequence[int]) -> Sending:
         """Connect, and decide whether all weights are sent or only what changed."""
-        plan = self._reach(targets)
+        plan = self._reach(targets).plan
         base = self._versions.base
         if base is not None:
             held = self._parties.gather(
@@ -165,8 +156,8 @@ class Publisher:
                     f"Engines have weights of other updates than the last ({held}, not {base}), "
                     "so all weights are sent."
                 )
-                self._plan, base = None, None
-                plan = self._reach(self._parties.targets)
+                self._connected, base = None, None
+                plan = self._reach(self._parties.targets).plan
         version = self._versions.begin()
         sending = Sending(version=version, num_bytes=plan_bytes(plan))
         if base is not None:
@@ -180,14 +171,16 @@ class Publisher:
             sending = sending_of(
                 plan, encoded, base=base, version=version, max_delta=self._config.max_delta
             )
-        self._begin(plan, sending)
+        self._begin(sending)
         return sending
 
-    def _begin(self, plan: Plan, sending: Sending) -> None:
+    def _begin(self, sending: Sending) -> None:
         """Tell the ranks which rounds there are to be."""
-        schedule, delta = self._schedule, sending.delta
+        connected, delta = self._connected, sending.delta
+        assert connected is not None, "reach first"
+        schedule = connected.schedule
         if delta is not None:
-            schedule = repack(plan, room_of(plan, schedule), delta.sizes)
+            schedule = repack(connected.plan, connected.room, delta.sizes)
         self._num_rounds = num_rounds(schedule)
         if self._versions.deltas:
             self._parties.call("begin", None if delta is None else delta.sizes)
@@ -239,70 +232,23 @@ class Publisher:
             self._parties.gather(comparing, "checksums", forgive=False)
         return paused
 
-    def _reach(self, targets: Sequence[int]) -> Plan:
+    def _reach(self, targets: Sequence[int]) -> Connected:
         """Connect with the engines that are to be updated, unless that has been done."""
         self._parties.targets = list(targets)
         places = [self._engines.place(index) for index in targets]
-        if self._plan is None or places != self._places:
-            self._plan, self._places = None, places
-            self._plan = self._connect()
+        if self._connected is None or places != self._places:
+            self._connected, self._places = None, places
+            self._connected = connect(
+                self._parties,
+                self._engines,
+                self._config,
+                self._engine,
+                dtype=self._dtype,
+                deltas=self._versions.deltas,
+            )
             self._versions.connected()
             self._is_new = True
-        return self._plan
-
-    def _connect(self) -> Plan:
-        """Plan the update, and let trainer ranks and engines open their buckets."""
-        import ray
-
-        targets = self._parties.targets
-        infos: list[SenderInfo] = self._parties.call("describe")
-        nodes = self._parties.gather(self._parties.call_engines("node"), "find engines")
-        places = find_places(
-            self._config.transport,
-            [(info.node, info.gpu) for info in infos],
-            [nodes[index] for index in targets],
-            [self._engines.gpus(index) for index in targets],
-        )
-        self._parties.transport = places.transport
-        bucket_bytes = int(self._config.bucket_mib * MIB)
-        plan = make_plan(
-            infos[0].layout,
-            [info.position for info in infos],
-            replace(self._engine, nodes=tuple(places.receivers)),
-            itemsize=self._dtype.itemsize,
-            max_bundle_bytes=piece_bytes(bucket_bytes),
-            source_nodes=places.sources,
-            hosts=places.hosts,
-        )
-        self._schedule = pack(plan, bucket_bytes)
-        offers = self._parties.call(
-            "prepare",
-            ray.put(plan),
-            bucket_bytes=bucket_bytes,
-            dtype=self._dtype,
-            transport=places.transport,
-            deltas=self._versions.deltas,
-        )
-        common = {
-            "plan": plan.to_json(),
-            "shape": asdict(infos[0].layout.shape),
-            "bucket_bytes": bucket_bytes,
-            "transport": places.transport,
-            "offers": offers,
-            "deltas": self._versions.deltas,
-        }
-        connecting = self._parties.submit("connect", offers)
-        opening = self._engines.call(
-            "init_weight_transfer",
-            {
-                index: (common | {"engine": number},)
-                for index, number in zip(targets, places.numbers, strict=True)
-            },
-        )
-        self._parties.gather(opening, "connect", forgive=False)
-        self._parties.wait(connecting, "connect")
-        self._parties.call("opened")
-        return plan
+        return self._connected
 
     def _fill(self, number: int, verify: bool) -> list[ObjectRef[Any]]:
         return self._parties.submit("fill", number, with_checksums=verify)

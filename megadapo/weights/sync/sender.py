@@ -26,6 +26,7 @@ from megadapo.weights.sync.buckets import (
 )
 from megadapo.weights.sync.parcels import Offer
 from megadapo.weights.sync.plan import Plan, Transfer
+from megadapo.weights.sync.relay import relay_batches
 from megadapo.weights.sync.sent import Encoded, SentBundles
 from megadapo.weights.sync.transports import Outbox, open_outbox
 
@@ -47,8 +48,7 @@ class _Rounds:
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.own = schedule[rank]
         """What this rank's bucket of each round holds."""
-        self.relayed = _relayed(schedule, rank)
-        """Round -> what this rank hands to another rank's bucket, or gets for its own."""
+        self.relayed = relay_batches(schedule, rank)
         self.last = num_rounds(schedule) - 1
 
 
@@ -243,17 +243,9 @@ class WeightSender:
 
         Both sides have a place for them in this round's bucket.
         """
-        relayed = rounds.relayed.get(round_number)
-        if not relayed:
-            return
-        bucket = ready.outbox.bucket(round_number)
-        # what comes from another node is handed on inside the node when it is there
-        for forwarded in (False, True):
-            operations = [
-                self._relay_one(ready, bucket, placed)
-                for placed in relayed
-                if placed.transfer.is_forwarded == forwarded
-            ]
+        for batch in rounds.relayed.get(round_number, ()):
+            bucket = ready.outbox.bucket(round_number)
+            operations = [self._relay_one(ready, bucket, placed) for placed in batch]
             works = torch.distributed.batch_isend_irecv(operations) if operations else []
             for work in works:
                 work.wait()
@@ -306,18 +298,6 @@ def _checksums(ready: _Prepared, bucket: torch.Tensor, placed: Placed) -> list[i
         checksum(slice_view(bucket, offset, copy, ready.dtype))
         for offset, copy in ready.plan.slices(placed.transfer, placed.offset)
     ]
-
-
-def _relayed(schedule: Schedule, rank: int) -> dict[int, list[Placed]]:
-    """Round -> what this rank hands to another rank's bucket, or gets for its own."""
-    relayed: dict[int, list[Placed]] = {}
-    for rounds in schedule:
-        for number, bucket in enumerate(rounds):
-            for placed in bucket:
-                ranks = (placed.transfer.passer, placed.transfer.feeder)
-                if placed.staged_at is not None and rank in ranks:
-                    relayed.setdefault(number, []).append(placed)
-    return relayed
 
 
 def _gpu_name(device: torch.device) -> str:

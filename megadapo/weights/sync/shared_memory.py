@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from megadapo.errors import InfraError
+from megadapo.weights.sync.in_place import InPlaceInbox
 from megadapo.weights.sync.parcels import NUM_BUCKETS, Offer, Parcel
 
 MEMORY_FOLDER = Path("/dev/shm")
@@ -64,28 +65,11 @@ class SharedMemoryOutbox:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
-class SharedMemoryInbox:
+class SharedMemoryInbox(InPlaceInbox):
     """The buckets of the trainer ranks on this machine."""
 
     def __init__(self, offers: Sequence[Offer | None]) -> None:
-        self._memory = [
-            None if offer is None else _map(Path(offer["path"]), offer["num_bytes"])
-            for offer in offers
-        ]
-
-    def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """The bytes of each parcel, where the trainer wrote them."""
-        half = round_number % NUM_BUCKETS
-        views = []
-        for parcel in parcels:
-            memory = self._memory[parcel.feeder]
-            assert memory is not None, "the plan sends from a rank that made no offer"
-            views.append(memory[half].narrow(0, parcel.offset, parcel.num_bytes))
-        return views
-
-    def close(self) -> None:
-        """Unmap."""
-        self._memory = []
+        super().__init__(offers, lambda offer: _map(Path(offer["path"]), offer["num_bytes"]))
 
 
 def _map(path: Path, num_bytes: int) -> torch.Tensor:

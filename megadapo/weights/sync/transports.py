@@ -13,7 +13,7 @@ import torch
 
 from megadapo.errors import InfraError
 from megadapo.weights.sync.cuda_ipc import CudaIpcInbox, CudaIpcOutbox
-from megadapo.weights.sync.parcels import Offer, Parcel
+from megadapo.weights.sync.parcels import Offer, Parcel, Seat
 from megadapo.weights.sync.point_to_point import PointToPointInbox, PointToPointOutbox
 from megadapo.weights.sync.shared_memory import SharedMemoryInbox, SharedMemoryOutbox
 
@@ -79,10 +79,9 @@ def open_inbox(
     feeders: Set[int],
     num_bytes: int,
     device: torch.device,
-    rank: int,
-    num_ranks: int,
+    seat: Seat,
 ) -> Inbox:
-    """The trainer ranks' buckets, for an engine rank that is number `rank` of all `num_ranks`.
+    """The trainer ranks' buckets, for the engine rank at `seat`.
 
     Args:
         offers: Of every trainer rank.
@@ -95,7 +94,7 @@ def open_inbox(
     if transport == "shared_memory":
         return SharedMemoryInbox(read)
     if transport == "cuda_ipc":
-        return CudaIpcInbox(read)
+        return CudaIpcInbox(read, device)
     if transport == "nccl":
-        return PointToPointInbox(offers, num_bytes, device, rank=rank, num_ranks=num_ranks)
+        return PointToPointInbox(offers, num_bytes, device, seat)
     raise InfraError(f"weights.transport: unknown transport {transport!r}.")

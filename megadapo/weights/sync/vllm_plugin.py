@@ -52,6 +52,8 @@ class InitInfo(WeightTransferInitInfo):
     """The trainer's `ModelShape`, to be compared with this engine's."""
     engine: int
     """Number of this engine's receiver in the plan."""
+    copy: int
+    """Which of its receiver's engines this one is."""
     bucket_bytes: int
     transport: str
     offers: list[Offer | None]
@@ -148,8 +150,7 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             feeders=receiver.feeders,
             num_bytes=receiver.largest_wave,
             device=self.device,
-            rank=plan.engine_rank_number(init_info.engine, rank),
-            num_ranks=plan.num_ranks,
+            seat=plan.seat(init_info.engine, rank, init_info.copy),
         )
 
     def start_weight_update(self) -> None:

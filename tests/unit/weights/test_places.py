@@ -14,7 +14,7 @@ def test_engines_on_one_machine_read_the_same_memory():
     places = find_places("auto", [("n0", None)] * 4, ["n0", "n0"], [(), ()])
     assert places.transport == "shared_memory"
     assert places.numbers == [0, 0] and places.receivers == ["n0"]
-    assert places.sources == ["n0"] * 4
+    assert places.sources == ["n0"] * 4 and places.copies == ()
 
 
 def test_an_engine_opens_only_memory_on_gpus_it_sees():
@@ -26,9 +26,13 @@ def test_an_engine_opens_only_memory_on_gpus_it_sees():
     assert places.sources == [f"engine {rank // 4}" for rank in range(16)]
 
 
-def test_engines_on_other_gpus_are_sent_messages():
-    """Catches CUDA IPC to an engine that shares no GPU with the trainer."""
-    places = find_places("auto", on_gpus(1, 4), ["n0", "n0"], [tuple("45"), tuple("67")])
+def test_engines_on_other_gpus_are_sent_messages_once_for_each_node():
+    """Catches CUDA IPC to an engine that shares no GPU with the trainer, and engines of one node
+    that are each sent the same bytes."""
+    nodes, gpus = ["n1", "n2", "n1", "n1"], [(gpu,) for gpu in "0012"]
+    places = find_places("auto", on_gpus(1, 4), nodes, gpus)
     assert places.transport == "nccl" and places.sources is None
+    assert places.receivers == ["n1", "n2"] and places.numbers == [0, 1, 0, 0]
+    assert places.copies == (3, 1) and places.copy_of_each == [0, 0, 1, 2]
     # The same GPU numbers on another node are other GPUs.
     assert find_places("auto", on_gpus(1, 4), ["n1"], [tuple("01")]).transport == "nccl"

@@ -50,7 +50,7 @@ def test_the_report_counts_every_byte_of_every_engine(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "512 trainer ranks to 8 receiver(s) of TP 8" in text
     # 32.76 G parameters of 2 bytes, 8 times, and every rank's own copy of the replicated norms
-    assert "bytes moved           488.3 GiB, 0 B of them between nodes" in text
+    assert "bytes moved           488.3 GiB, 488.3 GiB of them between nodes" in text
     assert "(1.000 x)" in text and text.count(" -> ") == 3 + 1
 
 

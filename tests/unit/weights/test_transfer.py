@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.stages import stage_layers
 from megadapo.weights.sync.buckets import checksum
+from megadapo.weights.sync.cuda_ipc import _HANDLE_FIELDS, CudaIpcInbox
 from megadapo.weights.sync.parcels import Parcel
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
@@ -170,6 +172,34 @@ def test_shared_memory_leaves_no_file_behind():
         SharedMemoryInbox([outbox.offer()])
 
 
+@pytest.mark.parametrize("can_reach", [True, False])
+def test_buckets_of_other_gpus_are_mapped_on_the_own_one(monkeypatch, can_reach):
+    """Catches an engine rank that takes a context, 0.5 GiB, on every GPU of its engine, and one
+    that waits for what its buckets held when they were opened."""
+    opened = []
+
+    def open_storage(device, handle, *rest):
+        opened.append((device, handle, rest[-1]))
+        return torch.UntypedStorage(2 * BUCKET)
+
+    for name, function in {
+        "init": lambda: None,
+        "current_device": lambda: 1,
+        "device_count": lambda: 4,
+        "get_device_properties": lambda index: SimpleNamespace(uuid=f"GPU-{index}"),
+        "can_device_access_peer": lambda own, theirs: can_reach,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_storage)
+    plain = dict.fromkeys(_HANDLE_FIELDS, 0) | {"event_sync_required": True}
+    offers = [
+        plain | {"device": 0, "handle": "aGFuZGxl", "num_bytes": BUCKET, "gpu": f"GPU-{gpu}"}
+        for gpu in (2, 1)
+    ]
+    CudaIpcInbox([*offers, None], torch.device("cuda"))
+    assert opened == [(1 if can_reach else 2, b"handle", False), (1, b"handle", False)]
+
+
 @pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc"])
 def test_a_receiver_opens_no_bucket_that_it_does_not_read(transport, model_folders):
     """Catches an engine that opens memory of another node, or of a GPU that it does not see."""
@@ -189,7 +219,7 @@ def test_a_receiver_opens_no_bucket_that_it_does_not_read(transport, model_folde
     ]
     assert [receiver.feeders for receiver in receivers] == [{0}, {1}]
     hidden = {"path": "/nowhere", "num_bytes": BUCKET, "gpu": "GPU-hidden"}
-    common = {"num_bytes": 0, "device": torch.device("cpu"), "rank": 3, "num_ranks": 5}
+    common = {"num_bytes": 0, "device": torch.device("cpu"), "seat": plan.seat(0, 0)}
     open_inbox(transport, [hidden, hidden, hidden], feeders=set(), **common)
     if transport == "shared_memory":
         outbox = SharedMemoryOutbox(BUCKET)
