@@ -25,6 +25,7 @@ from megadapo.commands import (
     rollout,
     show,
     simulate,
+    status,
     train,
     weights,
 )
@@ -34,7 +35,7 @@ EXIT_KEYBOARD_INTERRUPT = 130
 
 COMMANDS = (
     *(train, rollout, eval, export, convert, plan, weights, bench, simulate, profile),
-    *(ablate, show, plot, report, config, doctor),
+    *(ablate, status, show, plot, report, config, doctor),
 )
 """One module a command, in the order --help lists them."""
 

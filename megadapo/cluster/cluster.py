@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +131,8 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> None:
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if config.address is not None:
-        ray.init(address=config.address, **quiet)
+        with _own_sigterm_handler():
+            ray.init(address=config.address, **quiet)
         return
     _stay_on_loopback()
     # a process without a GPU share sees no GPU, instead of all of them
@@ -140,8 +143,18 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> None:
     before = set(descendants(os.getpid()))
     # without "local" Ray would join any cluster that this machine happens to be a node of
     num_cpus = max(num_slots, os.cpu_count() or 1)
-    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+    with _own_sigterm_handler():
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
     kill_after_this_process(set(descendants(os.getpid())) - before)
+
+
+@contextmanager
+def _own_sigterm_handler() -> Iterator[None]:
+    """Keep the program's handler, if it has one; the one Ray puts in its place ends the process."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(before):
+        signal.signal(signal.SIGTERM, before)
 
 
 def _stay_on_loopback() -> None:

@@ -27,6 +27,14 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="check the configuration, its files and the GPUs' memory, print it, start nothing",
     )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start again after failed processes and preemption, N times at most; never after an "
+        "error of the configuration, the data or an oracle; default: 0",
+    )
     add_gpu(parser, purpose="GPU whose memory --dry-run of a run on CUDA plans for")
     parser.set_defaults(run=run)
 
@@ -47,7 +55,26 @@ def run(arguments: argparse.Namespace) -> int:
         for note in notes:
             print(f"megadapo: {note}", file=sys.stderr)
         return 0
+    if arguments.restarts > 0:
+        from megadapo.run.supervise import Supervisor
+
+        return Supervisor(
+            [sys.executable, "-m", "megadapo.cli", "train", *_of_one_start(arguments)],
+            config.run.folder,
+            max_restarts=arguments.restarts,
+            say=lambda line: print(f"megadapo: {line}", file=sys.stderr, flush=True),
+        ).run()
     from megadapo.train import train
 
     train(config, replay=arguments.replay)
     return 0
+
+
+def _of_one_start(arguments: argparse.Namespace) -> list[str]:
+    """The arguments again, without `--restarts`."""
+    words = [arguments.config]
+    if arguments.resume is not None:
+        words += ["--resume", arguments.resume]
+    if arguments.replay is not None:
+        words += ["--replay", str(arguments.replay)]
+    return [*words, *arguments.overrides]

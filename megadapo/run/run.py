@@ -35,19 +35,23 @@ from megadapo.run.checkpoint import (
     CheckpointStore,
     load,
 )
+from megadapo.run.lease import Lease
+from megadapo.run.status import StatusFile
 from megadapo.run.stop import StopSignal
 
 
 class Run:
     """One training run on disk and on screen. Use as a context manager."""
 
-    def __init__(self, config: RunConfig, checkpoint: Checkpoint | None):
+    def __init__(self, config: RunConfig, checkpoint: Checkpoint | None, lease: Lease):
         self.folder = config.run.folder
         self.checkpoint = checkpoint
         self.step = 0 if checkpoint is None else checkpoint.step
         self.records: list[MetricRecord] = []
         self._config = config
         self._state: dict[str, Any] = {} if checkpoint is None else checkpoint.state
+        self._lease = lease
+        self._status = StatusFile(self.folder, num_steps=config.run.num_steps, step=self.step)
         self._store = CheckpointStore(self.folder / CHECKPOINTS, keep=config.checkpoint.keep)
         self._metrics = MetricsLog(
             self.folder, writers=config.observe.writers, config=to_dict(config)
@@ -58,26 +62,36 @@ class Run:
         self._evaluated: EvaluationRecord | None = None
         """The newest evaluation that no step's record has."""
         self._stop = StopSignal()
+        self._under_way = False
         self._exports = BackgroundExports(self.folder, self.note)
         self._open = ExitStack()
 
     @classmethod
     def open(cls, config: RunConfig) -> Self:
-        """Find where the run stands, bring its folder to that step, and say so.
+        """Take the run's folder, find where it stands, bring it to that step, and say so.
 
         Raises:
             CheckpointError: `run.resume` names no usable checkpoint, or says "never" in a folder
                 that already holds one.
-            ConfigError: `run.folder` cannot be made.
+            ConfigError: `run.folder` cannot be made, or another driver is at work in it.
         """
-        checkpoint, notes = find_checkpoint(config)
         try:
             config.run.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"run.folder = {config.run.folder} cannot be made: {error.strerror}"
             ) from error
-        run = cls(config, checkpoint)
+        with ExitStack() as failed:
+            lease = Lease.take(config.run.folder)
+            failed.callback(lease.close)
+            run = cls._open_leased(config, lease)
+            failed.pop_all()
+        return run
+
+    @classmethod
+    def _open_leased(cls, config: RunConfig, lease: Lease) -> Self:
+        checkpoint, notes = find_checkpoint(config)
+        run = cls(config, checkpoint, lease)
         (run.folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
         run._store.set_aside_after(run.step)
         run._exports.tidy(run.step)
@@ -92,6 +106,8 @@ class Run:
         return run
 
     def __enter__(self) -> Self:
+        self._open.callback(self._lease.close)
+        self._stop.install()
         self._open.enter_context(self._metrics)
         self._open.enter_context(self._display)
         self._open.callback(self._rollouts.close)
@@ -110,8 +126,14 @@ class Run:
     ) -> None:
         self._stop.uninstall()
         with self._open:
-            if error is None:
-                self._finish_exports()
+            try:
+                if error is None:
+                    self._finish_exports()
+            except BaseException as failed:
+                error = failed
+                raise
+            finally:
+                self._display.write(self._status.end(error), console=False)
 
     @property
     def finished(self) -> bool:
@@ -122,12 +144,13 @@ class Run:
 
         Raises:
             RunInterrupted: a stop was asked for; all completed steps stand.
+            InfraError: another driver has taken the run's folder over.
         """
-        # taken only now: Ray's own handler, put in place at its start, would end the process
-        self._stop.install()
+        self._under_way = True
         self._evaluated = self._unreported()
         while not self.finished:
             self._stop.check()
+            self._lease.check()
             yield self.step + 1
 
     @contextmanager
@@ -137,10 +160,12 @@ class Run:
         Args:
             name: rollout, train, sync or anything else to be shown.
             interruptible: a stop signal ends the phase at once; only for phases that leave the
-                trainer as the last completed step left it.
+                trainer as the last completed step left it, as all before the first step do.
         """
         self._display.phase(name)
+        self._status.phase(name)
         start, counted = time.perf_counter(), sum(self._seconds.values())
+        interruptible = interruptible or not self._under_way
         with self._stop.interruptible() if interruptible else nullcontext():
             yield
         within = sum(self._seconds.values()) - counted
@@ -193,6 +218,7 @@ class Run:
         """Count the step as done; `state` is what its checkpoint holds beside the trainer's."""
         self.step = step
         self._state = state
+        self._status.completed(step)
 
     def evaluates(self, step: int) -> bool:
         """Whether the weights after `step` are scored; before the first step and after the last.
@@ -215,6 +241,7 @@ class Run:
         resumed_from = 0 if self.checkpoint is None else self.checkpoint.step
         if self.step == resumed_from:
             return
+        self._lease.check()
         self._exports.collect()
         with self.phase("checkpoint"):
             path = self._store.save(
@@ -224,6 +251,7 @@ class Run:
                 in_use=self._exports.steps | {self._state.get(EVALUATING, self.step)},
             )
             self.checkpoint = Checkpoint(path, self.step, self._state)
+            self._status.saved(self.step)
         self._start_export()
 
     def _unreported(self) -> EvaluationRecord | None:

@@ -1,9 +1,14 @@
-"""How a run is asked to stop: SIGTERM (preemption) or Ctrl-C once, gently; twice, at once."""
+"""How a run is asked to stop: SIGTERM (preemption) or Ctrl-C once, gently; twice, at once.
+
+A scheduler that signals every process of a job reaches a driver both itself and through its
+supervisor: what comes within a moment is one request.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -12,6 +17,7 @@ from typing import Any
 from megadapo.errors import RunInterrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ONE_REQUEST_S = 0.3
 
 
 class StopSignal:
@@ -19,6 +25,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self._requested: str | None = None
+        self._requested_at = 0.0
         self._may_interrupt = False
         self._previous: dict[int, Any] = {}
 
@@ -63,9 +70,12 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._requested is not None:
+            if time.monotonic() < self._requested_at + ONE_REQUEST_S:
+                return
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._requested = signal.Signals(number).name
+        self._requested_at = time.monotonic()
         if self._may_interrupt:
             self._may_interrupt = False
             self.check()

@@ -1,0 +1,45 @@
+"""`megadapo status`: where a run stands, and whether its driver lives."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from megadapo.commands.common import Commands, add_command
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "status", "say where a run stands")
+    parser.description = (
+        "Print what a run's status.json says. Exit code: 0 where the run goes on or has finished, "
+        "1 where it was stopped, failed, or its driver is gone."
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from megadapo.run.lease import holder_of
+    from megadapo.run.status import read_status
+
+    status = asdict(read_status(arguments.run_folder))
+    if status["state"] == "running" and holder_of(arguments.run_folder) is None:
+        status |= {"state": "gone", "reason": "its driver ended without a word, as when killed"}
+    if arguments.json:
+        print(json.dumps(status, indent=2))
+    else:
+        _print_table(status)
+    return 0 if status["state"] in ("running", "finished") else 1
+
+
+def _print_table(status: dict[str, str | int | None]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    for name, value in status.items():
+        table.add_row(name.replace("_", " "), "-" if value is None else str(value))
+    Console().print(table, markup=False)

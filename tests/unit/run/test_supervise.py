@@ -1,0 +1,172 @@
+"""Would catch: a run that is given up although a new start would mend it, or started again for ever
+or after an error that would come again; a supervisor that leaves processes behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from megadapo.cluster.orphans import start_time
+from megadapo.run.supervise import MAX_FRUITLESS
+
+DRIVER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from megadapo.run.status import StatusFile
+folder = Path(sys.argv[1])
+starts = folder / "starts"
+starts.open("a").write(" ".join(sys.argv[2:]) + "\\n")
+num = len(starts.read_text().splitlines())
+"""
+SUPERVISOR = """
+import sys
+from pathlib import Path
+from megadapo.run.supervise import Supervisor
+folder, restarts, *command = sys.argv[1:]
+supervisor = Supervisor(
+    command, Path(folder), max_restarts=int(restarts), say=print, first_wait_s=0.01
+)
+sys.exit(supervisor.run())
+"""
+
+
+def start(folder: Path, driver: str, *, restarts: int) -> subprocess.Popen[str]:
+    """Supervise a driver that is a few lines of Python."""
+    command = [sys.executable, "-c", DRIVER + textwrap.dedent(driver), str(folder)]
+    return subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(folder), str(restarts), *command],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def supervise(folder: Path, driver: str, *, restarts: int = 5) -> tuple[int, str, list[str]]:
+    process = start(folder, driver, restarts=restarts)
+    output, _ = process.communicate(timeout=60)
+    return process.returncode, output, (folder / "starts").read_text().splitlines()
+
+
+def test_failed_processes_preemption_and_kills_are_started_again(tmp_path):
+    code, output, starts = supervise(
+        tmp_path,
+        """
+        status = StatusFile(folder, num_steps=9, step=num - 1)
+        status.completed(num)
+        if num == 1: sys.exit(5)
+        if num == 2: sys.exit(75)
+        if num == 3: os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    assert (code, len(starts)) == (0, 4)
+    assert "exit code 5 after step 1; restart 1 of 5" in output and "SIGKILL after step 3" in output
+
+
+@pytest.mark.parametrize("wrong", [1, 2, 3, 4, 6])
+def test_what_would_come_again_is_not_started_again(tmp_path, wrong):
+    code, output, starts = supervise(tmp_path, f"sys.exit({wrong})")
+    assert (code, len(starts)) == (wrong, 1)
+    assert f"exit code {wrong} would come again" in output
+
+
+def test_restarts_that_complete_no_step_come_to_an_end(tmp_path):
+    code, output, starts = supervise(tmp_path, "sys.exit(5)", restarts=50)
+    assert (code, len(starts)) == (5, 1 + MAX_FRUITLESS)
+    assert "completed no step" in output
+
+
+def test_steps_in_between_count_and_the_number_of_restarts_is_a_bound(tmp_path):
+    code, output, starts = supervise(
+        tmp_path,
+        """
+        status = StatusFile(folder, num_steps=9, step=num - 1)
+        status.completed(num)
+        sys.exit(5)
+        """,
+        restarts=MAX_FRUITLESS + 2,
+    )
+    assert (code, len(starts)) == (5, MAX_FRUITLESS + 3)
+    assert f"it was, {MAX_FRUITLESS + 2} times" in output
+
+
+def test_where_a_run_began_is_repeated_until_it_has_a_checkpoint_of_its_own(tmp_path):
+    """--resume PATH after a requeue would throw away what was trained since; --resume auto too
+    early would begin from the model's own weights."""
+    _, _, starts = supervise(
+        tmp_path,
+        """
+        status = StatusFile(folder, num_steps=9, step=4)
+        status.completed(5)
+        if num >= 2: status.saved(5)
+        sys.exit(5 if num < 4 else 0)
+        """,
+    )
+    assert starts == ["", "", "--run.resume=auto", "--run.resume=auto"]
+
+
+def test_what_a_killed_driver_leaves_has_ended_before_the_next_start(tmp_path):
+    """An engine that still holds the GPU's memory would let the next start fail."""
+    code, _, _ = supervise(
+        tmp_path,
+        """
+        pids = folder / "pids"
+        if num == 1:
+            left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"],
+                                    start_new_session=True)
+            pids.write_text(str(left.pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(1 if Path(f"/proc/{pids.read_text()}").exists() else 0)
+        """,
+    )
+    assert code == 0
+
+
+def test_a_signal_reaches_the_driver_once_and_is_the_end(tmp_path):
+    process = start(
+        tmp_path,
+        """
+        def stop(number, frame):
+            (folder / "stopped").write_text(signal.Signals(number).name)
+            sys.exit(75)
+        signal.signal(signal.SIGTERM, stop)
+        (folder / "ready").write_text(str(os.getpid()))
+        time.sleep(60)
+        """,
+        restarts=5,
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert (process.returncode, (tmp_path / "stopped").read_text()) == (75, "SIGTERM")
+    assert "it was asked to stop" in output
+    assert start_time(int((tmp_path / "ready").read_text())) is None
+
+
+def test_a_driver_that_died_before_it_came_to_the_run_made_no_progress(tmp_path):
+    """The status of an earlier driver is not its own."""
+    (tmp_path / "status.json").write_text(
+        json.dumps(
+            {
+                "num_steps": 9,
+                "step": 5,
+                "checkpoint_step": 5,
+                "resumed_from": 0,
+                "host": "h",
+                "pid": os.getpid(),
+                "started": "t",
+                "updated": "t",
+            }
+        )
+    )
+    code, _, starts = supervise(tmp_path, "sys.exit(5)", restarts=50)
+    assert (code, starts) == (5, [""] * (1 + MAX_FRUITLESS))
