@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megadapo import __version__
-from megadapo.observe.machine import Gpu, Machine, inspect_machine
+from megadapo.observe.machine import PACKED_ATTENTION, Gpu, Machine, inspect_machine
 
 # The oldest versions the code was run with; Ray: below it the dashboard can be made to run code.
 _OLDEST = {
@@ -25,7 +25,6 @@ _REQUIRED = ("torch", "triton", "megatron-core", "vllm", "ray", "transformers", 
 _MIN_MEMORY_GIB = 8
 _MIN_SHM_GIB = 1
 _AMPERE = (8, 0)
-_HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +137,7 @@ def _gpu_errors(machine: Machine, gpu: Gpu) -> Iterator[str]:
     what = "{} has compute capability {}.{}".format(gpu.name, *gpu.compute_capability)
     if gpu.compute_capability < _AMPERE:
         yield f"{what}; bfloat16 training and the kernels need 8.0 (A100) or newer"
-    elif gpu.compute_capability < _HOPPER and machine.packages["flash-attn"] is None:
+    elif gpu.compute_capability < PACKED_ATTENTION and machine.packages["flash-attn"] is None:
         yield (
             f"{what}, and cuDNN's attention takes packed sequences from 9.0 (H100) on: install "
             "flash-attn"

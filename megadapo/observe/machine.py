@@ -19,6 +19,9 @@ from megadapo.kernels.native import find_compiler
 
 GIB = 2**30
 
+PACKED_ATTENTION = (9, 0)
+"""Compute capability from which cuDNN's fused attention takes packed sequences (qkv_format thd)."""
+
 PACKAGES = {
     "torch": ("torch",),
     "triton": ("triton",),

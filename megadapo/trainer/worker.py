@@ -17,6 +17,7 @@ import numpy as np
 
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError, MegadapoError
+from megadapo.observe.machine import PACKED_ATTENTION
 from megadapo.trainer.result import RankUpdate
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
 
@@ -157,10 +158,6 @@ class TrainerWorker:
     def _started(self) -> TrainerRank:
         assert self._trainer is not None, "start() comes first"
         return self._trainer
-
-
-PACKED_ATTENTION = (9, 0)
-"""Compute capability from which cuDNN's fused attention takes packed sequences (qkv_format thd)."""
 
 
 def require_cuda() -> None:
