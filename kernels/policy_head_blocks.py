@@ -26,6 +26,7 @@ from megadapo.kernels.policy_head_types import (
     Tile,
     VocabShards,
 )
+from megadapo.kernels.torch_internals import profiled_range
 
 _ROW_ALIGNMENT = 16
 """Elements that a row of the buffers is rounded up to."""
@@ -142,10 +143,12 @@ class _Pass:
     def _take(self, offset: int, tile: Block, rows: Tensor, step: Step) -> None:
         """One tile, whose first row is row `offset` + tile[0] of all."""
         logits = self._buffers.logits(tile)
-        self._project(rows[tile[0] : tile[1]], logits)
+        with profiled_range("megadapo::head logits"):
+            self._project(rows[tile[0] : tile[1]], logits)
         chosen = slice(offset + tile[0], offset + tile[1])
         d_logits = self._buffers.grads(tile) if self._wants_grad else None
-        step(chosen, self._call.tile(logits, chosen), d_logits)
+        with profiled_range("megadapo::head rows"):
+            step(chosen, self._call.tile(logits, chosen), d_logits)
 
     def _multiply_back(self, block: Block, rows: Tensor) -> None:
         """The two products of a block; the first one's reduction runs under the second."""
@@ -155,10 +158,12 @@ class _Pass:
             self._project.drop_scratch()
         d_logits = self._buffers.grads((0, block[1] - block[0]))
         if self._wants_hidden:
-            mm_rows(d_logits, self._weight, out=self._exchange.slot(block))
+            with profiled_range("megadapo::head d_hidden"):
+                mm_rows(d_logits, self._weight, out=self._exchange.slot(block))
             self._exchange.send(block)
         if self._d_weight is not None:
-            self._d_weight.add(d_logits, rows)
+            with profiled_range("megadapo::head d_weight"):
+                self._d_weight.add(d_logits, rows)
 
 
 def policy_blocks(

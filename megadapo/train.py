@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from megadapo.algorithm.advantages import advantages, response_rewards
@@ -53,7 +53,9 @@ def train(config: RunConfig, *, replay: Path | None = None) -> RunSummary:
     return run.finish()
 
 
-def training_steps(config: RunConfig, run: Run, workers: Workers) -> Iterator[MetricRecord]:
+def training_steps(
+    config: RunConfig, run: Run, workers: Workers
+) -> Generator[MetricRecord, None, None]:
     """Yield the record of each step that is still to do; a step is taken when it is asked for.
 
     Raises:

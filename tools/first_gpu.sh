@@ -81,11 +81,13 @@ if [ -n "$rehearse" ]; then
     head=(--device cpu --shape 256,128,1024,float32 --repeats 2)
     tests=(--collect-only)
     plan=(configs/qwen2.5-7b.toml)
+    memory=()
 else
     steps=5
     head=(--device cuda)
     tests=()
     plan=(configs/quickstart.toml "${bf16[@]}" --rollout.num_engines=1 --cluster.device=cuda)
+    memory=(--memory "$folder/memory")
 fi
 
 # the quickstart's two engines would want two GPUs
@@ -101,7 +103,7 @@ part model make_model
 part plan megadapo plan "${plan[@]}"
 part bf16 bf16_run
 part profile megadapo profile --step configs/quickstart.toml "${bf16[@]}" --steps 2 \
-    --trace "$folder/trace.json"
+    --rollout.num_engines=1 --trace "$folder/trace.json.gz" "${memory[@]}"
 
 {
     echo

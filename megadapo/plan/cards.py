@@ -13,6 +13,8 @@ class Card:
     """One GPU model in a node of eight, by its data sheet."""
 
     name: str
+    device: str
+    """What its driver calls it."""
     memory_bytes: int
     """What torch reports as the card's whole memory."""
     flops: float
@@ -27,6 +29,7 @@ class Card:
 
 H100 = Card(
     name="H100-80G",
+    device="NVIDIA H100 80GB HBM3",
     memory_bytes=int(79.1 * GIB),
     flops=989e12,
     memory_bandwidth=3.35e12,
@@ -34,6 +37,7 @@ H100 = Card(
 )
 H200 = Card(
     name="H200",
+    device="NVIDIA H200",
     memory_bytes=int(139.8 * GIB),
     flops=989e12,
     memory_bandwidth=4.8e12,
@@ -41,6 +45,7 @@ H200 = Card(
 )
 A100 = Card(
     name="A100-80G",
+    device="NVIDIA A100-SXM4-80GB",
     memory_bytes=int(79.1 * GIB),
     flops=312e12,
     memory_bandwidth=2.04e12,
@@ -48,6 +53,12 @@ A100 = Card(
     network_bandwidth=25e9,
 )
 CARDS = {card.name: card for card in (H100, H200, A100)}
+
+
+def card_of(device: str) -> Card | None:
+    """The card that a driver calls so; None for one that is not in the table, as a PCIe one."""
+    return next((card for card in CARDS.values() if card.device == device), None)
+
 
 # Not tensors, and known on no machine without a GPU: round numbers that are rather too large.
 CONTEXT_BYTES = 800 * MIB

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,12 +19,15 @@ from megadapo.profiling.time_table import (
     measure_roofline,
     phase_table,
     profile_table,
-    write_trace,
 )
 
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
     from megadapo.trainer.rank import TrainerRank
+    from megadapo.trainer.trainer import Trainer
+
+_MAX_MEMORY_EVENTS = 1_000_000
+"""Allocations and releases that a snapshot holds; the oldest are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,28 +40,43 @@ class StepProfile:
     seconds_per_update: float
     """Without the profiler."""
     phases: dict[str, float]
-    """Milliseconds of each part of an update, and of the head's passes, under the profiler and on
-    the host's clock: on CUDA a part is charged for what it waits for."""
+    """Milliseconds of each part of an update and of its layers, and of the head's passes, under
+    the profiler and on the host's clock: on CUDA a part is charged for what it waits for."""
     roofline: Roofline
     rows: list[KernelTime]
 
 
-def profile_training_step(
-    config: RunConfig, *, num_sequences: int, num_steps: int, trace: Path | None
-) -> StepProfile:
-    """Start the trainer of a recipe, without engines, and profile updates on random tokens.
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """What is profiled: all that happens to one mini-batch of random tokens."""
 
-    An update is all that happens to one mini-batch: old log-probs, gradients and optimizer.
+    config: RunConfig
+    num_sequences: int
+    """Responses of the mini-batch."""
+    num_steps: int
+    memory: Path | None = None
+    """Folder for a snapshot of each rank's CUDA memory."""
+    nvtx: bool = False
+    """Whether Nsight Systems is watching, so that the profiled updates are for it alone."""
 
-    Args:
-        num_sequences: responses of the mini-batch; 0 takes the recipe's.
+
+def profile_training_step(trainer: Trainer, updates: Updates) -> StepProfile | None:
+    """Profile updates of a running trainer: old log-probs, gradients and optimizer.
+
+    Returns:
+        What the profiled rank did; None with `updates.nvtx`.
     """
+    answers: list[StepProfile | None] = trainer.call_all("apply", _profile_updates, updates)
+    return next((answer for answer in answers if answer is not None), None)
+
+
+@contextmanager
+def trainer_alone(config: RunConfig) -> Iterator[Trainer]:
+    """The trainer of a recipe without engines."""
     from megadapo.cluster.cluster import Cluster
     from megadapo.run.workers import trainer_settings
     from megadapo.trainer.trainer import Trainer
 
-    num_sequences = num_sequences or config.algorithm.responses_per_mini_batch
-    path = None if trace is None else trace.absolute()
     cluster = Cluster.start(
         config.cluster,
         num_trainer_ranks=config.trainer.num_ranks,
@@ -66,9 +86,7 @@ def profile_training_step(
     try:
         trainer = Trainer.start(trainer_settings(config), cluster)
         try:
-            calls = (_profile_updates, config, num_sequences, num_steps, path)
-            answers: list[StepProfile | None] = trainer.call_all("apply", *calls)
-            return next(answer for answer in answers if answer is not None)
+            yield trainer
         finally:
             trainer.shutdown()
     finally:
@@ -101,13 +119,14 @@ def random_batch(config: RunConfig, num_sequences: int, *, vocab_size: int) -> P
     )
 
 
-def _profile_updates(
-    rank: TrainerRank, config: RunConfig, num_sequences: int, num_steps: int, trace: Path | None
-) -> StepProfile | None:
+def _profile_updates(rank: TrainerRank, updates: Updates) -> StepProfile | None:
     """Runs on every rank, as updates are collective; the profiled one returns what it saw."""
     import torch
 
-    batch = random_batch(config, num_sequences, vocab_size=rank.layout.shape.vocab_size)
+    from megadapo.trainer.layer_ranges import layer_ranges
+
+    config, num_steps = updates.config, updates.num_steps
+    batch = random_batch(config, updates.num_sequences, vocab_size=rank.layout.shape.vocab_size)
 
     def update() -> float:
         started = time.perf_counter()
@@ -117,6 +136,14 @@ def _profile_updates(
         return time.perf_counter() - started
 
     update()  # compiles kernels and allocates
+    if updates.memory is not None:
+        with memory_history(updates.memory / f"rank-{torch.distributed.get_rank()}.pickle"):
+            update()
+    if updates.nvtx:
+        with layer_ranges(rank.chunks), nsight_ranges():
+            for _ in range(num_steps):
+                update()
+        return None
     seconds = min(update() for _ in range(num_steps))
     if not (rank.has_results and rank.data_parallel_rank == 0):
         for _ in range(1 + num_steps):
@@ -125,11 +152,12 @@ def _profile_updates(
     roofline = measure_roofline(rank.device, rank.config.params_dtype)
     with bytes_moved() as moved:
         update()
-    with torch.profiler.profile(with_flops=True, record_shapes=True) as profile:
+    with (
+        layer_ranges(rank.chunks),
+        torch.profiler.profile(with_flops=True, record_shapes=True) as profile,
+    ):
         for _ in range(num_steps):
             update()
-    if trace is not None:
-        write_trace(profile, trace)
     num_bytes = {name: count * num_steps for name, count in moved.items()}
     return StepProfile(
         rank=torch.distributed.get_rank(),
@@ -139,3 +167,31 @@ def _profile_updates(
         roofline=roofline,
         rows=profile_table(profile, roofline, num_bytes),
     )
+
+
+@contextmanager
+def memory_history(file: Path) -> Iterator[None]:
+    """Write what CUDA's allocator did within, each step of it with its Python stack.
+
+    The file is torch's own, a pickle that https://pytorch.org/memory_viz opens in the browser: its
+    timeline shows the peak and what lay in it.
+    """
+    import torch
+
+    torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
+    try:
+        yield
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(file))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@contextmanager
+def nsight_ranges() -> Iterator[None]:
+    """Let `nsys profile --capture-range=cudaProfilerApi` record what runs within, with its ranges
+    and operators as NVTX ranges."""
+    import torch
+
+    with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
+        yield

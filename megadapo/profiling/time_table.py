@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megadapo.plan.cards import card_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -21,6 +23,10 @@ class Roofline:
 
     tflops: float
     gb_per_s: float
+    sheet_tflops: float | None = None
+    """Of bf16 products by the GPU's data sheet; None for other types and where it is not known."""
+    sheet_gb_per_s: float | None = None
+    """Of memory by the GPU's data sheet; None on a CPU and where it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +61,12 @@ def measure_roofline(
     copy = torch.empty_like(source)
     product_ms = min(time_once(lambda: torch.mm(a, b), device) for _ in range(repeats + 1))
     copy_ms = min(time_once(lambda: copy.copy_(source), device) for _ in range(repeats + 1))
+    card = card_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return Roofline(
         tflops=2e-9 * size**3 / product_ms,
         gb_per_s=2e-6 * source.numel() * source.element_size() / copy_ms,
+        sheet_tflops=card.flops * 1e-12 if card and dtype == torch.bfloat16 else None,
+        sheet_gb_per_s=card.memory_bandwidth * 1e-9 if card else None,
     )
 
 
@@ -134,8 +143,10 @@ def _row(
 
 def format_profile(rows: Sequence[KernelTime], roofline: Roofline, *, limit: int = 25) -> str:
     """The slowest kernels as text, below the roofline they are held against."""
+    tflops = _held_against(f"{roofline.tflops:.2f}", roofline.sheet_tflops)
+    gb_per_s = _held_against(f"{roofline.gb_per_s:.1f}", roofline.sheet_gb_per_s)
     lines = [
-        f"roofline measured here: {roofline.tflops:.2f} TFLOP/s, {roofline.gb_per_s:.1f} GB/s",
+        f"roofline measured here: {tflops} TFLOP/s, {gb_per_s} GB/s",
         f"{'kernel':44}{'calls':>7}{'ms':>10}{'share':>8}{'TFLOP/s':>9}{'GB/s':>8}{'of roof':>9}",
     ]
     for row in rows[:limit]:
@@ -152,6 +163,10 @@ def format_profile(rows: Sequence[KernelTime], roofline: Roofline, *, limit: int
         lines.append(f"{row.name[:43]:44}{row.calls:7}{row.total_ms:10.2f}{''.join(texts)}")
     left = sum(row.total_ms for row in rows[limit:] if row.share is not None)
     return "\n".join([*lines, f"{'everything else':51}{left:10.2f}"] if left else lines)
+
+
+def _held_against(measured: str, sheet: float | None) -> str:
+    return measured if sheet is None else f"{measured} of the data sheet's {sheet:.0f}"
 
 
 def write_trace(profile: torch.profiler.profile, path: Path) -> None:

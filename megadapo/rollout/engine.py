@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megadapo.cluster.calls import ProcessDied
+from megadapo.cluster.clock import ClockReading, read_clock
 from megadapo.cluster.reaper import kill_marked, start_reaper
 from megadapo.errors import InfraError
 from megadapo.rollout.activity import ActivityCounter, EngineActivity
@@ -52,6 +53,11 @@ class EngineSpec:
     log_file: Path
 
 
+def profile_folder(log_folder: Path, index: int) -> Path:
+    """Where the ranks of an engine write what they profile, when they are asked to."""
+    return log_folder / f"engine-{index}-profile"
+
+
 class RolloutEngine:
     """The actor. Errors leave it as InfraError, since vLLM's own may not survive pickling."""
 
@@ -77,6 +83,18 @@ class RolloutEngine:
     def node(self) -> str:
         """Name of the node."""
         return socket.gethostname()
+
+    def clock(self) -> ClockReading:
+        """The node's time."""
+        return read_clock()
+
+    async def start_profile(self) -> None:
+        """Let every rank begin to note what it does."""
+        await self._call("start_profile")
+
+    async def stop_profile(self) -> None:
+        """Let every rank write what it did into `profile_folder`."""
+        await self._call("stop_profile")
 
     async def start(self) -> None:
         """Load the model and answer one request.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import gather
+from megadapo.cluster.clock import ClockReading
 from megadapo.rollout.activity import EngineActivity
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.dispatch import Dispatcher
@@ -128,6 +129,24 @@ class Engines(Dispatcher):
         with self._lock:
             activities = self._ask_all("activity", self._config.engine_progress_timeout_s)
         return [activities.get(engine.spec.index, IDLE) for engine in self._fleet.engines]
+
+    def start_profile(self) -> None:
+        """Let the engines that are there note what their ranks do."""
+        with self._lock:
+            self._ask_all("start_profile", self._config.start_timeout_s)
+
+    def stop_profile(self) -> None:
+        """Let them write it down: rollout/engine.py:profile_folder."""
+        with self._lock:
+            self._ask_all("stop_profile", self._config.start_timeout_s)
+
+    def clock(self, index: int) -> ClockReading:
+        """What an engine reads off its node's clock."""
+        refs = self.call("clock", {index: ()})
+        reading: ClockReading = self.gather(
+            refs, doing="clock", timeout_s=self._config.engine_progress_timeout_s
+        )[index]
+        return reading
 
     def take_notes(self) -> list[str]:
         """One line for every engine that was lost since the last call."""

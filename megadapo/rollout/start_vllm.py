@@ -5,7 +5,9 @@ Imports vLLM: only engine.py does so, inside the actor.
 
 from __future__ import annotations
 
-from vllm.config import WeightTransferConfig
+from pathlib import Path
+
+from vllm.config import ProfilerConfig, WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -14,7 +16,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from megadapo.rollout.activity import ActivityCounter
-from megadapo.rollout.engine import EngineSpec
+from megadapo.rollout.engine import EngineSpec, profile_folder
 
 WEIGHT_TRANSFER_BACKEND = "megadapo"
 """Name under which weights/sync/vllm_plugin.py registers our weight-transfer engine."""
@@ -46,6 +48,7 @@ def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
         ),
         disable_log_stats=True,
         scheduling_policy="priority",
+        profiler_config=_profiler(profile_folder(spec.log_file.parent, spec.index)),
         seed=0,
         **spec.platform.engine_arguments(spec.config, spec.max_model_len),
     )
@@ -54,6 +57,19 @@ def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
     )
     _log_steps_only(llm)
     return llm
+
+
+def _profiler(folder: Path) -> ProfilerConfig:
+    """vLLM's own profiler, which does nothing until it is started."""
+    return ProfilerConfig(
+        profiler="torch",
+        torch_profiler_dir=str(folder),
+        torch_profiler_with_stack=False,
+        torch_profiler_use_gzip=False,
+        torch_profiler_dump_cuda_time_total=False,
+        # the actor only passes requests on
+        ignore_frontend=True,
+    )
 
 
 def _log_steps_only(llm: AsyncLLM) -> None:

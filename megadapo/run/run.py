@@ -14,6 +14,7 @@ from typing import Any, Self
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import CheckpointError, ConfigError
+from megadapo.kernels.torch_internals import profiled_range
 from megadapo.observe.metrics import (
     EvaluationRecord,
     MetricRecord,
@@ -166,7 +167,8 @@ class Run:
         self._status.phase(name)
         start, counted = time.perf_counter(), sum(self._seconds.values())
         interruptible = interruptible or not self._under_way
-        with self._stop.interruptible() if interruptible else nullcontext():
+        stopping = self._stop.interruptible() if interruptible else nullcontext()
+        with profiled_range(f"megadapo::{name}"), stopping:
             yield
         within = sum(self._seconds.values()) - counted
         self._seconds[name] += time.perf_counter() - start - within

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
+
 import pytest
 import torch
 
 from megadapo.cli import run_command
 from megadapo.errors import ConfigError
+from megadapo.plan.cards import card_of
 from megadapo.profiling.bytes_moved import bytes_moved
+from megadapo.profiling.step_profile import memory_history
 from megadapo.profiling.time_table import (
     Roofline,
     format_profile,
@@ -52,6 +57,51 @@ def test_head_profile_prints_products_and_row_passes(capsys: pytest.CaptureFixtu
 def test_missing_cuda_is_a_message() -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
         run_command(["profile", "--head=16,8,104,float32", "--device=cuda"])
+
+
+@pytest.mark.parametrize("option", ["--memory=there", "--nvtx"])
+def test_what_only_gpus_have_is_refused_on_a_cpu(option: str) -> None:
+    """Before the trainer is started, which takes minutes for a large model."""
+    step = ["profile", "--step=configs/quickstart.toml", option, "--cluster.device=cpu"]
+    with pytest.raises(ConfigError, match="is of GPUs"):
+        run_command(step)
+    with pytest.raises(ConfigError, match="are of --step"):
+        run_command(["profile", "--head=16,8,104,float32", option])
+
+
+def test_memory_is_noted_for_one_update_only(tmp_path: Path, monkeypatch) -> None:
+    """Catches arguments that this torch does not take, and a recorder that goes on after an update
+    has failed; there is no GPU here, so torch's calls are written down in place of being made."""
+    calls = []
+
+    def write_down(name: str) -> None:
+        taken = inspect.signature(getattr(torch.cuda.memory, name))
+
+        def note(*args, **kwargs) -> None:
+            calls.append((name, taken.bind(*args, **kwargs).arguments))
+
+        monkeypatch.setattr(torch.cuda.memory, name, note)
+
+    write_down("_record_memory_history")
+    write_down("_dump_snapshot")
+    with memory_history(tmp_path / "new" / "rank-0.pickle"):
+        calls.append(("update", {}))
+    with pytest.raises(RuntimeError), memory_history(tmp_path / "rank-0.pickle"):
+        raise RuntimeError("out of memory")
+    names = [name for name, _ in calls]
+    record = "_record_memory_history"
+    assert names == [record, "update", "_dump_snapshot", record, record, record]
+    assert calls[2][1] == {"filename": str(tmp_path / "new" / "rank-0.pickle")}
+    assert calls[3][1] == calls[-1][1] == {"enabled": None}
+    assert (tmp_path / "new").is_dir()
+
+
+def test_a_gpu_is_held_against_its_own_data_sheet() -> None:
+    """An H100 with a PCIe plug has three quarters of the other's products."""
+    assert card_of("NVIDIA H100 80GB HBM3").flops == 989e12
+    assert card_of("NVIDIA H100 PCIe") is None
+    roofline = Roofline(tflops=700.0, gb_per_s=4000.0, sheet_tflops=989.0, sheet_gb_per_s=4800.0)
+    assert "700.00 of the data sheet's 989 TFLOP/s" in format_profile([], roofline)
 
 
 def test_overrides_without_a_recipe_are_refused() -> None:
