@@ -1,0 +1,72 @@
+"""Would catch: a call that only a CUDA machine makes, and that its libraries do not take."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TOOL = runpy.run_path(str(ROOT / "tools" / "signatures.py"))
+KEPT: dict[str, dict[str, str | None]] = json.loads(TOOL["SIGNATURES"].read_text())
+RENEW = "run tools/signatures.py"
+
+
+def kept_of(package: str) -> dict[str, str | None]:
+    """What is kept of the version that CUDA machines have."""
+    return KEPT[f"{package}=={TOOL['pinned_versions']()[package]}"]
+
+
+def test_signatures_are_of_the_pinned_versions_and_complete() -> None:
+    """A pin that is raised without them, or an import that nobody looked up."""
+    assert set(kept_of("megatron-core")) == TOOL["used_of"]("megatron"), RENEW
+    assert kept_of("transformer-engine"), RENEW
+
+
+def test_megatron_is_called_as_the_pinned_version_can_be() -> None:
+    known = kept_of("megatron-core")
+    calls = [call for path in TOOL["MODULES"] for call in TOOL["calls_of"](path)]
+    calls = [call for call in calls if known.get(call.name) is not None]
+    assert len(calls) > 50
+    assert not [problem for call in calls if (problem := call.problem(known[call.name]))]
+
+
+def test_a_call_that_does_not_fit_is_noticed() -> None:
+    """Of the checker itself."""
+    (wrong, few, fits, open_end) = (
+        TOOL["call_from"](ast.parse(text, mode="eval").body, "f", "here")
+        for text in ("f(1, size=2)", "f()", "f(1, width=2)", "f(**options)")
+    )
+    assert "unexpected keyword argument 'size'" in wrong.problem("rows, *, width=0")
+    assert "missing" in few.problem("rows, *, width=0")
+    assert fits.problem("rows, *, width=0") is None
+    assert open_end.problem("rows, *, width=0") is None
+
+
+def test_what_engines_call_by_name_is_vllms() -> None:
+    """RolloutEngine._call takes a method of AsyncLLM as a text, which mypy cannot follow; sleeping
+    and waking happen on GPUs only."""
+    methods = methods_of("v1/engine/async_llm.py", "AsyncLLM")
+    engine = ast.parse((ROOT / "megadapo" / "rollout" / "engine.py").read_text())
+    # the name stands where the method has `self`
+    named = [
+        TOOL["call_from"](node, node.args[0].value, f"engine.py:{node.lineno}")
+        for node in ast.walk(engine)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._call"
+    ]
+    assert {"sleep", "wake_up", "reset_prefix_cache"} < {call.name for call in named}
+    assert not [problem for call in named if (problem := call.problem(methods[call.name]))]
+
+
+def methods_of(file: str, name: str) -> dict[str, str]:
+    """Parameters of the methods of one of vLLM's classes, without importing it."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations is not None
+    tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text())
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    functions = [
+        one for one in found.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return {one.name: TOOL["written"](one.args) for one in functions}
