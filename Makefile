@@ -1,7 +1,7 @@
 # make quickstart   a small model learns to reason on two CPU cores
-# make test         the test suite, tests/unit first; make test-all adds the minutes-long ones;
-#                   both test the report's page too where chromium is installed
-# make test-unit    tests/unit alone, in two halves at once
+# make test         the test suite, two parts at once, each shown when it is done; make test-all adds
+#                   the minutes-long ones; both test the report's page where chromium is installed
+# make test-unit    tests/unit alone
 # make test-megatron  the trainer's tests on the newest megatron-core it is known to run on
 # make mutants      small wrong changes to the pure packages: does a test notice each one?
 # All make .venv from requirements/cpu.lock first, once. make lock renews that file.
@@ -20,18 +20,19 @@ BROWSER := $(if $(shell command -v chromium),,and not browser)
 MUTMUT := build/mutmut-3.8.1
 MEGATRON := build/megatron-core-$(NEWER_MEGATRON)
 
-.PHONY: quickstart test test-all test-unit test-unit-tensors test-unit-others test-megatron mutants lint format lock install clean
+.PHONY: quickstart test test-all test-unit test-unit-tensors test-unit-others test-distributed test-whole test-megatron mutants lint format lock install clean
 
 quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
 
-test: test-unit
-	$(BIN)/pytest -m "not gpu and not full $(BROWSER)" --durations=12 --ignore=tests/unit tests
+# two parts at a time: one computes while another waits for processes that start
+test: install
+	$(MAKE) --no-print-directory --output-sync=target --jobs=2 \
+		test-unit-tensors test-unit-others test-distributed test-whole
 
 test-all: install
 	$(BIN)/pytest -m "not gpu $(BROWSER)" --durations=30 tests
 
-# what computes with tensors takes half the time, so the rest runs beside it
 test-unit: install
 	$(MAKE) --no-print-directory --output-sync=target --jobs=2 test-unit-tensors test-unit-others
 
@@ -40,6 +41,12 @@ test-unit-tensors:
 
 test-unit-others:
 	$(BIN)/pytest -m "not gpu and not full $(BROWSER)" --durations=6 --ignore=tests/unit/kernels --ignore=tests/unit/weights tests/unit
+
+test-distributed:
+	$(BIN)/pytest -m "not gpu and not full" --durations=12 tests/distributed
+
+test-whole:
+	$(BIN)/pytest -m "not gpu and not full $(BROWSER)" --durations=12 tests/browser tests/e2e
 
 test-megatron: install $(MEGATRON)
 	MEGADAPO_TEST_MEGATRON=$(NEWER_MEGATRON) PYTHONPATH="$(CURDIR)/$(MEGATRON)" \

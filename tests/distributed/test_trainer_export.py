@@ -39,12 +39,12 @@ def _train_save_and_export(rendezvous, settings, batch, folder):
 @pytest.mark.parametrize(
     ("model", "split"),
     [
-        pytest.param("qwen2-tied", {}, id="tied-one"),
+        pytest.param("qwen2-tied", {}, id="tied-one", marks=pytest.mark.full),
         pytest.param("qwen2-tied", TP2_PP2, id="tied-tp2-pp2"),
         pytest.param("qwen3", TP2_PP2, id="qwen3-tp2-pp2"),
         pytest.param("llama3", {"tensor": 2, "context": 2}, id="llama3-tp2-cp2"),
         pytest.param("deep-untied", VPP2_DP2, id="untied-vpp2-dp2"),
-        pytest.param("deep-tied", VPP2_DP2, id="tied-vpp2-dp2"),
+        pytest.param("deep-tied", VPP2_DP2, id="tied-vpp2-dp2", marks=pytest.mark.full),
         pytest.param("deep-untied", UNEVEN, id="untied-uneven"),
         pytest.param("qwen2-untied", TP2_PP2 | {"dtype": "bfloat16"}, id="bf16-tp2-pp2"),
         pytest.param("qwen3-moe", TP2_EP4, id="experts-tp2-ep4"),

@@ -90,9 +90,13 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.1)
 
 
-def test_errors_of_a_rank_keep_their_type_and_message(ray_started: None, models: Path) -> None:
+def test_errors_of_a_rank_keep_their_type_and_message(ray_started: None) -> None:
     with pytest.raises(DataError, match="model.path = 'no/such/folder'"):
         start(settings_for("no/such/folder"))
+
+
+@pytest.mark.full
+def test_an_error_of_every_rank_is_one(ray_started: None, models: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer.tensor_parallel = 3 .*num_attention_heads = 4"):
         start(settings_for(str(models / "qwen2-tied"), tensor=3))
 

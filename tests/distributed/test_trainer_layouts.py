@@ -48,6 +48,20 @@ DEEP_LAYOUTS = {
 }
 
 
+BOTH = ("tp2", "tp2-pp2-sp", "cp2", "vpp2-dp2-overlap")
+"""Splits at which an output layer of its own makes the greatest difference."""
+
+
+def cases(layouts: dict[str, dict], model: str) -> list:
+    """Every layout with tied embeddings, some with untied ones as well, in `make test-all` all."""
+    return [
+        pytest.param(layout, f"{model}-{kind}", id=f"{layout}-{model}-{kind}", marks=marks)
+        for layout in layouts
+        for kind in ("tied", "untied")
+        for marks in [[] if kind == "tied" or layout in BOTH else [pytest.mark.full]]
+    ]
+
+
 def measure(ranks: Ranks, folder: Path, batch, **layout) -> Gradients:
     settings = settings_for(str(folder), **layout)
     return ranks.run(settings.trainer.num_ranks, gradients, settings, batch)[0]
@@ -89,8 +103,7 @@ def reference(ranks: Ranks, models: Path) -> dict[str, Gradients]:
     }
 
 
-@pytest.mark.parametrize("model", ["qwen2-tied", "qwen2-untied"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS, "qwen2"))
 def test_layout_changes_neither_loss_nor_gradient(
     ranks: Ranks, models: Path, reference: dict[str, Gradients], model: str, layout: str
 ) -> None:
@@ -98,8 +111,7 @@ def test_layout_changes_neither_loss_nor_gradient(
     assert_same(found, reference[model])
 
 
-@pytest.mark.parametrize("model", ["deep-tied", "deep-untied"])
-@pytest.mark.parametrize("layout", DEEP_LAYOUTS)
+@pytest.mark.parametrize(("layout", "model"), cases(DEEP_LAYOUTS, "deep"))
 def test_neither_interleaved_nor_uneven_stages_change_loss_or_gradient(
     ranks: Ranks, models: Path, reference: dict[str, Gradients], model: str, layout: str
 ) -> None:

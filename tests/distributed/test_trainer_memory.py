@@ -61,7 +61,6 @@ class Case:
 
 CASES = {
     "tensor, sequence, stages": Case({"tensor": 2, "pipeline": 2, "sequence": True}, 2),
-    "data, selective, overlap": Case({"data": 2, "recompute": "selective", "overlap": True}),
     "virtual stages, full": Case({"pipeline": 2, "virtual": 2, "recompute": "full"}, 2),
     "bfloat16, attention": Case(
         {
@@ -70,10 +69,11 @@ CASES = {
             "recompute_modules": ("core_attn",),
         }
     ),
-    "context": Case({"context": 2}),
     "four ways, query norms": Case({"tensor": 4}, model=QWEN3),
 }
 SLOW_CASES = {
+    "data, selective, overlap": Case({"data": 2, "recompute": "selective", "overlap": True}),
+    "context": Case({"context": 2}),
     "experts": Case({"data": 2, "expert": 2}, 1, EXPERTS),
     "experts, tensor": Case({"tensor": 2, "sequence": True, "recompute": "selective"}, 1, EXPERTS),
     "four stages, a layer again": Case(

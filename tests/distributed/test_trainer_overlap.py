@@ -20,7 +20,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("model", ["deep-tied", "deep-untied"])
+@pytest.mark.parametrize(
+    "model", ["deep-tied", pytest.param("deep-untied", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_overlap_changes_no_bit_of_weights_and_metrics(
     ranks: Ranks, models: Path, layout: str, model: str

@@ -403,6 +403,7 @@ def test_relaying_to_three_feeders_takes_no_more_than_two_buckets(large_model, t
     run_ranks(relay_and_measure, 4, tmp_path, large_model, fresh=True)
 
 
+@pytest.mark.full
 def test_receiving_from_three_feeders_takes_no_more_than_two_buckets(large_model, tmp_path):
     """Catches an engine rank that receives whatever all feeders send in a round at once."""
     run_ranks(send_and_measure, 4, tmp_path, large_model, fresh=True)
