@@ -15,6 +15,7 @@ from megadapo.observe.metric_names import METRIC_NAMES, OWN_AREAS
 from megadapo.observe.metrics import read_evaluations
 from megadapo.observe.rollouts import read_rollouts, rollouts_path
 from megadapo.observe.saved_group import encode_saved
+from megadapo.run.status import read_status
 from tests.support.whole_runs import (
     NUM_STEPS,
     descendants,
@@ -86,18 +87,37 @@ def decided_groups(folder: Path, step: int) -> list[dict]:
     return groups
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [
-        pytest.param((3,), id="once"),
-        # before a checkpoint was due, and after a checkpoint of a resumed run
-        pytest.param((1, 3), id="twice", marks=pytest.mark.full),
-    ],
-)
-def test_a_stopped_run_equals_one_that_was_not(uninterrupted, tmp_path, steps):
-    """Weights, moments, learning rate, prompts, seeds and reserve must all come back."""
+@pytest.mark.fault
+def test_a_stopped_run_that_goes_on_by_itself_equals_one_that_was_not(uninterrupted, tmp_path):
+    """Weights, moments, learning rate, prompts, seeds and reserve must all come back.
+
+    The driver is asked to stop as a scheduler does that needs the machine; its supervisor is not.
+    """
     folder = tmp_path / "stopped"
-    for step in steps:
+    process = start(folder, "--restarts=1")
+    wait_for_step(process, folder, 3)
+    os.kill(read_status(folder).pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert f"ended with exit code {RunInterrupted.exit_code} after step" in output
+    assert "SIGTERM" in output and "resuming after step" in output
+    assert descendants(folder) == []
+    assert_equal_runs(folder, uninterrupted)
+    status = read_status(folder)
+    assert (status.state, status.step, status.restarts) == ("finished", NUM_STEPS, 1)
+    assert (
+        (folder / "log.txt")
+        .read_text()
+        .splitlines()[-1]
+        .endswith(f"end: state=finished step={NUM_STEPS}/{NUM_STEPS} checkpoint={NUM_STEPS}")
+    )
+
+
+@pytest.mark.full
+def test_a_run_stopped_twice_equals_one_that_was_not(uninterrupted, tmp_path):
+    """Before a checkpoint was due, and after a checkpoint of a resumed run."""
+    folder = tmp_path / "stopped"
+    for step in (1, 3):
         process = start(folder)
         wait_for_step(process, folder, step)
         process.send_signal(signal.SIGTERM)
@@ -108,9 +128,43 @@ def test_a_stopped_run_equals_one_that_was_not(uninterrupted, tmp_path, steps):
     result = run(folder)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "resuming after step" in result.stdout
-    assert untimed(metrics(folder)) == untimed(metrics(uninterrupted))
+    assert_equal_runs(folder, uninterrupted)
+
+
+def assert_equal_runs(folder: Path, expected: Path) -> None:
+    assert untimed(metrics(folder)) == untimed(metrics(expected))
     for step in range(1, NUM_STEPS + 1):
-        assert decided_groups(folder, step) == decided_groups(uninterrupted, step)
+        assert decided_groups(folder, step) == decided_groups(expected, step)
+
+
+@pytest.mark.full
+@pytest.mark.fault
+@pytest.mark.parametrize("seconds", [1.0, 8.0, 14.0, 20.0])
+def test_a_stop_while_a_run_starts_is_obeyed_at_once(tmp_path, seconds):
+    """Before there is anything to lose, waiting for engines to start would only cost time."""
+    folder = tmp_path / "starting"
+    process = start(folder)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode in (RunInterrupted.exit_code, -signal.SIGTERM), output
+    assert time.monotonic() - asked < 45
+    assert descendants(folder) == []
+
+
+@pytest.mark.full
+@pytest.mark.fault
+def test_a_killed_driver_is_started_again_on_what_it_left(uninterrupted, tmp_path):
+    folder = tmp_path / "killed"
+    process = start(folder, "--restarts=2")
+    wait_for_step(process, folder, 3)
+    os.kill(read_status(folder).pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "SIGKILL after step" in output and "resuming after step 2" in output
+    assert descendants(folder) == []
+    assert_equal_runs(folder, uninterrupted)
 
 
 @pytest.mark.full

@@ -249,6 +249,28 @@ def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):
         Run.open(config_of(tmp_path / "file" / "run"))
 
 
+def test_a_second_driver_is_refused_before_it_changes_anything(tmp_path):
+    """It would cut back the records of the first, and prune its checkpoints."""
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 1)
+        before = (tmp_path / "metrics.jsonl").read_bytes()
+        with pytest.raises(ConfigError, match="is driven by process"):
+            Run.open(config_of(tmp_path))
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(CheckpointError):
+        Run.open(config_of(tmp_path, resume=str(tmp_path / "none")))
+    with Run.open(config_of(tmp_path)):
+        pass
+
+
+def test_how_a_run_ended_is_its_last_line(tmp_path):
+    with pytest.raises(InfraError), Run.open(config_of(tmp_path)) as run:
+        advance(run, 2)
+        raise InfraError("engine 1 is gone")
+    line = (tmp_path / "log.txt").read_text().splitlines()[-1]
+    assert "end: state=failed step=2/5 checkpoint=2 reason='InfraError: engine 1 is gone'" in line
+
+
 def test_evaluations_and_checkpoints_are_timed_in_the_next_record(tmp_path):
     """Their seconds would be lost, or counted twice, or taken for the step's own."""
     with Run.open(config_of(tmp_path)) as run:
