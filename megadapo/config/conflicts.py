@@ -16,7 +16,7 @@ from megadapo.data.config import DataConfig
 from megadapo.rewards.config import RewardConfig
 from megadapo.rollout.config import EvaluationConfig, RolloutConfig, SamplingConfig
 from megadapo.section import Section
-from megadapo.trainer.config import CriticConfig, TrainerConfig
+from megadapo.trainer.config import CriticConfig, ModelConfig, TrainerConfig
 from megadapo.weights.config import WeightsConfig
 
 
@@ -217,6 +217,23 @@ def _check_deltas(weights: WeightsConfig, cluster: ClusterConfig) -> Iterator[st
         )
 
 
+def _check_quantization(
+    rollout: RolloutConfig, algorithm: AlgorithmConfig, model: ModelConfig, cluster: ClusterConfig
+) -> Iterator[str]:
+    if rollout.quantization == "none":
+        return
+    quantization = f'rollout.quantization = "{rollout.quantization}"'
+    if algorithm.importance.scope != "all":
+        yield (
+            f"{quantization} samples from a policy that is not quite the trained one: correct for "
+            'it on fresh tokens too, with algorithm.importance.scope = "all"'
+        )
+    if model.dtype != "bfloat16":
+        yield f'{quantization} needs model.dtype = "bfloat16"'
+    if cluster.device == "cpu":
+        yield f'{quantization} needs GPUs, but cluster.device = "cpu"'
+
+
 def _check_left_out(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:
     leaves_out = algorithm.importance.stale_logprobs == "none"
     if leaves_out and sampling.max_staleness > 0 and sampling.mode != "partial":
@@ -266,6 +283,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_deadline,
     _check_transport,
     _check_deltas,
+    _check_quantization,
     _check_left_out,
     _check_ahead,
     _check_branching,

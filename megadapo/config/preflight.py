@@ -82,7 +82,12 @@ def _check_device(config: RunConfig) -> list[str]:
             )
         else:
             notes.append(f"the GPUs of cluster.address = {cluster.address} are not checked")
-    if cluster.device == "auto" and not found:
+    if cluster.device == "auto" and not found and config.rollout.quantization != "none":
+        problems.append(
+            f'rollout.quantization = "{config.rollout.quantization}" needs GPUs, and this machine '
+            "has none: leave it out, or set cluster.device"
+        )
+    elif cluster.device == "auto" and not found:
         notes.append('cluster.device = "auto" means the CPU: this machine has no NVIDIA GPU')
     rollout, num_trainer_ranks = config.rollout, config.trainer.num_ranks
     num_engine_ranks = rollout.num_engines * rollout.ranks_per_engine

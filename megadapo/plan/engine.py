@@ -11,6 +11,8 @@ from megadapo.rollout.config import RolloutConfig
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import EnginePosition
 
+SCALED_WEIGHTS, SCALE_BYTES = 128 * 128, 4
+"""Of a quantised matrix."""
 LOGIT_BYTES = 14
 """Of a token of the vocabulary for each response: bf16 and fp32 logits, log-probs, their noise."""
 
@@ -59,7 +61,10 @@ def engine_bytes(
         )
         for stage in range(rollout.pipeline_parallel)
     )
-    weights = engine_parameters(layout, positions) * itemsize
+    num_parameters, num_linear = engine_parameters(layout, positions)
+    weights = num_parameters * itemsize
+    if rollout.quantization == "fp8":
+        weights -= num_linear * (itemsize - 1) - num_linear * SCALE_BYTES // SCALED_WEIGHTS
     activation = 3 * mlp_width(model) // tp + 4 * shape.hidden_size
     workspace = rollout.max_num_batched_tokens * activation * itemsize
     workspace += rollout.max_num_seqs * shape.vocab_size * LOGIT_BYTES

@@ -118,9 +118,17 @@ def _num_parameters(layout: ModelLayout, position: ShardPosition) -> int:
 
 
 @lru_cache(maxsize=16)
-def engine_parameters(layout: ModelLayout, positions: tuple[EnginePosition, ...]) -> int:
-    """Parameters of the engine rank that holds most."""
-    return max(num_elements(layout.engine_shards(position)) for position in positions)
+def engine_parameters(
+    layout: ModelLayout, positions: tuple[EnginePosition, ...]
+) -> tuple[int, int]:
+    """Parameters of the engine rank that holds most, and those that are in linear layers."""
+    ranks = (list(layout.engine_shards(position)) for position in positions)
+    return max((num_elements(shards), num_elements(_of_linear(shards))) for shards in ranks)
+
+
+def _of_linear(shards: Iterable[Shard]) -> Iterator[Shard]:
+    matrices = (shard for shard in shards if shard.width is not None)
+    return (shard for shard in matrices if shard.name.startswith("model.layers."))
 
 
 def _of_experts(shards: Iterable[Shard]) -> Iterator[Shard]:

@@ -46,6 +46,9 @@ class RolloutConfig(Section, title="rollout"):
     """CPU threads of one engine rank; only without a GPU."""
     enforce_eager: bool = False
     """Run without CUDA graphs; an engine without a GPU always does."""
+    quantization: Literal["none", "fp8"] = "none"
+    """What an engine's linear layers compute in: none: model.dtype; fp8: 8-bit floats with a scale
+    for each 128 x 128 weights, made anew from every update; only with CUDA."""
     batch_invariant: bool = False
     """vLLM's batch-invariant kernels on CUDA: the same bits for every batch, at a cost in speed."""
     start_timeout_s: Timeout = 900.0

@@ -16,6 +16,10 @@ from megadapo.weights.sync import vllm_worker
 
 GIB = 1 << 30
 
+VLLM_QUANTIZATION = {"none": None, "fp8": "fp8_per_block"}
+"""vLLM's names. With one scale for a whole matrix its ranks would have to agree on it, each time a
+layer is complete, and an update completes layers in another order on every rank."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlatform:
@@ -67,6 +71,7 @@ class EnginePlatform:
                 "gpu_memory_utilization": config.gpu_memory_utilization,
                 "max_num_batched_tokens": config.max_num_batched_tokens,
                 "enable_sleep_mode": self.sleeps,
+                "quantization": VLLM_QUANTIZATION[config.quantization],
             }
         adds_buffers = self.adds_stage_buffers(config)
         return {

@@ -8,6 +8,9 @@ import json
 import runpy
 from pathlib import Path
 
+from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.platform import EnginePlatform
+
 ROOT = Path(__file__).parents[2]
 TOOL = runpy.run_path(str(ROOT / "tools" / "signatures.py"))
 KEPT: dict[str, dict[str, str | None]] = json.loads(TOOL["SIGNATURES"].read_text())
@@ -60,13 +63,25 @@ def test_what_engines_call_by_name_is_vllms() -> None:
     assert not [problem for call in named if (problem := call.problem(methods[call.name]))]
 
 
+def test_engines_start_with_arguments_that_vllm_has() -> None:
+    """Those of a GPU are given as a dict, and only GPUs meet them."""
+    platform = EnginePlatform(gpus=("0",), shares_gpus=True)
+    fields = class_of("engine/arg_utils.py", "EngineArgs").body
+    names = {ast.unparse(one.target) for one in fields if isinstance(one, ast.AnnAssign)}
+    assert platform.engine_arguments(RolloutConfig(), 100).keys() <= names
+
+
 def methods_of(file: str, name: str) -> dict[str, str]:
-    """Parameters of the methods of one of vLLM's classes, without importing it."""
+    """Parameters of the methods of one of vLLM's classes."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    methods = [one for one in class_of(file, name).body if isinstance(one, functions)]
+    return {one.name: TOOL["written"](one.args) for one in methods}
+
+
+def class_of(file: str, name: str) -> ast.ClassDef:
+    """One of vLLM's classes, without importing it."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations is not None
     tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text())
-    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    functions = [
-        one for one in found.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    return {one.name: TOOL["written"](one.args) for one in functions}
+    (found,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name)
+    return found

@@ -77,6 +77,15 @@ from tests.support.recipes import refused
             ],
             ["algorithm.advantage", "reward.functions"],
         ),
+        (["rollout.quantization=fp8"], ["rollout.quantization", "algorithm.importance.scope"]),
+        (
+            ["rollout.quantization=fp8", "model.dtype=float32"],
+            ["rollout.quantization", "model.dtype"],
+        ),
+        (
+            ["rollout.quantization=fp8", "cluster.device=cpu"],
+            ["rollout.quantization", "cluster.device"],
+        ),
         (["algorithm.advantage=grpo-process"], ["algorithm.advantage", "reward.functions"]),
         (
             [

@@ -24,6 +24,14 @@ REPOSITORY = Path(__file__).parents[3]
             ["--rollout.tensor_parallel=2", "--rollout.expert_parallel=true"],
             "rollout.expert_parallel = true is for models with experts",
         ),
+        (
+            [
+                "--rollout.quantization=fp8",
+                "--algorithm.importance.scope=all",
+                "--model.dtype=bfloat16",
+            ],
+            "rollout.quantization = .fp8. needs GPUs",
+        ),
         (["--trainer.router_aux_loss_coef=0.1"], "router_aux_loss_coef is for models with experts"),
         (
             [

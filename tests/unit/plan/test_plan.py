@@ -162,6 +162,17 @@ def test_the_cache_is_what_the_engine_leaves_of_its_share() -> None:
     assert engine.budget == pytest.approx(0.6 * H100.memory_bytes, rel=1e-6)
 
 
+def test_quantised_engines_hold_half_but_for_the_vocabulary() -> None:
+    config = recipe("qwen2.5-32b", "rollout.quantization=fp8", "algorithm.importance.scope=all")
+    model, ranks = models_of(config).policy, config.rollout.tensor_parallel
+    whole, halved = (
+        engine_bytes(model, rollout, H100, itemsize=2).weights
+        for rollout in (recipe("qwen2.5-32b").rollout, config.rollout)
+    )
+    vocabulary = 2 * 2 * model.shape.vocab_size * model.shape.hidden_size // ranks
+    assert halved == pytest.approx((whole + vocabulary) / 2, rel=1e-3)
+
+
 def test_a_model_that_is_nowhere_is_named() -> None:
     with pytest.raises(DataError, match=r"model.path = '/nowhere/unknown'.*Qwen2.5-32B"):
         find_hf_config("/nowhere/unknown")
