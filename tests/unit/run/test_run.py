@@ -252,13 +252,13 @@ def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):
 def test_a_second_driver_is_refused_before_it_changes_anything(tmp_path):
     """It would cut back the records of the first, and prune its checkpoints."""
     with Run.open(config_of(tmp_path)) as run:
-        advance(run, 1)
+        advance(run, 2)
         before = (tmp_path / "metrics.jsonl").read_bytes()
         with pytest.raises(ConfigError, match="is driven by process"):
             Run.open(config_of(tmp_path))
         assert (tmp_path / "metrics.jsonl").read_bytes() == before
     with pytest.raises(CheckpointError):
-        Run.open(config_of(tmp_path, resume=str(tmp_path / "none")))
+        Run.open(config_of(tmp_path, resume="never"))
     with Run.open(config_of(tmp_path)):
         pass
 
