@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -85,6 +86,33 @@ def test_a_lock_marks_only_what_differs_between_pythons():
         'core==2 ; python_version >= "3.12"',
         "shared==1",
     ]
+
+
+def resolved_for_cuda(folder: Path, *more: str) -> dict[str, str]:
+    """Versions that Docker's Python and C library get; wheels alone, but for one that has none."""
+    wanted, found = folder / "gpu.in", folder / "gpu.lock"
+    wanted.write_text("\n".join([(ROOT / "requirements" / "gpu.in").read_text(), *more]))
+    command = [sys.executable, "-m", "uv", "pip", "compile", str(wanted), "--quiet"]
+    command += ["--no-annotate", "--no-header", "--output-file", str(found)]
+    command += ["--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_39"]
+    command += ["--only-binary", ":all:", "--no-binary", "transformer-engine-torch"]
+    done = subprocess.run([*command, "--no-build-isolation"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return dict(line.split("==") for line in found.read_text().splitlines())
+
+
+@pytest.mark.full
+def test_what_cuda_machines_install_goes_together(metadata: Message, tmp_path: Path):
+    """Packages that exclude each other end the image's build, or, worse, Transformer Engine's come
+    with another torch than the one that vLLM was built for. Needs a package index."""
+    text = (ROOT / "Dockerfile").read_text()
+    (engine,) = re.findall(r'"(transformer-engine\[.*?)"', text)
+    first = resolved_for_cuda(tmp_path)
+    second = resolved_for_cuda(tmp_path, engine)
+    assert first.items() <= second.items()
+    for one in applying([Requirement(line) for line in metadata.get_all("Requires-Dist")], "3.12"):
+        assert one.specifier.contains(first[one.name], prereleases=True), one
+    assert first["torch"] == pins("3.12")["torch"].partition("+")[0]
 
 
 def test_the_name_kernels_is_left_to_the_package_that_owns_it(tmp_path: Path):
