@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megadapo.config import load_config
     from megadapo.plan.engine import engine_bytes
     from megadapo.plan.fit import largest_sequence, problems
-    from megadapo.plan.phases import gpu_kinds, itemsize_of, models_of
+    from megadapo.plan.phases import gpu_kinds, host_bytes, itemsize_of, models_of
     from megadapo.plan.report import memory_table, page, summary, times
     from megadapo.plan.step_time import step_seconds
 
@@ -54,9 +54,16 @@ def run(arguments: argparse.Namespace) -> int:
     check_layouts(models.policy, config)
     kinds = gpu_kinds(config, models, card)
     num_gpus = sum(kind.num_gpus for kind in kinds)
-    traffic = _traffic(config, models.policy, gpus_per_node=_gpus_per_node(num_gpus, arguments))
+    gpus_per_node = _gpus_per_node(num_gpus, arguments)
+    traffic = _traffic(config, models.policy, gpus_per_node=gpus_per_node)
     engine = engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
-    lines = summary(config, engine, largest_sequence(config, models, card), traffic)
+    lines = summary(
+        config,
+        engine,
+        largest_sequence(config, models, card),
+        traffic,
+        host_bytes(config, models, engine, gpus_per_node),
+    )
     lines += times(step_seconds(config, models.policy, card, traffic), config, card)
     Console(width=max(100, Console().width)).print(
         page([memory_table(kind, card) for kind in kinds], lines)

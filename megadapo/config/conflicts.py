@@ -208,12 +208,14 @@ def _check_transport(weights: WeightsConfig, cluster: ClusterConfig) -> Iterator
         )
 
 
-def _check_deltas(weights: WeightsConfig, cluster: ClusterConfig) -> Iterator[str]:
-    if weights.mode == "delta" and cluster.engines_sleep:
+def _check_deltas(
+    weights: WeightsConfig, cluster: ClusterConfig, rollout: RolloutConfig
+) -> Iterator[str]:
+    if weights.mode == "delta" and cluster.engines_sleep and rollout.sleep_level == 2:
         yield (
             'weights.mode = "delta" needs engines that keep their weights, but with '
             'cluster.placement = "colocated" they forget them while the trainer works: set '
-            'weights.mode = "auto" or cluster.placement = "separate"'
+            'weights.mode = "auto", cluster.placement = "separate" or rollout.sleep_level = 1'
         )
 
 

@@ -10,7 +10,7 @@ from megadapo.config import RunConfig
 from megadapo.plan.cards import GIB, Card
 from megadapo.plan.engine import EngineBytes, engine_bytes
 from megadapo.plan.phases import GpuKind, Models, gpu_kinds, itemsize_of, longest_sequence
-from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.config import OffloadConfig, TrainerConfig
 
 STEP_TOKENS = 256
 """The longest sequence is found to so many tokens."""
@@ -100,18 +100,18 @@ def _trains(config: RunConfig, models: Models, card: Card, num_tokens: int) -> b
 
 
 def _advice(config: RunConfig, models: Models, card: Card, over: Overflow) -> str:
+    remedies = _remedies(config) if over.phase == "train" else _departures(config)
+    for changes in remedies:
+        trainer = config.trainer.model_copy(update=changes)
+        other = config.model_copy(update={"trainer": trainer})
+        left = overflows(gpu_kinds(other, models, card), card)
+        if not any(one.phase == over.phase and one.kind.name == over.kind.name for one in left):
+            return "set " + ", ".join(_assignment(key, changes[key]) for key in changes)
     if over.phase == "rollout":
         others = over.total - int(config.rollout.gpu_memory_utilization * card.memory_bytes)
         share = int(100 * (card.memory_bytes - others) / card.memory_bytes) / 100
         if share > 0.0:
             return f"lower rollout.gpu_memory_utilization to {share:.2f}"
-    if over.phase == "train":
-        for changes in _remedies(config):
-            trainer = config.trainer.model_copy(update=changes)
-            other = config.model_copy(update={"trainer": trainer})
-            left = overflows(gpu_kinds(other, models, card), card)
-            if not any(one.phase == "train" and one.kind.name == over.kind.name for one in left):
-                return "set " + ", ".join(_assignment(key, changes[key]) for key in changes)
     return (
         "share the model out more: raise trainer.tensor_parallel or trainer.pipeline_parallel, or "
         "trainer.data_parallel, which shares the optimizer out"
@@ -134,7 +134,20 @@ def _remedies(config: RunConfig) -> Iterator[dict[str, Any]]:
         yield changes | {"recompute": "full", "recompute_layers": 0}
 
 
+def _departures(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """What may leave the GPUs between updates, and what it is that costs least."""
+    offload = config.trainer.offload
+    if config.cluster.placement == "separate":
+        return
+    for kind in ("gradients", "optimizer", "parameters"):
+        if getattr(offload, kind) == "none":
+            offload = offload.model_copy(update={kind: "cpu"})
+            yield {"offload": offload}
+
+
 def _assignment(key: str, value: object) -> str:
+    if isinstance(value, OffloadConfig):
+        return ", ".join(f'trainer.{key}.{kind} = "cpu"' for kind in value.changed())
     assert key in TrainerConfig.model_fields
     text = str(value).lower() if isinstance(value, bool) else value
     if isinstance(value, str):

@@ -19,10 +19,11 @@ from megadapo.plan.cards import (
 from megadapo.plan.engine import EngineBytes, engine_bytes
 from megadapo.plan.ranks import RankKind, StateBytes, rank_kinds, state_bytes
 from megadapo.plan.training import UpdateBytes, UpdateLoad, update_bytes
-from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.config import OffloadConfig, TrainerConfig
 from megadapo.weights.layout.layout import ModelLayout
 
 BUCKETS_IN_FLIGHT = 2
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,18 +131,20 @@ def _trainer_gpu(config: RunConfig, models: Models, kind: RankKind, engine: Engi
         itemsize=itemsize_of(config),
         fused=True,
     )
-    held = _held(state, trainer)
     asleep = {"engine, asleep": sleeping_bytes(config)} if is_shared else {}
-    buckets = {"weight buckets": BUCKETS_IN_FLIGHT * int(config.weights.bucket_mib * MIB)}
     awake = {"engine weights": engine.weights} if is_shared else {}
+    held = _held(state, trainer) | _buckets(config, BUCKETS_IN_FLIGHT)
+    offload = trainer.offload if is_shared else OffloadConfig()
+    idle = _without(held, offload, "gradients", "optimizer")
     phases = [
         Phase(name="start", items=_start(state, trainer) | asleep),
         Phase(name="train", items=held | asleep | _update(update)),
-        Phase(name="sync", items=held | asleep | awake | buckets),
-        Phase(name="save", items=held | asleep),
+        Phase(name="sync", items=idle | asleep | awake),
+        Phase(name="save", items=_without(held, offload, "gradients") | asleep),
     ]
     if is_shared:
-        phases.insert(1, Phase(name="rollout", items=held | _awake(engine)))
+        generating = _without(idle, offload, "parameters")
+        phases.insert(1, Phase(name="rollout", items=generating | _awake(engine)))
     return GpuKind(
         name=kind.name,
         num_gpus=trainer.num_ranks // trainer.pipeline_parallel,
@@ -150,13 +153,12 @@ def _trainer_gpu(config: RunConfig, models: Models, kind: RankKind, engine: Engi
 
 
 def _engine_gpu(config: RunConfig, engine: EngineBytes) -> GpuKind:
-    awake = _awake(engine)
     # what is received before it is copied into the weights
-    buckets = {"weight buckets": int(config.weights.bucket_mib * MIB)}
+    items = _awake(engine) | _buckets(config, 1)
     return GpuKind(
         name="engine rank",
         num_gpus=config.num_engines * config.rollout.ranks_per_engine,
-        phases=(Phase(name="rollout", items=awake), Phase(name="sync", items=awake | buckets)),
+        phases=(Phase(name="rollout", items=items), Phase(name="sync", items=items)),
     )
 
 
@@ -175,18 +177,57 @@ def _state(config: RunConfig, models: Models, kind: RankKind) -> StateBytes:
     )
 
 
+def host_bytes(config: RunConfig, models: Models, engine: EngineBytes, gpus_per_node: int) -> int:
+    """Pinned main memory of a node for what leaves its GPUs, or never comes there."""
+    layout = ModelLayout(models.policy.family, models.policy.shape)
+    states = [_state(config, models, kind) for kind in rank_kinds(layout, config.trainer)]
+    offload, rollout = OffloadConfig(), config.rollout
+    of_engine = 0
+    if config.cluster.placement == "colocated":
+        offload = config.trainer.offload
+        of_engine = engine.weights if rollout.sleep_level == 1 else 0
+        of_engine += GRAPH_BYTES if rollout.sleep_mode_offload_cudagraph else 0
+    has_reference = config.algorithm.objective.kl_coef != 0.0
+    of_rank = max(
+        (state.optimizer if offload.optimizer == "cpu" else 0)
+        # torch rounds each piece of pinned memory up, and a chunk's weights are one
+        + (_power_of_two(state.weights) if offload.parameters == "cpu" else 0)
+        + (state.weights if has_reference else 0)
+        for state in states
+    )
+    return min(gpus_per_node, config.trainer.num_ranks) * (of_rank + of_engine)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+_ITEMS = {"parameters": WEIGHTS, "gradients": GRADIENTS, "optimizer": OPTIMIZER}
+
+
+def _without(items: dict[str, int], offload: OffloadConfig, *kinds: str) -> dict[str, int]:
+    """`items` without those of the kinds that leave the GPU."""
+    gone = [_ITEMS[kind] for kind in kinds if getattr(offload, kind) == "cpu"]
+    return {name: size for name, size in items.items() if name not in gone}
+
+
+def _buckets(config: RunConfig, number: int) -> dict[str, int]:
+    """What weights travel in, kept from one update to the next."""
+    return {"weight buckets": number * int(config.weights.bucket_mib * MIB)}
+
+
 def _held(state: StateBytes, trainer: TrainerConfig) -> dict[str, int]:
     return {
-        "weights": state.weights,
-        "gradients": state.gradients,
-        "optimizer": state.optimizer,
+        WEIGHTS: state.weights,
+        GRADIENTS: state.gradients,
+        OPTIMIZER: state.optimizer,
         "trainer's CUDA, NCCL": _process_bytes(trainer),
     }
 
 
 def _start(state: StateBytes, trainer: TrainerConfig) -> dict[str, int]:
     """Weights are copied into the buffers that they are then trained in."""
-    return _held(state, trainer) | {"weights": 2 * state.weights, "optimizer": 0}
+    return _held(state, trainer) | {WEIGHTS: 2 * state.weights, OPTIMIZER: 0}
 
 
 def _update(update: UpdateBytes) -> dict[str, int]:
@@ -224,5 +265,6 @@ def _process_bytes(trainer: TrainerConfig) -> int:
 def sleeping_bytes(config: RunConfig) -> int:
     """What an engine rank keeps of its GPU in its sleep."""
     rollout = config.rollout
-    graphs = 0 if rollout.enforce_eager else GRAPH_BYTES
-    return CONTEXT_BYTES + graphs + (rollout.ranks_per_engine > 1) * COMMUNICATOR_BYTES
+    keeps_graphs = not (rollout.enforce_eager or rollout.sleep_mode_offload_cudagraph)
+    keeps_buffers = rollout.ranks_per_engine > 1 and not rollout.enable_nccl_comm_suspend
+    return CONTEXT_BYTES + keeps_graphs * GRAPH_BYTES + keeps_buffers * COMMUNICATOR_BYTES

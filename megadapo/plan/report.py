@@ -33,20 +33,31 @@ def memory_table(kind: GpuKind, card: Card) -> Table:
 
 
 def summary(
-    config: RunConfig, engine: EngineBytes, largest: tuple[int, str], traffic: UpdateTraffic
+    config: RunConfig,
+    engine: EngineBytes,
+    largest: tuple[int, str],
+    traffic: UpdateTraffic,
+    main_memory: int,
 ) -> list[str]:
-    """What follows from the tables, a line each."""
+    """What follows from the tables, a line each; `main_memory`: pinned, of a node."""
     longest = longest_sequence(config)
     num_tokens, bound = largest
-    fitting = engine.cache_tokens / longest
-    return [
+    typical = step_time.mean_context(config)
+    cache = engine.cache_tokens
+    lines = [
         f"longest sequence: {longest:,} tokens in the recipe; up to {num_tokens:,} would fit, "
         f"bounded by {bound}",
-        f"KV cache of an engine: {engine.cache_tokens:,} tokens, {fitting:.1f} longest sequences "
+        f"KV cache of an engine: {cache:,} tokens, {cache / longest:.1f} longest sequences, "
+        f"or {cache / typical:.0f} half-way through a mean response "
         f"(rollout.max_num_seqs = {config.rollout.max_num_seqs})",
         f"weight update: {traffic.inside / GIB:.2f} GiB from the busiest trainer rank inside its "
         f"node, {traffic.between / GIB:.2f} GiB through each GPU's network card",
     ]
+    if main_memory:
+        lines.append(
+            f"main memory of a node: {main_memory / GIB:.0f} GiB, pinned, for what leaves its GPUs"
+        )
+    return lines
 
 
 def times(seconds: StepSeconds, config: RunConfig, card: Card) -> list[str]:

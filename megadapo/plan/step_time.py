@@ -71,6 +71,11 @@ def mean_response(config: RunConfig) -> float:
     return MEAN_SHARE * config.rollout.max_response_tokens
 
 
+def mean_context(config: RunConfig) -> float:
+    """Tokens of a mean response and its prompt while it is written, on average."""
+    return PROMPT_TOKENS + mean_response(config) / 2
+
+
 def _rollout_seconds(config: RunConfig, model: ModelDescription, card: Card) -> tuple[float, float]:
     rollout, sampling = config.rollout, config.sampling
     itemsize = itemsize_of(config)
@@ -79,7 +84,7 @@ def _rollout_seconds(config: RunConfig, model: ModelDescription, card: Card) -> 
     num_responses = sampling.prompts_per_step * sampling.responses_per_prompt / kept
     per_engine = num_responses / rollout.num_engines
     mean = mean_response(config)
-    context = PROMPT_TOKENS + mean / 2
+    context = mean_context(config)
     at_once = max(1.0, min(rollout.max_num_seqs, per_engine, engine.cache_tokens / context))
     bandwidth = READ_SHARE * card.memory_bandwidth
     read = (engine.weights + at_once * context * engine.token) / bandwidth

@@ -49,6 +49,15 @@ class RolloutConfig(Section, title="rollout"):
     quantization: Literal["none", "fp8"] = "none"
     """What an engine's linear layers compute in: none: model.dtype; fp8: 8-bit floats with a scale
     for each 128 x 128 weights, made anew from every update; only with CUDA."""
+    sleep_level: Literal[1, 2] = 2
+    """What an engine on the trainer's GPUs does with its weights while the trainer works: keep them
+    in main memory (1), so that updates may send only what changed (weights.mode), or drop them
+    (2)."""
+    sleep_mode_offload_cudagraph: bool = False
+    """Whether such an engine puts its CUDA graphs into main memory as well."""
+    enable_nccl_comm_suspend: bool = False
+    """Whether it gives up the buffers of NCCL between its ranks as well; vLLM calls this
+    experimental."""
     batch_invariant: bool = False
     """vLLM's batch-invariant kernels on CUDA: the same bits for every batch, at a cost in speed."""
     start_timeout_s: Timeout = 900.0
@@ -71,6 +80,17 @@ class RolloutConfig(Section, title="rollout"):
             yield (
                 "rollout.expert_parallel spreads experts over the tensor-parallel ranks: set "
                 "rollout.tensor_parallel above 1, or turn it off"
+            )
+
+        if self.sleep_mode_offload_cudagraph and self.enforce_eager:
+            yield (
+                "rollout.sleep_mode_offload_cudagraph: with rollout.enforce_eager there are no "
+                "CUDA graphs; leave one of them out"
+            )
+        if self.enable_nccl_comm_suspend and self.ranks_per_engine == 1:
+            yield (
+                "rollout.enable_nccl_comm_suspend: an engine of one rank has no use for NCCL; "
+                "leave it out"
             )
 
     @property

@@ -184,9 +184,9 @@ class RolloutEngine:
             )
 
     async def sleep(self) -> None:
-        """Give weights and cache memory back; the weights must be published anew afterwards."""
+        """Give weights and cache memory back; the weights must be published afterwards."""
         self._asleep = True
-        await self._call("sleep", 2)
+        await self._call("sleep", self._spec.config.sleep_level)
 
     async def wake(self, what: str) -> None:
         """Take memory again for `what`: "weights" first, and "kv_cache" after their update."""

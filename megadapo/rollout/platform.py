@@ -72,6 +72,8 @@ class EnginePlatform:
                 "max_num_batched_tokens": config.max_num_batched_tokens,
                 "enable_sleep_mode": self.sleeps,
                 "quantization": VLLM_QUANTIZATION[config.quantization],
+                "sleep_mode_offload_cudagraph": config.sleep_mode_offload_cudagraph,
+                "enable_nccl_comm_suspend": config.enable_nccl_comm_suspend,
             }
         adds_buffers = self.adds_stage_buffers(config)
         return {

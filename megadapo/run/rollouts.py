@@ -19,6 +19,7 @@ from megadapo.run.checkpoint import EVALUATING
 from megadapo.run.evaluations import Evaluations
 from megadapo.run.sampling import Questions
 from megadapo.run.step_metrics import verifier_note
+from megadapo.trainer.trainer import Trainer
 from megadapo.weights.sync.publish import Publisher, PublishReport
 
 SAMPLER_STATE = "sampler"
@@ -89,6 +90,7 @@ class LiveRollouts:
     questions: Questions
     evaluations: Evaluations
     publisher: Publisher
+    trainer: Trainer
 
     @property
     def policy_version(self) -> int:
@@ -116,6 +118,7 @@ class LiveRollouts:
         """Put the trainer's weights into the engines, which then sample as that version."""
         self.engines.wake_weights()
         report = self.publisher.publish(policy_version)
+        self.trainer.leave_to_engines()
         self.engines.wake_cache()
         self.evaluations.weights_stay()
         return report

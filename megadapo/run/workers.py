@@ -30,6 +30,7 @@ from megadapo.run.sampling import (
     load_tokenizer,
     start_cluster,
 )
+from megadapo.trainer.config import OffloadConfig
 from megadapo.trainer.result import UpdateResult
 from megadapo.trainer.settings import TrainerSettings
 from megadapo.trainer.trainer import Trainer
@@ -183,6 +184,7 @@ def _start_live(
         questions=questions,
         evaluations=evaluations,
         publisher=publisher,
+        trainer=trainer,
     )
     return _workers(config, trainer, rollouts, questions.tokenizer, texts)
 
@@ -233,10 +235,11 @@ def _publisher(
 
 
 def _sends_changes(config: RunConfig) -> bool:
-    """Whether engines may be sent only what changed: those that sleep forget the rest."""
+    """Whether engines may be sent only what changed, as they have kept the rest."""
     if config.weights.mode == "auto":
         has_16_bits = getattr(torch, config.model.dtype).itemsize == 2
-        return has_16_bits and not config.cluster.engines_sleep
+        forget = config.cluster.engines_sleep and config.rollout.sleep_level == 2
+        return has_16_bits and not forget
     return config.weights.mode == "delta"
 
 
@@ -322,9 +325,13 @@ def _start_trainer(
 
 def trainer_settings(config: RunConfig) -> TrainerSettings:
     """What the trainer's ranks need to know of a run."""
+    trainer = config.trainer
+    if config.cluster.placement == "separate":
+        # nobody else would use the memory
+        trainer = trainer.model_copy(update={"offload": OffloadConfig()})
     return TrainerSettings(
         model=config.model,
-        trainer=config.trainer,
+        trainer=trainer,
         objective=config.algorithm.objective,
         bapo=config.algorithm.bapo,
         importance=config.algorithm.importance,

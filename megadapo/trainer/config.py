@@ -82,6 +82,27 @@ class OptimizerConfig(Section, title="trainer.optimizer"):
         return self.min_lr + (self.lr - self.min_lr) * cosine
 
 
+class OffloadConfig(Section, title="trainer.offload"):
+    """What leaves the trainer's GPUs for pinned main memory while it does not compute, so that
+    engines on the same GPUs have the room (rollout.gpu_memory_utilization); only with
+    cluster.placement = "colocated". Training computes the same bits. Without GPUs it moves from
+    main memory to main memory, which is good for tests only."""
+
+    optimizer: Literal["none", "cpu"] = "none"
+    """Adam's moments and fp32 masters: away except in updates, saves and loads. They come back
+    while a step's old log-probs are computed."""
+    gradients: Literal["none", "cpu"] = "none"
+    """Gradient buffers: away except in updates, each of which begins with zeros, so that nothing is
+    copied."""
+    parameters: Literal["none", "cpu"] = "none"
+    """Weights: away while engines generate. An engine that is started again meanwhile gets them out
+    of main memory."""
+
+    @property
+    def is_on(self) -> bool:
+        return self != OffloadConfig()
+
+
 def _recompute_of_switch(value: object) -> object:
     """What earlier runs recorded, and recipes may say: all of each layer, or nothing."""
     if isinstance(value, bool):
@@ -150,6 +171,8 @@ class TrainerConfig(Section, title="trainer"):
     """Seconds that a step's updates, a save or a load may take, or one collective in them."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
+    offload: OffloadConfig = OffloadConfig()
+    """What leaves the GPUs between updates."""
 
     def conflicts(self) -> Iterator[str]:
         yield from self._stage_conflicts()

@@ -47,6 +47,7 @@ from megadapo.trainer.model import (
 )
 from megadapo.trainer.model_layout import validate_model_layout
 from megadapo.trainer.off_policy import OldPolicy, old_policy
+from megadapo.trainer.offload import Kind, Offload, TrainedModel
 from megadapo.trainer.optimizer import build_optimizer, step_if_finite
 from megadapo.trainer.parallel import context_part, join_groups, leave_groups
 from megadapo.trainer.position import parameters_by_global_name, shard_position
@@ -61,6 +62,9 @@ from megadapo.weights.disk.gather import ProcessGroups, gather_weights
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.sync.sender import HeldWeightSender, WeightSender
+
+BETWEEN_UPDATES: tuple[Kind, Kind] = ("gradients", "optimizer")
+"""What may leave the device when a step's updates are done."""
 
 
 class TrainerRank:
@@ -113,8 +117,15 @@ class TrainerRank:
             vocab_size=self.layout.shape.vocab_size,
             wait_for_weight=partial(wait_for_weight, self.chunks[-1]),
         )
+        models = [TrainedModel(self.chunks, self.optimizer)]
+        if self.critic is not None:
+            models.append(TrainedModel(self.critic.chunks, self.critic.optimizer))
+        self.offload = Offload(settings.trainer.offload, models, self.device)
+        self.offload.leave(*BETWEEN_UPDATES)
         shards = (self.parameters, self.layout, self.position, torch.distributed.get_rank())
-        self.weight_sender, self.held_sender = WeightSender(*shards), HeldWeightSender(*shards)
+        present = self.offload.present_weights
+        self.weight_sender = WeightSender(*shards, present=present)
+        self.held_sender = HeldWeightSender(*shards, present=present)
         self.cutter = MiniBatchCutter(
             MicroBatchBuilder(
                 inverse_frequencies=rotary_of_own_layers(self.model),
@@ -152,6 +163,8 @@ class TrainerRank:
             The same numbers on every rank.
         """
         recorder = recorder or UpdateRecorder(batch, ())
+        self.offload.bring("parameters")
+        self.offload.fetch("optimizer")
         lr = self._learning_rate(step)
         importance, objective = self.settings.importance, self.settings.objective
         if kl_reward_coef is None:
@@ -180,6 +193,7 @@ class TrainerRank:
         search = self.bound_search()
         lengths = np.diff(batch.cu_seqlens)
         reduced, grad_norms, bounds = [], [], []
+        self.offload.bring(*BETWEEN_UPDATES)
         for number, (micro_batches, policies) in enumerate(zip(cut, old, strict=True)):
             self.experts.prepare(int(lengths[batch.mini_batches[number]].sum()))
             sums, found = self._gradients(
@@ -200,6 +214,8 @@ class TrainerRank:
         gather_weights_now(self.chunks)
         if self.reference is not None:
             self.reference.follow(step)
+        critic = None if values is None else values.result()
+        self.offload.leave(*BETWEEN_UPDATES)
         return summarize(
             reduced,
             grad_norms=grad_norms,
@@ -210,7 +226,7 @@ class TrainerRank:
             importance=importance,
             bounds=bounds,
             kl_coef=objective.kl_loss_coef + kl_reward_coef,
-            critic=None if values is None else values.result(),
+            critic=critic,
             experts=self.experts.result(),
         )
 
@@ -220,19 +236,21 @@ class TrainerRank:
         None on ranks that compute none or the same as another.
         """
         result = np.full(len(batch.tokens), np.nan, dtype=np.float32)
-        for micro_batches in self.cutter.cut_responses(batch):
-            computed = self.logprobs_of(micro_batches)
-            for micro_batch, values in zip(micro_batches, computed, strict=False):
-                result[micro_batch.source] = values[micro_batch.rows].cpu().numpy()
+        with self.offload.present("parameters"):
+            for micro_batches in self.cutter.cut_responses(batch):
+                computed = self.logprobs_of(micro_batches)
+                for micro_batch, values in zip(micro_batches, computed, strict=False):
+                    result[micro_batch.source] = values[micro_batch.rows].cpu().numpy()
         return result if self.has_results else None
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer so that any other split can load them."""
-        save_checkpoint(self.chunks, self.optimizer, folder)
-        if self.reference is not None:
-            self.reference.save(folder, self.layout, self.position, self.model_folder)
-        if self.critic is not None:
-            self.critic.save(folder)
+        with self.offload.present("parameters", "optimizer"):
+            save_checkpoint(self.chunks, self.optimizer, folder)
+            if self.reference is not None:
+                self.reference.save(folder, self.layout, self.position, self.model_folder)
+            if self.critic is not None:
+                self.critic.save(folder)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, at whatever split it was written.
@@ -240,27 +258,33 @@ class TrainerRank:
         Raises:
             CheckpointError: it is damaged, or of another model.
         """
-        load_checkpoint(self.chunks, self.optimizer, folder)
-        if self.reference is not None:
-            self.reference.load(folder, self.layout, self.position)
-        if self.critic is not None:
-            self.critic.load(folder)
+        with self.offload.present("parameters", "optimizer"):
+            load_checkpoint(self.chunks, self.optimizer, folder)
+            if self.reference is not None:
+                self.reference.load(folder, self.layout, self.position)
+            if self.critic is not None:
+                self.critic.load(folder)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with the present weights, from the first rank."""
-        tensors = gather_weights(self.parameters, self.layout, self.position, self.groups)
-        if torch.distributed.get_rank() == 0:
-            export_weights(
-                tensors,
-                folder,
-                layout=self.layout,
-                dtype=self.config.params_dtype,
-                base_folder=self.model_folder,
-            )
-        else:
-            for _ in tensors:  # the gathering is collective
-                pass
+        with self.offload.present("parameters"):
+            tensors = gather_weights(self.parameters, self.layout, self.position, self.groups)
+            if torch.distributed.get_rank() == 0:
+                export_weights(
+                    tensors,
+                    folder,
+                    layout=self.layout,
+                    dtype=self.config.params_dtype,
+                    base_folder=self.model_folder,
+                )
+            else:
+                for _ in tensors:  # the gathering is collective
+                    pass
         torch.distributed.barrier()
+
+    def leave_to_engines(self) -> None:
+        """Free what engines on the same GPU may have while they generate."""
+        self.offload.leave("parameters", *BETWEEN_UPDATES)
 
     def leave(self) -> None:
         """Take the process groups apart."""

@@ -41,12 +41,15 @@ LEAVE_TIMEOUT_S = 10.0
 class Trainer:
     """All ranks of the trainer as one; after an error it is shut down and of no more use."""
 
-    def __init__(self, ranks: list[ActorHandle[Any]], *, timeout_s: float) -> None:
+    def __init__(
+        self, ranks: list[ActorHandle[Any]], *, timeout_s: float, offloads: bool = False
+    ) -> None:
+        """`offloads`: whether anything of the ranks' memory leaves it between updates."""
         self.ranks = ranks
         """One actor handle per rank."""
         self.watch: Callable[[], None] | None = None
         """Called every few seconds while the ranks work; may raise what ends the run."""
-        self._timeout_s = timeout_s
+        self._timeout_s, self._offloads = timeout_s, offloads
         self._pings: list[Any] = []
 
     @classmethod
@@ -91,7 +94,11 @@ class Trainer:
             actor.options(**entry, runtime_env={"env_vars": environment}).remote(rank)
             for rank, entry in enumerate(options)
         ]
-        trainer = cls(ranks, timeout_s=settings.trainer.timeout_s)
+        trainer = cls(
+            ranks,
+            timeout_s=settings.trainer.timeout_s,
+            offloads=settings.trainer.offload.is_on,
+        )
         limit = ("start", settings.trainer.start_timeout_s, "trainer.start_timeout_s")
         (meeting,) = trainer._gather([ranks[0].find_rendezvous.remote(len(ranks))], *limit)
         calls = [
@@ -164,6 +171,11 @@ class Trainer:
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with the present weights, config and tokenizer."""
         self.call_all("export", folder.absolute())
+
+    def leave_to_engines(self) -> None:
+        """Free the memory of GPUs that trainer.offload leaves to engines while they generate."""
+        if self._offloads:
+            self.call_all("leave_to_engines")
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of TrainerWorker on all ranks at once and return the results by rank.

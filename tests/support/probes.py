@@ -295,13 +295,17 @@ def traffic(
 
 def state_bits(rank: TrainerRank) -> list[bytes]:
     """Every bit of weights, master weights and moments this rank holds."""
+    import torch
+
     tensors = list(rank.parameters.values())
     for optimizer in rank.optimizer.chained_optimizers:
         for state in optimizer.optimizer.state.values():
             tensors += [value for value in state.values() if hasattr(value, "numpy")]
         for group in optimizer.optimizer.param_groups:
             tensors += group["params"]
-    return [tensor.detach().contiguous().numpy().tobytes() for tensor in tensors]
+    # numpy has no bfloat16
+    flat = (tensor.detach().reshape(-1) for tensor in tensors)
+    return [tensor.view(torch.uint8).numpy().tobytes() for tensor in flat]
 
 
 def steps_with_losses(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +74,7 @@ class WeightSender:
         layout: Layout of the model.
         position: What of the model this rank holds.
         rank: This rank's number among the trainer's ranks.
+        present: Gives a parameter's weights, wherever they are at the time; None: in itself.
     """
 
     def __init__(
@@ -82,11 +83,14 @@ class WeightSender:
         layout: ModelLayout,
         position: ShardPosition,
         rank: int,
+        *,
+        present: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         pairs = match_params(params, layout, position)
         self._params = {shard.name: param for shard, param in pairs}
         self._position, self._layout, self._rank = position, layout, rank
         self._device = pairs[0][1].device
+        self._present = present or _itself
         self._prepared: _Prepared | None = None
         self._changes: _Rounds | None = None
         """The rounds of the present update, where it sends only what changed."""
@@ -200,7 +204,7 @@ class WeightSender:
     @torch.no_grad()
     def fingerprint(self) -> list[int]:
         """Return the checksum of each parameter of this rank."""
-        return [checksum(param) for _, param in sorted(self._params.items())]
+        return [checksum(self._present(param)) for _, param in sorted(self._params.items())]
 
     def close(self) -> None:
         """Give the buckets back."""
@@ -234,7 +238,7 @@ class WeightSender:
 
     def _copy_slices(self, ready: _Prepared, place: torch.Tensor, transfer: Transfer) -> None:
         for offset, copy in ready.plan.slices(transfer):
-            param = self._params[copy.source_name]
+            param = self._present(self._params[copy.source_name])
             piece = param.narrow(copy.axis, copy.source_offset, copy.size)
             slice_view(place, offset, copy, ready.dtype).copy_(piece)
 
@@ -276,9 +280,11 @@ class HeldWeightSender(WeightSender):
         layout: ModelLayout,
         position: ShardPosition,
         rank: int,
+        *,
+        present: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """Nothing is held yet; arguments as for `WeightSender`."""
-        super().__init__(params, layout, position, rank)
+        super().__init__(params, layout, position, rank, present=present)
         self._live, self._params = self._params, {}
 
     @torch.no_grad()
@@ -290,7 +296,11 @@ class HeldWeightSender(WeightSender):
                 for name, param in self._live.items()
             }
         for name, param in self._live.items():
-            self._params[name].copy_(param)
+            self._params[name].copy_(self._present(param))
+
+
+def _itself(param: torch.Tensor) -> torch.Tensor:
+    return param
 
 
 def _checksums(ready: _Prepared, bucket: torch.Tensor, placed: Placed) -> list[int]:

@@ -66,7 +66,8 @@ def test_the_tables_have_every_key() -> None:
 
 
 def test_a_section_comes_with_its_subsections() -> None:
-    assert [table.name for table in tables("trainer")] == ["trainer", "trainer.optimizer"]
+    parts = ["trainer", "trainer.optimizer", "trainer.offload"]
+    assert [table.name for table in tables("trainer")] == parts
     assert [table.name for table in tables("algorithm.objective")] == ["algorithm.objective"]
     rows = {row.name: row for row in tables("algorithm.objective")[0].rows}
     assert (rows["dual_clip"].type, rows["dual_clip"].default) == ('float > 1 | "none"', '"none"')

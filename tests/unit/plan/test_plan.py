@@ -15,7 +15,7 @@ from megadapo.models.published import find_hf_config, published_models
 from megadapo.plan.cards import CARDS, GIB, H100, H200
 from megadapo.plan.engine import engine_bytes
 from megadapo.plan.fit import largest_sequence, overflows, problems
-from megadapo.plan.phases import GpuKind, gpu_kinds, longest_sequence, models_of
+from megadapo.plan.phases import GpuKind, gpu_kinds, host_bytes, longest_sequence, models_of
 from megadapo.plan.ranks import rank_kinds, state_bytes
 from megadapo.weights.layout.layout import ModelLayout
 
@@ -76,7 +76,9 @@ def test_what_the_ranks_of_a_stage_hold_adds_up_to_the_model() -> None:
         ("trainer.tokens_per_micro_batch=65536", 1, "train"),
         ("trainer.sequence_parallel=false", 0, "train"),
         ("trainer.data_parallel=4", 0, "save"),
-        ("rollout.gpu_memory_utilization=0.7", 0, "rollout"),
+        ("rollout.gpu_memory_utilization=0.87", 0, "rollout"),
+        ("trainer.offload.optimizer=none", 0, "rollout"),
+        ("trainer.offload.gradients=none", 1, "save"),
         ("weights.bucket_mib=1024", 1, "sync"),
         ("rollout.tensor_parallel=2", 0, "sync"),
     ],
@@ -94,7 +96,8 @@ def test_each_key_takes_memory_where_it_should(override: str, kind: int, phase: 
             ["trainer.recompute=none", "trainer.sequence_parallel=false"],
             "trainer.sequence_parallel = true",
         ),
-        (["rollout.gpu_memory_utilization=0.9"], "lower rollout.gpu_memory_utilization to 0.7"),
+        (["rollout.gpu_memory_utilization=0.98"], "lower rollout.gpu_memory_utilization to 0.89"),
+        (["rollout.gpu_memory_utilization=0.93"], 'trainer.offload.parameters = "cpu"'),
         (["trainer.tensor_parallel=1", "trainer.data_parallel=64"], "share the model out more"),
         (["rollout.gpu_memory_utilization=0.23"], "the KV cache holds"),
     ],
@@ -159,7 +162,33 @@ def test_the_cache_is_what_the_engine_leaves_of_its_share() -> None:
     config = recipe("qwen2.5-32b")
     engine = engine_bytes(models_of(config).policy, config.rollout, H100, itemsize=2)
     assert engine.token == 2 * 64 * 2 * 128 * 2
-    assert engine.budget == pytest.approx(0.6 * H100.memory_bytes, rel=1e-6)
+    assert engine.budget == pytest.approx(0.85 * H100.memory_bytes, rel=1e-6)
+
+
+def test_what_leaves_a_gpu_is_counted_in_main_memory() -> None:
+    """Of the whole node, and only once it is asked for."""
+    models = models_of(recipe("qwen2.5-7b"))
+    engine = engine_bytes(models.policy, recipe("qwen2.5-7b").rollout, H100, itemsize=2)
+
+    def counted(*overrides: str) -> float:
+        return host_bytes(recipe("qwen2.5-7b", *overrides), models, engine, 8) / GIB
+
+    size = SIZES["Qwen2.5-7B"] / GIB
+    assert counted("trainer.offload.optimizer=none") == 0.0
+    assert counted() == pytest.approx(12 * size, rel=0.01)
+    assert counted("trainer.offload.parameters=cpu") - counted() == 8 * 4
+    assert counted("rollout.sleep_level=1") - counted() == pytest.approx(8 * 2 * size, rel=0.01)
+    assert counted("cluster.placement=separate") == 0.0
+
+
+def test_everything_may_leave_but_the_process() -> None:
+    offload = [f"trainer.offload.{kind}=cpu" for kind in ("optimizer", "gradients", "parameters")]
+    (kind,) = kinds_of(recipe("qwen2.5-7b", *offload))
+    phases = {phase.name: phase.items.keys() for phase in kind.phases}
+    assert not {"weights", "gradients", "optimizer"} & phases["rollout"]
+    assert {"weights", "gradients", "optimizer"} <= phases["train"]
+    assert {"weights", "gradients", "optimizer"} & phases["sync"] == {"weights"}
+    assert {"weights", "gradients", "optimizer"} & phases["save"] == {"weights", "optimizer"}
 
 
 def test_quantised_engines_hold_half_but_for_the_vocabulary() -> None:
@@ -205,7 +234,7 @@ def test_a_dry_run_on_gpus_is_planned(capsys: pytest.CaptureFixture[str]) -> Non
     argv = ["train", str(CONFIGS / "qwen2.5-32b.toml"), "--dry-run"]
     assert main(argv) == 0
     assert "fullest in rollout" in capsys.readouterr().err
-    assert main([*argv, "--rollout.gpu_memory_utilization=0.85"]) == 2
+    assert main([*argv, "--rollout.gpu_memory_utilization=0.98"]) == 2
     captured = capsys.readouterr()
     assert "rollout.gpu_memory_utilization" in captured.err and captured.out == ""
-    assert main([*argv, "--rollout.gpu_memory_utilization=0.85", "--gpu", "H200"]) == 0
+    assert main([*argv, "--rollout.gpu_memory_utilization=0.93", "--gpu", "H200"]) == 0

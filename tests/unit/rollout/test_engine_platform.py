@@ -1,4 +1,6 @@
-import importlib
+import ast
+import importlib.util
+from pathlib import Path
 
 from megadapo.cluster.cpu_process import cpu_environment
 from megadapo.rollout.config import RolloutConfig
@@ -60,3 +62,13 @@ def test_only_an_engine_that_shares_its_gpu_sleeps():
     assert not CPU.sleeps
     shared = EnginePlatform(gpus=("0",), shares_gpus=True)
     assert shared.engine_arguments(RolloutConfig(), 100)["enable_sleep_mode"] is True
+
+
+def test_vllm_knows_every_argument_of_an_engine_on_gpus() -> None:
+    """Some of them no engine on a CPU is started with. Read, as importing vLLM takes seconds."""
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
+    source = ast.parse((Path(folder) / "engine" / "arg_utils.py").read_text())
+    (arguments,) = [one for one in source.body if getattr(one, "name", "") == "EngineArgs"]
+    known = {one.target.id for one in arguments.body if isinstance(one, ast.AnnAssign)}
+    shared = EnginePlatform(gpus=("0",), shares_gpus=True)
+    assert shared.engine_arguments(RolloutConfig(), 100).keys() <= known

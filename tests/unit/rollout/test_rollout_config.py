@@ -22,6 +22,13 @@ def test_defaults_are_the_papers():
         (RolloutConfig, {"tensor_parallel": 0}, "rollout.tensor_parallel"),
         (RolloutConfig, {"pipeline_parallel": 0}, "rollout.pipeline_parallel"),
         (RolloutConfig, {"expert_parallel": True}, "rollout.expert_parallel"),
+        (RolloutConfig, {"sleep_level": 3}, "rollout.sleep_level"),
+        (
+            RolloutConfig,
+            {"sleep_mode_offload_cudagraph": True, "enforce_eager": True},
+            "rollout.sleep_mode_offload_cudagraph",
+        ),
+        (RolloutConfig, {"enable_nccl_comm_suspend": True}, "rollout.enable_nccl_comm_suspend"),
         (RolloutConfig, {"temperature": 0.0}, "rollout.temperature"),
         (RolloutConfig, {"top_p": 0.0}, "rollout.top_p"),
         (RolloutConfig, {"top_p": 1.1}, "rollout.top_p"),
