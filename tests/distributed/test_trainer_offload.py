@@ -32,8 +32,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor, bf16": {"tensor": 2, "sequence": True, "dtype": "bfloat16"},
     "data, overlap": {"data": 2, "overlap": True, "bucket": 3000},
     "stages, reference": {"pipeline": 2, "objective": PolicyObjective(kl_coef=0.1)},
-    "virtual stages, bf16": {"pipeline": 2, "virtual": 2, "dtype": "bfloat16"},
 }
+SLOW_LAYOUTS = {"virtual stages, bf16": {"pipeline": 2, "virtual": 2, "dtype": "bfloat16"}}
 BATCH = random_batch(RAGGED, num_mini_batches=2)
 
 
@@ -123,7 +123,16 @@ def sent(rank: TrainerRank) -> list[int]:
     return sums
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(pytest.param(layout, id=name) for name, layout in LAYOUTS.items()),
+        *(
+            pytest.param(layout, id=name, marks=pytest.mark.full)
+            for name, layout in SLOW_LAYOUTS.items()
+        ),
+    ],
+)
 def test_training_has_the_same_bits_and_the_memory_is_free(
     ranks: Ranks, models: Path, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
@@ -144,6 +153,7 @@ def test_training_has_the_same_bits_and_the_memory_is_free(
         assert (fingerprint, slices) == (fingerprint_away, slices_away) and slices
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_leaves_alone(ranks: Ranks, models: Path, tmp_path: Path, kind: str) -> None:
     settings = with_critic(settings_for(str(models / "deep-tied")))
