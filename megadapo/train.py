@@ -22,11 +22,14 @@ from megadapo.run.step_rollouts import saved_groups, saved_sequences
 from megadapo.run.workers import Workers, start_workers
 
 
-def train(config: RunConfig, *, replay: Path | None = None) -> RunSummary:
+def train(
+    config: RunConfig, *, replay: Path | None = None, accept_changes: bool = False
+) -> RunSummary:
     """Run, or go on with, the training that `config` describes, to its last step.
 
     Args:
         replay: folder of saved rollouts that are trained on in the place of new ones.
+        accept_changes: whether a run that stands may go on learning something else.
 
     Raises:
         RunInterrupted: it was asked to stop; every completed step is saved.
@@ -34,7 +37,7 @@ def train(config: RunConfig, *, replay: Path | None = None) -> RunSummary:
         MegadapoError: whatever else ended it early; the last checkpoint stands.
     """
     notes = [] if replay is None else [check_replay(config, replay)]
-    with Run.open(config) as run:
+    with Run.open(config, accept_changes=accept_changes) as run:
         unfinished = None
         if replay is None:
             unfinished, notes = find_unfinished(config, run.checkpoint)

@@ -35,6 +35,11 @@ def add(commands: Commands) -> None:
         help="start again after failed processes and preemption, N times at most; never after an "
         "error of the configuration, the data or an oracle; default: 0",
     )
+    parser.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="go on although data, rewards, objective or group size are others than before",
+    )
     add_gpu(parser, purpose="GPU whose memory --dry-run of a run on CUDA plans for")
     parser.set_defaults(run=run)
 
@@ -66,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         ).run()
     from megadapo.train import train
 
-    train(config, replay=arguments.replay)
+    train(config, replay=arguments.replay, accept_changes=arguments.accept_changes)
     return 0
 
 
@@ -77,4 +82,6 @@ def _of_one_start(arguments: argparse.Namespace) -> list[str]:
         words += ["--resume", arguments.resume]
     if arguments.replay is not None:
         words += ["--replay", str(arguments.replay)]
+    if arguments.accept_changes:
+        words.append("--accept-changes")
     return [*words, *arguments.overrides]

@@ -36,6 +36,7 @@ from megadapo.run.checkpoint import (
     CheckpointStore,
     load,
 )
+from megadapo.run.drift import check_drift
 from megadapo.run.lease import Lease
 from megadapo.run.status import StatusFile
 from megadapo.run.stop import StopSignal
@@ -68,13 +69,14 @@ class Run:
         self._open = ExitStack()
 
     @classmethod
-    def open(cls, config: RunConfig) -> Self:
+    def open(cls, config: RunConfig, *, accept_changes: bool = False) -> Self:
         """Take the run's folder, find where it stands, bring it to that step, and say so.
 
         Raises:
             CheckpointError: `run.resume` names no usable checkpoint, or says "never" in a folder
                 that already holds one.
-            ConfigError: `run.folder` cannot be made, or another driver is at work in it.
+            ConfigError: `run.folder` cannot be made, another driver is at work in it, or the run
+                in it learns something else and `accept_changes` is not given.
         """
         try:
             config.run.folder.mkdir(parents=True, exist_ok=True)
@@ -85,13 +87,16 @@ class Run:
         with ExitStack() as failed:
             lease = Lease.take(config.run.folder)
             failed.callback(lease.close)
-            run = cls._open_leased(config, lease)
+            run = cls._open_leased(config, lease, accept_changes=accept_changes)
             failed.pop_all()
         return run
 
     @classmethod
-    def _open_leased(cls, config: RunConfig, lease: Lease) -> Self:
+    def _open_leased(cls, config: RunConfig, lease: Lease, *, accept_changes: bool) -> Self:
         checkpoint, notes = find_checkpoint(config)
+        if checkpoint is not None:
+            drift = check_drift(config, checkpoint.path, accept_changes=accept_changes)
+            notes.extend(drift.lines)
         run = cls(config, checkpoint, lease)
         (run.folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
         run._store.set_aside_after(run.step)
