@@ -236,6 +236,22 @@ def _check_quantization(
         yield f'{quantization} needs GPUs, but cluster.device = "cpu"'
 
 
+def _check_cpu_optimizers(
+    trainer: TrainerConfig, critic: CriticConfig, model: ModelConfig, cluster: ClusterConfig
+) -> Iterator[str]:
+    for key, optimizer in (("trainer", trainer.optimizer), ("critic", critic.optimizer)):
+        if optimizer.cpu_offload_fraction == 0.0:
+            continue
+        found = f"{key}.optimizer.cpu_offload_fraction = {optimizer.cpu_offload_fraction:g}"
+        if cluster.device == "cpu":
+            yield f'{found} needs GPUs, but cluster.device = "cpu"; without them set it to 0'
+        if model.dtype == "float32":
+            yield (
+                f"{found}: Megatron's hybrid optimizer cannot load fp32 weights, which are their "
+                'own masters; set it to 0, or model.dtype = "bfloat16"'
+            )
+
+
 def _check_left_out(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:
     leaves_out = algorithm.importance.stale_logprobs == "none"
     if leaves_out and sampling.max_staleness > 0 and sampling.mode != "partial":
@@ -286,6 +302,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_transport,
     _check_deltas,
     _check_quantization,
+    _check_cpu_optimizers,
     _check_left_out,
     _check_ahead,
     _check_branching,

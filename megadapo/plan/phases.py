@@ -164,16 +164,25 @@ def _engine_gpu(config: RunConfig, engine: EngineBytes) -> GpuKind:
 
 def _state(config: RunConfig, models: Models, kind: RankKind) -> StateBytes:
     """Of the policy and of the critic, where there is one."""
-    kinds = [kind]
+    kinds = [(kind, config.trainer.optimizer)]
     if models.critic is not None:
         layout = ModelLayout(models.critic.family, models.critic.shape)
-        kinds.append(rank_kinds(layout, config.trainer)[kind.stage])
-    itemsize = itemsize_of(config)
-    states = [state_bytes(one, config.trainer, itemsize=itemsize) for one in kinds]
+        of_critic = rank_kinds(layout, config.trainer)[kind.stage]
+        kinds.append((of_critic, config.critic.optimizer))
+    states = [
+        state_bytes(
+            one,
+            config.trainer,
+            itemsize=itemsize_of(config),
+            cpu_fraction=optimizer.cpu_offload_fraction,
+        )
+        for one, optimizer in kinds
+    ]
     return StateBytes(
         weights=sum(state.weights for state in states),
         gradients=sum(state.gradients for state in states),
         optimizer=sum(state.optimizer for state in states),
+        main_memory=sum(state.main_memory for state in states),
     )
 
 
@@ -189,7 +198,8 @@ def host_bytes(config: RunConfig, models: Models, engine: EngineBytes, gpus_per_
         of_engine += GRAPH_BYTES if rollout.sleep_mode_offload_cudagraph else 0
     has_reference = config.algorithm.objective.kl_coef != 0.0
     of_rank = max(
-        (state.optimizer if offload.optimizer == "cpu" else 0)
+        state.main_memory
+        + (state.optimizer if offload.optimizer == "cpu" else 0)
         # torch rounds each piece of pinned memory up, and a chunk's weights are one
         + (_power_of_two(state.weights) if offload.parameters == "cpu" else 0)
         + (state.weights if has_reference else 0)

@@ -50,6 +50,8 @@ class StateBytes:
     """fp32, whatever the weights are."""
     optimizer: int
     """This rank's share of Adam's two moments and, of bf16 weights, of their fp32 masters."""
+    main_memory: int = 0
+    """What of them is in main memory, with the gradients and weights that the CPU works on."""
 
     @property
     def total(self) -> int:
@@ -90,11 +92,14 @@ def rank_kinds(layout: ModelLayout, trainer: TrainerConfig) -> list[RankKind]:
     ]
 
 
-def state_bytes(kind: RankKind, trainer: TrainerConfig, *, itemsize: int) -> StateBytes:
+def state_bytes(
+    kind: RankKind, trainer: TrainerConfig, *, itemsize: int, cpu_fraction: float = 0.0
+) -> StateBytes:
     """megatron-core's buffers and its distributed optimizer.
 
     Args:
         itemsize: bytes of one element of the weights.
+        cpu_fraction: share of the optimizer that is in main memory.
     """
     per_stage = trainer.tensor_parallel * trainer.num_replicas
     expert_replicas = per_stage // (trainer.expert_parallel * trainer.expert_tensor_parallel)
@@ -103,10 +108,12 @@ def state_bytes(kind: RankKind, trainer: TrainerConfig, *, itemsize: int) -> Sta
     num_updated += math.ceil(kind.num_expert_parameters / expert_replicas)
     # fp32 weights are their own masters
     per_parameter = 2 * FP32_BYTES + (FP32_BYTES if itemsize < FP32_BYTES else 0)
+    on_cpu = cpu_fraction * num_updated
     return StateBytes(
         weights=kind.num_parameters * itemsize,
         gradients=kind.num_parameters * FP32_BYTES,
-        optimizer=num_updated * per_parameter,
+        optimizer=int((num_updated - on_cpu) * per_parameter),
+        main_memory=int(on_cpu * (per_parameter + FP32_BYTES)),
     )
 
 

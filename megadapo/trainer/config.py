@@ -56,6 +56,9 @@ class OptimizerConfig(Section, title="trainer.optimizer"):
     """Adam's term against division by zero."""
     grad_clip: NonNegativeFloat = 1.0
     """Bound on the global gradient norm of an update; 0 turns clipping off."""
+    cpu_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of the weights whose moments and fp32 masters stay in main memory, where the CPU
+    updates them (Megatron's hybrid optimizer); only with CUDA and model.dtype = "bfloat16"."""
 
     def conflicts(self) -> Iterator[str]:
         section = self.model_config.get("title")

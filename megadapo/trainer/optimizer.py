@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -43,6 +44,7 @@ def build_optimizer(
             params_dtype=dtype,
             use_distributed_optimizer=True,
             overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+            **cpu_offload_options(config),
         ),
         chunks,
     )
@@ -50,6 +52,20 @@ def build_optimizer(
         if isinstance(part.optimizer, torch.optim.AdamW):
             _allocate_moments(part.optimizer)
     return optimizer
+
+
+def cpu_offload_options(config: OptimizerConfig) -> dict[str, Any]:
+    """megadapo's choice in megatron-core's terms."""
+    if config.cpu_offload_fraction == 0.0:
+        return {}
+    return {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": config.cpu_offload_fraction,
+        # gradients and weights travel while other weights are updated
+        "overlap_cpu_optimizer_d2h_h2d": True,
+        # the hybrid optimizer then owns the masters too; else they would stay on the GPU
+        "use_precision_aware_optimizer": True,
+    }
 
 
 def _allocate_moments(optimizer: torch.optim.AdamW) -> None:

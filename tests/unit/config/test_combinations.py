@@ -66,6 +66,18 @@ from tests.support.recipes import refused
         (["weights.transport=nccl"], ["weights.transport", "cluster.placement"]),
         (["weights.mode=delta", "cluster.device=cuda"], ["weights.mode", "cluster.placement"]),
         (
+            ["trainer.optimizer.cpu_offload_fraction=0.5", "cluster.device=cpu"],
+            ["trainer.optimizer.cpu_offload_fraction = 0.5", "cluster.device"],
+        ),
+        (
+            [
+                "trainer.optimizer.cpu_offload_fraction=1.0",
+                "cluster.device=cuda",
+                "model.dtype=float32",
+            ],
+            ["trainer.optimizer.cpu_offload_fraction = 1", "model.dtype"],
+        ),
+        (
             ["weights.transport=cuda_ipc", "cluster.device=cpu"],
             ["weights.transport", "cluster.device"],
         ),

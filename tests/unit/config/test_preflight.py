@@ -32,6 +32,10 @@ REPOSITORY = Path(__file__).parents[3]
             ],
             "rollout.quantization = .fp8. needs GPUs",
         ),
+        (
+            ["--model.dtype=bfloat16", "--trainer.optimizer.cpu_offload_fraction=0.5"],
+            "trainer.optimizer.cpu_offload_fraction needs GPUs",
+        ),
         (["--trainer.router_aux_loss_coef=0.1"], "router_aux_loss_coef is for models with experts"),
         (
             [

@@ -79,6 +79,7 @@ def test_what_the_ranks_of_a_stage_hold_adds_up_to_the_model() -> None:
         ("rollout.gpu_memory_utilization=0.87", 0, "rollout"),
         ("trainer.offload.optimizer=none", 0, "rollout"),
         ("trainer.offload.gradients=none", 1, "save"),
+        ("trainer.data_parallel=4", 1, "train"),
         ("weights.bucket_mib=1024", 1, "sync"),
         ("rollout.tensor_parallel=2", 0, "sync"),
     ],
@@ -179,6 +180,9 @@ def test_what_leaves_a_gpu_is_counted_in_main_memory() -> None:
     assert counted("trainer.offload.parameters=cpu") - counted() == 8 * 4
     assert counted("rollout.sleep_level=1") - counted() == pytest.approx(8 * 2 * size, rel=0.01)
     assert counted("cluster.placement=separate") == 0.0
+    # masters, moments, and the gradients that the CPU works on
+    adam = counted("trainer.offload.optimizer=none", "trainer.optimizer.cpu_offload_fraction=0.5")
+    assert adam == pytest.approx(16 * size / 2, rel=0.01)
 
 
 def test_everything_may_leave_but_the_process() -> None:

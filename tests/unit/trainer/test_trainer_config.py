@@ -68,6 +68,7 @@ def test_cosine_starts_after_warm_up_and_stays_at_its_end() -> None:
         ({"lr": float("nan")}, "trainer.optimizer.lr"),
         ({"beta2": 1.0}, "trainer.optimizer.beta2"),
         ({"eps": 0.0}, "trainer.optimizer.eps"),
+        ({"cpu_offload_fraction": 1.5}, "trainer.optimizer.cpu_offload_fraction"),
         ({"warmup_steps": -1}, "trainer.optimizer.warmup_steps"),
         ({"schedule": "cosine"}, "trainer.optimizer.decay_steps"),
         ({"decay_steps": 10}, "trainer.optimizer.decay_steps"),
