@@ -157,6 +157,12 @@ class RolloutEngine:
         versions: list[int | None] = await self._call("collective_rpc", "held_version")
         return versions
 
+    async def open_update(self, version: int, patience_s: float) -> list[str | None]:
+        """Let every rank take up an update that is in files; why one cannot, if so."""
+        arguments = ("open_update", None, (version, patience_s))
+        problems: list[str | None] = await self._call("collective_rpc", *arguments)
+        return problems
+
     async def start_weight_update(self) -> None:
         """Begin an update; until it is finished the engine refuses to generate."""
         self._updating = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -31,6 +33,14 @@ class WeightsConfig(Section, title="weights"):
     """Updates after which one is sent in full, where the others send only what changed."""
     deadline_s: Annotated[float, Field(ge=1.0, le=NCCL_TIMEOUT_S)] = 120.0
     """Seconds one bucket, or one phase of an update, may take before the run stops."""
-    transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl"] = "auto"
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "folder"] = "auto"
     """What carries the buckets; "auto" takes shared memory on the CPU, CUDA IPC where trainer and
-    engines share GPUs, and NCCL where they do not."""
+    engines share GPUs, and NCCL where they do not. "folder" writes files."""
+    folder: Annotated[Path, Field(strict=False)] | None = None
+    """Folder for `transport = "folder"`, of one run at a time, under this path on all nodes."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.transport == "folder" and self.folder is None:
+            yield 'weights.folder is missing: weights.transport = "folder" needs one'
+        if self.transport != "folder" and self.folder is not None:
+            yield f'weights.folder = {self.folder} is only for weights.transport = "folder"'

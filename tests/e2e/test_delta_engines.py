@@ -1,4 +1,4 @@
-"""Updates that send only what changed, into a real engine of two ranks."""
+"""Updates that send only what changed, into a real engine of two ranks, and by way of files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 import ray
 import torch
+from ray.actor import ActorHandle
 
 from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.engines import Engines
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
 from tests.support.engine_checks import call_all
@@ -34,14 +36,22 @@ def local_ray() -> Iterator[None]:
     yield from ray_on_this_machine()
 
 
-def test_after_many_updates_of_what_changed_the_engine_has_the_bits_of_a_full_one(tmp_path):
+@pytest.fixture(scope="module")
+def parties(tmp_path_factory) -> Iterator[tuple[Engines, list[ActorHandle]]]:
+    """An engine of two ranks, and four trainer ranks."""
+    root = tmp_path_factory.mktemp("deltas")
+    folder = make_model(
+        root / "model", "Qwen2", sizes=ENGINE, std=0.02, seed=1, tokenizer=True, **SIZES
+    )
+    engines = start_silent_engine(folder, root, CONFIG, dtype="bfloat16")
+    yield engines, start_senders(folder, tp_size=2, pp_size=2)
+    engines.shutdown()
+
+
+def test_after_many_updates_of_what_changed_the_engine_has_the_bits_of_a_full_one(parties):
     """Catches an element that an update forgets, changes twice or puts elsewhere, an engine that
     goes on with the weights it packed before, and one that takes changes of what it has not."""
-    folder = make_model(
-        tmp_path / "model", "Qwen2", sizes=ENGINE, std=0.02, seed=1, tokenizer=True, **SIZES
-    )
-    engines = start_silent_engine(folder, tmp_path, CONFIG, dtype="bfloat16")
-    senders = start_senders(folder, tp_size=2, pp_size=2)
+    engines, senders = parties
     publisher = Publisher(
         senders, engines, WEIGHTS, tensor_parallel=2, dtype=torch.bfloat16, deltas=True
     )
@@ -50,7 +60,7 @@ def test_after_many_updates_of_what_changed_the_engine_has_the_bits_of_a_full_on
 
     reports = []
     for number in range(1, NUM_UPDATES + 1):
-        ray.get([sender.train.remote(number, STEP) for sender in senders])
+        train(senders, number)
         reports.append(publisher.publish(number))
     densities = [report.density for report in reports]
     shares = [report.num_bytes / first.num_bytes for report in reports]
@@ -65,9 +75,51 @@ def test_after_many_updates_of_what_changed_the_engine_has_the_bits_of_a_full_on
     assert call_all(engines, "fingerprints") == after_changes
 
     # the engine has the right bits, but of a connection that this publisher knows nothing of
-    ray.get([sender.train.remote(77, STEP) for sender in senders])
+    train(senders, 77)
     again = publisher.publish(NUM_UPDATES + 1)
     (note,) = publisher.take_notes()
     assert again.in_full and "all weights are sent" in note
     assert call_all(engines, "fingerprints") != after_changes
-    engines.shutdown()
+
+
+def test_an_engine_that_reads_files_gets_the_same_bits_and_notices_one_that_is_torn(
+    parties, tmp_path
+):
+    """Catches bytes that take another way than the folder, an update that is half read before it is
+    found to be damaged, and files that pile up."""
+    engines, senders = parties
+    by_files = WeightsConfig(
+        transport="folder", folder=tmp_path, mode="delta", deadline_s=8.0, verify="first"
+    )
+    publisher = Publisher(
+        senders, engines, by_files, tensor_parallel=2, dtype=torch.bfloat16, deltas=True
+    )
+    first = publisher.publish(1)
+    assert first.in_full and first.verified and first.num_rounds >= 1
+    train(senders, 101)
+    assert not publisher.publish(2).in_full
+    read = call_all(engines, "fingerprints")
+    assert fingerprints_in_full(senders, engines) == read != []
+
+    # this publisher's last update is not what the engine has now
+    train(senders, 102)
+    assert publisher.publish(3).in_full and len(publisher.take_notes()) == 1
+    train(senders, 103)
+    ray.get(senders[1].tear_at.remote(0))
+    torn = publisher.publish(4)
+    (note,) = publisher.take_notes()
+    assert torn.in_full and "of" in note and "bytes. All weights are sent." in note
+    (kept,) = (tmp_path / "live").iterdir()
+    read = call_all(engines, "fingerprints")
+    assert fingerprints_in_full(senders, engines) == read != []
+
+
+def fingerprints_in_full(senders, engines):
+    """What the engine has after a full update that goes through memory."""
+    config = WeightsConfig(verify="off")
+    Publisher(senders, engines, config, tensor_parallel=2, dtype=torch.bfloat16).publish(0)
+    return call_all(engines, "fingerprints")
+
+
+def train(senders, seed) -> None:
+    ray.get([sender.train.remote(seed, STEP) for sender in senders])

@@ -36,6 +36,7 @@ class SenderRank:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self._signal_at: tuple[int, int, int] | None = None
+        self._tear_at: int | None = None
 
     def become(self, folder: Path, position: ShardPosition, rank: int) -> None:
         """Hold what a rank at `position` holds."""
@@ -62,7 +63,20 @@ class SenderRank:
         """Send a process, or this one, a signal when it is about to fill the bucket of a round."""
         self._signal_at = (round_number, signal, pid or os.getpid())
 
+    def tear_at(self, round_number: int) -> None:
+        """Cut a byte off the file of a round, once."""
+        self._tear_at = round_number
+
     def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        answer = self._weight_sender(method, *args, **kwargs)
+        if method == "fill" and self._tear_at == args[0]:
+            self._tear_at = None
+            outbox = self._sender._prepared.outbox
+            (path,) = outbox._folder.glob(f"v{outbox._version}/rank-{outbox._rank}-bucket-*")
+            os.truncate(path, path.stat().st_size - 1)
+        return answer
+
+    def _weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if method == "fill" and self._signal_at and self._signal_at[0] == args[0]:
             _, number, pid = self._signal_at
             self._signal_at = None

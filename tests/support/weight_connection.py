@@ -57,11 +57,13 @@ class Live:
 
 
 class Connection:
-    """All trainer ranks and all ranks of one engine, connected through shared memory."""
+    """All trainer ranks and all ranks of one engine, connected through shared memory, or through
+    the files of a folder."""
 
     def __init__(
-        self, folder, trainer, engine, dtype=torch.float32, sender=WeightSender, *, deltas=False
-    ):
+        self, folder, trainer, engine, dtype=torch.float32, sender=WeightSender, *, deltas=False,
+        files=None,
+    ):  # fmt: skip
         self.layout = open_layout(folder)
         self.engine, self.dtype = engine, dtype
         positions = replica_positions(self.layout, **trainer)
@@ -76,13 +78,14 @@ class Connection:
         self.num_rounds = num_rounds(pack(self.plan, BUCKET))
         offers = [
             sender.prepare(
-                self.plan, bucket_bytes=BUCKET, dtype=dtype, transport="shared_memory",
-                deltas=deltas,
+                self.plan, bucket_bytes=BUCKET, dtype=dtype, deltas=deltas, folder=files,
+                transport="shared_memory" if files is None else "folder",
             )
             for sender in self.senders
         ]  # fmt: skip
-        assert all(offer["num_bytes"] <= BUCKET for offer in offers)
-        self.inbox = SharedMemoryInbox(offers)
+        if files is None:
+            assert all(offer["num_bytes"] <= BUCKET for offer in offers)
+            self.inbox = SharedMemoryInbox(offers)
         for sender in self.senders:
             sender.opened()
         self.receivers = [
@@ -120,10 +123,10 @@ class Connection:
             receiver.finish()
         return targets
 
-    def begin(self, delta):
+    def begin(self, delta, version=0):
         """How many rounds the update takes."""
         for sender in self.senders:
-            sender.begin(None if delta is None else delta.sizes)
+            sender.begin(None if delta is None else delta.sizes, version)
         if delta is None:
             return self.num_rounds
         return num_rounds(

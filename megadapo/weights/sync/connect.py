@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -34,6 +35,7 @@ def connect(
     *,
     dtype: torch.dtype,
     deltas: bool,
+    folder: Path | None = None,
 ) -> Connected:
     """Plan the update of the parties' targets, and let trainer ranks and engines open buckets.
 
@@ -41,6 +43,7 @@ def connect(
         shape: How the engines are cut; where they are is found out here.
         dtype: Type of the engines' weights.
         deltas: Whether updates may send only what changed.
+        folder: Where files go, if `config.transport` writes such.
     """
     import ray
 
@@ -64,6 +67,7 @@ def connect(
         dtype=dtype,
         transport=places.transport,
         deltas=deltas,
+        folder=folder,
     )
     common = {
         "plan": plan.to_json(),

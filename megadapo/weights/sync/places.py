@@ -60,6 +60,10 @@ def find_places(
     if transport == "auto":
         transport = _choose_transport(ranks, devices)
     nodes = [node for node, _ in ranks]
+    if transport == "folder":
+        # all engines read the same files
+        folder = ["folder"]
+        return Places(transport, [0] * len(devices), folder, None, Hosts(nodes, folder))
     if transport != "cuda_ipc":
         # Engines on one node read the same memory or hand on what one of them gets: every byte is
         # written once, or sent there once, for all of them.

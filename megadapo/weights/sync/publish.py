@@ -6,14 +6,17 @@ import hashlib
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megadapo.errors import InfraError
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.buckets import num_rounds, repack
 from megadapo.weights.sync.changes import Sending, Versions, all_have, sending_of
 from megadapo.weights.sync.connect import Connected, connect
+from megadapo.weights.sync.folder_update import complete
 from megadapo.weights.sync.parties import Parties, UpdatableEngines, phase
 from megadapo.weights.sync.plan import EngineShape, Plan, plan_bytes
 
@@ -78,6 +81,11 @@ class Publisher:
             tp_size=tensor_parallel, pp_size=pipeline_parallel, expert_parallel=expert_parallel
         )
         self._versions = Versions(config, deltas=deltas)
+        self._folder: Path | None = None
+        if config.folder is not None:
+            # each publisher removes what it has written before
+            self._folder = config.folder.absolute() / ("held" if held else "live")
+        self._patience_s = config.deadline_s / 2
         self._notes: list[str] = []
         self._connected: Connected | None = None
         self._places: list[Hashable] = []
@@ -120,14 +128,17 @@ class Publisher:
         self._parties.targets = list(targets)
         # without engines, those that are being started get the weights when they are there
         sending = self._choose(targets) if targets else None
-        verify = sending is not None and self._verifies(sending)
         if sending is not None:
-            paused = self._move(sending, verify)
+            sums: list[list[list[int]]] = []
+            if self._folder is not None:
+                sending, sums = self._write(sending, self._folder)
+            paused = self._move(sending, sums)
         with phase("finish"):
             self._engines.finish_weight_update(
                 self._parties.targets, policy_version, timeout_s=self._config.deadline_s
             )
         ended = time.monotonic()
+        verified = sending is not None and self._verifies(sending)
         self._is_new = sending is None
         report = PublishReport(policy_version=policy_version, seconds=ended - started)
         if sending is None:
@@ -137,7 +148,7 @@ class Publisher:
             report,
             num_bytes=sending.num_bytes,
             num_rounds=self._num_rounds,
-            verified=verify,
+            verified=verified,
             in_full=sending.delta is None,
             density=sending.density,
             pause_seconds=ended - paused,
@@ -158,19 +169,26 @@ class Publisher:
                 )
                 self._connected, base = None, None
                 plan = self._reach(self._parties.targets).plan
+        if base is None:
+            return self._begin_in_full()
         version = self._versions.begin()
-        sending = Sending(version=version, num_bytes=plan_bytes(plan))
-        if base is not None:
-            encoded = self._parties.call(
-                "encode",
-                base=base,
-                version=version,
-                max_share=self._config.max_delta,
-                with_checksums=self._config.verify == "every",
-            )
-            sending = sending_of(
-                plan, encoded, base=base, version=version, max_delta=self._config.max_delta
-            )
+        encoded = self._parties.call(
+            "encode",
+            base=base,
+            version=version,
+            max_share=self._config.max_delta,
+            with_checksums=self._config.verify == "every",
+        )
+        sending = sending_of(
+            plan, encoded, base=base, version=version, max_delta=self._config.max_delta
+        )
+        self._begin(sending)
+        return sending
+
+    def _begin_in_full(self) -> Sending:
+        assert self._connected is not None, "reach first"
+        num_bytes = plan_bytes(self._connected.plan)
+        sending = Sending(version=self._versions.begin(), num_bytes=num_bytes)
         self._begin(sending)
         return sending
 
@@ -182,8 +200,9 @@ class Publisher:
         if delta is not None:
             schedule = repack(connected.plan, connected.room, delta.sizes)
         self._num_rounds = num_rounds(schedule)
-        if self._versions.deltas:
-            self._parties.call("begin", None if delta is None else delta.sizes)
+        if self._versions.deltas or self._folder is not None:
+            sizes = None if delta is None else delta.sizes
+            self._parties.call("begin", sizes, sending.version)
 
     def _verifies(self, sending: Sending) -> bool:
         """Whether checksums are compared."""
@@ -203,26 +222,54 @@ class Publisher:
         sums: list[list[int]] = self._parties.call("fingerprint")
         return hashlib.sha256(repr(sums).encode()).hexdigest()
 
-    def _move(self, sending: Sending, verify: bool) -> float:
+    def _write(self, sending: Sending, folder: Path) -> tuple[Sending, list[list[list[int]]]]:
+        """Write an update as files, and in full where an engine cannot take up what there is.
+
+        Returns:
+            What was sent, and the checksums of every round.
+        """
+        for is_last in (False, True):
+            rounds = range(self._num_rounds)
+            sums_apart = self._compares_apart(sending)
+            sums = [self._filled(number, self._fill(number, sums_apart)) for number in rounds]
+            problem = complete(self._parties, folder, sending, patience_s=self._patience_s)
+            if problem is None:
+                return sending, sums
+            if not is_last:
+                self._notes.append(f"{problem} All weights are sent.")
+                sending = self._begin_in_full()
+        raise InfraError(f"weights.folder = {self._config.folder}: {problem}")
+
+    def _compares_apart(self, sending: Sending) -> bool:
+        """Whether checksums are compared at the end.
+
+        What changed carries its checksums, and engines compare them as it arrives.
+        """
+        return sending.delta is None and self._verifies(sending)
+
+    def _move(self, sending: Sending, sums: list[list[list[int]]]) -> float:
         """All rounds, two buckets in flight, and the comparison of checksums.
+
+        Args:
+            sums: Checksums of the rounds that are written already; those of the others join them.
 
         Returns:
             When the engines ceased to generate.
         """
-        # what changed carries its checksums, and engines compare them as it arrives
-        sums_apart = verify and sending.delta is None
+        sums_apart = self._compares_apart(sending)
         begin = {
             "version": sending.version,
             "with_checksums": sums_apart,
             "delta": None if sending.delta is None else asdict(sending.delta),
         }
-        sums = [self._filled(0, self._fill(0, sums_apart))]
+        if not sums:
+            sums.append(self._filled(0, self._fill(0, sums_apart)))
         # Until here the engines kept their old weights; from here on they refuse to generate.
         paused = time.monotonic()
         self._parties.gather(self._parties.call_engines("start_weight_update"), "start")
         for number in range(self._num_rounds):
             taking = self._take({"round": number} | ({"begin": begin} if number == 0 else {}))
-            if number + 1 < self._num_rounds:
+            if len(sums) < self._num_rounds:
                 # Written into the other bucket while this one is read.
                 sums.append(self._filled(number + 1, self._fill(number + 1, sums_apart)))
             self._parties.gather(taking, f"bucket {number} of {self._num_rounds}")
@@ -245,6 +292,7 @@ class Publisher:
                 self._engine,
                 dtype=self._dtype,
                 deltas=self._versions.deltas,
+                folder=self._folder,
             )
             self._versions.connected()
             self._is_new = True

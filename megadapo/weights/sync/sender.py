@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -24,6 +25,7 @@ from megadapo.weights.sync.buckets import (
     room_of,
     slice_view,
 )
+from megadapo.weights.sync.folder import FolderOutbox, WrittenFile
 from megadapo.weights.sync.parcels import Offer
 from megadapo.weights.sync.plan import Plan, Transfer
 from megadapo.weights.sync.relay import relay_batches
@@ -112,10 +114,13 @@ class WeightSender:
         dtype: torch.dtype,
         transport: str,
         deltas: bool = False,
+        folder: Path | None = None,
     ) -> Offer:
-        """Take the plan, allocate two buckets and offer them.
+        """Take the plan, allocate buckets and offer them.
 
-        `deltas`: Keep what is sent, so that later updates can send only what changed.
+        Args:
+            deltas: Keep what is sent, so that later updates can send only what changed.
+            folder: Where files go, if the transport writes such.
         """
         self.close()
         schedule = pack(plan, bucket_bytes)
@@ -126,6 +131,7 @@ class WeightSender:
             device=self._device,
             rank=self._rank,
             num_ranks=plan.num_ranks,
+            folder=folder,
         )
         sent = SentBundles(dtype.itemsize) if deltas else None
         full = _Rounds(schedule, self._rank)
@@ -161,14 +167,17 @@ class WeightSender:
             with_checksums=with_checksums,
         )
 
-    def begin(self, sizes: Sequence[int] | None) -> None:
+    def begin(self, sizes: Sequence[int] | None, version: int = 0) -> None:
         """Choose what the next update sends.
 
         Args:
             sizes: Bytes of every transfer of the plan, of what the ranks encoded; None: it sends
                 all weights as they are.
+            version: Of the weights that it leads to.
         """
         ready = self._ready
+        if isinstance(ready.outbox, FolderOutbox):
+            ready.outbox.begin(version)
         self._changes = None
         if sizes is not None:
             self._changes = _Rounds(repack(ready.plan, ready.room, sizes), self._rank)
@@ -200,6 +209,11 @@ class WeightSender:
         if ready.sent is not None and round_number == rounds.last:
             ready.sent.forget_sections()
         return sums
+
+    def written(self) -> dict[str, WrittenFile]:
+        """Files of the present update, where there are such."""
+        outbox = self._ready.outbox
+        return outbox.written if isinstance(outbox, FolderOutbox) else {}
 
     @torch.no_grad()
     def fingerprint(self) -> list[int]:

@@ -7,12 +7,14 @@ the offers once. After that a round needs no metadata at all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from megadapo.errors import InfraError
 from megadapo.weights.sync.cuda_ipc import CudaIpcInbox, CudaIpcOutbox
+from megadapo.weights.sync.folder import FolderInbox, FolderOutbox
 from megadapo.weights.sync.parcels import Offer, Parcel, Seat
 from megadapo.weights.sync.point_to_point import PointToPointInbox, PointToPointOutbox
 from megadapo.weights.sync.shared_memory import SharedMemoryInbox, SharedMemoryOutbox
@@ -60,15 +62,26 @@ class Inbox(Protocol):
 
 
 def open_outbox(
-    transport: str, num_bytes: int, *, device: torch.device, rank: int, num_ranks: int
+    transport: str,
+    num_bytes: int,
+    *,
+    device: torch.device,
+    rank: int,
+    num_ranks: int,
+    folder: Path | None = None,
 ) -> Outbox:
-    """Two buckets of `num_bytes` for trainer rank `rank`; `num_ranks` counts engine ranks too."""
+    """Buckets of `num_bytes` for trainer rank `rank`; `num_ranks` counts engine ranks too.
+
+    `folder`: where files go, if they do.
+    """
     if transport == "shared_memory":
         return SharedMemoryOutbox(num_bytes)
     if transport == "cuda_ipc":
         return CudaIpcOutbox(num_bytes, device)
     if transport == "nccl":
         return PointToPointOutbox(num_bytes, device, rank=rank, num_ranks=num_ranks)
+    if transport == "folder" and folder is not None:
+        return FolderOutbox(folder, num_bytes, device, rank=rank)
     raise InfraError(f"weights.transport: unknown transport {transport!r}.")
 
 
@@ -97,4 +110,6 @@ def open_inbox(
         return CudaIpcInbox(read, device)
     if transport == "nccl":
         return PointToPointInbox(offers, num_bytes, device, seat)
+    if transport == "folder":
+        return FolderInbox(offers, device)
     raise InfraError(f"weights.transport: unknown transport {transport!r}.")

@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megadapo.errors import WeightError
 from megadapo.weights.layout.layout import ModelLayout, layout_for
+from megadapo.weights.sync.folder import FolderInbox
 from megadapo.weights.sync.parcels import Offer
 from megadapo.weights.sync.plan import plan_from_json
 from megadapo.weights.sync.receiver import Target, WeightReceiver
@@ -153,6 +154,19 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             seat=plan.seat(init_info.engine, rank, init_info.copy),
         )
 
+    def open_update(self, version: int, patience_s: float) -> str | None:
+        """Take up an update that is in files, before anything is touched.
+
+        Returns:
+            Why this rank cannot, if so.
+        """
+        assert isinstance(self._inbox, FolderInbox), "only files are opened"
+        try:
+            self._inbox.open(version, held=self.held_version, patience_s=patience_s)
+        except WeightError as error:
+            return str(error)
+        return None
+
     def start_weight_update(self) -> None:
         """Nothing is touched before the first call of `receive_weights` says what comes."""
         if self._inbox is None:
@@ -177,6 +191,8 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _begin(self, version: int, with_checksums: bool, delta: dict[str, Any] | None) -> None:
         """Choose where the slices go."""
         assert self._inbox is not None, "start_weight_update checks it"
+        if isinstance(self._inbox, FolderInbox) and not self._inbox.is_open(version):
+            raise WeightError(f"Update {version} was not opened.")
         changes = None if delta is None else Delta(**delta)
         if changes is not None:
             self._connected.check(changes)
