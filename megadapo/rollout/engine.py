@@ -189,10 +189,13 @@ class RolloutEngine:
                 "still running, and what they cached belongs to the old weights"
             )
 
-    async def sleep(self) -> None:
-        """Give weights and cache memory back; the weights must be published afterwards."""
+    async def sleep(self, keep_weights: bool = False) -> None:
+        """Give weights and cache memory back; the weights must be published afterwards.
+
+        `keep_weights`: They wait in main memory, and are there again after `wake`.
+        """
         self._asleep = True
-        await self._call("sleep", self._spec.config.sleep_level)
+        await self._call("sleep", 1 if keep_weights else self._spec.config.sleep_level)
 
     async def wake(self, what: str) -> None:
         """Take memory again for `what`: "weights" first, and "kv_cache" after their update."""

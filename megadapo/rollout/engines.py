@@ -188,13 +188,22 @@ class Engines(Dispatcher):
         self.policy_version = policy_version
         self._fleet.weights_are_published()
 
-    def sleep(self) -> None:
-        """Leave the weights to the trainer, and GPU memory where engines share its GPUs."""
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Leave the weights to the trainer, and GPU memory where engines share its GPUs.
+
+        `keep_weights`: They wait in main memory for `wake`, and the trainer leaves them alone.
+        """
         self.weights_will_change()
         if self._platform.sleeps:
-            self._ask_all("sleep", self._config.start_timeout_s)
+            self._ask_all("sleep", self._config.start_timeout_s, keep_weights)
             for engine in self._fleet.present:
                 engine.asleep = True
+
+    def wake(self) -> None:
+        """Take memory again, with the weights that were kept."""
+        self.wake_weights()
+        self.wake_cache()
+        self.weights_stay()
 
     def wake_weights(self) -> None:
         """Take memory for the weights; they hold nothing until they are published."""

@@ -115,8 +115,11 @@ class ReplayedRollouts:
     def wait(self) -> None:
         """Nothing is sampled."""
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool = False) -> None:
         """Nothing shares the trainer's GPUs."""
+
+    def wake(self) -> None:
+        """Nothing slept."""
 
     def publish(self, policy_version: int) -> None:
         """Count the version, whose groups come next."""

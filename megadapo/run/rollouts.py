@@ -43,8 +43,15 @@ class Rollouts(Protocol):
         """Wait until nothing is sampled or scored any more; the engines can take weights then."""
         ...
 
-    def sleep(self) -> None:
-        """Leave the memory of shared GPUs to the trainer until the next publish."""
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Leave the memory of shared GPUs to the trainer until the next publish.
+
+        `keep_weights`: or until `wake`; engines have their weights then.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Take the memory again, with the weights that were kept."""
         ...
 
     def publish(self, policy_version: int) -> PublishReport | None:
@@ -110,9 +117,13 @@ class LiveRollouts:
         self.sampler.wait()
         self.evaluations.make_way()
 
-    def sleep(self) -> None:
-        self.engines.sleep()
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        self.engines.sleep(keep_weights=keep_weights)
         self.evaluations.weights_will_change()
+
+    def wake(self) -> None:
+        self.engines.wake()
+        self.evaluations.weights_stay()
 
     def publish(self, policy_version: int) -> PublishReport:
         """Put the trainer's weights into the engines, which then sample as that version."""

@@ -101,10 +101,9 @@ class Workers:
         if not self.engines_sleep:
             self.trainer.save(folder)
             return
-        self.rollouts.sleep()
+        self.rollouts.sleep(keep_weights=True)
         self.trainer.save(folder)
-        # engines that slept have lost their weights
-        self.rollouts.publish(policy_version=self.rollouts.policy_version)
+        self.rollouts.wake()
 
 
 @contextmanager

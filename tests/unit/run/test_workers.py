@@ -25,15 +25,16 @@ class Calls:
         self._seen = seen
 
     def __getattr__(self, name: str) -> Any:
-        def call(*_: object, policy_version: int | None = None) -> None:
-            self._seen.append(name if policy_version is None else f"{name} {policy_version}")
+        def call(*_: object, **keys: object) -> None:
+            self._seen.append(" ".join([name, *(f"{key}={keys[key]}" for key in keys)]))
 
         return call
 
 
 @pytest.mark.parametrize("engines_sleep", [True, False])
 def test_engines_sleep_while_a_checkpoint_is_made(engines_sleep: bool) -> None:
-    """Catches a save that needs the memory which engines on the same GPUs hold."""
+    """Catches a save that needs the memory which engines on the same GPUs hold, and weights that
+    are sent a second time though they have not changed."""
     seen: list[str] = []
     workers: Any = Workers(
         trainer=Calls(seen),  # type: ignore[arg-type]
@@ -43,7 +44,7 @@ def test_engines_sleep_while_a_checkpoint_is_made(engines_sleep: bool) -> None:
         engines_sleep=engines_sleep,
     )
     workers.save(Path("state"))
-    assert seen == (["sleep", "save", "publish 7"] if engines_sleep else ["save"])
+    assert seen == (["sleep keep_weights=True", "save", "wake"] if engines_sleep else ["save"])
 
 
 def test_steps_that_warm_the_critic_up_leave_the_kl_coefficient_alone() -> None:
