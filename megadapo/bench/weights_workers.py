@@ -235,7 +235,13 @@ def start_engine(model: Path, *, tensor_parallel: int) -> Engines:
     import ray
 
     if not ray.is_initialized():
-        ray.init(include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+        # without "local" Ray would join any cluster that this machine happens to be a node of
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+        )
     actor: Any = ray.remote(num_cpus=0)(Engine).remote(str(model), tensor_parallel)
     ray.get(actor.__ray_ready__.remote())
     return Engines(actor)
