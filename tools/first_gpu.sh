@@ -86,11 +86,11 @@ else
     steps=5
     head=(--device cuda)
     tests=()
-    plan=(configs/quickstart.toml "${bf16[@]}" --rollout.num_engines=1 --cluster.device=cuda)
+    plan=(configs/quickstart.toml "${bf16[@]}" --cluster.device=cuda)
     memory=(--memory "$folder/memory")
 fi
 
-# the quickstart's two engines would want two GPUs
+# one engine in a rehearsal too
 short=(--rollout.num_engines=1 --run.num_steps="$steps" --trainer.optimizer.warmup_steps=1 --evaluation.every=0)
 
 part doctor megadapo doctor

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.cluster.config import ClusterConfig
 from megadapo.config.conflicts import conflicts_between
+from megadapo.config.engine_count import with_number_of_engines
 from megadapo.config.problems import describe, refused_keys, section_of
 from megadapo.config.recipe import read_table, with_key
 from megadapo.config.sections import CheckpointConfig, RunSection
@@ -86,7 +87,7 @@ def from_dict(table: Mapping[str, Any]) -> RunConfig:
     Raises ConfigError that lists every unknown key, wrong value, missing key and conflict.
     """
     # an absent section is an empty one: it then names its own required keys, not just itself
-    complete = {name: {} for name in RunConfig.model_fields} | dict(table)
+    complete = with_number_of_engines({name: {} for name in RunConfig.model_fields} | dict(table))
     try:
         return RunConfig.model_validate(complete, context=COLLECT)
     except ValidationError as error:

@@ -6,20 +6,26 @@ Imports neither torch nor vLLM: a configuration is checked before anything heavy
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, WithJsonSchema
 
 from megadapo.rollout.branching_config import BranchingConfig
 from megadapo.rollout.tools import ToolsConfig
 from megadapo.section import Section, Timeout
 
+NUMBER_OR_AUTO: dict[str, Any] = {
+    "anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"const": "auto"}]
+}
+"""A count in a recipe; what "auto" means is known before the section is made."""
+
 
 class RolloutConfig(Section, title="rollout"):
     """The engines: how many, how large, and how responses are drawn from the policy."""
 
-    num_engines: PositiveInt = 1
-    """Number of vLLM engines; groups are dealt out to them in turn."""
+    num_engines: Annotated[PositiveInt, WithJsonSchema(NUMBER_OR_AUTO)] = 1
+    """Number of vLLM engines; groups are dealt out to them in turn. "auto" is what the trainer's
+    GPUs have room for, and two without GPUs."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share each weight matrix of an engine."""
     pipeline_parallel: PositiveInt = 1

@@ -104,6 +104,47 @@ def test_trainer_and_engines_share_the_gpus_by_the_names_their_node_gives_them(n
     assert trainer == engines == sorted(names.split(","))
 
 
+ONE_GPU = """
+import ray
+from megadapo.cluster.cluster import Cluster
+from megadapo.config import load_config
+
+config = load_config("configs/quickstart.toml", ["cluster.device=cuda"])
+assert config.num_engines == 1
+ray.init(address="local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
+cluster = Cluster.start(
+    config.cluster,
+    num_trainer_ranks=config.trainer.num_ranks,
+    num_engines=config.num_engines,
+    engine_ranks=config.rollout.ranks_per_engine,
+)
+
+@ray.remote
+class Actor:
+    def gpu(self):
+        return str(ray.get_gpu_ids()[0])
+
+options = [cluster.trainer_options(0), cluster.engine_options(0)]
+both = [Actor.options(**entry).remote() for entry in options]
+print(*ray.get([one.gpu.remote() for one in both]), *cluster.engine_gpus(0))
+cluster.shutdown()
+"""
+
+
+def test_the_quickstart_finds_room_on_a_single_gpu():
+    """Catches a first run that waits for a second GPU, as one engine for each core would."""
+    result = subprocess.run(
+        [sys.executable, "-c", ONE_GPU],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=REPOSITORY,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].split() == ["0", "0", "0"]
+
+
 DRIVER = """
 import time, psutil, ray
 from megadapo.cluster.cluster import Cluster

@@ -1,0 +1,55 @@
+"""What `rollout.num_engines = "auto"` means on which machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megadapo.config import RunConfig, load_config, to_toml
+from megadapo.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[3]
+QUICKSTART = REPOSITORY / "configs" / "quickstart.toml"
+
+
+def quickstart(*overrides: str) -> RunConfig:
+    return load_config(QUICKSTART, overrides)
+
+
+@pytest.mark.parametrize("overrides,has_gpu,expected", [
+    ([], False, 2),
+    ([], True, 1),
+    (["cluster.device=cpu"], True, 2),
+    (["cluster.device=cuda"], False, 1),
+    (["trainer.data_parallel=4"], True, 4),
+    (["trainer.data_parallel=4", "rollout.tensor_parallel=2"], True, 2),
+    (["rollout.tensor_parallel=2"], True, 1),
+    (["rollout.num_engines=3"], True, 3),
+])  # fmt: skip
+def test_engines_are_counted_by_the_trainers_gpus(
+    overrides: list[str], has_gpu: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a quickstart that asks for more GPUs than its trainer has, or is slower on a CPU."""
+    monkeypatch.setattr("megadapo.config.engine_count.has_gpu", lambda: has_gpu)
+    assert quickstart(*overrides).rollout.num_engines == expected
+
+
+def test_a_resolved_configuration_says_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a run that goes on with other engines than it was started with."""
+    monkeypatch.setattr("megadapo.config.engine_count.has_gpu", lambda: False)
+    printed = tmp_path / "printed.toml"
+    printed.write_text(to_toml(quickstart()))
+    monkeypatch.setattr("megadapo.config.engine_count.has_gpu", lambda: True)
+    assert load_config(printed).rollout.num_engines == 2
+
+
+def test_what_is_wrong_beside_it_is_still_said() -> None:
+    """Catches a trace, or a complaint about the engines, in the place of the real problem."""
+    with pytest.raises(ConfigError, match=r"trainer\.data_parallel") as caught:
+        quickstart("trainer.data_parallel=-1")
+    assert "num_engines" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"rollout\.num_engines"):
+        quickstart("rollout.num_engines=some")
