@@ -171,7 +171,8 @@ class TrainerConfig(Section, title="trainer"):
     start_timeout_s: Timeout = 1800.0
     """Seconds the ranks may take to start, form their groups and read the weights."""
     timeout_s: Timeout = 1800.0
-    """Seconds that a step's updates, a save or a load may take, or one collective in them."""
+    """Seconds that a save or a load may take, one collective in them or in an update, and an
+    update with its share of the log-probs before, on average over those of a step."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
     offload: OffloadConfig = OffloadConfig()

@@ -136,6 +136,7 @@ class Trainer:
             kl_reward_coef,
             None if texts is None else _shared(texts),
             record,
+            num_deadlines=len(batch.mini_batches),
         )
         recorded = [update.recorded for update in updates if update.recorded is not None]
         return replace(
@@ -177,14 +178,17 @@ class Trainer:
         if self._offloads:
             self.call_all("leave_to_engines")
 
-    def call_all(self, method: str, *args: Any) -> list[Any]:
+    def call_all(self, method: str, *args: Any, num_deadlines: int = 1) -> list[Any]:
         """Call a method of TrainerWorker on all ranks at once and return the results by rank.
+
+        `num_deadlines`: how many things it does that may each take as long as a call.
 
         Raises:
             MegadapoError: what a rank raised; InfraError where one died or gave no answer in time.
         """
         calls = [getattr(rank, method).remote(*args) for rank in self.ranks]
-        return self._gather(calls, method, self._timeout_s, "trainer.timeout_s")
+        timeout_s = max(1, num_deadlines) * self._timeout_s
+        return self._gather(calls, method, timeout_s, "trainer.timeout_s")
 
     def check(self) -> None:
         """Look after the ranks while nobody waits for them.

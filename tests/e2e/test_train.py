@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -286,7 +287,8 @@ def test_a_rank_that_hangs_ends_the_run_in_time_and_the_run_resumes(uninterrupte
     os.kill(hung[0], signal.SIGSTOP)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == InfraError.exit_code, output
-    assert "within 15 s" in output
+    # two updates a step, if it was one of those
+    assert re.search(r"within (15|30) s", output)
     assert descendants(folder) == []
     result = run(folder)
     assert result.returncode == 0, result.stdout + result.stderr
