@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,11 @@ from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.buckets import num_rounds, repack
 from megadapo.weights.sync.changes import Sending, Versions, all_have, sending_of
 from megadapo.weights.sync.connect import Connected, connect
-from megadapo.weights.sync.folder_update import complete
+from megadapo.weights.sync.moving import Sums, Update, move, write
 from megadapo.weights.sync.parties import Parties, UpdatableEngines, phase
 from megadapo.weights.sync.plan import EngineShape, Plan, plan_bytes
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
     from ray.actor import ActorHandle
 
 
@@ -85,7 +84,6 @@ class Publisher:
         if config.folder is not None:
             # each publisher removes what it has written before
             self._folder = config.folder.absolute() / ("held" if held else "live")
-        self._patience_s = config.deadline_s / 2
         self._notes: list[str] = []
         self._connected: Connected | None = None
         self._places: list[Hashable] = []
@@ -127,34 +125,35 @@ class Publisher:
         started = time.monotonic()
         self._parties.targets = list(targets)
         # without engines, those that are being started get the weights when they are there
-        sending = self._choose(targets) if targets else None
-        if sending is not None:
-            sums: list[list[list[int]]] = []
+        update = self._choose(targets) if targets else None
+        if update is not None:
+            sums: Sums = []
             if self._folder is not None:
-                sending, sums = self._write(sending, self._folder)
-            paused = self._move(sending, sums)
+                update, sums = self._write(update, self._folder)
+            paused = move(self._parties, update, sums)
         with phase("finish"):
             self._engines.finish_weight_update(
                 self._parties.targets, policy_version, timeout_s=self._config.deadline_s
             )
         ended = time.monotonic()
-        verified = sending is not None and self._verifies(sending)
-        self._is_new = sending is None
         report = PublishReport(policy_version=policy_version, seconds=ended - started)
-        if sending is None:
+        if update is None:
+            self._is_new = True
             return report
+        sending, verified = update.sending, self._verifies(update.sending)
+        self._is_new = False
         self._versions.ended(sending)
         return replace(
             report,
             num_bytes=sending.num_bytes,
-            num_rounds=self._num_rounds,
+            num_rounds=update.num_rounds,
             verified=verified,
             in_full=sending.delta is None,
             density=sending.density,
             pause_seconds=ended - paused,
         )
 
-    def _choose(self, targets: Sequence[int]) -> Sending:
+    def _choose(self, targets: Sequence[int]) -> Update:
         """Connect, and decide whether all weights are sent or only what changed."""
         plan = self._reach(targets).plan
         base = self._versions.base
@@ -182,27 +181,25 @@ class Publisher:
         sending = sending_of(
             plan, encoded, base=base, version=version, max_delta=self._config.max_delta
         )
-        self._begin(sending)
-        return sending
+        return self._begin(sending)
 
-    def _begin_in_full(self) -> Sending:
+    def _begin_in_full(self) -> Update:
         assert self._connected is not None, "reach first"
         num_bytes = plan_bytes(self._connected.plan)
-        sending = Sending(version=self._versions.begin(), num_bytes=num_bytes)
-        self._begin(sending)
-        return sending
+        return self._begin(Sending(version=self._versions.begin(), num_bytes=num_bytes))
 
-    def _begin(self, sending: Sending) -> None:
+    def _begin(self, sending: Sending) -> Update:
         """Tell the ranks which rounds there are to be."""
         connected, delta = self._connected, sending.delta
         assert connected is not None, "reach first"
         schedule = connected.schedule
         if delta is not None:
             schedule = repack(connected.plan, connected.room, delta.sizes)
-        self._num_rounds = num_rounds(schedule)
         if self._versions.deltas or self._folder is not None:
             sizes = None if delta is None else delta.sizes
             self._parties.call("begin", sizes, sending.version)
+        compares_at_end = delta is None and self._verifies(sending)
+        return Update(sending, num_rounds(schedule), compares_at_end)
 
     def _verifies(self, sending: Sending) -> bool:
         """Whether checksums are compared."""
@@ -222,62 +219,21 @@ class Publisher:
         sums: list[list[int]] = self._parties.call("fingerprint")
         return hashlib.sha256(repr(sums).encode()).hexdigest()
 
-    def _write(self, sending: Sending, folder: Path) -> tuple[Sending, list[list[list[int]]]]:
+    def _write(self, update: Update, folder: Path) -> tuple[Update, Sums]:
         """Write an update as files, and in full where an engine cannot take up what there is.
 
         Returns:
-            What was sent, and the checksums of every round.
+            What was written, and the checksums of every round.
         """
         for is_last in (False, True):
-            rounds = range(self._num_rounds)
-            sums_apart = self._compares_apart(sending)
-            sums = [self._filled(number, self._fill(number, sums_apart)) for number in rounds]
-            problem = complete(self._parties, folder, sending, patience_s=self._patience_s)
+            patience_s = self._config.deadline_s / 2
+            sums, problem = write(self._parties, update, folder, patience_s=patience_s)
             if problem is None:
-                return sending, sums
+                return update, sums
             if not is_last:
                 self._notes.append(f"{problem} All weights are sent.")
-                sending = self._begin_in_full()
+                update = self._begin_in_full()
         raise InfraError(f"weights.folder = {self._config.folder}: {problem}")
-
-    def _compares_apart(self, sending: Sending) -> bool:
-        """Whether checksums are compared at the end.
-
-        What changed carries its checksums, and engines compare them as it arrives.
-        """
-        return sending.delta is None and self._verifies(sending)
-
-    def _move(self, sending: Sending, sums: list[list[list[int]]]) -> float:
-        """All rounds, two buckets in flight, and the comparison of checksums.
-
-        Args:
-            sums: Checksums of the rounds that are written already; those of the others join them.
-
-        Returns:
-            When the engines ceased to generate.
-        """
-        sums_apart = self._compares_apart(sending)
-        begin = {
-            "version": sending.version,
-            "with_checksums": sums_apart,
-            "delta": None if sending.delta is None else asdict(sending.delta),
-        }
-        if not sums:
-            sums.append(self._filled(0, self._fill(0, sums_apart)))
-        # Until here the engines kept their old weights; from here on they refuse to generate.
-        paused = time.monotonic()
-        self._parties.gather(self._parties.call_engines("start_weight_update"), "start")
-        for number in range(self._num_rounds):
-            taking = self._take({"round": number} | ({"begin": begin} if number == 0 else {}))
-            if len(sums) < self._num_rounds:
-                # Written into the other bucket while this one is read.
-                sums.append(self._filled(number + 1, self._fill(number + 1, sums_apart)))
-            self._parties.gather(taking, f"bucket {number} of {self._num_rounds}")
-        if sums_apart:
-            by_feeder = [list(rounds) for rounds in zip(*sums, strict=True)]
-            comparing = self._take({"checksums": by_feeder})
-            self._parties.gather(comparing, "checksums", forgive=False)
-        return paused
 
     def _reach(self, targets: Sequence[int]) -> Connected:
         """Connect with the engines that are to be updated, unless that has been done."""
@@ -297,12 +253,3 @@ class Publisher:
             self._versions.connected()
             self._is_new = True
         return self._connected
-
-    def _fill(self, number: int, verify: bool) -> list[ObjectRef[Any]]:
-        return self._parties.submit("fill", number, with_checksums=verify)
-
-    def _filled(self, number: int, refs: Sequence[ObjectRef[Any]]) -> list[list[int]]:
-        return self._parties.wait(refs, f"bucket {number} of {self._num_rounds}")
-
-    def _take(self, info: dict[str, object]) -> dict[int, ObjectRef[Any]]:
-        return self._parties.call_engines("update_weights", info)
