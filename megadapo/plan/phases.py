@@ -194,7 +194,8 @@ def host_bytes(config: RunConfig, models: Models, engine: EngineBytes, gpus_per_
     of_engine = 0
     if config.cluster.placement == "colocated":
         offload = config.trainer.offload
-        of_engine = engine.weights if rollout.sleep_level == 1 else 0
+        # while the trainer works, or else while a checkpoint is made
+        of_engine = engine.weights
         of_engine += GRAPH_BYTES if rollout.sleep_mode_offload_cudagraph else 0
     has_reference = config.algorithm.objective.kl_coef != 0.0
     of_rank = max(
