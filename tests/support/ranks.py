@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib.metadata
 import os
@@ -27,6 +28,8 @@ MEGATRON_VARIABLE = "MEGADAPO_TEST_MEGATRON"
 """Version of megatron-core that the ranks must run on, where it is not the installed one."""
 NUM_PROCESSES = 4
 ANSWER_TIMEOUT_S = 240
+DEATH_TIMEOUT_S = 5
+"""From a closed connection to an exit code."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Ranks:
             rendezvous = Rendezvous(
                 address="127.0.0.1", port=port, rank=rank, world_size=world_size
             )
-            with _naming_a_death(rank):
+            with self._naming_a_death(rank):
                 self._ends[rank].send(Task(function, rendezvous, args))
         waiting = {self._ends[rank]: rank for rank in range(world_size)}
         answers: list[Any] = [None] * world_size
@@ -84,10 +87,22 @@ class Ranks:
             assert ready, f"ranks {sorted(waiting.values())} did not answer"
             for end in ready:
                 rank = waiting.pop(end)
-                with _naming_a_death(rank):
+                with self._naming_a_death(rank):
                     succeeded, answers[rank] = end.recv()
                 assert succeeded, f"rank {rank} failed:\n{answers[rank]}"
         return answers
+
+    @contextlib.contextmanager
+    def _naming_a_death(self, rank: int) -> Iterator[None]:
+        """A rank that died, or was killed for its memory, is known by its closed connection."""
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            process = self._processes[rank]
+            process.join(timeout=DEATH_TIMEOUT_S)
+            raise AssertionError(
+                f"rank {rank} died with exit code {process.exitcode}: {error!r}"
+            ) from None
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
@@ -103,20 +118,13 @@ class Ranks:
         self._processes, self._ends = [], []
 
 
-@contextlib.contextmanager
-def _naming_a_death(rank: int) -> Iterator[None]:
-    """A rank that died, or was killed for its memory, is known by its closed connection."""
-    try:
-        yield
-    except (EOFError, OSError) as error:
-        raise AssertionError(f"rank {rank} died: {error!r}") from None
-
-
 def _serve(end: Connection) -> None:
     import torch
 
     from tests.support import preload  # does nothing where the fork server has done it
 
+    # all that the tests see of a death is a closed connection
+    faulthandler.enable()
     torch.set_num_threads(preload.NUM_THREADS)
     from megadapo.trainer.parallel import leave_groups
 
