@@ -12,7 +12,8 @@ ENV DEBIAN_FRONTEND=noninteractive \
 
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
-        build-essential cmake git ninja-build python3.12 python3.12-dev python3.12-venv \
+        build-essential cmake git ninja-build procps python3.12 python3.12-dev python3.12-venv \
+        wget \
     && rm -rf /var/lib/apt/lists/*
 
 RUN python3.12 -m venv /opt/venv
