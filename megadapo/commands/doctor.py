@@ -1,19 +1,42 @@
-"""`megadapo doctor`: what this machine has, and what megadapo will make of it."""
+"""`megadapo doctor`: what this machine, or every node of a cluster, has and what that makes."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from megadapo.commands.common import Commands, add_command
+from megadapo.errors import ConfigError
 
 
 def add(commands: Commands) -> None:
     parser = add_command(commands, "doctor", "say what this machine has and what megadapo will use")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument(
+        "--cluster",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="say whether the nodes of a running Ray cluster fit together (default: the one that "
+        "this machine is a node of)",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="FOLDER",
+        help="of --cluster: a run's folder, which every node must see",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.cluster is not None:
+        from megadapo.run.cluster_doctor import doctor_cluster
+
+        folder = arguments.folder and arguments.folder.absolute()
+        return doctor_cluster(arguments.cluster, folder, as_json=arguments.json)
+    if arguments.folder is not None:
+        raise ConfigError("--folder is of --cluster")
     from megadapo.observe.doctor import doctor
 
     return doctor(as_json=arguments.json)
