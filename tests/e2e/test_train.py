@@ -311,11 +311,14 @@ def test_every_split_of_the_trainer_runs_by_overrides_alone(uninterrupted, tmp_p
         "--trainer.sequence_parallel=true",
         "--rollout.num_engines=2",
         "--rollout.num_threads=1",
+        # half of the quickstart's, as the warm-up of so short a run is half of the other run's
+        "--trainer.optimizer.lr=1.5e-5",
         num_steps=2,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     (split, then), whole = metrics(folder), metrics(uninterrupted)[0]
     assert then["parity/logprob_abs_max"] < 1e-4  # the engines have what was trained
+    assert split["policy/lr"] == whole["policy/lr"]
     assert split["response_length/mean"] == whole["response_length/mean"]
     assert split["accuracy/mean"] == whole["accuracy/mean"]
     assert split["policy/loss"] == pytest.approx(whole["policy/loss"], rel=1e-4, abs=1e-6)
