@@ -148,6 +148,7 @@ class _Leaving:
             storage.resize_(0)
         return copies
 
+    @record_function("megadapo::offload")
     def fetch(self) -> None:
         if not self.is_away:
             return

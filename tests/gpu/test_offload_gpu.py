@@ -1,0 +1,40 @@
+"""What the trainer puts away frees the GPU's memory, and comes back to the bit beside other work.
+
+Would catch: memory that stays with torch, copies that are read before they are there, and storages
+that are used again while a kernel still reads what they held.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megadapo.trainer.offload import _Leaving
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SIZES = (3, 1 << 20, (1 << 26) + 5)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_memory_is_free_and_what_it_held_comes_back(keeps: bool) -> None:
+    device = torch.device("cuda")
+    tensors = [torch.randn(size, device=device) for size in SIZES]
+    views = [tensor[1:] for tensor in tensors]
+    expected = [view.cpu() if keeps else torch.zeros_like(view, device="cpu") for view in views]
+    leaving = _Leaving(lambda: [one.untyped_storage() for one in tensors], device, keeps=keeps)
+    matrix = torch.randn(4096, 4096, device=device)
+    for _ in range(3):
+        before = torch.cuda.memory_allocated()
+        leaving.leave()
+        assert before - torch.cuda.memory_allocated() >= 4 * sum(SIZES)
+        product = matrix
+        for _ in range(20):
+            product = product @ matrix
+        leaving.fetch()
+        product = product @ matrix
+        leaving.arrive()
+        for view, old in zip(views, expected, strict=True):
+            assert torch.equal(view.cpu(), old)
