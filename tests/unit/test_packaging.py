@@ -101,18 +101,41 @@ def resolved_for_cuda(folder: Path, *more: str) -> dict[str, str]:
     return dict(line.split("==") for line in found.read_text().splitlines())
 
 
+@pytest.fixture(scope="module")
+def cuda_versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of requirements/gpu.in; needs a package index."""
+    return resolved_for_cuda(tmp_path_factory.mktemp("cuda"))
+
+
 @pytest.mark.full
-def test_what_cuda_machines_install_goes_together(metadata: Message, tmp_path: Path):
+def test_what_cuda_machines_install_goes_together(
+    cuda_versions: dict[str, str], metadata: Message, tmp_path: Path
+):
     """Packages that exclude each other end the image's build, or, worse, Transformer Engine's come
-    with another torch than the one that vLLM was built for. Needs a package index."""
+    with another torch than the one that vLLM was built for."""
     text = (ROOT / "Dockerfile").read_text()
     (engine,) = re.findall(r'"(transformer-engine\[.*?)"', text)
-    first = resolved_for_cuda(tmp_path)
-    second = resolved_for_cuda(tmp_path, engine)
-    assert first.items() <= second.items()
+    assert cuda_versions.items() <= resolved_for_cuda(tmp_path, engine).items()
     for one in applying([Requirement(line) for line in metadata.get_all("Requires-Dist")], "3.12"):
-        assert one.specifier.contains(first[one.name], prereleases=True), one
-    assert first["torch"] == pins("3.12")["torch"].partition("+")[0]
+        assert one.specifier.contains(cuda_versions[one.name], prereleases=True), one
+    assert cuda_versions["torch"] == pins("3.12")["torch"].partition("+")[0]
+
+
+@pytest.mark.full
+def test_kernels_compile_with_the_triton_of_cuda_machines(
+    cuda_versions: dict[str, str], tmp_path: Path
+):
+    """torch pins an older one there than the CPU has."""
+    pin = f"triton=={cuda_versions['triton']}"
+    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps"]
+    subprocess.run([*command, "--target", str(tmp_path / "site"), pin], check=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path / "site")]),
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "tests/unit/kernels/test_triton_compiles.py"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_name_kernels_is_left_to_the_package_that_owns_it(tmp_path: Path):
