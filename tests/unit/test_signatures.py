@@ -8,8 +8,11 @@ import json
 import runpy
 from pathlib import Path
 
+import torch.multiprocessing.reductions
+
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.platform import EnginePlatform
+from megadapo.weights.sync import cuda_ipc
 
 ROOT = Path(__file__).parents[2]
 TOOL = runpy.run_path(str(ROOT / "tools" / "signatures.py"))
@@ -69,6 +72,17 @@ def test_engines_start_with_arguments_that_vllm_has() -> None:
     fields = class_of("engine/arg_utils.py", "EngineArgs").body
     names = {ast.unparse(one.target) for one in fields if isinstance(one, ast.AnnAssign)}
     assert platform.engine_arguments(RolloutConfig(), 100).keys() <= names
+
+
+def test_memory_is_offered_as_torch_shares_it() -> None:
+    """What opens a GPU's memory in another process goes there by name, in torch's own order."""
+    tree = ast.parse(Path(torch.multiprocessing.reductions.__file__).read_text())
+    (shared,) = (
+        [ast.unparse(name) for name in node.targets[0].elts]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.value) == "storage._share_cuda_()"
+    )
+    assert shared == list(cuda_ipc._HANDLE_FIELDS)
 
 
 def methods_of(file: str, name: str) -> dict[str, str]:

@@ -17,8 +17,8 @@ from megadapo.weights.sync.parcels import NUM_BUCKETS, Offer, Parcel
 _HANDLE_FIELDS = (
     "device",
     "handle",
-    "storage_bytes",
-    "storage_offset",
+    "storage_size_bytes",
+    "storage_offset_bytes",
     "ref_counter_handle",
     "ref_counter_offset",
     "event_handle",

@@ -1,0 +1,70 @@
+"""CUDA's branches of the kernels on tensors without memory: would catch a buffer made on another
+device, or a product in a type that torch has none for.
+
+As far as a CPU's torch allows: it refuses to copy, to cut and to differentiate tensors of a device
+that it was not built for, so neither the policy head as a whole nor a layer can run like this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime.jit import JITFunction
+
+from megadapo.kernels import policy_head_products as products
+from megadapo.kernels import rmsnorm, rotary, swiglu
+
+TOKENS, HEADS, SIZE, VOCAB = 40, 2, 16, 256
+FP32 = torch.float32
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, set[str]]]:
+    """Kernel -> devices of the tensors that it is given; nothing is compiled."""
+    seen: dict[str, set[str]] = {}
+
+    def launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        seen[kernel.__name__] = {one.device.type for one in tensors}
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    with FakeTensorMode(), torch.no_grad():
+        yield seen
+
+
+def fake(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP32])
+def test_kernels_are_launched_on_one_device(launches: dict[str, set[str]], dtype: torch.dtype):
+    x, weight = fake(TOKENS, SIZE, dtype=dtype), fake(SIZE, dtype=dtype)
+    y, inverse_rms = rmsnorm._forward_triton(x, weight, 1e-6)
+    gradients = rmsnorm._backward_triton(x, weight, inverse_rms, y)
+    gate_up = fake(TOKENS, 2 * SIZE, dtype=dtype)
+    product = swiglu._forward_triton(gate_up)
+    heads = fake(TOKENS, HEADS, SIZE, dtype=dtype)
+    turned = rotary._rotate_triton(heads, fake(TOKENS, SIZE // 2), fake(TOKENS, SIZE // 2), 1.0)
+    for found, like in (
+        *((y, x), (gradients[0], x), (product, x), (turned, heads)),
+        (swiglu._backward_triton(gate_up, product), gate_up),
+    ):
+        assert (found.shape, found.dtype, found.device) == (like.shape, like.dtype, like.device)
+    assert len(launches) == 5
+    assert all(devices == {"cuda"} for devices in launches.values()), launches
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP32])
+@pytest.mark.usefixtures("launches")
+def test_products_are_made_in_fp32(dtype: torch.dtype):
+    hidden, weight = fake(TOKENS, SIZE, dtype=dtype), fake(VOCAB, SIZE, dtype=dtype)
+    products.mm_fp32(hidden, weight, out=fake(TOKENS, VOCAB), scratch=None)
+    total = products.Fp32Sum(weight.shape, weight)
+    total.add(fake(TOKENS, VOCAB, dtype=dtype), hidden)
+    assert total.result().dtype == FP32
+    assert total.result().device.type == "cuda"
