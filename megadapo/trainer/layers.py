@@ -97,7 +97,13 @@ class PackedAttention(torch.nn.Module):
             to_padded(key, packed.key_rows, packed.key_of_row),
             to_padded(value, packed.key_rows, packed.key_of_row),
         ]
-        outputs = [self._bucket_attention(bucket, *padded) for bucket in packed.buckets]
+        # parts that `split` gives have their gradients put together in one pass over memory
+        rows = [bucket.num_sequences * bucket.length for bucket in packed.buckets]
+        parts = zip(*(x.split(rows) for x in padded), strict=True)
+        outputs = [
+            self._bucket_attention(bucket, *part)
+            for bucket, part in zip(packed.buckets, parts, strict=True)
+        ]
         return from_padded(torch.cat(outputs), packed.padded_rows).flatten(1)
 
     def _of_all_ranks(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,14 +117,10 @@ class PackedAttention(torch.nn.Module):
         key, value = both.chunk(2, dim=1)
         return key, value
 
-    def _bucket_attention(self, bucket: Bucket, *padded: Tensor) -> Tensor:
+    def _bucket_attention(self, bucket: Bucket, *rows: Tensor) -> Tensor:
         """[rows, heads, D]; gaps lie behind their sequence, so causality hides them."""
-        rows = bucket.num_sequences * bucket.length
         query, key, value = (
-            x.narrow(0, bucket.offset, rows)
-            .unflatten(0, (bucket.num_sequences, bucket.length))
-            .transpose(1, 2)
-            for x in padded
+            x.unflatten(0, (bucket.num_sequences, bucket.length)).transpose(1, 2) for x in rows
         )
         output = functional.scaled_dot_product_attention(
             query,

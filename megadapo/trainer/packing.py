@@ -25,9 +25,8 @@ SHORTEST_OF_BUCKET = 0.75
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length, padded to one length, at an offset of the padded buffer."""
+    """Sequences of similar length, padded to one length, behind those of the buckets before."""
 
-    offset: int
     num_sequences: int
     length: int
 
@@ -79,21 +78,28 @@ def pack_sequences(
     )
     if inverse_frequencies is None:
         return packed
-    buckets, padded_rows, num_padded_rows = _buckets(lengths, cu_seqlens)
-    positions = torch.cat([torch.arange(n, dtype=torch.float32) for n in lengths])
-    places = [ContextPart(rank, part.size).places(lengths) for rank in range(part.size)]
-    own = torch.from_numpy(places[part.rank])
-    angles = torch.outer(positions[own], inverse_frequencies.cpu())
-    own_rows, key_rows = padded_rows[own], padded_rows[np.concatenate(places)]
+    buckets, first_rows = _buckets(lengths)
+    num_padded_rows = sum(bucket.num_sequences * bucket.length for bucket in buckets)
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    rows = torch.from_numpy(np.repeat(first_rows, lengths) + positions)
+    own = part.places(lengths)
+    angles = torch.outer(torch.from_numpy(positions[own]).float(), inverse_frequencies.cpu())
+    own_rows = rows[own]
+    token_of_row = _tokens_of_rows(own_rows, num_padded_rows)
+    key_rows, key_of_row = own_rows, token_of_row
+    if part.size > 1:
+        places = [ContextPart(rank, part.size).places(lengths) for rank in range(part.size)]
+        key_rows = rows[np.concatenate(places)]
+        key_of_row = _tokens_of_rows(key_rows, num_padded_rows)
     return replace(
         packed,
         cos=angles.cos(),
         sin=angles.sin(),
         buckets=buckets,
         padded_rows=own_rows,
-        token_of_row=_tokens_of_rows(own_rows, num_padded_rows),
+        token_of_row=token_of_row,
         key_rows=key_rows,
-        key_of_row=_tokens_of_rows(key_rows, num_padded_rows),
+        key_of_row=key_of_row,
     )
 
 
@@ -103,7 +109,8 @@ def _tokens_of_rows(rows: Tensor, num_padded_rows: int) -> Tensor:
     return tokens
 
 
-def _buckets(lengths: list[int], cu_seqlens: Tensor) -> tuple[tuple[Bucket, ...], Tensor, int]:
+def _buckets(lengths: list[int]) -> tuple[tuple[Bucket, ...], np.ndarray]:
+    """The buckets in order, and the row of the padded buffer where each sequence begins."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     members: list[list[int]] = []
     for index in order:
@@ -113,17 +120,11 @@ def _buckets(lengths: list[int], cu_seqlens: Tensor) -> tuple[tuple[Bucket, ...]
             members[-1].append(index)
         else:
             members.append([index])
-    buckets: list[Bucket] = []
-    rows = torch.empty(int(cu_seqlens[-1]), dtype=torch.int64)
-    offset = 0
-    for bucket in members:
-        length = lengths[bucket[0]]
-        buckets.append(Bucket(offset, len(bucket), length))
-        for index in bucket:
-            start = int(cu_seqlens[index])
-            rows[start : start + lengths[index]] = torch.arange(offset, offset + lengths[index])
-            offset += length
-    return tuple(buckets), rows, offset
+    buckets = tuple(Bucket(len(bucket), lengths[bucket[0]]) for bucket in members)
+    padded = np.repeat([b.length for b in buckets], [b.num_sequences for b in buckets])
+    first_rows = np.empty(len(lengths), dtype=np.int64)
+    first_rows[order] = np.cumsum(padded) - padded
+    return buckets, first_rows
 
 
 class _ToPadded(torch.autograd.Function):

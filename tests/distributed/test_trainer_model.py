@@ -57,13 +57,13 @@ def test_rotary_frequencies_equal_transformers(ranks: Ranks, kind: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def _padding(rendezvous, lengths: list[int]) -> tuple[list[int], int, list[tuple[int, int, int]]]:
+def _padding(rendezvous, lengths: list[int]) -> tuple[list[int], int, list[tuple[int, int]]]:
     import torch
 
     from megadapo.trainer.packing import pack_sequences
 
     packed = pack_sequences(lengths, torch.ones(2))
-    buckets = [(b.offset, b.num_sequences, b.length) for b in packed.buckets]
+    buckets = [(b.num_sequences, b.length) for b in packed.buckets]
     assert (packed.token_of_row[packed.padded_rows] == torch.arange(sum(lengths))).all()
     return packed.padded_rows.tolist(), len(packed.token_of_row), buckets
 
@@ -75,7 +75,7 @@ def test_every_token_has_its_own_row_and_padding_stays_small(ranks: Ranks, seed:
     lengths = [min(16384, int(rng.lognormvariate(6, 1.3)) + 1) for _ in range(40)]
     ((rows, num_rows, buckets),) = ranks.run(1, _padding, lengths)
     assert len(set(rows)) == sum(lengths)
-    assert max(rows) < num_rows == sum(n * length for _, n, length in buckets)
+    assert max(rows) < num_rows == sum(n * length for n, length in buckets)
     long_tokens = sum(n for n in lengths if n > 32)
     assert num_rows <= long_tokens / 0.75 + 32 * len(lengths)
     starts = np.concatenate([[0], np.cumsum(lengths)])
