@@ -191,46 +191,35 @@ def _packed(
 ) -> PackedBatch:
     prompt_lengths = np.array([len(s.prompt_ids) for s in samples], dtype=np.int64)
     lengths = np.array([len(s.response_ids) for s in samples], dtype=np.int64)
+    parts = np.stack([prompt_lengths, lengths], axis=1).ravel()
+    is_response = np.repeat(np.tile([False, True], len(samples)), parts)
+
+    def on_response(pieces: Sequence[np.ndarray], fill: float, dtype: DTypeLike) -> np.ndarray:
+        """[T]: the pieces behind each other on the response tokens."""
+        spread = np.full(len(is_response), fill, dtype=dtype)
+        spread[is_response] = np.concatenate(pieces)
+        return spread
+
     return PackedBatch(
         tokens=np.concatenate(
             [ids for s in samples for ids in (np.array(s.prompt_ids), s.response_ids)]
         ).astype(np.int64),
         cu_seqlens=np.concatenate([[0], np.cumsum(prompt_lengths + lengths)]).astype(np.int64),
         prompt_lengths=prompt_lengths,
-        logprobs_rollout=_on_response(
-            prompt_lengths, [s.logprobs_rollout for s in samples], fill=np.nan
-        ),
-        advantages=_spread(prompt_lengths, lengths, advantages),
-        loss_weights=_spread(prompt_lengths, lengths, loss_weights),
-        policy_versions=_on_response(
-            prompt_lengths, [s.policy_versions for s in samples], fill=NO_VERSION, dtype=np.int32
-        ),
+        logprobs_rollout=on_response([s.logprobs_rollout for s in samples], np.nan, np.float32),
+        advantages=on_response(_of_tokens(advantages, lengths), 0.0, np.float32),
+        loss_weights=on_response(_of_tokens(loss_weights, lengths), 0.0, np.float32),
+        policy_versions=on_response([s.policy_versions for s in samples], NO_VERSION, np.int32),
         mini_batches=mini_batches(group_sizes, mini_batch_size),
         rewards=np.asarray(rewards, dtype=np.float64),
         group_sizes=np.array(group_sizes, dtype=np.int64),
     )
 
 
-def _spread(
-    prompt_lengths: np.ndarray,
-    lengths: np.ndarray,
-    values: np.ndarray | Sequence[np.ndarray],
-) -> np.ndarray:
-    """One value per sequence, or one per response token, onto its response tokens, and 0 on its
-    prompt tokens: [T] float32."""
-    pieces = [np.full(n, value) for n, value in zip(lengths, values, strict=True)]
-    return _on_response(prompt_lengths, pieces, fill=0.0)
-
-
-def _on_response(
-    prompt_lengths: np.ndarray,
-    pieces: Sequence[np.ndarray],
-    *,
-    fill: float,
-    dtype: DTypeLike = np.float32,
-) -> np.ndarray:
-    parts: list[np.ndarray] = []
-    for prompt_length, piece in zip(prompt_lengths, pieces, strict=True):
-        parts += [np.full(prompt_length, fill, dtype=piece.dtype), piece]
-    spread: np.ndarray = np.concatenate(parts).astype(dtype)
-    return spread
+def _of_tokens(
+    values: np.ndarray | Sequence[np.ndarray], lengths: np.ndarray
+) -> Sequence[np.ndarray]:
+    """Of each response, the value of each of its tokens; `values`: of responses or of tokens."""
+    if isinstance(values, np.ndarray):
+        return [np.repeat(values, lengths)]
+    return values
