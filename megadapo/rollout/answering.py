@@ -192,6 +192,8 @@ class Answer:
             detokenize=may_call,
             stop=list(tool.stop_strings) if tool is not None and may_call else None,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            # it is this request's alone: vLLM need not copy all that is in it
+            skip_clone=True,
         )
 
 

@@ -146,6 +146,9 @@ class Sampler:
                 max_asked,
                 num_usable=num_needed + config.max_staleness * config.prompts_per_step // 2,
             )
+        if config.selection == "all":
+            # no group can come back for nothing, so none has to be asked for beyond the batch
+            return RoundsPlan(num_needed, max_asked, round_size=num_needed)
         return SyncPlan(num_needed, max_asked)
 
     def _take_reserved(self, tally: Tally) -> list[Group]:

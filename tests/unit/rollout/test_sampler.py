@@ -39,6 +39,14 @@ def test_the_batch_is_the_first_groups_with_a_signal():
     assert orders == with_signal[:16]
 
 
+@pytest.mark.parametrize("mode", [{}, {"mode": "one_step_off", "max_staleness": 1}])
+def test_where_every_group_is_kept_none_is_asked_for_beyond_the_batch(mode):
+    """An uncertain yield would have one more generated in every step, to be thrown away."""
+    engines = ScriptedEngines(slots=200)
+    take(make_sampler(engines, selection="all", prompts_per_step=40, **mode), 3)
+    assert engines.asked == list(range(120))
+
+
 def test_what_has_a_signal_can_be_said_from_outside():
     """As where steps are compared: groups that are all right or all wrong are in the batch too,
     and nothing is kept of the others."""
