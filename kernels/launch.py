@@ -10,10 +10,13 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 import triton
 from torch import Tensor
 
+_IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Asked once, as `triton.jit` asks when a kernel is defined."""
+
 
 def uses_triton(tensor: Tensor) -> bool:
     """CUDA always; elsewhere only under Triton's interpreter, which is how its tests run."""
-    return tensor.device.type == "cuda" or bool(triton.knobs.runtime.interpret)
+    return _IS_INTERPRETED or tensor.device.type == "cuda"
 
 
 def block_size(num_columns: int, *, largest: int = 4096, smallest: int = 128) -> int:

@@ -93,15 +93,16 @@ def _rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    half = cos.shape[-1]
-    wide = x.float()
-    cos, sin = cos[:, None].float(), sin[:, None].float()
-    first, second = wide[..., :half], wide[..., half : 2 * half]
-    y = torch.empty(x.shape, dtype=x.dtype)
-    y[..., :half] = torch.addcmul(first * cos, second, sin, value=-sign)
-    y[..., half : 2 * half] = torch.addcmul(second * cos, first, sin, value=sign)
-    y[..., 2 * half :] = x[..., 2 * half :]
-    return y
+    size = 2 * cos.shape[-1]
+    cos, sin = cos.float(), sin.float() * sign
+    turned, rest = x[..., :size].float(), x[..., size:]
+    # both halves at once: a pass over memory costs less than two over every other piece of it
+    first, second = turned.chunk(2, dim=-1)
+    swapped = torch.cat([second, first], dim=-1)
+    y = turned * torch.cat([cos, cos], dim=-1)[:, None]
+    y.addcmul_(swapped, torch.cat([-sin, sin], dim=-1)[:, None])
+    y = y.to(x.dtype)
+    return torch.cat([y, rest], dim=-1) if rest.shape[-1] else y
 
 
 class _Rotary(torch.autograd.Function):
