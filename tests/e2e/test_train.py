@@ -17,6 +17,7 @@ from megadapo.observe.metrics import read_evaluations
 from megadapo.observe.rollouts import read_rollouts, rollouts_path
 from megadapo.observe.saved_group import encode_saved
 from megadapo.run.status import read_status
+from megadapo.trainer.config import OffloadConfig
 from tests.support.whole_runs import (
     NUM_STEPS,
     descendants,
@@ -88,14 +89,18 @@ def decided_groups(folder: Path, step: int) -> list[dict]:
     return groups
 
 
+AWAY = tuple(f"--trainer.offload.{kind}=cpu" for kind in OffloadConfig.model_fields)
+
+
 @pytest.mark.fault
 def test_a_stopped_run_that_goes_on_by_itself_equals_one_that_was_not(uninterrupted, tmp_path):
     """Weights, moments, learning rate, prompts, seeds and reserve must all come back.
 
     The driver is asked to stop as a scheduler does that needs the machine; its supervisor is not.
+    All that the trainer holds is away while engines generate, which changes nothing either.
     """
     folder = tmp_path / "stopped"
-    process = start(folder, "--restarts=1")
+    process = start(folder, "--restarts=1", *AWAY)
     wait_for_step(process, folder, 3)
     os.kill(read_status(folder).pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=300)
