@@ -36,3 +36,30 @@ def test_an_engine_over_two_ranks_computes_the_same_model(tiny_model, tmp_path):
         answers = ask(engines, groups)
         assert worst_error(Reference(tiny_model), groups, answers) < 1e-5
         assert bits(ask(engines, groups)) == bits(answers)
+
+
+BLOCK_TOKENS, TOKEN_BYTES = 128, 1024
+"""Of the CPU's key-value cache, and of the tiny model in it."""
+
+
+def test_a_cache_that_is_too_small_is_seen_and_changes_no_response(tiny_model, tmp_path):
+    """Catches preemptions that are not counted, and a response that goes on otherwise after one.
+
+    Eight responses begin with one block each, and soon want another.
+    """
+    cache_gib = 9 * BLOCK_TOKENS * TOKEN_BYTES / 2**30
+    prompt = (7,) * (BLOCK_TOKENS - 8)
+    seeds = [response_seeds(8, "small", key) for key in range(2)]
+    crowd = [group_request(key, prompt, seeds[key]) for key in range(2)]
+    few = [group_request(key, prompt, seeds[key][:2]) for key in range(2)]
+    with running_engines(tiny_model, tmp_path, kv_cache_gib=cache_gib) as engines:
+        crowded = ask(engines, crowd)
+        (activity,) = engines.activity()
+        assert activity.num_preemptions > 0 and activity.max_kv_use > 0.9
+        alone = ask(engines, few)
+        (activity,) = engines.activity()
+        assert activity.num_preemptions == 0
+    assert worst_error(Reference(tiny_model), crowd, crowded) < 1e-5
+    for key, responses in alone.items():
+        for before, after in zip(responses, crowded[key], strict=False):
+            assert before.token_ids.tolist() == after.token_ids.tolist()
