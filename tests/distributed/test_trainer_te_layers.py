@@ -16,9 +16,16 @@ import pytest
 
 from tests.support.forked import run_processes
 
-LENGTHS = [5, 1, 9, 17]
-SPLITS = {"qwen2-tied": {}, "qwen3": {}, "qwen3-moe": {"expert_parallel": 2}}
-"""Model -> how its two tensor-parallel ranks are used otherwise."""
+LENGTHS = [8, 4, 12, 20]
+"""Sequences that two context-parallel ranks can share."""
+TENSORS = {"tensor_parallel": 2, "sequence_parallel": True}
+SPLITS = {
+    "qwen2-tied": TENSORS,
+    "qwen3": TENSORS,
+    "llama3": {"context_parallel": 2},
+    "qwen3-moe": TENSORS | {"expert_parallel": 2},
+}
+"""Model -> what its two ranks share."""
 SAVED = "qwen3-moe"
 
 
@@ -37,10 +44,10 @@ def _compare(rank: int, ports: dict[str, int], models: str, answers: str) -> Non
 
     torch.set_num_threads(1)
     found = {}
-    for name, options in SPLITS.items():
+    for name, split in SPLITS.items():
         place = Rendezvous(address="127.0.0.1", port=ports[name], rank=rank, world_size=2)
         checkpoint = Path(answers) / name if name == SAVED else None
-        found[name] = compare(Path(models) / name, place, options, LENGTHS, checkpoint)
+        found[name] = compare(Path(models) / name, place, split, LENGTHS, checkpoint)
     (Path(answers) / f"{rank}.json").write_text(json.dumps(found))
 
 

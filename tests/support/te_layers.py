@@ -21,7 +21,7 @@ from megadapo.trainer.gradient_buffers import wrap_for_gradients
 from megadapo.trainer.model import build_chunks, rotary_of_own_layers, transformer_config
 from megadapo.trainer.optimizer import build_optimizer
 from megadapo.trainer.packing import pack_sequences
-from megadapo.trainer.parallel import join_groups, leave_groups
+from megadapo.trainer.parallel import context_part, join_groups, leave_groups
 from megadapo.trainer.position import parameters_by_global_name, shard_position
 from megadapo.trainer.settings import Rendezvous
 from megadapo.weights.disk.load import import_weights, match_params
@@ -34,7 +34,7 @@ MARKS = {"sequence_parallel": False, "tensor_model_parallel": False, "allreduce"
 
 @dataclass
 class Built:
-    """A model of two tensor-parallel ranks, with its weights."""
+    """One rank's part of a model, with its weights."""
 
     chunk: Any
     packed: Any
@@ -84,7 +84,7 @@ def build(
     parameters = parameters_by_global_name([chunk])
     import_weights(folder, parameters, layout, position)
     by_shard = {shard.name: one for shard, one in match_params(parameters, layout, position)}
-    return Built(chunk, pack_sequences(lengths, frequencies), by_shard)
+    return Built(chunk, pack_sequences(lengths, frequencies, context_part()), by_shard)
 
 
 def survives_a_checkpoint(built: Built, trainer: TrainerConfig, folder: Path) -> bool:
@@ -103,18 +103,18 @@ def survives_a_checkpoint(built: Built, trainer: TrainerConfig, folder: Path) ->
 def compare(
     folder: Path,
     place: Rendezvous,
-    options: dict[str, int],
+    split: dict[str, int],
     lengths: list[int],
     checkpoint: Path | None,
 ) -> dict[str, Any]:
-    """How far the two differ on one of two tensor-parallel ranks, and how they are marked.
+    """How far the two differ on one of two ranks, and how they are marked.
 
     `checkpoint`: where a model of Transformer Engine's layers is saved to, if at all.
     """
-    trainer = TrainerConfig(tensor_parallel=2, sequence_parallel=True, **options)
+    trainer = TrainerConfig(**split)
     join_groups(place, trainer, None, seed=0)
     local, of_te = (build(folder, trainer, lengths, as_on_gpu=gpu) for gpu in (False, True))
-    tokens = torch.arange(sum(lengths)) * 7 % VOCAB_SIZE
+    tokens = torch.from_numpy(context_part().places(lengths)) * 7 % VOCAB_SIZE
     # the kernels themselves compute in fp32
     references = {"rmsnorm": rmsnorm_ref, "rotary": rotary_ref, "swiglu": swiglu_ref}
     with patch.multiple("megadapo.trainer.layers", **references):

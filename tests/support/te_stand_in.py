@@ -11,6 +11,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -206,11 +207,12 @@ class DotProductAttention(torch.nn.Module):
         *,
         attention_dropout: float,
         softmax_scale: float | None,
+        cp_group: Any = None,
         **others: Any,
     ) -> None:
-        assert attention_dropout == 0.0 and "cp_group" not in others
+        assert attention_dropout == 0.0
         super().__init__()
-        self.softmax_scale = softmax_scale
+        self.softmax_scale, self.cp_group = softmax_scale, cp_group
 
     @called_as("DotProductAttention.forward")
     def forward(
@@ -227,8 +229,8 @@ class DotProductAttention(torch.nn.Module):
     ) -> Tensor:
         assert (qkv_format, attn_mask_type) == ("thd", "padding_causal")
         assert cu_seqlens_q.dtype == torch.int32 and cu_seqlens_q.equal(cu_seqlens_kv)
-        lengths = cu_seqlens_q.diff().tolist()
-        parts = (x.split(lengths) for x in (query_layer, key_layer, value_layer))
+        whole = (self._of_all_ranks(x, cu_seqlens_q) for x in (query_layer, key_layer, value_layer))
+        parts = (x.split(cu_seqlens_q.diff().tolist()) for x in whole)
         outputs = [
             functional.scaled_dot_product_attention(
                 *(x.transpose(0, 1) for x in sequence),
@@ -238,7 +240,34 @@ class DotProductAttention(torch.nn.Module):
             ).transpose(0, 1)
             for sequence in zip(*parts, strict=True)
         ]
-        return torch.cat(outputs).flatten(1)
+        output = torch.cat(outputs).flatten(1)
+        group = self.cp_group
+        return (
+            output if group is None else output[_places(cu_seqlens_q, group.rank(), group.size())]
+        )
+
+    def _of_all_ranks(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """[tokens of the whole sequences, ...]; gradients are added up on the way back."""
+        from megatron.core import tensor_parallel as tp
+
+        if self.cp_group is None:
+            return x
+        size = self.cp_group.size()
+        order = torch.cat([_places(cu_seqlens, rank, size) for rank in range(size)])
+        return tp.gather_from_sequence_parallel_region(x, group=self.cp_group)[order.argsort()]
+
+
+def _places(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
+    """Which tokens of the whole sequences a context-parallel rank has, by megatron-core."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    own = [
+        rope_utils._get_thd_freqs_on_this_cp_rank(
+            rank, size, torch.empty((stop - start) // size), torch.arange(start, stop)
+        )
+        for start, stop in pairwise(cu_seqlens.tolist())
+    ]
+    return torch.cat(own)
 
 
 class GroupedLinear(_Layer):
@@ -283,9 +312,9 @@ def apply_rotary_pos_emb(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    assert (tensor_format, interleaved, fused, cp_size) == ("thd", False, True, 1)
-    lengths = cu_seqlens.diff().tolist()
-    angles = torch.cat([freqs[:length, 0].float() for length in lengths])
+    assert (tensor_format, interleaved, fused) == ("thd", False, True)
+    positions = torch.cat([torch.arange(length) for length in cu_seqlens.diff().tolist()])
+    angles = freqs[positions[_places(cu_seqlens, cp_rank, cp_size)], 0].float()
     first, second = t.chunk(2, dim=-1)
     return t * angles.cos().to(t.dtype) + torch.cat([-second, first], -1) * angles.sin().to(t.dtype)
 
