@@ -145,21 +145,20 @@ def _after_traced_step(config: RunConfig, trace: Path) -> Iterator[Trainer]:
         raise ConfigError("run.num_steps must be at least 3: the second is traced, the last saves")
     folder = config.run.folder
     if folder.exists():
-        raise ConfigError(f"{folder} is in the way of the trace's parts: remove it")
-    try:
-        with (
-            Run.open(config) as run,
-            start_workers(config, run, None) as workers,
-            closing(training_steps(config, run, workers)) as steps,
-        ):
-            assert isinstance(workers.rollouts, LiveRollouts), "nothing is replayed"
-            next(steps)  # compiles kernels and allocates
-            with traced(workers.trainer, workers.rollouts.engines, folder, trace):
-                next(steps)
-            workers.rollouts.sleep()
-            yield workers.trainer
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        raise ConfigError(f"{folder}, for the trace's parts, is there already: remove it")
+    with (
+        Run.open(config) as run,
+        start_workers(config, run, None) as workers,
+        closing(training_steps(config, run, workers)) as steps,
+    ):
+        assert isinstance(workers.rollouts, LiveRollouts), "nothing is replayed"
+        next(steps)  # compiles kernels and allocates
+        with traced(workers.trainer, workers.rollouts.engines, folder, trace):
+            next(steps)
+        workers.rollouts.sleep()
+        yield workers.trainer
+    # after an error its logs are wanted
+    shutil.rmtree(folder)
 
 
 def _print_profile(result: StepProfile, updates: Updates) -> None:
