@@ -23,7 +23,7 @@ PASSES = {"logprobs", "gradients", "optimizer"}
     ("model", "layout", "mlp"),
     [
         ("qwen2-untied", {"pipeline": 2, "recompute": "full"}, "mlp"),
-        ("qwen3-moe", {"data": 2, "expert": 2}, "experts"),
+        pytest.param("qwen3-moe", {"data": 2, "expert": 2}, "experts", marks=pytest.mark.full),
     ],
     ids=["stages", "experts"],
 )
