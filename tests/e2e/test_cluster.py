@@ -228,3 +228,48 @@ def started_with(variable: str) -> list[psutil.Process]:
             if variable in Path(f"/proc/{process.pid}/environ").read_text().split("\0"):
                 found.append(process)
     return found
+
+
+TWO_NODES = """
+import sys
+from ray.cluster_utils import Cluster
+from megadapo.cli import run_command
+
+path, *arguments = sys.argv[1:]
+node = {"include_dashboard": False, "num_cpus": 1, "object_store_memory": 1 << 28}
+cluster = Cluster(initialize_head=True, head_node_args=node)
+cluster.add_node(**node, env_vars={"PATH": path})
+code = run_command(["doctor", f"--cluster={cluster.address}", *arguments])
+cluster.shutdown()
+sys.exit(code)
+"""
+
+
+def test_the_doctor_asks_every_node_of_a_cluster(tmp_path):
+    """Catches answers that all come from one node, and a node whose difference is not seen: the
+    second has a GPU by its driver's word, which the first has not."""
+    driver = tmp_path / "bin" / "nvidia-smi"
+    driver.parent.mkdir()
+    driver.write_text("#!/bin/sh\necho 570.1, NVIDIA H200, 143771, 9.0\n")
+    driver.chmod(0o755)
+    folder = tmp_path / "run"
+    arguments = [f"{driver.parent}:{os.environ['PATH']}", "--json", f"--folder={folder}"]
+    # Ray's word for "on loopback"
+    environment = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", TWO_NODES, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    diagnosis = json.loads(result.stdout)
+    assert result.returncode == (1 if diagnosis["errors"] else 0), result.stderr
+    nodes = diagnosis["facts"]["nodes"]
+    assert [len(node["facts"]["machine"]["gpus"]) for node in nodes] == [0, 1]
+    assert all(node["sees_folder"] and node["clock"]["ahead_ns"] == 0 for node in nodes)
+    assert not list(folder.iterdir()), "nothing of the question may stay"
+    links = [(link["source"][0], link["target"][0]) for link in diagnosis["facts"]["links"]]
+    assert sorted(links) == [("0", "1"), ("1", "0")]
+    assert all(link["gb_per_s"] > 0 for link in diagnosis["facts"]["links"])
+    assert any("different GPUs: 1 x NVIDIA H200; none" in text for text in diagnosis["warnings"])
