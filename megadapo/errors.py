@@ -45,6 +45,10 @@ class CheckpointError(MegadapoError):
     exit_code = 4
 
 
+class DamageError(CheckpointError):
+    """A file of a checkpoint is not what was written; an earlier checkpoint may be."""
+
+
 class InfraError(MegadapoError):
     """A process, engine, device or collective failed or missed its deadline."""
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megadapo.algorithm.advantages import advantages, response_rewards
 from megadapo.algorithm.branches import branch_advantages
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
 from megadapo.data.batch import pack
-from megadapo.errors import OracleError, RunInterrupted
+from megadapo.errors import DamageError, InfraError, MegadapoError, OracleError, RunInterrupted
 from megadapo.observe.metrics import MetricRecord
 from megadapo.observe.oracles import check_oracles
 from megadapo.observe.summary import RunSummary
 from megadapo.run.evaluations import find_unfinished
 from megadapo.run.replay import check_replay
-from megadapo.run.run import Run
+from megadapo.run.run import Run, find_checkpoint
 from megadapo.run.step_metrics import step_metrics, step_notes
 from megadapo.run.step_rollouts import saved_groups, saved_sequences
 from megadapo.run.workers import Workers, start_workers
@@ -34,10 +37,39 @@ def train(
     Raises:
         RunInterrupted: it was asked to stop; every completed step is saved.
         OracleError: a step broke an invariant; it is saved, as every step before it.
-        MegadapoError: whatever else ended it early; the last checkpoint stands.
+        MegadapoError: whatever else ended it early; every completed step is saved, unless the
+            trainer itself was lost.
     """
     notes = [] if replay is None else [check_replay(config, replay)]
-    with Run.open(config, accept_changes=accept_changes) as run:
+    damaged: dict[Path, str] = {}
+    while True:
+        try:
+            return _train(config, replay, notes, damaged, accept_changes=accept_changes)
+        except DamageError as error:
+            # found out by the ranks that read it; the one before it may be sound
+            path = _loaded_from(config, damaged)
+            if path is None:
+                raise
+            damaged[path] = str(error)
+
+
+def _loaded_from(config: RunConfig, damaged: Mapping[Path, str]) -> Path | None:
+    """The checkpoint that was chosen for the user, who did not name one."""
+    if config.run.resume != "auto":
+        return None
+    checkpoint, _ = find_checkpoint(config, damaged=damaged)
+    return None if checkpoint is None else checkpoint.path
+
+
+def _train(
+    config: RunConfig,
+    replay: Path | None,
+    notes: list[str],
+    damaged: Mapping[Path, str],
+    *,
+    accept_changes: bool,
+) -> RunSummary:
+    with Run.open(config, accept_changes=accept_changes, damaged=damaged) as run:
         unfinished = None
         if replay is None:
             unfinished, notes = find_unfinished(config, run.checkpoint)
@@ -68,11 +100,12 @@ def training_steps(
     with run.phase("publish weights"):
         workers.rollouts.publish(policy_version=run.step)
     _evaluate(run, workers, run.step)
+    ends = _OnTheWayOut(run, workers)
     try:
         for step in run.steps():
             with run.phase("rollout", interruptible=True):
                 sampled = workers.rollouts.next_batch()
-            with run.phase("train"):
+            with run.phase("train"), ends.trainer_changes():
                 of_responses = advantages(
                     sampled.groups,
                     config.algorithm,
@@ -103,34 +136,87 @@ def training_steps(
             run.save_rollouts(step, saved)
             with run.phase("rollout"):
                 workers.rollouts.wait()
+            metrics = partial(
+                step_metrics, step, sampled, update, policy_version=step, config=config
+            )
+            ends.trained(step, partial(metrics, published=None))
             with run.phase("sync"):
                 published = workers.rollouts.publish(policy_version=step)
             _evaluate(run, workers, step)
-            version = workers.rollouts.policy_version
-            record = run.record(
-                step_metrics(
-                    step,
-                    sampled,
-                    update,
-                    policy_version=version,
-                    config=config,
-                    published=published,
-                )
-            )
+            record = run.record(metrics(published=published))
             run.note(*step_notes(step, sampled, update, config), *workers.rollouts.take_notes())
             run.complete(step, workers.state_dict())
+            ends.completed()
             run.note(*check_oracles(run.records, config.oracles, repeats_bits=config.repeats_bits))
             if run.saves:
-                run.save(workers.save)
+                run.save(workers.begin_save, num_bytes=workers.checkpoint_bytes)
             yield record
         run.note(*workers.rollouts.closing_notes())
-    except (RunInterrupted, OracleError):
-        # the trainer is as the last completed step left it: only rollouts are interruptible, and
-        # a step is complete before it is judged
-        run.save(workers.save)
+    except MegadapoError as error:
+        ends.save(error)
         raise
     finally:
         run.note(*workers.rollouts.take_notes())
+
+
+StepMetrics = dict[str, int | float | None]
+
+
+class _OnTheWayOut:
+    """Knows what is done when a run ends early, and saves it."""
+
+    def __init__(self, run: Run, workers: Workers) -> None:
+        self._run = run
+        self._workers = workers
+        self._is_whole = True
+        """Whether the trainer is as some step left it."""
+        self._trained: tuple[int, dict[str, Any], Callable[[], StepMetrics]] | None = None
+        """A step of which only what follows the update is missing: its state and its metrics."""
+
+    @contextmanager
+    def trainer_changes(self) -> Iterator[None]:
+        """Whatever ends this block early leaves the trainer in the middle of a step."""
+        self._is_whole = False
+        yield
+
+    def trained(self, step: int, metrics: Callable[[], StepMetrics]) -> None:
+        """The update of a step is done, and nothing is sampled any more.
+
+        `metrics`: what is recorded of it if its weights cannot be published.
+        """
+        self._is_whole, self._trained = True, (step, self._workers.state_dict(), metrics)
+
+    def completed(self) -> None:
+        """The step that was trained is recorded, and counts."""
+        self._trained = None
+
+    def save(self, error: MegadapoError) -> None:
+        """Save the last step that is done, before `error` ends the run.
+
+        Raises:
+            MegadapoError: it could not be saved, where that was all there was to do.
+        """
+        run = self._run
+        if not self._is_whole:
+            return
+        try:
+            if self._trained is not None:
+                step, state, metrics = self._trained
+                run.complete(step, state)
+                if not any(record["step"] == step for record in run.records[-1:]):
+                    run.record(metrics())
+        except MegadapoError as failed:
+            # a disk without room for a line may still have a checkpoint's
+            run.note(f"step {run.step} is not in the metrics: {failed}")
+        workers = self._workers
+        # an engine that is gone cannot be told to make room, and has made it
+        begin = workers.trainer if isinstance(error, InfraError) else workers
+        try:
+            run.save(begin.begin_save, num_bytes=workers.checkpoint_bytes, wait=True)
+        except MegadapoError as failed:
+            if isinstance(error, RunInterrupted | OracleError):
+                raise
+            run.note(str(failed))
 
 
 def _evaluate(run: Run, workers: Workers, step: int) -> None:

@@ -37,14 +37,25 @@ class CheckpointConfig(Section, title="checkpoint"):
     """When checkpoints are written and how many are kept."""
 
     every: PositiveInt = 10
-    """Steps between checkpoints; the last step and an interrupted one are always saved."""
-    keep: PositiveInt = 2
-    """Complete checkpoints to keep; older ones go only after a newer one is committed."""
+    """Steps between checkpoints; the last step is always saved, and so is the last completed one
+    where a run ends early with its trainer unharmed."""
+    every_minutes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Minutes after which a completed step is saved whatever its number; 0: only `every` counts."""
+    keep: Annotated[int, Field(ge=2)] = 2
+    """Complete checkpoints to keep; older ones go only after a newer one is committed. At least 2,
+    as the newest may be damaged."""
+    keep_every: NonNegativeInt = 0
+    """Steps between checkpoints that are never deleted. 0: none are kept for good."""
     export_every: NonNegativeInt = 0
     """Steps between checkpoints that are also written as Hugging Face folders, to exports/step-N of
     the run's folder, while training goes on; the last step is one of them. 0: none are."""
 
     def conflicts(self) -> Iterator[str]:
+        if self.keep_every % self.every:
+            yield (
+                f"checkpoint.keep_every = {self.keep_every} must be 0 or a multiple of "
+                f"checkpoint.every = {self.every}"
+            )
         if self.export_every % self.every:
             yield (
                 f"checkpoint.export_every = {self.export_every} must be 0 or a multiple of "

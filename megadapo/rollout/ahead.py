@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from megadapo.rollout.batch_state import decode_batch, encode_batch
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.sampler import Sampler
 from megadapo.rollout.scoring import SupportsGenerate
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A batch in a state that is seldom written."""
+
+    batch: SampledBatch
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the batch as JSON values; its numbers stay exact."""
+        return encode_batch(self.batch)
 
 
 class AheadSampler:
@@ -48,9 +60,12 @@ class AheadSampler:
             self._ready = pending.result()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where sampling stands and the batch that waits; nothing may be sampled."""
+        """Return where sampling stands and the batch that waits; nothing may be sampled.
+
+        The batch becomes JSON values only where the state is written.
+        """
         assert self._pending is None, "wait() comes first"
-        waiting = None if self._ready is None else encode_batch(self._ready)
+        waiting = None if self._ready is None else Waiting(self._ready)
         return {**self._sampler.state_dict(), "waiting": waiting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -62,4 +77,7 @@ class AheadSampler:
         """
         self._sampler.load_state_dict(state)
         waiting = state.get("waiting")
-        self._ready = None if waiting is None else decode_batch(waiting)
+        if isinstance(waiting, Waiting):
+            self._ready = waiting.batch
+        else:
+            self._ready = None if waiting is None else decode_batch(waiting)

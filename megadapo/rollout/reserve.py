@@ -25,6 +25,8 @@ class Reserve:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._groups: deque[Group] = deque()
+        self._encoded: dict[int, tuple[Group, dict[str, Any]]] = {}
+        """What `state_dict` has made of the groups, by their identity: most stay for many steps."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -50,8 +52,13 @@ class Reserve:
         return len(kept)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return all groups, as JSON can hold them."""
-        return [encode_group(group) for group in self._groups]
+        """Return all groups, as JSON can hold them; each is encoded once."""
+        known, self._encoded = self._encoded, {}
+        for group in self._groups:
+            # the group is held too, so that no other one takes its identity
+            entry = known.get(id(group)) or (group, encode_group(group))
+            self._encoded[id(group)] = entry
+        return [entry for _, entry in self._encoded.values()]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Replace the contents; a limit that is smaller now keeps the oldest.

@@ -1,29 +1,39 @@
 """Checkpoints that are either complete and verified or not there at all.
 
-A checkpoint is written into a new temporary folder: the trainer's shards first, then the run's
-state, then `manifest.json` with the size and SHA-256 of every file. Only then is the folder renamed
-to `step-N`. A kill at any instant therefore leaves the previous checkpoint untouched, and a flipped
-byte is found before anything is loaded (torch and dist_checkpointing load it silently).
+A checkpoint is written into a new temporary folder: the trainer's ranks write their files and
+report size and SHA-256 of each, the run's state follows, then `manifest.json` with exactly what was
+reported. Only where the folder holds that and nothing else is it renamed to `step-N`. A kill at any
+instant therefore leaves the previous checkpoint untouched; a file that is missing, foreign, or of
+another node's disk is no checkpoint; and a flipped byte is found before anything is loaded (torch
+loads it silently).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megadapo.errors import CheckpointError
+from megadapo.errors import CheckpointError, DamageError
+from megadapo.weights.disk.hashed_files import (
+    FileEntry,
+    Files,
+    check_files,
+    hashed_file,
+    sync_path,
+)
 
-FORMAT = "megadapo-checkpoint-1"
+FORMAT = "megadapo-checkpoint-2"
+_READABLE = {FORMAT, "megadapo-checkpoint-1"}
+"""The first had other shards of the optimizer; its weights can be exported."""
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints, in the run's folder."""
@@ -31,8 +41,14 @@ STATE = "state.json"
 EVALUATING = "evaluating"
 """Key of a run's state: the earlier step, saved too, whose weights are still being evaluated."""
 TRAINER = "trainer"
+HEADROOM = 1.02
+"""What files need on a disk, as a multiple of their bytes."""
 _STEP_NAME = re.compile(r"step-\d+")
 _TEMPORARY = "tmp-"
+
+WriteTrainer = Callable[[Path], Callable[[], Files]]
+"""Begins to write the trainer's files into an empty folder, and returns what waits for the end and
+says what was written; may be called in another thread."""
 
 
 @dataclass(frozen=True)
@@ -42,70 +58,136 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]
+    files: Files = field(default_factory=dict, repr=False)
+    """The trainer's, by path in its folder: they are compared by those who read them."""
 
     @property
     def trainer_folder(self) -> Path:
         return self.path / TRAINER
 
 
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint that is being written: it becomes one, or leaves nothing behind."""
+
+    step: int
+    final: Path
+    folder: Path
+    wait: Callable[[], Files]
+
+    def commit(self, state: Mapping[str, Any], about: Mapping[str, Any]) -> Checkpoint:
+        """Wait for the trainer's files, add the rest, and make a checkpoint of it.
+
+        Args:
+            state: everything else of the run; JSON values, or objects with `to_json`.
+            about: goes into the manifest.
+
+        Raises:
+            CheckpointError: it could not be written, or has other files than were reported.
+            InfraError: a rank is gone.
+        """
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            try:
+                trainer = self.wait()
+                text = json.dumps(state, default=_to_json)
+                files = {f"{TRAINER}/{name}": entry for name, entry in trainer.items()}
+                files[STATE] = _write(self.folder / STATE, text)
+                _check_present(self.folder, files)
+                listed = {name: asdict(entry) for name, entry in sorted(files.items())}
+                manifest = {"format": FORMAT, "step": self.step, **about, "files": listed}
+                _write(self.folder / MANIFEST, json.dumps(manifest, indent=1))
+                os.rename(self.folder, self.final)
+                sync_path(self.final.parent)
+            except (OSError, CheckpointError) as error:
+                raise _not_written(self.step, self.final.parent, error) from error
+            stack.pop_all()
+        return Checkpoint(self.final, self.step, json.loads(text), trainer)
+
+
 class CheckpointStore:
     """The checkpoints of one run, in `folder/step-N`."""
 
-    def __init__(self, folder: Path, *, keep: int):
+    def __init__(self, folder: Path, *, keep: int, keep_every: int = 0):
+        """`keep_every`: steps that are a multiple of it stay for good; 0: none do."""
         self.folder = folder
         self._keep = keep
+        self._keep_every = keep_every
+
+    def begin(
+        self, step: int, write_trainer: WriteTrainer, *, num_bytes: int = 0
+    ) -> OpenCheckpoint:
+        """Begin to write the checkpoint of `step`, the last completed one.
+
+        `num_bytes`: of the trainer's files, about.
+
+        Raises:
+            CheckpointError: there is one already, or no room for it.
+            MegadapoError: the trainer could not begin.
+        """
+        final = self.folder / f"step-{step}"
+        if final.exists():
+            raise CheckpointError(f"{final} exists already; it is not overwritten")
+        temporary = self.folder / f"{_TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+            try:
+                (temporary / TRAINER).mkdir(parents=True)
+                self._check_room(num_bytes)
+                wait = write_trainer(temporary / TRAINER)
+            except (OSError, CheckpointError) as error:
+                raise _not_written(step, self.folder, error) from error
+            stack.pop_all()
+        return OpenCheckpoint(step, final, temporary, wait)
 
     def save(
         self,
         step: int,
         *,
-        write_trainer: Callable[[Path], None],
-        state: dict[str, Any],
+        write_trainer: WriteTrainer,
+        state: Mapping[str, Any],
         in_use: Collection[int] = (),
-    ) -> Path:
+    ) -> Checkpoint:
         """Write and commit the checkpoint of `step`, then delete what `keep` no longer covers.
 
-        Args:
-            step: the last completed step.
-            write_trainer: fills an existing empty folder with the trainer's shards.
-            state: everything else of the run, as JSON values.
-            in_use: steps whose checkpoints are being read, and stay for that.
+        `in_use`: steps whose checkpoints are being read, and stay for that.
         """
-        final = self.folder / f"step-{step}"
-        if final.exists():
-            raise CheckpointError(f"{final} exists already; it is not overwritten")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f"{_TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
-        (temporary / TRAINER).mkdir(parents=True)
-        try:
-            write_trainer(temporary / TRAINER)
-            _write_durably(temporary / STATE, json.dumps(state))
-            _write_manifest(temporary, step)
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(
-                f"cannot write the checkpoint of step {step} to {self.folder}: {error}; "
-                "earlier checkpoints are untouched"
-            ) from error
-        os.rename(temporary, final)
-        _sync_folder(self.folder)
+        checkpoint = self.begin(step, write_trainer).commit(state, {})
         self.prune(in_use)
-        return final
+        return checkpoint
+
+    def _check_room(self, num_bytes: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if free < num_bytes * HEADROOM:
+            raise CheckpointError(
+                f"it needs {num_bytes * HEADROOM / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are "
+                "free: make room, or lower checkpoint.keep"
+            )
 
     def prune(self, in_use: Collection[int] = ()) -> None:
-        """Delete what `keep` does not cover, but for the steps `in_use`, and what was never
-        completed."""
+        """Delete what `keep` and `keep_every` do not cover, but for the steps `in_use`."""
         for path in self._committed()[self._keep :]:
-            if step_of(path) in in_use:
+            step = step_of(path)
+            if step in in_use or (self._keep_every and step % self._keep_every == 0):
                 continue
             # the manifest goes first: a kill in mid-deletion leaves a folder that cannot verify
             (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path)
-        for path in self._unfinished():
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
 
-    def newest(self) -> tuple[Checkpoint | None, list[str]]:
+    def remove_unfinished(self) -> None:
+        """Delete what was never completed; nothing may be being written."""
+        for path in self._unfinished():
+            # a rank of a killed run may still be about to find that out
+            shutil.rmtree(path, ignore_errors=True)
+
+    def newest(
+        self, *, hashes: bool = True, damaged: Mapping[Path, str] | None = None
+    ) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint that verifies, and one line for each newer one passed over.
+
+        Args:
+            hashes: whether the trainer's files are read; else whoever loads them does that.
+            damaged: those of which somebody has found out, and what.
 
         Raises:
             CheckpointError: there are checkpoints, but none of them can be used; starting from
@@ -113,8 +195,11 @@ class CheckpointStore:
         """
         skipped: list[str] = []
         for path in self._committed():
+            if damaged and path in damaged:
+                skipped.append(damaged[path])
+                continue
             try:
-                return load(path), skipped
+                return load(path, hashes=hashes), skipped
             except CheckpointError as error:
                 skipped.append(str(error))
         if skipped:
@@ -156,34 +241,48 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def load(path: Path) -> Checkpoint:
+def load(path: Path, *, hashes: bool = True) -> Checkpoint:
     """Verify the checkpoint at `path` and read its state.
+
+    `hashes`: whether the trainer's files are read too; their sizes are compared in any case.
 
     Raises:
         CheckpointError: it is incomplete, damaged, of another program or of another user.
     """
-    manifest = verify(path)
-    state = json.loads((path / STATE).read_text())
-    return Checkpoint(path, manifest["step"], state)
-
-
-def verify(path: Path) -> dict[str, Any]:
-    """Check every file of a checkpoint against its manifest and return the manifest."""
-    _check_owner(path)
     manifest = _read_manifest(path)
-    listed = set(manifest["files"])
-    present = {str(p.relative_to(path)) for p in _files(path)} - {MANIFEST}
-    if missing := sorted(listed - present):
-        raise CheckpointError(f"checkpoint {path} lacks {missing[0]}")
-    if unknown := sorted(present - listed):
-        raise CheckpointError(f"checkpoint {path} has a file of unknown origin: {unknown[0]}")
-    digests = _digests(path, sorted(listed))
-    for name, entry in sorted(manifest["files"].items()):
-        if digests[name] != entry:
+    _check_owner(path)
+    try:
+        files = {name: FileEntry(**entry) for name, entry in manifest["files"].items()}
+        step = int(manifest["step"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path} has a damaged {MANIFEST}: {error!r}") from error
+    try:
+        _check_present(path, files)
+        trainer = {name: files[name] for name in files if name.startswith(f"{TRAINER}/")}
+        check_files(path, files if hashes else {n: files[n] for n in files.keys() - trainer})
+        state = json.loads((path / STATE).read_text())
+    except (CheckpointError, OSError, ValueError) as error:
+        raise DamageError(f"checkpoint {path}: {error}") from error
+    return Checkpoint(
+        path, step, state, {name.removeprefix(f"{TRAINER}/"): trainer[name] for name in trainer}
+    )
+
+
+def _check_present(folder: Path, files: Files) -> None:
+    """Compare names and sizes: of all that is in the folder, the manifest left out."""
+    for name, entry in sorted(files.items()):
+        # by name: a file server shows what another node wrote later in a folder's list
+        try:
+            num_bytes = (folder / name).stat().st_size
+        except OSError:
             raise CheckpointError(
-                f"checkpoint {path} is damaged: {name} does not match its SHA-256"
-            )
-    return manifest
+                f"{name} is missing: is {folder.parent} a folder that all nodes share?"
+            ) from None
+        if num_bytes != entry.bytes:
+            raise CheckpointError(f"{name} has {num_bytes} of {entry.bytes} bytes")
+    present = {str(p.relative_to(folder)) for p in _files(folder)} - {MANIFEST}
+    if unknown := sorted(present - files.keys()):
+        raise CheckpointError(f"{unknown[0]} is a file of unknown origin")
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -193,7 +292,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / MANIFEST).read_text())
     except ValueError as error:
         raise CheckpointError(f"checkpoint {path} has a damaged {MANIFEST}: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") not in _READABLE:
         raise CheckpointError(f"{path} is not a megadapo checkpoint (format is not {FORMAT})")
     return manifest
 
@@ -208,46 +307,23 @@ def _check_owner(path: Path) -> None:
         )
 
 
-def _write_manifest(path: Path, step: int) -> None:
-    names = sorted(str(p.relative_to(path)) for p in _files(path))
-    for name in names:
-        _sync_file(path / name)
-    manifest = {"format": FORMAT, "step": step, "files": _digests(path, names)}
-    _write_durably(path / MANIFEST, json.dumps(manifest, indent=1))
-    _sync_folder(path)
-
-
-def _digests(path: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of each file; hashing releases the GIL, so threads help."""
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(lambda name: _digest(path / name), names), strict=True))
-
-
-def _digest(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+def _not_written(step: int, folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"cannot write the checkpoint of step {step} to {folder}: {error}; "
+        "earlier checkpoints are untouched"
+    )
 
 
 def _files(path: Path) -> Iterator[Path]:
     return (p for p in path.rglob("*") if p.is_file())
 
 
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _write(path: Path, text: str) -> FileEntry:
+    with hashed_file(path) as file:
+        file.write(text.encode())
+    return file.entry
 
 
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _to_json(value: Any) -> Any:
+    """What a state holds that is written as JSON only where it is saved."""
+    return value.to_json()

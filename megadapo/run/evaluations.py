@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megadapo.config import RunConfig
@@ -18,6 +18,7 @@ from megadapo.rollout.evaluation import Evaluation, EvaluationUnderWay, HeldOut
 from megadapo.rollout.interleaving import InterleavedEngines
 from megadapo.run.checkpoint import EVALUATING, Checkpoint, load
 from megadapo.run.sampling import Phases, Questions
+from megadapo.weights.disk.hashed_files import Files
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class UnfinishedEvaluation:
     step: int
     trainer_folder: Path | None
     """Where the trainer's weights of that step are; None: they are those that it starts with."""
+    files: Files = field(default_factory=dict, repr=False)
+    """In that folder."""
 
 
 def find_unfinished(
@@ -65,7 +68,9 @@ def find_unfinished(
         of_step = load(checkpoint.path.with_name(f"step-{step}"))
     except (CheckpointError, OSError) as error:
         return None, [f"{lost}{error}"]
-    return UnfinishedEvaluation(step=step, trainer_folder=of_step.trainer_folder), []
+    return UnfinishedEvaluation(
+        step=step, trainer_folder=of_step.trainer_folder, files=of_step.files
+    ), []
 
 
 class Evaluations:

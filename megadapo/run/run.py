@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
-from megadapo.errors import CheckpointError, ConfigError
+from megadapo.errors import CheckpointError, ConfigError, MegadapoError
 from megadapo.kernels.torch_internals import profiled_range
 from megadapo.observe.metrics import (
     EvaluationRecord,
@@ -29,11 +29,13 @@ from megadapo.observe.saved_group import SavedGroup
 from megadapo.observe.summary import RunSummary, print_report
 from megadapo.rollout.answer_log import answers_path
 from megadapo.run.background_export import BackgroundExports
+from megadapo.run.background_saves import BackgroundSaves
 from megadapo.run.checkpoint import (
     CHECKPOINTS,
     EVALUATING,
     Checkpoint,
     CheckpointStore,
+    WriteTrainer,
     load,
 )
 from megadapo.run.drift import check_drift
@@ -54,7 +56,8 @@ class Run:
         self._state: dict[str, Any] = {} if checkpoint is None else checkpoint.state
         self._lease = lease
         self._status = StatusFile(self.folder, num_steps=config.run.num_steps, step=self.step)
-        self._store = CheckpointStore(self.folder / CHECKPOINTS, keep=config.checkpoint.keep)
+        self._store = checkpoint_store(config)
+        self._saves = BackgroundSaves(self._store, config, resumed_from=self.step)
         self._metrics = MetricsLog(
             self.folder, writers=config.observe.writers, config=to_dict(config)
         )
@@ -69,8 +72,16 @@ class Run:
         self._open = ExitStack()
 
     @classmethod
-    def open(cls, config: RunConfig, *, accept_changes: bool = False) -> Self:
+    def open(
+        cls,
+        config: RunConfig,
+        *,
+        accept_changes: bool = False,
+        damaged: Mapping[Path, str] | None = None,
+    ) -> Self:
         """Take the run's folder, find where it stands, bring it to that step, and say so.
+
+        `damaged`: checkpoints that cannot be used, and why.
 
         Raises:
             CheckpointError: `run.resume` names no usable checkpoint, or says "never" in a folder
@@ -87,18 +98,28 @@ class Run:
         with ExitStack() as failed:
             lease = Lease.take(config.run.folder)
             failed.callback(lease.close)
-            run = cls._open_leased(config, lease, accept_changes=accept_changes)
+            run = cls._open_leased(
+                config, lease, accept_changes=accept_changes, damaged=damaged or {}
+            )
             failed.pop_all()
         return run
 
     @classmethod
-    def _open_leased(cls, config: RunConfig, lease: Lease, *, accept_changes: bool) -> Self:
-        checkpoint, notes = find_checkpoint(config)
+    def _open_leased(
+        cls,
+        config: RunConfig,
+        lease: Lease,
+        *,
+        accept_changes: bool,
+        damaged: Mapping[Path, str],
+    ) -> Self:
+        checkpoint, notes = find_checkpoint(config, damaged=damaged)
         if checkpoint is not None:
             drift = check_drift(config, checkpoint.path, accept_changes=accept_changes)
             notes.extend(drift.lines)
         run = cls(config, checkpoint, lease)
         (run.folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        run._store.remove_unfinished()
         run._store.set_aside_after(run.step)
         run._exports.tidy(run.step)
         # nothing recorded counts where no checkpoint stands, the first evaluation included
@@ -120,6 +141,7 @@ class Run:
         if not self.finished:
             self._metrics.open_writers()
         self._open.enter_context(self._exports)
+        self._open.callback(self._saves.close)
         # a run that was stopped has ended the export of the checkpoint it resumes from
         self._start_export()
         return self
@@ -134,7 +156,10 @@ class Run:
         with self._open:
             try:
                 if error is None:
+                    self.settle(last=True)
                     self._finish_exports()
+                else:
+                    self._settle_after_failure()
             except BaseException as failed:
                 error = failed
                 raise
@@ -155,6 +180,7 @@ class Run:
         self._under_way = True
         self._evaluated = self._unreported()
         while not self.finished:
+            self.settle(wait=False)
             self._stop.check()
             self._lease.check()
             yield self.step + 1
@@ -241,25 +267,57 @@ class Run:
     @property
     def saves(self) -> bool:
         """Whether the completed step gets a checkpoint."""
-        return self.finished or self.step % self._config.checkpoint.every == 0
+        return self.finished or self._saves.is_due(self.step)
 
-    def save(self, write_trainer: Callable[[Path], None]) -> None:
-        """Checkpoint the last completed step, unless that is the one the run resumed from."""
-        resumed_from = 0 if self.checkpoint is None else self.checkpoint.step
-        if self.step == resumed_from:
-            return
+    def save(self, write_trainer: WriteTrainer, *, num_bytes: int = 0, wait: bool = False) -> None:
+        """Begin to checkpoint the last completed step, unless that has been done.
+
+        A save that fails is noted and tried again after the next step; the second failure in a row
+        ends the run.
+
+        Args:
+            num_bytes: of the trainer's files, about.
+            wait: return when it is on the disk; any failure is raised. So after the last step.
+
+        Raises:
+            CheckpointError: it could not be written.
+            InfraError: a rank of the trainer is gone.
+        """
+        wait = wait or self.finished
         self._lease.check()
-        self._exports.collect()
-        with self.phase("checkpoint"):
-            path = self._store.save(
-                self.step,
-                write_trainer=write_trainer,
-                state=self._state,
-                in_use=self._exports.steps | {self._state.get(EVALUATING, self.step)},
-            )
-            self.checkpoint = Checkpoint(path, self.step, self._state)
-            self._status.saved(self.step)
-        self._start_export()
+        self.settle(last=wait)
+        if self.step != self._saves.step:
+            self._exports.collect()
+            in_use = self._exports.steps | {self._state.get(EVALUATING, self.step)}
+            with self.phase("checkpoint"):
+                self._saves.begin(
+                    self.step, write_trainer, self._state, num_bytes=num_bytes, in_use=in_use
+                )
+        if wait:
+            self.settle(last=True)
+
+    def settle(self, *, wait: bool = True, last: bool = False) -> None:
+        """Take note of the save that is under way, if any.
+
+        Args:
+            wait: for it to end; else nothing is done while it is under way.
+            last: there is no next step to try again after.
+        """
+        with self.phase("checkpoint") if wait else nullcontext():
+            ended, note = self._saves.ended(wait=wait, last=last)
+        if note:
+            self.note(note)
+        if ended is not None:
+            self.checkpoint = ended
+            self._status.saved(ended.step)
+            self._start_export()
+
+    def _settle_after_failure(self) -> None:
+        """Take note of the save under way; what ended the run is what is to be reported."""
+        try:
+            self.settle(last=True)
+        except MegadapoError as error:
+            self.note(str(error))
 
     def _unreported(self) -> EvaluationRecord | None:
         """The newest evaluation, where the record that has it is written anew.
@@ -307,15 +365,28 @@ class Run:
         return print_report(self.folder)
 
 
-def find_checkpoint(config: RunConfig) -> tuple[Checkpoint | None, list[str]]:
+def checkpoint_store(config: RunConfig) -> CheckpointStore:
+    """Where the run that `config` describes has its checkpoints."""
+    section = config.checkpoint
+    folder = config.run.folder / CHECKPOINTS
+    return CheckpointStore(folder, keep=section.keep, keep_every=section.keep_every)
+
+
+def find_checkpoint(
+    config: RunConfig, *, damaged: Mapping[Path, str] | None = None
+) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint `run.resume` asks for, and what to tell the user about the choice.
+
+    The trainer's files are compared with their hashes by the ranks that load them.
+
+    `damaged`: checkpoints that cannot be used, and why.
 
     Raises:
         CheckpointError: there is none, or "never" would mix two runs in one folder.
     """
-    store = CheckpointStore(config.run.folder / CHECKPOINTS, keep=config.checkpoint.keep)
+    store = checkpoint_store(config)
     if config.run.resume == "auto":
-        checkpoint, skipped = store.newest()
+        checkpoint, skipped = store.newest(hashes=False, damaged=damaged)
         notes = [f"skipped: {line}" for line in skipped]
     elif config.run.resume == "never":
         if store.steps():
@@ -325,7 +396,7 @@ def find_checkpoint(config: RunConfig) -> tuple[Checkpoint | None, list[str]]:
             )
         checkpoint, notes = None, []
     else:
-        checkpoint, notes = load(Path(config.run.resume)), []
+        checkpoint, notes = load(Path(config.run.resume), hashes=False), []
     if checkpoint is not None:
         notes.append(f"resuming after step {checkpoint.step} from {checkpoint.path}")
     return checkpoint, notes

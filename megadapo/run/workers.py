@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from megadapo.trainer.config import OffloadConfig
 from megadapo.trainer.result import UpdateResult
 from megadapo.trainer.settings import TrainerSettings
 from megadapo.trainer.trainer import Trainer
+from megadapo.weights.disk.hashed_files import Files
 from megadapo.weights.sync.publish import Publisher
 
 KL_CONTROL_STATE = "kl_control"
@@ -96,14 +98,22 @@ class Workers:
         if self.texts is not None and TEXTS_STATE in state:
             self.texts.load_state_dict(state[TEXTS_STATE])
 
-    def save(self, folder: Path) -> None:
-        """Write the trainer's part of a checkpoint, which needs memory that engines also use."""
+    @cached_property
+    def checkpoint_bytes(self) -> int:
+        """About how large the trainer's part of a checkpoint is."""
+        return self.trainer.checkpoint_bytes()
+
+    def begin_save(self, folder: Path) -> Callable[[], Files]:
+        """Begin to write the trainer's part of a checkpoint; returns what waits for its files.
+
+        Until this returns it needs memory that engines also use.
+        """
         if not self.engines_sleep:
-            self.trainer.save(folder)
-            return
+            return self.trainer.begin_save(folder)
         self.rollouts.sleep(keep_weights=True)
-        self.trainer.save(folder)
+        wait = self.trainer.begin_save(folder)
         self.rollouts.wake()
+        return wait
 
 
 @contextmanager
@@ -129,19 +139,23 @@ def start_workers(
         DataError: prompts, gold answers or the tokenizer cannot be used.
         InfraError: a process did not start.
         CheckpointError: the checkpoint is not of this model.
+        DamageError: a file of it is not what was written.
     """
     with ExitStack() as stack:
+        # a run that goes on has no use for the weights it began with, but to evaluate them
+        reads = checkpoint is None or (unfinished is not None and not unfinished.trainer_folder)
+        settings = replace(trainer_settings(config), reads_weights=reads)
         if replay is None:
-            workers = _start_live(config, phases, stack, answers)
+            workers = _start_live(config, settings, phases, stack, answers)
         else:
             first_step = 1 if checkpoint is None else checkpoint.step + 1
             rollouts = ReplayedRollouts(config, replay, first_step=first_step)
-            workers = _start_replay(config, phases, stack, rollouts)
+            workers = _start_replay(config, settings, phases, stack, rollouts)
         if checkpoint is not None:
             with phases.phase("load checkpoint"):
                 if unfinished is not None:
                     _resume(unfinished, workers)
-                workers.trainer.load(checkpoint.trainer_folder)
+                workers.trainer.load(checkpoint.trainer_folder, checkpoint.files)
                 workers.load_state_dict(checkpoint.state)
         yield workers
 
@@ -149,17 +163,21 @@ def start_workers(
 def _resume(unfinished: UnfinishedEvaluation, workers: Workers) -> None:
     """Let the trainer take the weights of an earlier step, for as long as they are published."""
     if unfinished.trainer_folder is not None:
-        workers.trainer.load(unfinished.trainer_folder)
+        workers.trainer.load(unfinished.trainer_folder, unfinished.files)
     workers.rollouts.evaluate(unfinished.step)
 
 
 def _start_live(
-    config: RunConfig, phases: Phases, stack: ExitStack, answers: Path | None
+    config: RunConfig,
+    settings: TrainerSettings,
+    phases: Phases,
+    stack: ExitStack,
+    answers: Path | None,
 ) -> Workers:
     questions = Questions.start(config, phases, stack)
     texts = load_texts(config, phases, questions.tokenizer)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=config.num_engines)
-    trainer, engines, held_out = _start_processes(config, phases, cluster, stack)
+    trainer, engines, held_out = _start_processes(config, settings, phases, cluster, stack)
     publisher = _publisher(config, trainer, engines)
     engines.republish_with(publisher.republish)
     evaluations = Evaluations(
@@ -189,12 +207,16 @@ def _start_live(
 
 
 def _start_replay(
-    config: RunConfig, phases: Phases, stack: ExitStack, rollouts: ReplayedRollouts
+    config: RunConfig,
+    settings: TrainerSettings,
+    phases: Phases,
+    stack: ExitStack,
+    rollouts: ReplayedRollouts,
 ) -> Workers:
     tokenizer = load_tokenizer(config)
     texts = load_texts(config, phases, tokenizer)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=0)
-    trainer = _start_trainer(config, phases, cluster, stack)
+    trainer = _start_trainer(settings, phases, cluster, stack)
     return _workers(config, trainer, rollouts, tokenizer, texts)
 
 
@@ -269,7 +291,11 @@ def _each(*checks: Callable[[], None]) -> Callable[[], None]:
 
 
 def _start_processes(
-    config: RunConfig, phases: Phases, cluster: Cluster, stack: ExitStack
+    config: RunConfig,
+    settings: TrainerSettings,
+    phases: Phases,
+    cluster: Cluster,
+    stack: ExitStack,
 ) -> tuple[Trainer, Engines, Engines | None]:
     """Start engines and trainer, at once unless they share GPUs.
 
@@ -286,7 +312,7 @@ def _start_processes(
             held_out = _start_engines(config, cluster, stack, range(first, num_engines), wait=False)
         if one_by_one:
             engines.sleep()
-    trainer = _start_trainer(config, phases, cluster, stack)
+    trainer = _start_trainer(settings, phases, cluster, stack)
     with phases.phase("wait for engines"):
         if not one_by_one:
             engines.wait_until_ready()
@@ -314,10 +340,10 @@ def _start_engines(
 
 
 def _start_trainer(
-    config: RunConfig, phases: Phases, cluster: Cluster, stack: ExitStack
+    settings: TrainerSettings, phases: Phases, cluster: Cluster, stack: ExitStack
 ) -> Trainer:
     with phases.phase("start trainer"):
-        trainer = Trainer.start(trainer_settings(config), cluster)
+        trainer = Trainer.start(settings, cluster)
         stack.callback(trainer.shutdown)
     return trainer
 

@@ -14,7 +14,7 @@ from megadapo.errors import CheckpointError
 from megadapo.models.description import ModelDescription
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.models.value_model import describe_critic
-from megadapo.trainer.checkpointing import load_checkpoint, save_checkpoint
+from megadapo.trainer.checkpointing import Snapshot, load_checkpoint, take_snapshot
 from megadapo.trainer.critic_sums import CriticSums
 from megadapo.trainer.gradient_buffers import wrap_for_gradients
 from megadapo.trainer.initialize import RandomTensors
@@ -95,12 +95,12 @@ class Critic:
             sums.clipped += output.clipped.item()
         return sums
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer beside the policy's, into their folder."""
-        save_checkpoint(self.chunks, self.optimizer, folder / CRITIC_FOLDER)
+    def snapshot(self, number: int) -> Snapshot:
+        """Copy weights and optimizer; `number`: of the save."""
+        return take_snapshot(self.chunks, self.optimizer, number=number)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, at whatever split it was written.
+        """Read what a snapshot was written as, at whatever split it was written.
 
         Raises:
             CheckpointError: there is no critic in it, it is damaged, or of another model.
@@ -114,6 +114,8 @@ class Critic:
         load_checkpoint(self.chunks, self.optimizer, folder / CRITIC_FOLDER)
 
     def _set_weights(self, folder: Path) -> None:
+        if not self.settings.reads_weights:
+            return
         if self.settings.model.init == "pretrained":
             source = open_source(folder)
         else:

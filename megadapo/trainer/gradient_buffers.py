@@ -17,7 +17,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megadapo.trainer.config import TrainerConfig
-from megadapo.trainer.megatron_internals import count_padding
 
 
 def wrap_for_gradients(
@@ -48,8 +47,6 @@ def wrap_for_gradients(
         )
         for number, chunk in enumerate(chunks)
     ]
-    for chunk in wrapped:
-        count_padding(chunk)
     _set_sync_functions(config, wrapped)
     return wrapped
 

@@ -2,7 +2,7 @@
 
 - `GPTModel.output_processor`: there since 0.18, imitated for 0.16.
 - Layer specs: a part is described by a spec or, in later versions, by a partial.
-- Optimizer state on disk: two corrections, each harmless where it is not needed.
+- The distributed optimizer: the runs of elements that a rank owns, and its count of updates.
 
 What megatron-core asks of CUDA by name is answered in `cpu_platform.py`.
 """
@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -61,42 +57,62 @@ def submodules_of(part: ModuleSpec | partial[Any]) -> Any:
     return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 
-@contextmanager
-def own_step_counts(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Load into torch's AdamW, whose step count is a tensor per parameter.
+def optimizer_state_of(
+    optimizer: MegatronOptimizer,
+) -> Iterator[tuple[Tensor, int, int, dict[str, Tensor]]]:
+    """Every parameter that this rank updates a run of elements of.
 
-    megatron-core 0.16 looks for the count among the stored tensors, where it is not, and gives all
-    parameters one count in common, which each of them would then advance.
+    Yields:
+        The parameter, the run's first and last (excluded) element, and flat views of the
+        run's master ("fp32_param") and moments by name.
     """
-    parts = [
-        part
-        for part in optimizer.chained_optimizers
-        if isinstance(part.optimizer, torch.optim.AdamW)
-    ]
-    for part in parts:
-        part._set_main_param_and_optimizer_states = partial(_set_states, part)
-    yield
-    for part in parts:
-        del part._set_main_param_and_optimizer_states
-        for state in part.optimizer.state.values():
-            state["step"] = state["step"].clone()
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer:
+            continue
+        if not part.optimizer.state:
+            # Transformer Engine's optimizer makes its moments in the first step; this makes them
+            part.load_state_dict(part.state_dict())
+        for buffer in part.gbuf_ranges:
+            for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
+                for parameter, ranges in bucket["param_map"].items():
+                    tensors = part._get_main_param_and_optimizer_states(parameter)
+                    state = {
+                        "fp32_param" if name == "param" else name: value.detach().view(-1)
+                        for name, value in tensors.items()
+                        if isinstance(value, Tensor) and name != "step"
+                    }
+                    yield parameter, ranges["param"].start, ranges["param"].end, state
 
 
-def _set_states(part: DistributedOptimizer, param: Tensor, stored: dict[str, Tensor]) -> None:
-    group, order = part.model_param_group_index_map[param]
-    main_param = part.optimizer.param_groups[group]["params"][order]
-    step = part.optimizer.state[main_param]["step"]
-    DistributedOptimizer._set_main_param_and_optimizer_states(part, param, stored | {"step": step})
+def num_updates(optimizer: MegatronOptimizer) -> int:
+    """How many updates this rank's optimizer has applied; 0 where it owns no parameter.
 
-
-def count_padding(chunk: DistributedDataParallel) -> None:
-    """Let checkpoints keep the padding between a buffer's buckets.
-
-    megatron-core drops it when it gathers optimizer state, yet reads each parameter at its place
-    in the padded buffer: behind a padded bucket (a tied embedding has its own, over several
-    pipeline stages) masters and moments would be saved shifted, without an error.
+    torch's AdamW counts by parameter, Transformer Engine's by group.
     """
-    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-        buffer.numel_unpadded = buffer.numel
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()
+    counts = [0]
+    for part in optimizer.chained_optimizers:
+        counts += [int(state["step"]) for state in _torch_states(part)]
+        counts += [int(group["step"]) for group in _groups(part) if "step" in group]
+    return max(counts)
+
+
+def set_num_updates(optimizer: MegatronOptimizer, count: int) -> None:
+    """Go on counting updates from here: the bias of young moments is corrected by it."""
+    for part in optimizer.chained_optimizers:
+        states = _torch_states(part)
+        for state in states:
+            state["step"].fill_(count)
+        if not states:
+            for group in _groups(part):
+                group["step"] = count
+
+
+def _torch_states(part: Any) -> list[dict[str, Tensor]]:
+    """By parameter, where there is a count among them."""
+    if part.is_stub_optimizer:
+        return []
+    return [state for state in part.optimizer.state.values() if "step" in state]
+
+
+def _groups(part: Any) -> list[dict[str, Any]]:
+    return [] if part.is_stub_optimizer else part.optimizer.param_groups

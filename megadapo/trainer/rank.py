@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,16 @@ from torch import Tensor
 
 from megadapo.algorithm.bapo import BapoBounds
 from megadapo.data.batch import PackedBatch
+from megadapo.errors import DamageError
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
-from megadapo.trainer.checkpointing import load_checkpoint, save_checkpoint
+from megadapo.trainer.checkpoint_writer import CheckpointWriter
+from megadapo.trainer.checkpointing import (
+    load_checkpoint,
+    num_bytes_written,
+    reader_of,
+    take_snapshot,
+)
 from megadapo.trainer.clip_bounds import BoundSearch
 from megadapo.trainer.cpu_platform import CPU
 from megadapo.trainer.critic import Critic
@@ -54,11 +61,12 @@ from megadapo.trainer.position import parameters_by_global_name, shard_position
 from megadapo.trainer.recorder import UpdateRecorder
 from megadapo.trainer.reference_policy import ReferencePolicy
 from megadapo.trainer.result import UpdateResult
-from megadapo.trainer.settings import Rendezvous, TrainerSettings
+from megadapo.trainer.settings import CRITIC_FOLDER, Rendezvous, TrainerSettings
 from megadapo.trainer.shape_probe import probe_shape
 from megadapo.trainer.step import compute_gradients, compute_logprobs, finalize_sums
 from megadapo.weights.disk.export import export_weights
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
+from megadapo.weights.disk.hashed_files import FileEntry, Files, check_files
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.sync.sender import HeldWeightSender, WeightSender
@@ -111,6 +119,7 @@ class TrainerRank:
         self.critic: Critic | None = None
         if settings.critic is not None:
             self.critic = Critic(settings, policy=self.model, device=self.device)
+        self.writer = CheckpointWriter(torch.distributed.get_rank())
         self.head = PolicyHead(
             objective=settings.objective,
             temperature=settings.temperature,
@@ -243,17 +252,51 @@ class TrainerRank:
                     result[micro_batch.source] = values[micro_batch.rows].cpu().numpy()
         return result if self.has_results else None
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer so that any other split can load them."""
+    def begin_save(self, folder: Path) -> int:
+        """Copy weights and optimizer to the host and begin to write them; returns the bytes.
+
+        Any other split can load them. Training may go on; `writer.report` says what has become of
+        it.
+        """
+        number = self.writer.num_begun
         with self.offload.present("parameters", "optimizer"):
-            save_checkpoint(self.chunks, self.optimizer, folder)
-            if self.reference is not None:
-                self.reference.save(folder, self.layout, self.position, self.model_folder)
+            snapshots = {"": take_snapshot(self.chunks, self.optimizer, number=number)}
             if self.critic is not None:
-                self.critic.save(folder)
+                snapshots[CRITIC_FOLDER] = self.critic.snapshot(number)
+        others: list[Callable[[Path], Files]] = []
+        if self.reference is not None:
+            others = [self.reference.snapshot(self.layout, self.position, self.model_folder)]
+        num_bytes = sum(snapshot.num_bytes for snapshot in snapshots.values())
+        self.writer.begin(folder, snapshots, others)
+        return num_bytes
+
+    def checkpoint_bytes(self) -> int:
+        """What this rank writes into a checkpoint, a reference policy's weights left out."""
+        num_bytes = num_bytes_written(self.chunks, self.optimizer)
+        if self.critic is not None:
+            num_bytes += num_bytes_written(self.critic.chunks, self.critic.optimizer)
+        return num_bytes
+
+    def check_files(self, folder: Path, files: Mapping[str, FileEntry]) -> None:
+        """Compare a checkpoint's files with their hashes, each on the rank that will read it.
+
+        Raises:
+            DamageError: on every rank, one or more differ.
+        """
+        rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        own = {name: files[name] for name in files if reader_of(name, num_ranks) == rank}
+        problems: list[str] = [""] * num_ranks
+        try:
+            check_files(folder, own)
+            problem = ""
+        except DamageError as error:
+            problem = str(error)
+        torch.distributed.all_gather_object(problems, problem)
+        if found := [problem for problem in problems if problem]:
+            raise DamageError("; ".join(found))
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, at whatever split it was written.
+        """Read what was saved, at whatever split it was written.
 
         Raises:
             CheckpointError: it is damaged, or of another model.
@@ -395,6 +438,10 @@ class TrainerRank:
         return sums, bounds
 
     def _set_weights(self) -> None:
+        settings = self.settings
+        keeps_first = settings.objective.kl_coef != 0.0 and settings.reference.kind == "fixed"
+        if not (settings.reads_weights or keeps_first):
+            return
         if self.settings.model.init == "pretrained":
             import_weights(self.model_folder, self.parameters, self.layout, self.position)
             return

@@ -7,8 +7,9 @@ layout, same kernels, so that equal weights give equal bits, and no second model
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from megadapo.algorithm.config import ReferenceConfig
 from megadapo.errors import CheckpointError
 from megadapo.trainer.gradient_buffers import gather_weights_now
 from megadapo.weights.disk.export import carry_along
+from megadapo.weights.disk.hashed_files import Files, entry_of, sync_path
 from megadapo.weights.disk.load import import_weights, match_params
 from megadapo.weights.disk.megatron_folder import MANIFEST_NAME, manifest_of, rank_file_name
 from megadapo.weights.layout.layout import ModelLayout
@@ -74,35 +76,34 @@ class ReferencePolicy:
             for name, weight in self._weights.items():
                 weight.copy_(self._parameters[name])
 
-    def save(
-        self, folder: Path, layout: ModelLayout, position: ShardPosition, base_folder: Path
-    ) -> None:
-        """Write what `load` reads into the trainer's checkpoint; collective.
+    def snapshot(
+        self, layout: ModelLayout, position: ShardPosition, base_folder: Path
+    ) -> Callable[[Path], Files]:
+        """Copy what `load` reads; collective.
 
-        Raises:
-            CheckpointError: it could not be written.
+        Returns:
+            Writes it into the trainer's checkpoint, while the reference may change.
         """
         if self._config.kind == "fixed":
-            return
+            return lambda folder: {}
         positions: list[ShardPosition] = [position] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(positions, position)
-        target, kept = folder / FOLDER, self._kept
-        try:
-            if torch.distributed.get_rank() == 0:
-                target.mkdir()
-                carry_along(base_folder, target, next(iter(kept.values())).dtype)
-                manifest = manifest_of(list(dict.fromkeys(positions)))
-                (target / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
-            torch.distributed.barrier()
-            if mpu.get_data_parallel_rank(with_context_parallel=True) == 0:
-                shards = {s.name: value for s, value in match_params(kept, layout, position)}
-                save_file(shards, target / rank_file_name(position), metadata={"format": "pt"})
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{target} cannot be written: {error}") from error
-        torch.distributed.barrier()
+        shards = {}
+        if mpu.get_data_parallel_rank(with_context_parallel=True) == 0:
+            pairs = match_params(self._kept, layout, position)
+            shards = {shard.name: value.clone() for shard, value in pairs}
+        is_first = torch.distributed.get_rank() == 0
+        return partial(
+            _write_copy,
+            shards,
+            own_name=rank_file_name(position),
+            positions=list(dict.fromkeys(positions)),
+            base_folder=base_folder if is_first else None,
+            dtype=next(iter(self._kept.values())).dtype,
+        )
 
     def load(self, folder: Path, layout: ModelLayout, position: ShardPosition) -> None:
-        """Read what `save` wrote, at whatever split it was written.
+        """Read what a snapshot was written as, at whatever split it was written.
 
         Raises:
             CheckpointError: the checkpoint has no reference.
@@ -133,6 +134,43 @@ class ReferencePolicy:
             present = parameter.detach().clone()
             parameter.copy_(kept)
             kept.copy_(present)
+
+
+def _write_copy(
+    shards: dict[str, Tensor],
+    folder: Path,
+    *,
+    own_name: str,
+    positions: list[ShardPosition],
+    base_folder: Path | None,
+    dtype: torch.dtype,
+) -> Files:
+    """One rank's shards, where it has any, and what belongs to them from the first rank.
+
+    `base_folder`: the model's, on the first rank only.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    target = folder / FOLDER
+    target.mkdir(exist_ok=True)
+    written = []
+    if shards:
+        try:
+            save_file(shards, target / own_name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{target / own_name}: {error}") from error
+        written.append(own_name)
+    if base_folder is not None:
+        carry_along(base_folder, target, dtype)
+        manifest = manifest_of(positions)
+        (target / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
+        of_ranks = {rank_file_name(position) for position in positions}
+        written += sorted({path.name for path in target.iterdir()} - of_ranks)
+    for name in written:
+        sync_path(target / name)
+    sync_path(target)
+    return {f"{FOLDER}/{name}": entry_of(target / name) for name in written}
 
 
 def _on_host(value: Tensor) -> Tensor:

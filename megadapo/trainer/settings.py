@@ -32,6 +32,8 @@ class TrainerSettings:
     seed: int
     critic: CriticConfig | None = None
     """None: there is no critic."""
+    reads_weights: bool = True
+    """Whether the model starts from its folder's weights; else a checkpoint is loaded at once."""
     discount: float = 1.0
     gae_lambda: float = 1.0
 

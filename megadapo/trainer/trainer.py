@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +16,18 @@ from megadapo.cluster.calls import gather
 from megadapo.cluster.cpu_process import cpu_environment
 from megadapo.cluster.gpu_process import full_precision
 from megadapo.data.batch import PackedBatch
-from megadapo.errors import MegadapoError
+from megadapo.errors import InfraError, MegadapoError
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.result import RankUpdate, UpdateResult
 from megadapo.trainer.settings import TrainerSettings
 from megadapo.trainer.worker import TrainerWorker
+from megadapo.weights.disk.hashed_files import Files
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from megadapo.cluster.cluster import Cluster
+    from megadapo.trainer.save_report import RankReport
 
 CUDA_VARIABLES = {
     # keeps sequence-parallel communication in front of the matrix product it overlaps with
@@ -36,6 +40,12 @@ CUDA_VARIABLES = {
 
 LEAVE_TIMEOUT_S = 10.0
 """How long a rank may take to leave in good order before it is killed."""
+
+POLL_S = 0.1
+"""Between two questions whether a save has been written."""
+SLOWEST_STORAGE = 50e6
+"""Bytes per second that a rank's storage takes or gives at least, or it has failed."""
+LONGEST_WORK_S = 7 * 24 * 3600.0
 
 
 class Trainer:
@@ -157,17 +167,33 @@ class Trainer:
             np.copyto(merged, part, where=np.isfinite(part))
         return merged
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer into an empty folder, made if need be."""
-        self.call_all("save", folder.absolute())
+    def checkpoint_bytes(self) -> int:
+        """About how large a checkpoint's shards are."""
+        return sum(self.call_all("checkpoint_bytes"))
 
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote, at this or any other split.
+    def begin_save(self, folder: Path) -> Callable[[], Files]:
+        """Copy weights and optimizer to the hosts, and begin to write them into an empty folder.
+
+        Returns:
+            Waits until all ranks have written, in any thread, beside other calls; then the files
+            are all there, and those that it returns are all there should be.
+
+            Raises CheckpointError where a rank could not write, InfraError where one is gone.
+        """
+        num_bytes = sum(self.call_all("begin_save", folder.absolute()))
+        deadline = time.monotonic() + self._timeout_s + num_bytes / SLOWEST_STORAGE
+        return partial(wait_for_save, self.ranks, folder.absolute(), deadline=deadline)
+
+    def load(self, folder: Path, files: Files) -> None:
+        """Read what was saved, at this or any other split; every file must be as listed.
 
         Raises:
-            CheckpointError: the state is damaged or of another model.
+            DamageError: one is not.
+            CheckpointError: the state is of another model.
         """
-        self.call_all("load", folder.absolute())
+        # twice: files are hashed, then read
+        reading_s = 2 * sum(file.bytes for file in files.values()) / SLOWEST_STORAGE
+        self.call_all("load", folder.absolute(), files, more_s=reading_s)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with the present weights, config and tokenizer."""
@@ -178,16 +204,20 @@ class Trainer:
         if self._offloads:
             self.call_all("leave_to_engines")
 
-    def call_all(self, method: str, *args: Any, num_deadlines: int = 1) -> list[Any]:
+    def call_all(
+        self, method: str, *args: Any, num_deadlines: int = 1, more_s: float = 0.0
+    ) -> list[Any]:
         """Call a method of TrainerWorker on all ranks at once and return the results by rank.
 
-        `num_deadlines`: how many things it does that may each take as long as a call.
+        Args:
+            num_deadlines: how many things it does that may each take as long as a call.
+            more_s: may be spent beyond that.
 
         Raises:
             MegadapoError: what a rank raised; InfraError where one died or gave no answer in time.
         """
         calls = [getattr(rank, method).remote(*args) for rank in self.ranks]
-        timeout_s = max(1, num_deadlines) * self._timeout_s
+        timeout_s = max(1, num_deadlines) * self._timeout_s + more_s
         return self._gather(calls, method, timeout_s, "trainer.timeout_s")
 
     def check(self) -> None:
@@ -236,6 +266,39 @@ class Trainer:
             ranks, self.ranks = self.ranks, []
             _kill(ranks)
             raise
+
+
+def wait_for_save(ranks: list[ActorHandle[Any]], folder: Path, *, deadline: float) -> Files:
+    """Ask the ranks until all have written, and say where everything lies.
+
+    `deadline`: on the monotonic clock, when a rank that answers must have written.
+
+    Raises:
+        CheckpointError: a rank could not write; none is writing any more.
+        InfraError: one is gone, or still writing at the deadline.
+    """
+    from megadapo.trainer.save_report import complete_save
+
+    reports: dict[int, RankReport] = {}
+    while True:
+        asked = [number for number in range(len(ranks)) if number not in reports]
+        answers: list[RankReport | None] = gather(
+            [ranks[number].save_report.remote() for number in asked],
+            names=[f"trainer rank {number}" for number in asked],
+            doing="save",
+            # between other work; whoever waits for that finds a rank that hangs
+            timeout_s=LONGEST_WORK_S,
+        )
+        reports |= {n: report for n, report in zip(asked, answers, strict=True) if report}
+        if len(reports) == len(ranks):
+            break
+        if time.monotonic() > deadline:
+            late = ", ".join(str(number) for number in asked if number not in reports)
+            raise InfraError(
+                f"trainer ranks {late} are still writing to {folder}: is it reachable?"
+            )
+        time.sleep(POLL_S)
+    return complete_save(folder, list(reports.values()))
 
 
 def rank_environment(

@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -23,6 +23,8 @@ from megadapo.trainer.settings import Rendezvous, TrainerSettings
 
 if TYPE_CHECKING:
     from megadapo.trainer.rank import TrainerRank
+    from megadapo.trainer.save_report import RankReport
+    from megadapo.weights.disk.hashed_files import FileEntry
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -121,13 +123,26 @@ class TrainerWorker:
         return self._started().logprobs(batch)
 
     @_named_failures
-    def save(self, folder: Path) -> None:
-        self._started().save(folder)
-        release_cached_memory()
+    def checkpoint_bytes(self) -> int:
+        return self._started().checkpoint_bytes()
 
     @_named_failures
-    def load(self, folder: Path) -> None:
-        self._started().load(folder)
+    def begin_save(self, folder: Path) -> int:
+        num_bytes = self._started().begin_save(folder)
+        release_cached_memory()
+        return num_bytes
+
+    @_named_failures
+    def save_report(self) -> RankReport | None:
+        """What became of the last save; None while it is being written."""
+        return self._started().writer.report()
+
+    @_named_failures
+    def load(self, folder: Path, files: Mapping[str, FileEntry]) -> None:
+        """Read a checkpoint whose files must be as listed."""
+        rank = self._started()
+        rank.check_files(folder, files)
+        rank.load(folder)
         release_cached_memory()
 
     @_named_failures

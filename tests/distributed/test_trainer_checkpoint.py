@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megadapo.errors import CheckpointError
+from megadapo.errors import CheckpointError, DamageError
 from tests.support.batches import RAGGED, random_batch
-from tests.support.probes import build, train
+from tests.support.probes import build, save_at, train, weights
 from tests.support.ranks import Ranks, settings_for
 
 TP2 = {"tensor": 2}
@@ -158,7 +158,47 @@ def test_experts_are_saved_once_and_read_at_another_split(
             np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "other model"])
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "flipped", "of another step"])
+def test_a_damaged_file_is_named_by_the_ranks_that_read_it(
+    ranks: Ranks, models: Path, tmp_path: Path, damage: str
+) -> None:
+    """torch reads a flipped byte, and another step's file, without an error."""
+    settings = settings_for(str(models / "qwen2-tied"), tensor=2, data=2)
+    files = ranks.run(4, _save_twice, settings, tmp_path)[0]
+    victim = tmp_path / "1" / "__3_0.distcp"
+    content = victim.read_bytes()
+    match damage:
+        case "deleted":
+            victim.unlink()
+        case "truncated":
+            victim.write_bytes(content[:-1])
+        case "flipped":
+            victim.write_bytes(content[:3000] + bytes([content[3000] ^ 1]) + content[3001:])
+        case _:
+            shutil.copy(tmp_path / "0" / victim.name, victim)
+    refusals = ranks.run(
+        2, _check, settings_for(str(models / "qwen2-tied"), **TP2), tmp_path / "1", files
+    )
+    assert all(str(victim) in refusal for refusal in refusals)
+
+
+def _save_twice(rendezvous, settings, folder):
+    rank = build(rendezvous, settings)
+    batch = random_batch(RAGGED)
+    files = []
+    for number in range(2):
+        rank.update(batch, policy_version=0, step=number + 1)
+        files.append(save_at(rank, folder / str(number)))
+    return files[1]
+
+
+def _check(rendezvous, settings, folder, files):
+    with pytest.raises(DamageError) as caught:
+        build(rendezvous, settings).check_files(folder, files)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "other model"])
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
     ranks: Ranks,
     models: Path,
@@ -169,7 +209,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
     """Loading what is there and going on with the rest would train a half-random model."""
     folder = tmp_path / "copy"
     shutil.copytree(checkpoint[0], folder)
-    if damage == "missing":
+    if damage == "deleted":
         (folder / "__1_0.distcp").unlink()
     elif damage == "truncated":
         part = folder / "__0_0.distcp"
@@ -185,3 +225,43 @@ def _refusal(rendezvous, settings, folder):
     except CheckpointError as error:
         return str(error)
     return "loaded"
+
+
+def test_ranks_write_equal_parts_and_training_does_not_reach_them(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    """One rank that gathers and writes all would take as long as one disk, and as much memory.
+
+    The third save is begun before an update and written after it, so a save that kept the first
+    one's tensors, or looked at the live ones, would come back as another step.
+    """
+    settings = settings_for(str(models / "qwen2-untied"), data=4)
+    answers = ranks.run(4, _save_while_training, settings, tmp_path)
+    expected, num_bytes = answers[0][0], [answer[1] for answer in answers]
+    assert max(num_bytes) <= 1.2 * sum(num_bytes) / len(num_bytes)
+    for number in (1, 2):
+        found = ranks.run(
+            2, _loaded, settings_for(settings.model.path, **TP2), tmp_path / str(number)
+        )[0]
+        for name, weight in expected[number].items():
+            assert found[name].tobytes() == weight.tobytes(), (number, name)
+
+
+def _save_while_training(rendezvous, settings, folder):
+    rank = build(rendezvous, settings)
+    batch, expected = random_batch(RAGGED), []
+    for number in range(3):
+        rank.update(batch, policy_version=0, step=number + 1)
+        expected.append(weights(rank))
+        files = save_at(
+            rank,
+            folder / str(number),
+            meanwhile=lambda: rank.update(batch, policy_version=0, step=9),
+        )
+    return expected, files[f"__{rendezvous.rank}_0.distcp"].bytes
+
+
+def _loaded(rendezvous, settings, folder):
+    rank = build(rendezvous, settings)
+    rank.load(folder)
+    return weights(rank)

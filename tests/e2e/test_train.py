@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -222,7 +223,7 @@ LONG = (
     "--evaluation.max_problems=64",
     "--evaluation.samples_per_problem=64",
     "--checkpoint.every=1",
-    "--checkpoint.keep=1",
+    "--checkpoint.keep=2",
 )
 """An evaluation takes several steps, each of which is saved."""
 
@@ -255,7 +256,8 @@ def test_an_engine_scores_weights_that_training_has_left_behind_whatever_is_lost
     assert read_evaluations(folder) == read_evaluations(alone)
     assert without_evaluations(folder) == without_evaluations(alone)
     assert list(folder.glob("evaluation-*.jsonl")) == []
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-4"]
+    kept = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert kept == {"step-3", "step-4"}
 
 
 def writer_of(log: Path, folder: Path) -> int:
@@ -298,6 +300,41 @@ def test_a_rank_that_hangs_ends_the_run_in_time_and_the_run_resumes(uninterrupte
     result = run(folder)
     assert result.returncode == 0, result.stdout + result.stderr
     assert untimed(metrics(folder)) == untimed(metrics(uninterrupted))
+
+
+@pytest.mark.full
+@pytest.mark.fault
+def test_a_run_that_loses_its_engine_saves_what_is_done(uninterrupted, tmp_path):
+    """With a checkpoint every ten steps of forty minutes, nine steps would be done again."""
+    folder = tmp_path / "engineless"
+    process = start(folder, "--checkpoint.every=4", "--rollout.max_engine_restarts=0")
+    wait_for_step(process, folder, 1)
+    os.kill(writer_of(folder / "engine-0.log", folder), signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == InfraError.exit_code, output
+    done = len(metrics(folder))
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{done}"]
+    result = run(folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"resuming after step {done}" in result.stdout
+    assert untimed(metrics(folder)) == untimed(metrics(uninterrupted))
+
+
+@pytest.mark.full
+@pytest.mark.fault
+def test_a_damaged_checkpoint_is_found_by_the_ranks_and_the_one_before_it_used(
+    uninterrupted, tmp_path
+):
+    """The driver sees names and sizes only; a flipped byte is found when all has been started."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(uninterrupted, folder)
+    shard = folder / "checkpoints" / "step-4" / "trainer" / "__0_0.distcp"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+    result = run(folder, num_steps=5)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "__0_0.distcp is damaged" in result.stdout and "resuming after step 2" in result.stdout
+    assert untimed(metrics(folder))[:4] == untimed(metrics(uninterrupted))
 
 
 @pytest.mark.full

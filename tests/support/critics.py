@@ -198,5 +198,5 @@ def train(
     for step in steps:
         results.append(asdict(rank.update(batch, policy_version=0, step=step)))
         if save is not None and step == (save_after or steps[-1]):
-            rank.save(save)
+            probes.save_at(rank, save)
     return results, probes.weights(rank), gathered(rank.critic, rank.groups)

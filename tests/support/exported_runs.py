@@ -17,6 +17,7 @@ from megadapo.run.checkpoint import CheckpointStore
 from megadapo.weights.disk.load import fill_shard
 from megadapo.weights.disk.megatron_folder import open_layout, open_source
 from megadapo.weights.layout.shards import ShardPosition
+from tests.support.checkpoints import written_by
 
 PADDED_ROWS = 64
 
@@ -48,8 +49,8 @@ def write_run(folder: Path, model: Path, *steps: int, tensors: dict | None = Non
         state = tensors or trainer_tensors(model, step)
         store.save(
             step,
-            write_trainer=lambda path, state=state: dcp.save(
-                state, checkpoint_id=path, no_dist=True
+            write_trainer=written_by(
+                lambda path, state=state: dcp.save(state, checkpoint_id=path, no_dist=True)
             ),
             state={},
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megadapo.trainer.micro_batch import MicroBatch
     from megadapo.trainer.off_policy import OldPolicy
     from megadapo.trainer.rank import TrainerRank
+    from megadapo.weights.disk.hashed_files import Files
 
 
 @dataclass(frozen=True)
@@ -209,8 +210,31 @@ def train(
         asdict(rank.update(batch, policy_version=policy_version, step=step)) for step in steps
     ]
     if save is not None:
-        rank.save(save)
+        save_at(rank, save)
     return results, weights(rank)
+
+
+def save_at(
+    rank: TrainerRank, folder: Path, *, meanwhile: Callable[[], object] = lambda: None
+) -> Files:
+    """Save and wait for it, as the driver does; the files are the same on every rank.
+
+    `meanwhile`: is called while the files are being written, or before.
+    """
+    import torch
+
+    from megadapo.trainer.save_report import RankReport, complete_save
+
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    rank.begin_save(folder)
+    meanwhile()
+    reports: list[RankReport] = [RankReport()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reports, rank.writer.report(wait=True))
+    files = [complete_save(folder, reports) if torch.distributed.get_rank() == 0 else {}]
+    torch.distributed.broadcast_object_list(files, src=0)
+    return files[0]
 
 
 def updates_with_texts(

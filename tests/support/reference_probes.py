@@ -12,7 +12,15 @@ from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import CheckpointError
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
-from tests.support.probes import Gradients, build, gathered, gradients_under, shifted, weights
+from tests.support.probes import (
+    Gradients,
+    build,
+    gathered,
+    gradients_under,
+    save_at,
+    shifted,
+    weights,
+)
 
 if TYPE_CHECKING:
     from megadapo.trainer.mini_batch import MiniBatch
@@ -118,7 +126,7 @@ def follow(
         result = rank.update(batch, policy_version=0, step=step)
         seen.append((asdict(result), weights(rank), reference_weights(rank)))
         if save is not None and step == save[0]:
-            rank.save(save[1])
+            save_at(rank, save[1])
     return seen
 
 

@@ -1,4 +1,4 @@
-"""The `.metadata` of a distributed checkpoint, read without trusting it.
+"""The `.metadata` of a distributed checkpoint: written from what ranks report, read without trust.
 
 The file is a pickle, which could name any function to be called. Here it can name the plain
 classes that such metadata consists of, and nothing else: anything more is refused, not run.
@@ -7,14 +7,24 @@ classes that such metadata consists of, and nothing else: anything more is refus
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megadapo.errors import CheckpointError
+from megadapo.weights.disk.hashed_files import FileEntry, hashed_file
 
 METADATA_FILE = ".metadata"
 
@@ -54,6 +64,52 @@ _DAMAGED = (
     ValueError,
 )
 """What reading a pickle raises, by the place where it is damaged."""
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A box of a tensor, and where a rank has put it."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    """First byte in the file."""
+    num_bytes: int
+
+
+def write_metadata(folder: Path, pieces: Iterable[StoredPiece]) -> FileEntry:
+    """Say where everything lies that the ranks have written into `folder`.
+
+    Raises:
+        CheckpointError: a tensor has gaps, or two ranks have written the same part of it.
+        OSError: it could not be written.
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for piece in pieces:
+        tensor = tensors.setdefault(
+            piece.key,
+            TensorStorageMetadata(TensorProperties(piece.dtype), torch.Size(piece.shape), []),
+        )
+        tensor.chunks.append(
+            ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.sizes))
+        )
+        index = MetadataIndex(piece.key, piece.offset)
+        places[index] = _StorageInfo(piece.file, piece.start, piece.num_bytes)
+    for key, tensor in tensors.items():
+        expected = prod(tensor.size)
+        written = sum(prod(chunk.sizes) for chunk in tensor.chunks)
+        if written != expected:
+            raise CheckpointError(f"{folder}: {written} of {expected} values of {key} were written")
+    metadata = Metadata(state_dict_metadata=dict(tensors), storage_data=places, version="1.0.0")
+    with hashed_file(folder / METADATA_FILE) as file:
+        file.write(pickle.dumps(metadata))
+    return file.entry
 
 
 def read_metadata(folder: Path) -> Metadata:

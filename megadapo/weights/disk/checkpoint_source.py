@@ -10,19 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megadapo.errors import CheckpointError, WeightError
-from megadapo.weights.disk.checkpoint_metadata import read_metadata
+from megadapo.errors import WeightError
 from megadapo.weights.disk.load import collect_runs
+from megadapo.weights.disk.stored_tensors import StoredTensors, Window
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import Shard, ShardPosition
 
@@ -47,14 +42,12 @@ class TrainerCheckpoint:
         """`folder`: of the trainer's shards, checked against their SHA-256."""
         self.folder = folder
         self._layout = layout
-        metadata = read_metadata(folder)
+        self._all = StoredTensors(folder)
         self._stored = {
             name: stored
-            for name, stored in metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata) and not name.startswith(_NOT_WEIGHTS)
+            for name, stored in self._all.tensors.items()
+            if not name.startswith(_NOT_WEIGHTS)
         }
-        self._reader = FileSystemReader(folder)
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._places = self._match()
 
     @cached_property
@@ -124,15 +117,8 @@ class TrainerCheckpoint:
         start, sizes = [0] * len(stored.size), list(stored.size)
         for axis, number in enumerate(numbers):
             start[axis], sizes[axis] = number, 1
-        window = ChunkStorageMetadata(torch.Size(start), torch.Size(sizes))
-        items = create_read_items_for_chunk_list(name, stored, [window])
-        if sum(prod(item.lengths) for item in items) != prod(sizes):
-            raise CheckpointError(f"{self.folder}: the chunks of {name} do not add up to it")
         target = torch.empty(sizes, dtype=stored.properties.dtype)
-        try:
-            self._reader.read_data(LoadPlan(items), _ReadInto(target))
-        except OSError as error:
-            raise CheckpointError(f"{self.folder}: {name} cannot be read: {error}") from error
+        self._all.read([Window(name, tuple(start), target)])
         return target.reshape(sizes[len(numbers) :])
 
 
@@ -145,18 +131,3 @@ def _stacked(name: str) -> Place:
     if expert is None:
         return f"decoder.layers.{layer[2]}", (int(layer[1]),)
     return f"decoder.layers.{expert[1]}.experts.{expert[3]}", (int(layer[1]), int(expert[2]))
-
-
-class _ReadInto(DefaultLoadPlanner):
-    """Tells torch's reader to put what it reads into one tensor."""
-
-    def __init__(self, target: Tensor) -> None:
-        super().__init__()
-        self._target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        offsets = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self._target[tuple(slice(at, at + length) for at, length in offsets)]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing is left to do: the reader has copied into the target itself."""

@@ -110,6 +110,18 @@ def test_groups_survive_json_exactly():
             np.testing.assert_array_equal(sample.policy_versions, same.policy_versions)
 
 
+def test_a_group_is_encoded_once_however_many_states_it_is_in():
+    """A reserve of long answers is megabytes, and there is a state after every step."""
+    reserve = Reserve(limit=5)
+    reserve.put([make_group(i) for i in range(3)])
+    first = reserve.state_dict()
+    take(reserve, 1)
+    reserve.put([make_group(9)])
+    second = reserve.state_dict()
+    assert [entry["order"] for entry in second] == [1, 2, 9]
+    assert second[0] is first[1] and second[1] is first[2]
+
+
 def test_a_state_without_the_verifiers_answers_still_loads():
     """A run of before they were saved could not be resumed."""
     entry = encode_group(make_group(1))

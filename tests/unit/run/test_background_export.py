@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from megadapo.config import RunConfig, from_dict
 from megadapo.errors import ConfigError, RunInterrupted
 from megadapo.run.run import Run
+from tests.support.checkpoints import written_by
 from tests.support.exported_runs import trainer_tensors, write_run
 
 
@@ -26,7 +27,7 @@ def config_of(folder: Path, model: Path, *, num_steps: int, **checkpoint: int) -
             "data": {"train": "arithmetic:train:64"},
             "evaluation": {"every": 0},
             "trainer": {"optimizer": {"warmup_steps": 0}},
-            "checkpoint": {"every": 2, "export_every": 2, "keep": 1} | checkpoint,
+            "checkpoint": {"every": 2, "export_every": 2, "keep": 2} | checkpoint,
         }
     )
 
@@ -40,7 +41,9 @@ def advance(run: Run, model: Path, to_step: int) -> None:
         run.complete(step, {})
         if run.saves:
             tensors = trainer_tensors(model, step)
-            run.save(lambda path, it=tensors: dcp.save(it, checkpoint_id=path, no_dist=True))
+            run.save(
+                written_by(lambda path, it=tensors: dcp.save(it, checkpoint_id=path, no_dist=True))
+            )
         if step == to_step:
             return
 
@@ -60,14 +63,15 @@ def test_every_due_checkpoint_is_exported_whatever_is_kept(
 ) -> None:
     """Steps take no time here, so a checkpoint that pruning took would be gone before a child has
     even started."""
-    with Run.open(config_of(tmp_path, tiny_model, num_steps=3)) as run:
-        advance(run, tiny_model, 3)
+    with Run.open(config_of(tmp_path, tiny_model, num_steps=5)) as run:
+        advance(run, tiny_model, 5)
         kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-        assert kept == {"step-2", "step-3"}
-    assert exported(tmp_path) == ["step-2", "step-3"]
-    assert all(holds_weights_of(tmp_path, tiny_model, step) for step in (2, 3))
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
-    assert "exports: 2 in" in (tmp_path / "log.txt").read_text()
+        assert kept == {"step-2", "step-4", "step-5"}
+    assert exported(tmp_path) == ["step-2", "step-4", "step-5"]
+    assert all(holds_weights_of(tmp_path, tiny_model, step) for step in (2, 4, 5))
+    kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert kept == {"step-4", "step-5"}
+    assert "exports: 3 in" in (tmp_path / "log.txt").read_text()
 
 
 def test_a_stopped_export_is_made_when_the_run_goes_on(tiny_model: Path, tmp_path: Path) -> None:

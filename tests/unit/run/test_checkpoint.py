@@ -7,12 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megadapo.errors import CheckpointError
+from megadapo.errors import CheckpointError, DamageError
 from megadapo.run.checkpoint import CheckpointStore, load
+from megadapo.weights.disk.hashed_files import Files, check_files
+from tests.support.checkpoints import written_by
 
 STATE = {"step": 3, "policy_version": 3, "reserve": []}
 
@@ -26,7 +30,7 @@ def write_shards(folder: Path) -> None:
 def saved(folder: Path, *steps: int, keep: int = 9) -> CheckpointStore:
     store = CheckpointStore(folder, keep=keep)
     for step in steps:
-        store.save(step, write_trainer=write_shards, state=STATE)
+        store.save(step, write_trainer=written_by(write_shards), state=STATE)
     return store
 
 
@@ -96,12 +100,62 @@ def test_old_ones_go_only_after_the_new_one_is_committed(tmp_path):
     store = saved(tmp_path, 1, 2, 3, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]
 
-    def fails(folder: Path) -> None:
+    def fails(*_: object) -> Any:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match="No space left"):
-        store.save(4, write_trainer=fails, state=STATE)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]
+    for writes in (fails, lambda folder: fails):
+        with pytest.raises(CheckpointError, match="No space left"):
+            store.save(4, write_trainer=writes, state=STATE)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]
+
+
+def test_archives_stay_and_leftovers_of_a_kill_go(tmp_path):
+    (tmp_path / "tmp-step-1-deadbeef" / "trainer").mkdir(parents=True)
+    store = CheckpointStore(tmp_path, keep=2, keep_every=3)
+    store.remove_unfinished()
+    for step in range(2, 8):
+        store.save(step, write_trainer=written_by(write_shards), state=STATE)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-3", "step-6", "step-7"]
+
+
+@pytest.mark.parametrize("change", ["missing", "short", "foreign"])
+def test_what_the_ranks_did_not_report_is_no_checkpoint(tmp_path, change):
+    """As where a rank of another node has written to a disk of its own."""
+
+    def begin(folder: Path) -> Callable[[], Files]:
+        write_shards(folder)
+        report = written_by(lambda _: None)(folder)()
+        if change == "missing":
+            (folder / "shard-0.distcp").unlink()
+        elif change == "short":
+            (folder / "shard-0.distcp").write_bytes(b"x")
+        else:
+            (folder / "stranger").write_bytes(b"x")
+        return lambda: report
+
+    with pytest.raises(CheckpointError, match="stranger" if change == "foreign" else "shard-0"):
+        CheckpointStore(tmp_path, keep=2).save(1, write_trainer=begin, state=STATE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_without_room_is_not_begun(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    with pytest.raises(CheckpointError, match=r"GiB are free: make room"):
+        store.begin(1, lambda _: pytest.fail("there is no room"), num_bytes=2**60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_flipped_byte_is_left_to_the_ranks_that_read_the_file(tmp_path):
+    """Reading 500 GB on the driver before anything starts would take hours."""
+    store = saved(tmp_path, 1, 2)
+    shard = tmp_path / "step-2" / "trainer" / "shard-0.distcp"
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+    checkpoint, _ = store.newest(hashes=False)
+    assert checkpoint is not None and checkpoint.step == 2
+    with pytest.raises(DamageError, match="shard-0"):
+        check_files(checkpoint.trainer_folder, checkpoint.files)
+    checkpoint, notes = store.newest(hashes=False, damaged={checkpoint.path: "shard-0"})
+    assert checkpoint is not None and checkpoint.step == 1 and notes == ["shard-0"]
 
 
 def test_a_committed_step_is_never_written_again(tmp_path):
@@ -109,7 +163,7 @@ def test_a_committed_step_is_never_written_again(tmp_path):
     store = saved(tmp_path, 1)
     before = (tmp_path / "step-1" / "trainer" / "shard-0.distcp").read_bytes()
     with pytest.raises(CheckpointError, match="not overwritten"):
-        store.save(1, write_trainer=write_shards, state=STATE)
+        store.save(1, write_trainer=written_by(write_shards), state=STATE)
     assert (tmp_path / "step-1" / "trainer" / "shard-0.distcp").read_bytes() == before
 
 
@@ -117,7 +171,7 @@ def test_going_on_from_an_earlier_step_sets_newer_ones_aside(tmp_path):
     """Otherwise a later resume would jump back onto the abandoned branch."""
     store = saved(tmp_path, 1, 2, 3)
     assert len(store.set_aside_after(1)) == 2
-    store.save(2, write_trainer=write_shards, state={"branch": "new"})
+    store.save(2, write_trainer=written_by(write_shards), state={"branch": "new"})
     checkpoint, _ = store.newest()
     assert checkpoint is not None and checkpoint.state == {"branch": "new"}
 
@@ -126,7 +180,9 @@ SAVER = """
 import os, sys
 from pathlib import Path
 from megadapo.run.checkpoint import CheckpointStore
+from tests.support.checkpoints import written_by
 
+@written_by
 def shards(folder):
     for i in range(20):
         (folder / f"shard-{i}").write_bytes(os.urandom(200_000))

@@ -14,6 +14,7 @@ from megadapo.rollout.answer_log import answers_path
 from megadapo.run.checkpoint import EVALUATING, CheckpointStore, load
 from megadapo.run.evaluations import Evaluations, ReservedEngine, find_unfinished
 from megadapo.run.sampling import Questions
+from tests.support.checkpoints import written_by
 from tests.support.scripted_engines import (
     PlainTokenizer,
     RightAtLeast,
@@ -207,7 +208,7 @@ def saved_run(folder: Path, **state: int):
     for step in (2, 3):
         store.save(
             step,
-            write_trainer=lambda path: (path / "shard").write_text("x"),
+            write_trainer=written_by(lambda path: (path / "shard").write_text("x")),
             state=state if step == 3 else {},
         )
     return load(folder / "checkpoints" / "step-3")

@@ -16,6 +16,7 @@ from megadapo.errors import CheckpointError, ConfigError, DataError, WeightError
 from megadapo.run.checkpoint import CheckpointStore
 from megadapo.run.export import export_checkpoint, find_source
 from megadapo.weights.disk.checkpoint_metadata import read_metadata
+from tests.support.checkpoints import written_by
 from tests.support.exported_runs import trainer_tensors, write_run
 
 
@@ -204,7 +205,7 @@ def _with_metadata(run: Path, content: bytes) -> None:
     shutil.rmtree(folder / "step-3")
     CheckpointStore(folder, keep=9).save(
         3,
-        write_trainer=lambda path: shutil.copytree(copy, path, dirs_exist_ok=True),
+        write_trainer=written_by(lambda path: shutil.copytree(copy, path, dirs_exist_ok=True)),
         state={},
     )
 

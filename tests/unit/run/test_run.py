@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +17,9 @@ from megadapo.observe import rollouts
 from megadapo.observe.config import ObserveConfig
 from megadapo.observe.metrics import EvaluationRecord, read_evaluations, read_metrics
 from megadapo.rollout.answer_log import answers_path
-from megadapo.run.checkpoint import EVALUATING, CheckpointStore
+from megadapo.run.checkpoint import EVALUATING, CheckpointStore, WriteTrainer
 from megadapo.run.run import Run
+from tests.support.checkpoints import written_by
 from tests.support.saved_groups import saved_group
 
 
@@ -53,7 +56,7 @@ def advance(run: Run, num_steps: int) -> None:
         run.record({"step": step, "tokens/generated": 10})
         run.complete(step, {"cursor": step})
         if run.saves:
-            run.save(lambda folder: (folder / "shard").write_bytes(b"shard"))
+            run.save(written_by(lambda folder: (folder / "shard").write_bytes(b"shard")))
         if step == num_steps:
             return
 
@@ -119,7 +122,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_said(tmp_path):
         assert run.step == 2
         advance(run, 4)
     log = (tmp_path / "log.txt").read_text()
-    assert "skipped" in log and "SHA-256" in log and "resuming after step 2" in log
+    assert "skipped" in log and "shard has 7 of 5 bytes" in log and "resuming after step 2" in log
     newest, _ = CheckpointStore(tmp_path / "checkpoints", keep=2).newest()
     assert newest is not None and newest.step == 4
 
@@ -194,14 +197,15 @@ def test_an_evaluation_that_took_several_steps_is_reported_by_a_step_that_is_don
 def test_the_checkpoint_of_weights_that_are_still_evaluated_is_kept(tmp_path):
     """A run that is stopped then has them nowhere else."""
     config = config_of(tmp_path)
-    config = config.model_copy(update={"checkpoint": CheckpointConfig(every=1, keep=1)})
+    config = config.model_copy(update={"checkpoint": CheckpointConfig(every=1, keep=2)})
     with Run.open(config) as run:
         for step in run.steps():
             record_step(run, step)
             run.complete(step, {EVALUATING: 2} if step in (3, 4) else {})
-            run.save(lambda folder: (folder / "shard").write_bytes(b"shard"))
-            kept = ["step-2", f"step-{step}"] if step in (3, 4) else [f"step-{step}"]
-            assert saved_steps(tmp_path) == kept
+            write = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
+            run.save(write, wait=True)
+            others = {step - 1, 2} if step in (3, 4) else {step - 1} - {0}
+            assert saved_steps(tmp_path) == [f"step-{one}" for one in sorted(others | {step})]
 
 
 def test_answers_are_kept_until_their_evaluation_is_recorded(tmp_path):
@@ -239,8 +243,74 @@ def test_an_interrupted_run_saves_its_last_step_once(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         run.save(lambda folder: pytest.fail("step 2 is what the run resumed from"))
         advance(run, 3)
-        run.save(lambda folder: (folder / "shard").write_bytes(b"3"))
+        run.save(written_by(lambda folder: (folder / "shard").write_bytes(b"3")))
     assert saved_steps(tmp_path) == ["step-2", "step-3"]
+
+
+def fails(folder: Path) -> Any:
+    (folder / "shard").write_bytes(b"half a sha")
+    raise CheckpointError("rank 1: no space left on device")
+
+
+def save_with(run: Run, step: int, write: WriteTrainer) -> None:
+    record_step(run, step)
+    run.complete(step, {"cursor": step})
+    if run.saves:
+        run.save(write)
+
+
+def test_a_failed_save_is_named_tried_again_and_leaves_nothing(tmp_path):
+    """A run of weeks must not end with a file server's bad minute, nor go on for days unsaved."""
+    good = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
+    with Run.open(config_of(tmp_path)) as run:
+        for step in run.steps():
+            save_with(run, step, fails if step == 2 else good)
+            if step == 3:
+                break
+    log = (tmp_path / "log.txt").read_text()
+    assert "checkpoint of step 2" in log and "rank 1: no space left" in log and "tried again" in log
+    assert saved_steps(tmp_path) == ["step-3"]
+
+
+def test_a_run_whose_saves_keep_failing_ends_with_what_it_had(tmp_path):
+    good = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
+    with (
+        pytest.raises(CheckpointError, match="step 5 .*rank 1: no space"),
+        Run.open(config_of(tmp_path, num_steps=9)) as run,
+    ):
+        for step in run.steps():
+            save_with(run, step, good if step < 3 else fails)
+    assert run.step == 5
+    assert saved_steps(tmp_path) == ["step-2"]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
+    """And the state that is saved is the step's own, whatever has come since."""
+    written = threading.Event()
+
+    def slow(folder: Path) -> Any:
+        files = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))(folder)
+        return lambda: files() if written.wait(20) else {}
+
+    with Run.open(config_of(tmp_path)) as run:
+        for step in run.steps():
+            save_with(run, step, slow)
+            if step == 3:
+                assert saved_steps(tmp_path)[0].startswith("tmp-step-2")
+                written.set()
+                break
+    assert saved_steps(tmp_path) == ["step-2"]
+    manifest = json.loads((tmp_path / "checkpoints" / "step-2" / "manifest.json").read_text())
+    assert manifest["policy_version"] == 2 and manifest["layout"]["num_ranks"] == 1
+    assert len(manifest["config_sha256"]) == 64 and "torch" in manifest["versions"]
+
+
+def test_minutes_make_a_step_due_as_well_as_its_number(tmp_path):
+    checkpoint = CheckpointConfig(every=100, every_minutes=1e-9)
+    config = config_of(tmp_path).model_copy(update={"checkpoint": checkpoint})
+    with Run.open(config) as run:
+        advance(run, 1)
+    assert saved_steps(tmp_path) == ["step-1"]
 
 
 def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):
@@ -282,7 +352,7 @@ def test_evaluations_and_checkpoints_are_timed_in_the_next_record(tmp_path):
             run.record({"step": step, "tokens/generated": 10})
             run.complete(step, {})
             if step == 2:
-                run.save(lambda folder: time.sleep(0.03))
+                run.save(written_by(lambda folder: time.sleep(0.03)))
             if step == 4:
                 break
     times = [(r["time/evaluate_s"], r["time/checkpoint_s"]) for r in read_metrics(tmp_path)]
@@ -312,7 +382,7 @@ def test_what_a_step_saved_is_there_with_its_record_and_redone_after_a_resume(tm
             assert rollouts.saved_steps(tmp_path) == list(range(1, step + 1))
             run.complete(step, {})
             if run.saves:
-                run.save(lambda folder: (folder / "shard").write_bytes(b"shard"))
+                run.save(written_by(lambda folder: (folder / "shard").write_bytes(b"shard")))
             if step == 3:
                 break
     with Run.open(config_of(tmp_path)):

@@ -43,8 +43,9 @@ def test_engines_sleep_while_a_checkpoint_is_made(engines_sleep: bool) -> None:
         kl_controller=None,  # type: ignore[arg-type]
         engines_sleep=engines_sleep,
     )
-    workers.save(Path("state"))
-    assert seen == (["sleep keep_weights=True", "save", "wake"] if engines_sleep else ["save"])
+    workers.begin_save(Path("state"))
+    expected = ["sleep keep_weights=True", "begin_save", "wake"]
+    assert seen == (expected if engines_sleep else ["begin_save"])
 
 
 def test_steps_that_warm_the_critic_up_leave_the_kl_coefficient_alone() -> None:
