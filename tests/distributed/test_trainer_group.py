@@ -62,14 +62,17 @@ def test_two_ranks_train_save_load_and_die(ray_started: None, models: Path, tmp_
     assert all(share.logprobs_seconds > 0 for share in first.shares)
     assert first.recorded is None
 
-    group.save(tmp_path / "checkpoint")
+    begun = group.begin_save(tmp_path)
     second = group.update(batch, policy_version=4, step=2, record=[3, 10])
     places = np.r_[batch.cu_seqlens[3] : batch.cu_seqlens[4]]
     places = np.r_[places, batch.cu_seqlens[10] : batch.cu_seqlens[11]]
     asked = logprobs[places]
     assert second.recorded is not None
     assert np.array_equal(second.recorded.old, asked[np.isfinite(asked)])
-    group.load(tmp_path / "checkpoint")
+    files = begun()
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= files.keys()
+    assert sum(file.bytes for file in files.values()) > group.checkpoint_bytes() > 0
+    group.load(tmp_path, files)
     assert np.array_equal(group.logprobs(batch), logprobs, equal_nan=True)
     assert replace(group.update(batch, policy_version=4, step=2), lr=second.lr) == second
 
