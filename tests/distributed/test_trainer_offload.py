@@ -18,7 +18,7 @@ from megadapo.trainer.config import OffloadConfig
 from megadapo.trainer.settings import TrainerSettings
 from tests.support.batches import RAGGED, random_batch
 from tests.support.critics import with_critic
-from tests.support.probes import build, state_bits
+from tests.support.probes import build, save_at, state_bits
 from tests.support.ranks import Ranks, settings_for
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def steps(rendezvous, settings: TrainerSettings, folder: Path) -> dict[str, Any]
     # an engine that is started again while others generate, an evaluation, a checkpoint
     sums += [rank.weight_sender.fingerprint(), sent(rank)]
     logprobs = rank.logprobs(BATCH)
-    rank.save(folder / "saved")
+    save_at(rank, folder / "saved")
     sizes["saved"] = held(rank)
     results.append(repr(rank.update(BATCH, policy_version=0, step=2)))
     rank.load(folder / "saved")
