@@ -156,6 +156,7 @@ def training_steps(
         ends.save(error)
         raise
     finally:
+        run.join_save()
         run.note(*workers.rollouts.take_notes())
 
 

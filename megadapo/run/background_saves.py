@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import Any
 
 from megadapo.config import RunConfig, to_dict
@@ -80,6 +81,11 @@ class BackgroundSaves:
             return None, f"{error}; it is tried again after the next step"
         self._has_failed = False
         return checkpoint, ""
+
+    def join(self) -> None:
+        """Wait until the trainer is not needed for a save any more; its end is told later."""
+        if self._pending is not None:
+            wait_for([self._pending])
 
     def close(self) -> None:
         """Wait for what is under way; a save that fails leaves nothing behind."""

@@ -312,6 +312,10 @@ class Run:
             self._status.saved(ended.step)
             self._start_export()
 
+    def join_save(self) -> None:
+        """Wait for the save under way, if any, while there still is a trainer."""
+        self._saves.join()
+
     def _settle_after_failure(self) -> None:
         """Take note of the save under way; what ended the run is what is to be reported."""
         try:

@@ -216,6 +216,8 @@ class Trainer:
         Raises:
             MegadapoError: what a rank raised; InfraError where one died or gave no answer in time.
         """
+        if not self.ranks:
+            raise InfraError(f"the trainer cannot {method}: its ranks have ended")
         calls = [getattr(rank, method).remote(*args) for rank in self.ranks]
         timeout_s = max(1, num_deadlines) * self._timeout_s + more_s
         return self._gather(calls, method, timeout_s, "trainer.timeout_s")
