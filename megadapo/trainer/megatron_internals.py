@@ -102,8 +102,8 @@ def set_num_updates(optimizer: MegatronOptimizer, count: int) -> None:
         states = _torch_states(part)
         for state in states:
             state["step"].fill_(count)
-        if not states:
-            for group in _groups(part):
+        for group in _groups(part):
+            if "step" in group or not states:
                 group["step"] = count
 
 
@@ -115,4 +115,9 @@ def _torch_states(part: Any) -> list[dict[str, Tensor]]:
 
 
 def _groups(part: Any) -> list[dict[str, Any]]:
-    return [] if part.is_stub_optimizer else part.optimizer.param_groups
+    """The hybrid optimizer's parts, on the CPU and on the GPU, have groups of their own."""
+    if part.is_stub_optimizer:
+        return []
+    whole = part.optimizer
+    subs = (group for sub in getattr(whole, "sub_optimizers", ()) for group in sub.param_groups)
+    return [*whole.param_groups, *subs]
