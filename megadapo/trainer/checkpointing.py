@@ -172,7 +172,8 @@ def _check_live(folder: Path, piece: StoredPiece, expected: str) -> None:
 
 
 def _hash_of(values: Tensor) -> str:
-    flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    # a copy: memory that numpy has seen cannot be taken away from a tensor, as trainer.offload does
+    flat = values.detach().to("cpu", copy=True).view(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
