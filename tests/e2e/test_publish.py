@@ -89,6 +89,13 @@ def test_engines_answer_as_the_checkpoint_does(folders, trainer_processes, tmp_p
         answers.append(greedy(engines))
         assert_equal(answers[-1], expected[1], atol=1e-5)
         assert_equal(answers[-1], answers[0], atol=0)
+    if count > 1:
+        # engines of one node, of which the second gets everything from the first
+        by_messages = SMALL_BUCKETS.model_copy(update={"transport": "nccl"})
+        ray.get([sender.load.remote(first) for sender in senders])
+        publisher = Publisher(senders, engines, by_messages, **split, dtype=torch.float32)
+        assert publisher.publish(9).num_bytes == plan_bytes(publisher.plan)
+        assert_equal(greedy(engines), expected[0], atol=1e-5)
     refuses_another_model(folders["untied" if kind == "tied" else "tied"][0], engines, split)
     engines.shutdown()
 
