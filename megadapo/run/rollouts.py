@@ -27,6 +27,15 @@ FINISH_S = 10.0
 """How long a finished run waits for the second opinion on its last answers."""
 
 
+def without_samples(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's state without the groups that wait for a later step, whole or in part."""
+    sampler = state.get(SAMPLER_STATE)
+    if sampler is None:
+        return dict(state)
+    waiting = {"waiting": None} if "waiting" in sampler else {}
+    return {**state, SAMPLER_STATE: {**sampler, "reserve": [], "unfinished": [], **waiting}}
+
+
 class Rollouts(Protocol):
     """A source of batches that takes the weights trained on them."""
 

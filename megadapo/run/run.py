@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -40,6 +41,7 @@ from megadapo.run.checkpoint import (
 )
 from megadapo.run.drift import check_drift
 from megadapo.run.lease import Lease
+from megadapo.run.rollouts import without_samples
 from megadapo.run.status import StatusFile
 from megadapo.run.stop import StopSignal
 
@@ -117,6 +119,11 @@ class Run:
         if checkpoint is not None:
             drift = check_drift(config, checkpoint.path, accept_changes=accept_changes)
             notes.extend(drift.lines)
+            if not drift.keeps_samples:
+                checkpoint = replace(checkpoint, state=without_samples(checkpoint.state))
+                notes.append(
+                    "groups that waited for this step are dropped: they are of the keys before"
+                )
         run = cls(config, checkpoint, lease)
         (run.folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
         run._store.remove_unfinished()

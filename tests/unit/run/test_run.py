@@ -16,6 +16,7 @@ from megadapo.errors import CheckpointError, ConfigError, InfraError
 from megadapo.observe import rollouts
 from megadapo.observe.config import ObserveConfig
 from megadapo.observe.metrics import EvaluationRecord, read_evaluations, read_metrics
+from megadapo.rewards.config import RewardConfig
 from megadapo.rollout.answer_log import answers_path
 from megadapo.run.checkpoint import EVALUATING, CheckpointStore, WriteTrainer
 from megadapo.run.run import Run
@@ -331,6 +332,24 @@ def test_a_second_driver_is_refused_before_it_changes_anything(tmp_path):
         Run.open(config_of(tmp_path, resume="never"))
     with Run.open(config_of(tmp_path)):
         pass
+
+
+def test_groups_scored_by_another_rule_are_not_trained_on(tmp_path):
+    waiting = {"drawing": 7, "reserve": ["a group"], "unfinished": ["an answer"], "waiting": "b"}
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 1)
+        run.complete(2, {"sampler": waiting, "kl": 0.5})
+        run.save(written_by(lambda folder: (folder / "shard").write_bytes(b"shard")))
+    changed = config_of(tmp_path)
+    changed = changed.model_copy(update={"reward": RewardConfig(rule="boxed")})
+    with pytest.raises(ConfigError, match=r"(?s)reward\.rule: .*--accept-changes"):
+        Run.open(changed)
+    with Run.open(changed, accept_changes=True) as run:
+        assert run.checkpoint.state == {
+            "sampler": {"drawing": 7, "reserve": [], "unfinished": [], "waiting": None},
+            "kl": 0.5,
+        }
+    assert "are dropped" in (tmp_path / "log.txt").read_text()
 
 
 def test_how_a_run_ended_is_its_last_line(tmp_path):
