@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from megadapo.trainer.trainer import Trainer
 from tests.support.batches import random_batch
+
+
+class Remote:
+    """A method of a rank that is never asked."""
+
+    def remote(self, *args: object) -> None:
+        return None
 
 
 def test_each_update_of_a_step_has_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +27,8 @@ def test_each_update_of_a_step_has_time_of_its_own(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("megadapo.trainer.trainer.gather", gather)
     monkeypatch.setattr("megadapo.trainer.trainer._shared", lambda batch: batch)
-    trainer = Trainer([], timeout_s=10.0)
+    rank = SimpleNamespace(update=Remote(), logprobs=Remote(), ping=Remote())
+    trainer = Trainer([rank], timeout_s=10.0)
     batch = random_batch([5] * 10, num_mini_batches=4)
     with pytest.raises(KeyboardInterrupt):
         trainer.update(batch, policy_version=0, step=1)
