@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ def install_cpu_platform() -> None:
     _import_megatron_uncompiled()
     _answer_for_random_states()
     _answer_for_experts()
+    _answer_for_gathers()
     _replace(torch.cuda, megadapo_cpu_platform=True)
 
 
@@ -158,3 +159,29 @@ def _answer_for_experts() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16 asks for Transformer Engine's product by a name that it lacks where there is none
         _replace(moe_utils, te_general_gemm=None)
+
+
+def _answer_for_gathers() -> None:
+    """Gloo's coalesced gather (torch 2.13) corrupts memory once in some thousand times, which ends
+    the process at any later time; its plain gather does not."""
+    from megatron.core.distributed import param_and_grad_buffer
+    from torch.distributed.distributed_c10d import _coalescing_manager, _world
+
+    @contextmanager
+    def one_gather_at_a_time(
+        group: torch.distributed.ProcessGroup, async_ops: bool = False
+    ) -> Iterator[Any]:
+        with _coalescing_manager(group, async_ops=async_ops) as works:
+            yield works
+            noted = _world.pg_coalesce_state[group]
+            gathers = [op for op in noted if op.dst_tensor is not None and op.redop is None]
+            if gathers:
+                noted.clear()
+        for op in gathers:
+            work = torch.distributed.all_gather_into_tensor(
+                op.dst_tensor, op.tensor, group=group, async_op=async_ops
+            )
+            if work is not None:
+                works.append(work)
+
+    _replace(param_and_grad_buffer, _coalescing_manager=one_gather_at_a_time)

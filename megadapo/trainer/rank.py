@@ -272,9 +272,10 @@ class TrainerRank:
 
     def checkpoint_bytes(self) -> int:
         """What this rank writes into a checkpoint, a reference policy's weights left out."""
-        num_bytes = num_bytes_written(self.chunks, self.optimizer)
-        if self.critic is not None:
-            num_bytes += num_bytes_written(self.critic.chunks, self.critic.optimizer)
+        with self.offload.present("parameters", "optimizer"):
+            num_bytes = num_bytes_written(self.chunks, self.optimizer)
+            if self.critic is not None:
+                num_bytes += num_bytes_written(self.critic.chunks, self.critic.optimizer)
         return num_bytes
 
     def check_files(self, folder: Path, files: Mapping[str, FileEntry]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,11 @@ def test_every_rank_enters_a_group_before_some_of_them_exchange_messages(
 def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]:
     import torch
 
+    from megadapo.trainer.save_report import complete_save
     from megadapo.trainer.worker import TrainerWorker
 
     seen = []
+    folder.mkdir()
     empty_cache = torch.cuda.empty_cache
     torch.cuda.empty_cache = lambda: seen.append(call)
     try:
@@ -49,10 +52,14 @@ def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]
         worker.start(settings, rendezvous, uses_cuda=False)
         for call, arguments in {
             "update": (batch, 0, 1, None, None, []),
-            "save": (folder,),
-            "load": (folder,),
+            "begin_save": (folder,),
+            "load": (folder, {}),
         }.items():
             getattr(worker, call)(*arguments)
+            if call == "begin_save":
+                while (report := worker.save_report()) is None:
+                    time.sleep(0.01)
+                complete_save(folder, [report])
     finally:
         torch.cuda.empty_cache = empty_cache
     return seen
@@ -65,7 +72,7 @@ def test_memory_goes_back_to_the_gpu_after_every_long_call(
     settings = settings_for(str(models / "qwen2-tied"))
     arguments = (settings, random_batch(RAGGED), tmp_path / "state")
     (seen,) = ranks.run(1, _calls_that_release_memory, *arguments)
-    assert seen == ["update", "save", "load"]
+    assert seen == ["update", "begin_save", "load"]
 
 
 def _passes_of_each_mlp(rendezvous, settings, batch) -> list[int]:

@@ -15,7 +15,7 @@ from megadapo.kernels.rotary import rotary_ref
 from megadapo.kernels.swiglu import swiglu_ref
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config
-from megadapo.trainer.checkpointing import load_checkpoint, save_checkpoint
+from megadapo.trainer.checkpointing import load_checkpoint, take_snapshot, write_snapshot
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.gradient_buffers import wrap_for_gradients
 from megadapo.trainer.model import build_chunks, rotary_of_own_layers, transformer_config
@@ -23,6 +23,7 @@ from megadapo.trainer.optimizer import build_optimizer
 from megadapo.trainer.packing import pack_sequences
 from megadapo.trainer.parallel import context_part, join_groups, leave_groups
 from megadapo.trainer.position import parameters_by_global_name, shard_position
+from megadapo.trainer.save_report import RankReport, complete_save
 from megadapo.trainer.settings import Rendezvous
 from megadapo.weights.disk.load import import_weights, match_params
 from megadapo.weights.layout.layout import ModelLayout
@@ -91,7 +92,14 @@ def survives_a_checkpoint(built: Built, trainer: TrainerConfig, folder: Path) ->
     """Whether the weights come back from disk."""
     chunks = wrap_for_gradients([built.chunk], built.chunk.config, trainer)
     optimizer = build_optimizer(chunks, trainer.optimizer)
-    save_checkpoint(chunks, optimizer, folder)
+    snapshot = take_snapshot(chunks, optimizer, number=0)
+    rank, reports = torch.distributed.get_rank(), [RankReport()] * 2
+    folder.mkdir(exist_ok=True)
+    files, pieces = write_snapshot(snapshot, folder, rank=rank)
+    torch.distributed.all_gather_object(reports, RankReport(files, {"": pieces}))
+    if rank == 0:
+        complete_save(folder, reports)
+    torch.distributed.barrier()
     before = {name: one.detach().clone() for name, one in built.parameters.items()}
     with torch.no_grad():
         for one in built.parameters.values():
