@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megadapo.algorithm.advantages import advantages, response_rewards
 from megadapo.algorithm.branches import branch_advantages
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
 from megadapo.data.batch import pack
-from megadapo.errors import DamageError, InfraError, MegadapoError, OracleError, RunInterrupted
+from megadapo.errors import DamageError, MegadapoError
 from megadapo.observe.metrics import MetricRecord
 from megadapo.observe.oracles import check_oracles
 from megadapo.observe.summary import RunSummary
@@ -22,6 +20,7 @@ from megadapo.run.replay import check_replay
 from megadapo.run.run import Run, find_checkpoint
 from megadapo.run.step_metrics import step_metrics, step_notes
 from megadapo.run.step_rollouts import saved_groups, saved_sequences
+from megadapo.run.way_out import WayOut
 from megadapo.run.workers import Workers, start_workers
 
 
@@ -100,7 +99,7 @@ def training_steps(
     with run.phase("publish weights"):
         workers.rollouts.publish(policy_version=run.step)
     _evaluate(run, workers, run.step)
-    ends = _OnTheWayOut(run, workers)
+    ends = WayOut(run, workers)
     try:
         for step in run.steps():
             with run.phase("rollout", interruptible=True):
@@ -158,66 +157,6 @@ def training_steps(
     finally:
         run.join_save()
         run.note(*workers.rollouts.take_notes())
-
-
-StepMetrics = dict[str, int | float | None]
-
-
-class _OnTheWayOut:
-    """Knows what is done when a run ends early, and saves it."""
-
-    def __init__(self, run: Run, workers: Workers) -> None:
-        self._run = run
-        self._workers = workers
-        self._is_whole = True
-        """Whether the trainer is as some step left it."""
-        self._trained: tuple[int, dict[str, Any], Callable[[], StepMetrics]] | None = None
-        """A step of which only what follows the update is missing: its state and its metrics."""
-
-    @contextmanager
-    def trainer_changes(self) -> Iterator[None]:
-        """Whatever ends this block early leaves the trainer in the middle of a step."""
-        self._is_whole = False
-        yield
-
-    def trained(self, step: int, metrics: Callable[[], StepMetrics]) -> None:
-        """The update of a step is done, and nothing is sampled any more.
-
-        `metrics`: what is recorded of it if its weights cannot be published.
-        """
-        self._is_whole, self._trained = True, (step, self._workers.state_dict(), metrics)
-
-    def completed(self) -> None:
-        """The step that was trained is recorded, and counts."""
-        self._trained = None
-
-    def save(self, error: MegadapoError) -> None:
-        """Save the last step that is done, before `error` ends the run.
-
-        Raises:
-            MegadapoError: it could not be saved, where that was all there was to do.
-        """
-        run = self._run
-        if not self._is_whole:
-            return
-        try:
-            if self._trained is not None:
-                step, state, metrics = self._trained
-                run.complete(step, state)
-                if not any(record["step"] == step for record in run.records[-1:]):
-                    run.record(metrics())
-        except MegadapoError as failed:
-            # a disk without room for a line may still have a checkpoint's
-            run.note(f"step {run.step} is not in the metrics: {failed}")
-        workers = self._workers
-        # an engine that is gone cannot be told to make room, and has made it
-        begin = workers.trainer if isinstance(error, InfraError) else workers
-        try:
-            run.save(begin.begin_save, num_bytes=workers.checkpoint_bytes, wait=True)
-        except MegadapoError as failed:
-            if isinstance(error, RunInterrupted | OracleError):
-                raise
-            run.note(str(failed))
 
 
 def _evaluate(run: Run, workers: Workers, step: int) -> None:
