@@ -18,10 +18,7 @@ from tests.support.whole_runs import SMALL, metrics, run, untimed
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
 
 NUM_STEPS = 3
-NEEDS_ENGINES = {
-    *("tokens/generated", "rollout/engine_tokens_min", "rollout/engine_tokens_max"),
-    "eval/accuracy",
-}
+NEEDS_ENGINES = {"tokens/generated", "eval/accuracy", "eval/policy_version"}
 WARMUP = "--trainer.optimizer.warmup_steps=2"
 
 
@@ -77,6 +74,8 @@ def test_texts_and_an_adaptive_kl_coefficient_go_on_after_a_stop(
         "--algorithm.advantage=rloo",
         "--algorithm.objective={kl_coef = 0.1, kl_in = 'reward', kl_value = 'k1'}",
         "--algorithm.kl_control={target = 0.01, horizon = 1000}",
+        # after a step of another objective the weights are not those that sampled
+        "--oracles.logprob_abs_max=none",
     ]
     for name, stops in (("whole", [NUM_STEPS]), ("stopped", [2, NUM_STEPS])):
         for num_steps in stops:
