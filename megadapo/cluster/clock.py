@@ -33,11 +33,15 @@ class ClockOffset:
 
 def read_clock() -> ClockReading:
     """This process's node and time."""
+    return ClockReading(machine=this_machine(), time_ns=time.time_ns())
+
+
+def this_machine() -> str:
+    """This boot of the machine, the same in all of its containers."""
     try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        machine = platform.node()
-    return ClockReading(machine=machine, time_ns=time.time_ns())
+        return platform.node()
 
 
 def clock_offset(ask: Callable[[], ClockReading]) -> ClockOffset:

@@ -41,7 +41,7 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
         raise ConfigError("data.held_out names no problems to evaluate on")
     from rich.console import Console
 
-    from megadapo.run.run import find_checkpoint
+    from megadapo.run.resume import find_checkpoint
     from megadapo.run.workers import start_workers
 
     console = Console()

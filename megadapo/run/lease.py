@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from megadapo.cluster.clock import this_machine
 from megadapo.cluster.orphans import start_time
 from megadapo.errors import ConfigError, InfraError
 
@@ -177,5 +178,4 @@ def _read(path: Path) -> Driver | None:
 
 
 def _machine() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{this_machine()} {os.stat('/proc/self/ns/pid').st_ino}"

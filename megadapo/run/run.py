@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
-from megadapo.errors import CheckpointError, ConfigError, MegadapoError
+from megadapo.errors import ConfigError, MegadapoError
 from megadapo.kernels.torch_internals import profiled_range
 from megadapo.observe.metrics import (
     EvaluationRecord,
@@ -32,15 +32,13 @@ from megadapo.rollout.answer_log import answers_path
 from megadapo.run.background_export import BackgroundExports
 from megadapo.run.background_saves import BackgroundSaves
 from megadapo.run.checkpoint import (
-    CHECKPOINTS,
     EVALUATING,
     Checkpoint,
-    CheckpointStore,
     WriteTrainer,
-    load,
 )
 from megadapo.run.drift import check_drift
 from megadapo.run.lease import Lease
+from megadapo.run.resume import checkpoint_store, find_checkpoint
 from megadapo.run.rollouts import without_samples
 from megadapo.run.status import StatusFile
 from megadapo.run.stop import StopSignal
@@ -121,9 +119,7 @@ class Run:
             notes.extend(drift.lines)
             if not drift.keeps_samples:
                 checkpoint = replace(checkpoint, state=without_samples(checkpoint.state))
-                notes.append(
-                    "groups that waited for this step are dropped: they are of the keys before"
-                )
+                notes.append("groups that waited are dropped: they were sampled as it was before")
         run = cls(config, checkpoint, lease)
         (run.folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
         run._store.remove_unfinished()
@@ -374,40 +370,3 @@ class Run:
         self._open.close()
         plot_run(self.folder)
         return print_report(self.folder)
-
-
-def checkpoint_store(config: RunConfig) -> CheckpointStore:
-    """Where the run that `config` describes has its checkpoints."""
-    section = config.checkpoint
-    folder = config.run.folder / CHECKPOINTS
-    return CheckpointStore(folder, keep=section.keep, keep_every=section.keep_every)
-
-
-def find_checkpoint(
-    config: RunConfig, *, damaged: Mapping[Path, str] | None = None
-) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint `run.resume` asks for, and what to tell the user about the choice.
-
-    The trainer's files are compared with their hashes by the ranks that load them.
-
-    `damaged`: checkpoints that cannot be used, and why.
-
-    Raises:
-        CheckpointError: there is none, or "never" would mix two runs in one folder.
-    """
-    store = checkpoint_store(config)
-    if config.run.resume == "auto":
-        checkpoint, skipped = store.newest(hashes=False, damaged=damaged)
-        notes = [f"skipped: {line}" for line in skipped]
-    elif config.run.resume == "never":
-        if store.steps():
-            raise CheckpointError(
-                f'{store.folder} already holds checkpoints and run.resume is "never": choose '
-                "another run.folder, or delete this one"
-            )
-        checkpoint, notes = None, []
-    else:
-        checkpoint, notes = load(Path(config.run.resume), hashes=False), []
-    if checkpoint is not None:
-        notes.append(f"resuming after step {checkpoint.step} from {checkpoint.path}")
-    return checkpoint, notes
