@@ -51,17 +51,18 @@ if not is_small:
 PYTHON
 }
 
-# random weights are never right, so every group is trained on; old and new log-probs, the engine's
-# and the trainer's, weight updates, sleep and wake are those of any run
-bf16_run() {
-    local memory=
+# train_bf16 NAME ARGUMENTS...: random weights are never right, so every group is trained on; old and
+# new log-probs, the engine's and the trainer's, weight updates, sleep and wake are those of any run
+train_bf16() {
+    local name=$1 memory=
+    shift
     if [ -z "$rehearse" ]; then
         nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv -lms 200 \
-            >"$folder/memory.csv" &
+            >"$folder/$name.memory.csv" &
         memory=$!
     fi
-    megadapo train configs/quickstart.toml "${bf16[@]}" --run.folder="$folder/bf16" \
-        "${short[@]}" --checkpoint.every="$steps"
+    megadapo train configs/quickstart.toml "${bf16[@]}" --run.folder="$folder/$name" \
+        "${short[@]}" --checkpoint.every="$steps" "$@"
     local code=$?
     [ -z "$memory" ] || kill "$memory"
     return $code
@@ -82,13 +83,17 @@ if [ -n "$rehearse" ]; then
     tests=(--collect-only)
     plan=(configs/qwen2.5-7b.toml)
     memory=()
+    # an engine on a CPU cannot quantize
+    fp8=(megadapo plan configs/quickstart.toml "${bf16[@]}" --cluster.device=cuda)
 else
     steps=5
     head=(--device cuda)
     tests=()
     plan=(configs/quickstart.toml "${bf16[@]}" --cluster.device=cuda)
     memory=(--memory "$folder/memory")
+    fp8=(train_bf16 fp8)
 fi
+offload=(--trainer.offload.optimizer=cpu --trainer.offload.gradients=cpu --trainer.offload.parameters=cpu)
 
 # one engine in a rehearsal too
 short=(--rollout.num_engines=1 --run.num_steps="$steps" --trainer.optimizer.warmup_steps=1 --evaluation.every=0)
@@ -101,33 +106,33 @@ part quickstart megadapo train configs/quickstart.toml --run.folder="$folder/qui
     "${short[@]}"
 part model make_model
 part plan megadapo plan "${plan[@]}"
-part bf16 bf16_run
+part bf16 train_bf16 bf16
+part offload train_bf16 offload "${offload[@]}"
+part fp8 "${fp8[@]}" --rollout.quantization=fp8 --algorithm.importance.scope=all
 part profile megadapo profile --step configs/quickstart.toml "${bf16[@]}" --steps 2 \
     --rollout.num_engines=1 --trace "$folder/trace.json.gz" "${memory[@]}"
 
 {
-    echo
-    echo "## bf16: what each step measured"
-    echo
-    echo '```'
-    python - "$folder/bf16/metrics.jsonl" <<'PYTHON'
+    for name in bf16 offload fp8; do
+        echo
+        echo "## $name: what each step measured"
+        echo
+        echo '```'
+        [ ! -e "$folder/$name/metrics.jsonl" ] || python - "$folder/$name/metrics.jsonl" <<'PYTHON'
 import json, sys
 
-words = ("step", "ratio", "logprob", "time/")
+words = ("step", "ratio", "time/")
 for line in open(sys.argv[1], encoding="utf-8"):
     record = json.loads(line)
     print({name: value for name, value in record.items() if name.startswith(words) or "logprob" in name})
 PYTHON
-    echo '```'
-    if [ -s "$folder/memory.csv" ]; then
-        echo
-        echo "## bf16: most memory in use on each GPU"
-        echo
+        # the most memory in use on each GPU
+        [ ! -s "$folder/$name.memory.csv" ] || awk -F', ' '
+            NR > 1 && $3 + 0 > most[$2] { most[$2] = $3 + 0 }
+            END { for (gpu in most) print "GPU " gpu ": at most " most[gpu] " MiB in use" }
+            ' "$folder/$name.memory.csv"
         echo '```'
-        awk -F', ' 'NR > 1 && $3 + 0 > most[$2] { most[$2] = $3 + 0 }
-            END { for (gpu in most) print "GPU " gpu ": " most[gpu] " MiB" }' "$folder/memory.csv"
-        echo '```'
-    fi
+    done
     for log in "$folder"/*.log; do
         echo
         echo "## $(basename "$log")"

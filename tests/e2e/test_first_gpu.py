@@ -38,5 +38,5 @@ def test_every_part_that_needs_no_gpu_passes(tmp_path: Path) -> None:
     result = run("--rehearse", str(tmp_path / "results"))
     report = (tmp_path / "results" / "report.md").read_text()
     assert result.returncode == 0, report
-    assert report.count("| passed |") == 9
+    assert report.count("| passed |") == 11
     assert "'oracle/" in report or "ratio" in report
