@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megadapo.cluster.clock import ClockReading, clock_offset, read_clock
 from megadapo.errors import InfraError
 from megadapo.profiling.merged_trace import TracePart, merge_traces
-from megadapo.rollout.engine import profile_folder
+from megadapo.rollout.engine_spec import profile_folder
 
 if TYPE_CHECKING:
     from megadapo.rollout.engines import Engines

@@ -9,18 +9,16 @@ import os
 import socket
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import ProcessDied
 from megadapo.cluster.clock import ClockReading, read_clock
 from megadapo.cluster.reaper import kill_marked, start_reaper
 from megadapo.errors import InfraError
 from megadapo.rollout.activity import ActivityCounter, EngineActivity
-from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.engine_spec import EngineSpec
 from megadapo.rollout.failure import START_LINE, describe_failure
-from megadapo.rollout.platform import EnginePlatform
 from megadapo.rollout.requests import EngineReport, GroupRequest, SamplingSettings, StopReport
 
 if TYPE_CHECKING:
@@ -28,34 +26,7 @@ if TYPE_CHECKING:
 
     from megadapo.rollout.generation import Generation
 
-WeightDtype = Literal["float32", "bfloat16"]
-"""Type of an engine's weights and activations."""
-
-WeightsFrom = Literal["folder", "trainer"]
-"""Whether an engine loads the model's weights, or waits for a trainer to publish its own."""
-
 START_POLL_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSpec:
-    """Everything one engine is started from."""
-
-    index: int
-    model: str
-    """Hugging Face folder or Hub name."""
-    dtype: WeightDtype
-    max_model_len: int
-    """Longest prompt and response together, in tokens."""
-    weights_from: WeightsFrom
-    config: RolloutConfig
-    platform: EnginePlatform
-    log_file: Path
-
-
-def profile_folder(log_folder: Path, index: int) -> Path:
-    """Where the ranks of an engine write what they profile, when they are asked to."""
-    return log_folder / f"engine-{index}-profile"
 
 
 class RolloutEngine:

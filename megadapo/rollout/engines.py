@@ -11,7 +11,7 @@ from megadapo.cluster.clock import ClockReading
 from megadapo.rollout.activity import EngineActivity
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.dispatch import Dispatcher
-from megadapo.rollout.engine import EngineSpec, WeightDtype, WeightsFrom
+from megadapo.rollout.engine_spec import EngineSpec, WeightDtype, WeightsFrom
 from megadapo.rollout.fleet import describe_death
 from megadapo.rollout.platform import EnginePlatform
 from megadapo.rollout.remote_engine import Place, RemoteEngine
@@ -136,7 +136,7 @@ class Engines(Dispatcher):
             self._ask_all("start_profile", self._config.start_timeout_s)
 
     def stop_profile(self) -> None:
-        """Let them write it down: rollout/engine.py:profile_folder."""
+        """Let them write it down: rollout/engine_spec.py:profile_folder."""
         with self._lock:
             self._ask_all("stop_profile", self._config.start_timeout_s)
 

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from megadapo.cluster.reaper import kill_marked
-from megadapo.rollout.engine import EngineSpec, RolloutEngine
+from megadapo.rollout.engine import RolloutEngine
+from megadapo.rollout.engine_spec import EngineSpec
 from megadapo.rollout.requests import EngineReport, GroupRequest
 
 if TYPE_CHECKING:

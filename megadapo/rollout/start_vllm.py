@@ -16,7 +16,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from megadapo.rollout.activity import ActivityCounter
-from megadapo.rollout.engine import EngineSpec, profile_folder
+from megadapo.rollout.engine_spec import EngineSpec, profile_folder
 
 WEIGHT_TRANSFER_BACKEND = "megadapo"
 """Name under which weights/sync/vllm_plugin.py registers our weight-transfer engine."""

@@ -13,7 +13,8 @@ import ray
 import torch
 
 from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.engine import EngineSpec, RolloutEngine
+from megadapo.rollout.engine import RolloutEngine
+from megadapo.rollout.engine_spec import EngineSpec
 from megadapo.rollout.engines import Engines
 from megadapo.rollout.platform import EnginePlatform
 from megadapo.rollout.remote_engine import RemoteEngine

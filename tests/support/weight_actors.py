@@ -13,7 +13,8 @@ import torch
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.config import ClusterConfig
 from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.engine import EngineSpec, RolloutEngine, WeightsFrom
+from megadapo.rollout.engine import RolloutEngine
+from megadapo.rollout.engine_spec import EngineSpec, WeightsFrom
 from megadapo.rollout.engines import Engines
 from megadapo.rollout.platform import EnginePlatform
 from megadapo.rollout.remote_engine import RemoteEngine
