@@ -151,13 +151,14 @@ def _run_step(arguments: argparse.Namespace) -> int:
     from contextlib import closing
 
     from megadapo.bench import step
+    from megadapo.bench.step_rival import check_python, parse_arguments
     from megadapo.config import load_config
     from megadapo.run.sampling import load_training_prompts
 
     if arguments.steps < 1 or arguments.warmup < 1:
         raise ConfigError("--steps and --warmup must be at least 1: the first step starts it all")
     num_steps = arguments.warmup + arguments.steps
-    python = step.check_python(arguments.trl_python)
+    python = check_python(arguments.trl_python)
     with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:
         fixed = [
             f"run.folder={folder}/run",
@@ -171,7 +172,7 @@ def _run_step(arguments: argparse.Namespace) -> int:
                 records,
                 load_training_prompts(config),
                 trl_python=python,
-                trl_arguments=step.parse_arguments(arguments.trl),
+                trl_arguments=parse_arguments(arguments.trl),
                 warmup=arguments.warmup,
                 num_steps=num_steps,
                 json_file=arguments.json,

@@ -11,16 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.bench.step import (
-    OVERRIDES,
-    Rival,
-    Side,
-    check_python,
-    in_turn,
-    parse_arguments,
-    rival_settings,
-    table,
-)
+from megadapo.bench.step import OVERRIDES, Side, in_turn, table
+from megadapo.bench.step_rival import Rival, check_python, parse_arguments, rival_settings
 from megadapo.bench.step_settings import RivalSettings, StepTime
 from megadapo.config import RunConfig, load_config
 from megadapo.data.prompts import PromptStream
