@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import numbers
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, Self
 
 from megadapo.errors import DataError
 from megadapo.observe.config import WriterName
+from megadapo.observe.files import append_line, replace_text
 from megadapo.observe.metric_names import METRIC_NAMES, OWN_AREAS
 from megadapo.observe.writers import MetricWriter, open_writer
 
@@ -80,7 +80,11 @@ class MetricsLog:
 
     def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
         """Write one step's object with every metric name, null where it is not given, and the
-        run's own names."""
+        run's own names.
+
+        Raises:
+            InfraError: the disk is full or refuses; nothing of it is written.
+        """
         own = [name for name in values if name not in METRIC_NAMES]
         unknown = [name for name in own if not name.startswith(OWN_AREAS)]
         assert not unknown, f"not in METRIC_NAMES: {unknown}"
@@ -89,7 +93,7 @@ class MetricsLog:
         step = record["step"]
         assert isinstance(step, int), "a record needs its step"
         assert step > self._last_step, f"step {step} after step {self._last_step}"
-        _append(self._steps, record)
+        append_line(self._steps, _line(record))
         self._last_step = step
         for writer in self._writers:
             writer.write(record, step)
@@ -98,7 +102,8 @@ class MetricsLog:
     def record_evaluation(self, evaluation: EvaluationRecord) -> None:
         """Write one evaluation; one of the same step, from before a resume, is replaced."""
         _rewrite(self._evaluations, lambda entry: entry["step"] != evaluation.step)
-        _append(self._evaluations, {k: _number(v) for k, v in asdict(evaluation).items()})
+        entry = {k: _number(v) for k, v in asdict(evaluation).items()}
+        append_line(self._evaluations, _line(entry))
 
     def rewind(self, step: int) -> None:
         """Drop everything recorded after `step`, as a run that resumes there will redo it."""
@@ -171,13 +176,6 @@ def _number(value: object) -> int | float | None:
     return float(value)
 
 
-def _append(path: Path, entry: Mapping[str, int | float | None]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_line(entry))
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _line(entry: Mapping[str, int | float | None]) -> str:
     plain = {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -215,9 +213,4 @@ def _rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     content = "".join(_line(entry) for entry in _read(path) if keep(entry))
     if content.encode() == path.read_bytes():
         return
-    fresh = path.with_suffix(".new")
-    with fresh.open("w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
+    replace_text(path, content)

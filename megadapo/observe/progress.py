@@ -21,6 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megadapo.errors import InfraError
+from megadapo.observe.files import append_line
 from megadapo.observe.metrics import EvaluationRecord, MetricRecord
 
 LOG_FILE = "log.txt"
@@ -107,7 +109,7 @@ class RunDisplay:
         self._console = console or Console()
         self._num_steps = num_steps
         self._title = title
-        self._log = (folder / LOG_FILE).open("a", encoding="utf-8", buffering=1)
+        self._log = folder / LOG_FILE
         self._records: list[MetricRecord] = []
         self._evaluations: list[EvaluationRecord] = []
         self._phase = "start"
@@ -136,7 +138,6 @@ class RunDisplay:
             self._live.stop()
             self._live = None
         _LOGGER.removeHandler(self._handler)
-        self._log.close()
 
     @property
     def records(self) -> list[MetricRecord]:
@@ -177,11 +178,22 @@ class RunDisplay:
             self.write(line, console=True)
 
     def write(self, line: str, *, console: bool) -> None:
-        """Write a line to `log.txt` and, if asked, to the console."""
-        self._log.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
+        """Write a line to `log.txt` and, if asked, to the console.
+
+        A line that the disk does not take is on the console at least.
+        """
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        try:
+            append_line(self._log, f"{now} {line}\n", sync=False)
+        except InfraError as error:
+            self._print(str(error))
+            console = True
         if console:
-            # One line stays one line, whatever the width, and [brackets] are no markup.
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        # One line stays one line, whatever the width, and [brackets] are no markup.
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def eta_s(self) -> float | None:
         """Return the expected seconds to the end of the run, or None before the first step."""

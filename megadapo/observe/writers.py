@@ -71,14 +71,23 @@ class TensorboardWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge_step)
+        self._lost = False
 
     def write(self, record: Record, step: int) -> None:
-        for name, value in _measured(record).items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        if self._lost:
+            return
+        try:
+            for name, value in _measured(record).items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        except OSError as error:
+            # a full disk ends a run where it keeps what cannot be had again, not here
+            self._lost = True
+            logger.warning("tensorboard has no metrics from step %d on: %s", step, error)
 
     def close(self) -> None:
-        self._writer.close()
+        if not self._lost:
+            self._writer.close()
 
 
 class WandbWriter:

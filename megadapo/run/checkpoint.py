@@ -10,7 +10,9 @@ loads it silently).
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -35,6 +37,8 @@ FORMAT = "megadapo-checkpoint-2"
 _READABLE = {FORMAT, "megadapo-checkpoint-1"}
 """The first had other shards of the optimizer; its weights can be exported."""
 MANIFEST = "manifest.json"
+DIGEST = "sha256"
+"""Key of the manifest's own hash, over all its other keys."""
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints, in the run's folder."""
 STATE = "state.json"
@@ -43,8 +47,10 @@ EVALUATING = "evaluating"
 TRAINER = "trainer"
 HEADROOM = 1.02
 """What files need on a disk, as a multiple of their bytes."""
+_LOGGER = logging.getLogger("megadapo.run")
 _STEP_NAME = re.compile(r"step-\d+")
 _TEMPORARY = "tmp-"
+_DAMAGED = "damaged-"
 
 WriteTrainer = Callable[[Path], Callable[[], Files]]
 """Begins to write the trainer's files into an empty folder, and returns what waits for the end and
@@ -96,6 +102,7 @@ class OpenCheckpoint:
                 _check_present(self.folder, files)
                 listed = {name: asdict(entry) for name, entry in sorted(files.items())}
                 manifest = {"format": FORMAT, "step": self.step, **about, "files": listed}
+                manifest[DIGEST] = _digest(manifest)
                 _write(self.folder / MANIFEST, json.dumps(manifest, indent=1))
                 os.rename(self.folder, self.final)
                 sync_path(self.final.parent)
@@ -165,14 +172,16 @@ class CheckpointStore:
             )
 
     def prune(self, in_use: Collection[int] = ()) -> None:
-        """Delete what `keep` and `keep_every` do not cover, but for the steps `in_use`."""
+        """Delete what `keep` and `keep_every` do not cover, but for the steps `in_use`.
+
+        Damaged ones go with the first that is committed after them.
+        """
         for path in self._committed()[self._keep :]:
             step = step_of(path)
-            if step in in_use or (self._keep_every and step % self._keep_every == 0):
-                continue
-            # the manifest goes first: a kill in mid-deletion leaves a folder that cannot verify
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
+            if step not in in_use and not (self._keep_every and step % self._keep_every == 0):
+                _delete(path)
+        for path in self.folder.glob(f"{_DAMAGED}*"):
+            _delete(path)
 
     def remove_unfinished(self) -> None:
         """Delete what was never completed; nothing may be being written."""
@@ -214,12 +223,16 @@ class CheckpointStore:
         """The steps of all committed checkpoints, sound or not, oldest first."""
         return [step_of(path) for path in step_folders(self.folder)]
 
-    def set_aside_after(self, step: int) -> list[Path]:
-        """Rename checkpoints newer than `step`, which a run going on from `step` will make anew."""
+    def set_aside_after(self, step: int, *, damaged: bool = False) -> list[Path]:
+        """Rename checkpoints newer than `step`, which a run going on from `step` will make anew.
+
+        `damaged`: nobody wants them back; they go when a newer one has been committed.
+        """
         moved = []
         for path in self._committed():
             if step_of(path) > step:
-                aside = path.with_name(f"aside-{path.name}-{uuid.uuid4().hex[:8]}")
+                prefix = _DAMAGED if damaged else "aside-"
+                aside = path.with_name(f"{prefix}{path.name}-{uuid.uuid4().hex[:8]}")
                 moved.append(path.rename(aside))
         return moved
 
@@ -228,6 +241,15 @@ class CheckpointStore:
 
     def _unfinished(self) -> list[Path]:
         return sorted(self.folder.glob(f"{_TEMPORARY}*")) if self.folder.is_dir() else []
+
+
+def _delete(path: Path) -> None:
+    try:
+        # the manifest goes first: a kill in mid-deletion leaves a folder that cannot verify
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    except OSError as error:
+        _LOGGER.warning("%s cannot be deleted: %s", path, error.strerror)
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -290,11 +312,18 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {path} has no {MANIFEST}: it was never completed")
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path} has a damaged {MANIFEST}: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") not in _READABLE:
         raise CheckpointError(f"{path} is not a megadapo checkpoint (format is not {FORMAT})")
+    # those of earlier versions have none
+    if manifest.pop(DIGEST, None) not in (None, _digest(manifest)):
+        raise CheckpointError(f"checkpoint {path} has a damaged {MANIFEST}: its SHA-256 differs")
     return manifest
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _check_owner(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import tempfile
@@ -23,6 +24,7 @@ HEARTBEAT_S = 10.0
 STALE_S = 120.0
 """A driver of another machine that has not touched its lease for so long is taken for dead: twelve
 heartbeats, and longer than a network folder may answer from its cache."""
+_LOGGER = logging.getLogger("megadapo.run")
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,11 @@ class Lease:
     ) -> Self:
         """Take the lease on a run's folder, over from a driver that is dead if need be.
 
+        Where the driver was on another machine, its next heartbeat is waited for.
+
         Raises:
             ConfigError: another driver is alive; nothing was changed.
+            InfraError: the folder cannot be written to.
         """
         driver = Driver.here()
         while not _claim(folder / LEASE_FILE, driver):
@@ -85,9 +90,11 @@ class Lease:
         """Give the lease back, unless it is another's by now."""
         self._closed.set()
         self._heart.join()
-        holder = _read(self._path)
-        if holder is not None and holder.token == self._driver.token:
-            self._path.unlink(missing_ok=True)
+        # where the folder refuses, it counts as left behind when this process has ended
+        with contextlib.suppress(OSError):
+            holder = _read(self._path)
+            if holder is not None and holder.token == self._driver.token:
+                self._path.unlink(missing_ok=True)
 
     def _beat(self, every_s: float) -> None:
         while not self._closed.wait(every_s):
@@ -96,6 +103,19 @@ class Lease:
             except OSError:
                 # a folder that is away for a moment; one that stays away is found by `check`
                 continue
+
+
+def heartbeat_of(folder: Path, pid: int) -> float | None:
+    """When process `pid` of this machine last touched its lease on a run; None: it holds none."""
+    path = folder / LEASE_FILE
+    try:
+        holder = _read(path)
+        if holder is not None and (holder.machine, holder.pid) == (_machine(), pid):
+            return _beat_of(path)
+    except OSError:
+        # a folder that is away for a moment says nothing of the process
+        return None
+    return None
 
 
 def holder_of(folder: Path, *, stale_s: float = STALE_S) -> Driver | None:
@@ -111,15 +131,21 @@ def holder_of(folder: Path, *, stale_s: float = STALE_S) -> Driver | None:
 
 
 def _claim(path: Path, driver: Driver) -> bool:
-    """Create the lease, unless there is one."""
+    """Create the lease, unless there is one; a kill cannot leave one that names nobody."""
+    own = path.with_name(f"{path.name}.{driver.token}")
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        with own.open("x", encoding="utf-8") as file:
+            json.dump(asdict(driver), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(own, path)
     except FileExistsError:
         return False
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(asdict(driver), file)
-        file.flush()
-        os.fsync(file.fileno())
+    except OSError as error:
+        raise InfraError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            own.unlink(missing_ok=True)
     return True
 
 
@@ -130,7 +156,7 @@ def _remove_stale(path: Path, stale_s: float) -> None:
         ConfigError: its driver is alive.
     """
     holder = _read(path)
-    if _lives(holder, age_s=_age_s(path), stale_s=stale_s):
+    if _lives(holder, age_s=_age_s(path), stale_s=stale_s) and not _falls_silent(path, stale_s):
         who = "a driver that is just starting"
         if holder is not None:
             who = f"process {holder.pid} on {holder.host}"
@@ -157,14 +183,39 @@ def _lives(holder: Driver | None, *, age_s: float, stale_s: float) -> bool:
     return age_s < stale_s
 
 
-def _age_s(path: Path) -> float:
-    """Seconds since a file was touched, by the clock of the disk it is on; clocks may differ."""
+def _falls_silent(path: Path, stale_s: float) -> bool:
+    """Wait for the next heartbeat of a driver elsewhere; whether there is none in time."""
+    holder = _read(path)
+    if holder is not None and holder.machine == _machine():
+        return False
+    who = "somebody" if holder is None else f"process {holder.pid} on {holder.host}"
+    _LOGGER.warning("%s is of %s: waiting for its next heartbeat", path, who)
+    beat = _beat_of(path)
+    while _beat_of(path) == beat:
+        if _age_s(path) >= stale_s:
+            return True
+        time.sleep(min(1.0, stale_s / 10))
+    return _read(path) is None
+
+
+def _beat_of(path: Path) -> float | None:
+    """When a lease was touched last, by the clock of the disk it is on."""
     try:
         # opening a file makes a network folder ask for its true times
-        with path.open("rb") as file, tempfile.TemporaryFile(dir=path.parent) as fresh:
-            return os.fstat(fresh.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
+        return None
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since a file was touched, by the clock of the disk it is on; clocks may differ."""
+    beat = _beat_of(path)
+    if beat is None:
         return float("inf")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as fresh:
+            return os.fstat(fresh.fileno()).st_mtime - beat
     except OSError as error:
         raise InfraError(f"{path.parent} cannot be written to: {error.strerror}") from error
 

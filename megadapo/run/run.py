@@ -16,6 +16,7 @@ from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import ConfigError, MegadapoError
 from megadapo.kernels.torch_internals import profiled_range
+from megadapo.observe.files import replace_text
 from megadapo.observe.metrics import (
     EvaluationRecord,
     MetricRecord,
@@ -121,9 +122,10 @@ class Run:
                 checkpoint = replace(checkpoint, state=without_samples(checkpoint.state))
                 notes.append("groups that waited are dropped: they were sampled as it was before")
         run = cls(config, checkpoint, lease)
-        (run.folder / RESOLVED_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        replace_text(run.folder / RESOLVED_FILE, json.dumps(to_dict(config), indent=2) + "\n")
         run._store.remove_unfinished()
-        run._store.set_aside_after(run.step)
+        aside = run._store.set_aside_after(run.step, damaged=config.run.resume == "auto")
+        notes.extend(f"set aside: {path}" for path in aside)
         run._exports.tidy(run.step)
         # nothing recorded counts where no checkpoint stands, the first evaluation included
         recorded = run.step if checkpoint is not None else -1

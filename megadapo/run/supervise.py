@@ -14,6 +14,7 @@ from typing import Any
 
 from megadapo.cluster.orphans import descendants
 from megadapo.errors import DataError, InfraError, RunInterrupted
+from megadapo.run.lease import STALE_S, heartbeat_of
 from megadapo.run.status import Status, read_status
 from megadapo.run.stop import SIGNALS
 
@@ -24,6 +25,8 @@ MAX_FRUITLESS = 3
 GO_ON = "--run.resume=auto"
 FIRST_WAIT_S = 5.0
 LONGEST_WAIT_S = 300.0
+WATCH_S = 1.0
+"""Between two looks at the driver's heartbeat."""
 LEFTOVERS_S = 60.0
 """What a killed driver started ends by itself within seconds; after this long it is killed."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -40,6 +43,7 @@ class Supervisor:
         max_restarts: int,
         say: Callable[[str], None],
         first_wait_s: float = FIRST_WAIT_S,
+        stale_s: float = STALE_S,
     ) -> None:
         """
         Args:
@@ -47,12 +51,15 @@ class Supervisor:
             folder: the run's.
             max_restarts: restarts in all.
             say: shows a line to the user.
+            first_wait_s: before a restart, where steps were completed.
+            stale_s: without a heartbeat after which a driver hangs.
         """
         self._command = list(command)
         self._folder = folder
         self._max_restarts = max_restarts
         self._say = say
         self._first_wait_s = first_wait_s
+        self._stale_s = stale_s
         self._child: subprocess.Popen[bytes] | None = None
         self._asked_to_stop = False
 
@@ -90,7 +97,7 @@ class Supervisor:
         """Run one driver to its end; the status is None where it did not come to the run."""
         # a session of its own: Ctrl-C must reach it once, from here
         self._child = subprocess.Popen(self._command, start_new_session=True)
-        code = self._child.wait()
+        code = self._wait_for(self._child)
         _end_leftovers()
         try:
             status = read_status(self._folder)
@@ -102,6 +109,20 @@ class Supervisor:
             # --resume PATH is where the run began, not where it goes on
             self._command = [word for word in self._command if word != GO_ON] + [GO_ON]
         return code, status
+
+    def _wait_for(self, driver: subprocess.Popen[bytes]) -> int:
+        """Return a driver's exit code; one whose heart stops is killed."""
+        beat, since = None, time.monotonic()
+        while True:
+            try:
+                return driver.wait(timeout=WATCH_S)
+            except subprocess.TimeoutExpired:
+                seen = heartbeat_of(self._folder, driver.pid)
+            if seen is None or seen != beat:
+                beat, since = seen, time.monotonic()
+            elif time.monotonic() - since > self._stale_s:
+                self._say(f"the driver has had no heartbeat for {self._stale_s:g} s: it is killed")
+                driver.kill()
 
     def _why_not_again(self, code: int, restart: int, fruitless: int) -> str | None:
         if code == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +88,46 @@ def test_foreign_manifests_are_refused(tmp_path, text):
     (tmp_path / "step-1" / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match="step-1"):
         load(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("place", [60, 200, -200])
+def test_a_flipped_byte_of_the_manifest_is_found_wherever_it_is(tmp_path, place):
+    """A digit of the step would let the run go on as if it had done others."""
+    store = saved(tmp_path, 1, 2)
+    manifest = tmp_path / "step-2" / "manifest.json"
+    content = bytearray(manifest.read_bytes())
+    content[place] ^= 1
+    manifest.write_bytes(content)
+    checkpoint, skipped = store.newest(hashes=False)
+    assert checkpoint is not None and checkpoint.step == 1
+    assert "step-2" in skipped[0]
+
+
+def test_a_digit_of_the_step_is_no_other_step(tmp_path):
+    store = saved(tmp_path, 1, 2)
+    manifest = tmp_path / "step-2" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 6'))
+    checkpoint, skipped = store.newest(hashes=False)
+    assert checkpoint is not None and checkpoint.step == 1
+    assert "step-2 has a damaged manifest.json: its SHA-256 differs" in skipped[0]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "trainer/shard-0.distcp"])
+def test_a_file_of_another_step_is_no_part_of_this_one(tmp_path, name):
+    store = saved(tmp_path, 1)
+    store.save(2, write_trainer=written_by(write_shards), state={"step": 2})
+    shutil.copy(tmp_path / "step-1" / name, tmp_path / "step-2" / name)
+    checkpoint, skipped = store.newest()
+    assert checkpoint is not None and checkpoint.step == 1
+    assert "step-2" in skipped[0]
+
+
+def test_the_space_of_a_damaged_checkpoint_is_given_back_when_its_step_is_done_again(tmp_path):
+    store = saved(tmp_path, 1, 2)
+    assert len(store.set_aside_after(1, damaged=True)) == 1
+    assert len(list(tmp_path.iterdir())) == 2
+    store.save(2, write_trainer=written_by(write_shards), state=STATE)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-2"]
 
 
 def test_a_folder_that_anyone_can_write_is_refused(tmp_path):

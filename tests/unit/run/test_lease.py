@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,6 +23,14 @@ from megadapo.run.lease import Lease
 Lease.take(Path(sys.argv[1]))
 print("taken", flush=True)
 time.sleep(60)
+"""
+TAKE_AND_GIVE = """
+import sys
+from pathlib import Path
+from megadapo.run.lease import Lease
+print("begins", flush=True)
+while True:
+    Lease.take(Path(sys.argv[1])).close()
 """
 
 
@@ -65,19 +74,54 @@ def test_a_number_that_another_process_has_now_is_not_the_driver(tmp_path):
     Lease.take(tmp_path).close()
 
 
-def test_another_machines_driver_lives_as_long_as_its_heart_beats(tmp_path):
+def test_another_machines_driver_is_refused_when_its_heart_beats(tmp_path):
     write(tmp_path, of_another_machine(), age_s=50)
-    with pytest.raises(ConfigError, match="node-7"):
-        Lease.take(tmp_path, stale_s=60)
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(Lease.take, tmp_path, stale_s=60)
+        time.sleep(0.2)
+        assert not second.done()
+        os.utime(tmp_path / LEASE_FILE)
+        with pytest.raises(ConfigError, match="node-7"):
+            second.result(timeout=30)
+
+
+def test_another_machines_driver_is_waited_for_and_followed_where_it_falls_silent(tmp_path):
+    """A scheduler that starts a job again elsewhere at once would get a refusal, and give up."""
+    write(tmp_path, of_another_machine(), age_s=58)
+    start = time.monotonic()
+    Lease.take(tmp_path, stale_s=60).close()
+    assert time.monotonic() - start > 1
+    write(tmp_path, of_another_machine(), age_s=50)
     Lease.take(tmp_path, stale_s=40).close()
 
 
 def test_a_lease_that_is_just_being_written_is_not_robbed(tmp_path):
-    (tmp_path / LEASE_FILE).touch()
-    with pytest.raises(ConfigError, match="just starting"):
-        Lease.take(tmp_path)
-    os.utime(tmp_path / LEASE_FILE, (1, 1))
+    path = tmp_path / LEASE_FILE
+    path.touch()
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(Lease.take, tmp_path)
+        time.sleep(0.2)
+        write(tmp_path, of_another_machine())
+        with pytest.raises(ConfigError, match="just starting"):
+            second.result(timeout=30)
+    os.utime(path, (1, 1))
     Lease.take(tmp_path).close()
+
+
+@pytest.mark.fault
+def test_a_kill_while_the_lease_is_taken_does_not_lock_the_run(tmp_path):
+    """A lease that names nobody would count as that of a driver that is just starting."""
+    for attempt in range(5):
+        process = subprocess.Popen(
+            [sys.executable, "-c", TAKE_AND_GIVE, str(tmp_path)], stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None and process.stdout.readline()
+        time.sleep(0.003 * attempt)
+        process.kill()
+        process.communicate()
+        path = tmp_path / LEASE_FILE
+        assert not path.exists() or json.loads(path.read_text())["pid"] == process.pid
+        Lease.take(tmp_path).close()
 
 
 def test_the_heart_beats(tmp_path):

@@ -32,7 +32,7 @@ from pathlib import Path
 from megadapo.run.supervise import Supervisor
 folder, restarts, *command = sys.argv[1:]
 supervisor = Supervisor(
-    command, Path(folder), max_restarts=int(restarts), say=print, first_wait_s=0.01
+    command, Path(folder), max_restarts=int(restarts), say=print, first_wait_s=0.01, stale_s=2.0
 )
 sys.exit(supervisor.run())
 """
@@ -67,6 +67,21 @@ def test_failed_processes_preemption_and_kills_are_started_again(tmp_path):
     )
     assert (code, len(starts)) == (0, 4)
     assert "exit code 5 after step 1; restart 1 of 5" in output and "SIGKILL after step 3" in output
+
+
+def test_a_driver_whose_heart_stops_is_killed_and_started_again(tmp_path):
+    """Nobody else would end one that is stopped: all that it started waits for it."""
+    code, output, starts = supervise(
+        tmp_path,
+        """
+        from megadapo.run.lease import Lease
+        Lease.take(folder, heartbeat_s=0.1)
+        if num == 1: os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(4)
+        """,
+    )
+    assert (code, len(starts)) == (0, 2)
+    assert "no heartbeat for 2 s" in output and "SIGKILL after step 0" in output
 
 
 @pytest.mark.parametrize("wrong", [1, 2, 3, 4, 6])
