@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import resource
 import shutil
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from megadapo.errors import CheckpointError, DamageError
+from megadapo.weights.disk.hashed_files import check_files
 from tests.support.batches import RAGGED, random_batch
 from tests.support.probes import build, save_at, train, weights
 from tests.support.ranks import Ranks, settings_for
@@ -158,28 +161,57 @@ def test_experts_are_saved_once_and_read_at_another_split(
             np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("damage", ["deleted", "truncated", "flipped", "of another step"])
-def test_a_damaged_file_is_named_by_the_ranks_that_read_it(
-    ranks: Ranks, models: Path, tmp_path: Path, damage: str
+def test_damage_of_any_file_is_named_and_the_ranks_look_at_each(
+    ranks: Ranks, models: Path, tmp_path: Path
 ) -> None:
     """torch reads a flipped byte, and another step's file, without an error."""
     settings = settings_for(str(models / "qwen2-tied"), tensor=2, data=2)
     files = ranks.run(4, _save_twice, settings, tmp_path)[0]
-    victim = tmp_path / "1" / "__3_0.distcp"
-    content = victim.read_bytes()
-    match damage:
-        case "deleted":
+    saved, elsewhere = tmp_path / "1", tmp_path / "0"
+    assert {".metadata", "optimizer.json", *(f"__{rank}_0.distcp" for rank in range(4))} == set(
+        files
+    )
+    check_files(saved, files)
+    for name in files:
+        victim, content = saved / name, (saved / name).read_bytes()
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        for damaged in (content[:-1], flipped, (elsewhere / name).read_bytes(), None):
             victim.unlink()
-        case "truncated":
-            victim.write_bytes(content[:-1])
-        case "flipped":
-            victim.write_bytes(content[:3000] + bytes([content[3000] ^ 1]) + content[3001:])
-        case _:
-            shutil.copy(tmp_path / "0" / victim.name, victim)
+            if damaged is not None:
+                victim.write_bytes(damaged)
+            if damaged != content:
+                with pytest.raises(DamageError, match=re.escape(str(victim))):
+                    check_files(saved, files)
+        victim.write_bytes(content)
+    victim = saved / "__3_0.distcp"
+    victim.write_bytes(victim.read_bytes()[:3000] + bytes(1) + victim.read_bytes()[3001:])
     refusals = ranks.run(
         2, _check, settings_for(str(models / "qwen2-tied"), **TP2), tmp_path / "1", files
     )
     assert all(str(victim) in refusal for refusal in refusals)
+
+
+def test_a_rank_that_cannot_write_is_named_and_the_next_save_is_whole(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    """One rank's disk may be full, or its folder another's; the others must not wait for it."""
+    settings = settings_for(str(models / "qwen2-tied"), data=2)
+    (tmp_path / "0").mkdir()
+    (alone, files), (refused, _) = ranks.run(2, _save_where_one_cannot_write, settings, tmp_path)
+    assert alone == "" and refused.startswith("rank 1: ") and "File too large" in refused
+    check_files(tmp_path / "1", files)
+
+
+def _save_where_one_cannot_write(rendezvous, settings, folder):
+    rank = build(rendezvous, settings)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rendezvous.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+    rank.begin_save(folder / "0")
+    error = rank.writer.report(wait=True).error
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return error, save_at(rank, folder / "1")
 
 
 def _save_twice(rendezvous, settings, folder):

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from megadapo.errors import CheckpointError, DamageError
-from megadapo.run.checkpoint import CheckpointStore, load
+from megadapo.run import checkpoint as checkpoint_module
+from megadapo.run.checkpoint import MANIFEST, CheckpointStore, load
+from megadapo.run.checkpoint import STATE as STATE_FILE
 from megadapo.weights.disk.hashed_files import Files, check_files
 from tests.support.checkpoints import written_by
 
@@ -252,3 +254,45 @@ def test_sigkill_at_any_instant_leaves_the_newest_committed_checkpoint(tmp_path)
         assert checkpoint is not None
         assert checkpoint.step >= int(printed[-1] if printed else 1)
         assert checkpoint.state == {"step": checkpoint.step}
+
+
+POINTS = {
+    "copied": ("_check_room", None),
+    "written": ("_write", STATE_FILE),
+    "state": ("_check_present", None),
+    "before the manifest": ("_digest", None),
+    "manifest": ("_write", MANIFEST),
+    "renamed": ("sync_path", None),
+    "pruning": ("_delete", None),
+}
+"""By what is about to be called: its name, and of a file the file's."""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("point", POINTS)
+def test_sigkill_at_each_point_of_a_save_leaves_a_whole_checkpoint_and_its_space(tmp_path, point):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2):
+        store.save(step, write_trainer=written_by(write_shards), state={"step": step})
+    pid = os.fork()
+    if pid == 0:
+        name, file = POINTS[point]
+        owner = CheckpointStore if hasattr(CheckpointStore, name) else checkpoint_module
+        original = getattr(owner, name)
+
+        def killed(*args: Any, **options: Any) -> Any:
+            if file is None or args[0].name == file:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **options)
+
+        setattr(owner, name, killed)
+        store.save(3, write_trainer=written_by(write_shards), state={"step": 3})
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    checkpoint, _ = store.newest()
+    assert checkpoint is not None
+    assert checkpoint.step == (3 if point in ("renamed", "pruning") else 2)
+    assert checkpoint.state == {"step": checkpoint.step}
+    store.remove_unfinished()
+    store.save(4, write_trainer=written_by(write_shards), state={"step": 4})
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{checkpoint.step}", "step-4"]
