@@ -20,6 +20,9 @@ from megadapo.run.stop import SIGNALS
 
 RESTARTED = (InfraError.exit_code, RunInterrupted.exit_code)
 """Exit codes after which the same run may do better: failed processes, and preemption."""
+CUT_OFF = 1
+"""Exit code of a driver that Ray's core ends because its daemons are gone, without time to say how it
+ended. After an error that nobody expected, which has the same code, it does say so."""
 MAX_FRUITLESS = 3
 """Restarts in a row without a completed step, after which another would not help either."""
 GO_ON = "--run.resume=auto"
@@ -78,7 +81,7 @@ class Supervisor:
         for restart in range(self._max_restarts + 1):
             code, status = self._start()
             fruitless = 0 if status is not None and status.step > status.resumed_from else fruitless
-            reason = self._why_not_again(code, restart, fruitless)
+            reason = self._why_not_again(code, status, restart, fruitless)
             if reason is not None:
                 if code != 0:
                     self._say(f"not started again: {reason}")
@@ -124,12 +127,15 @@ class Supervisor:
                 self._say(f"the driver has had no heartbeat for {self._stale_s:g} s: it is killed")
                 driver.kill()
 
-    def _why_not_again(self, code: int, restart: int, fruitless: int) -> str | None:
+    def _why_not_again(
+        self, code: int, status: Status | None, restart: int, fruitless: int
+    ) -> str | None:
         if code == 0:
             return "it has finished"
         if self._asked_to_stop:
             return "it was asked to stop"
-        if code > 0 and code not in RESTARTED:
+        was_cut_off = code == CUT_OFF and status is not None and status.state == "running"
+        if code > 0 and code not in RESTARTED and not was_cut_off:
             return f"{_name(code)} would come again"
         if restart == self._max_restarts:
             return f"it was, {self._max_restarts} times"

@@ -91,6 +91,21 @@ def test_what_would_come_again_is_not_started_again(tmp_path, wrong):
     assert f"exit code {wrong} would come again" in output
 
 
+@pytest.mark.parametrize(("says", "num_starts"), [(True, 1), (False, 2)])
+def test_a_driver_that_could_not_say_why_it_ended_is_started_again(tmp_path, says, num_starts):
+    """Ray's core ends the process with exit code 1, as Python does after an error."""
+    _, _, starts = supervise(
+        tmp_path,
+        f"""
+        status = StatusFile(folder, num_steps=9, step=0)
+        if {says}: status.end(ValueError("no number"))
+        os._exit(1 if num == 1 else 2)
+        """,
+        restarts=1,
+    )
+    assert len(starts) == num_starts
+
+
 def test_restarts_that_complete_no_step_come_to_an_end(tmp_path):
     code, output, starts = supervise(tmp_path, "sys.exit(5)", restarts=50)
     assert (code, len(starts)) == (5, 1 + MAX_FRUITLESS)
