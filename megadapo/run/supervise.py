@@ -21,7 +21,7 @@ from megadapo.run.stop import SIGNALS
 RESTARTED = (InfraError.exit_code, RunInterrupted.exit_code)
 """Exit codes after which the same run may do better: failed processes, and preemption."""
 CUT_OFF = 1
-"""Exit code of a driver that Ray's core ends because its daemons are gone, without time to say how it
+"""Exit code of a driver that Ray's core ends when its daemons are gone, without time to say how it
 ended. After an error that nobody expected, which has the same code, it does say so."""
 MAX_FRUITLESS = 3
 """Restarts in a row without a completed step, after which another would not help either."""
