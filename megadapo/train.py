@@ -80,7 +80,7 @@ def _train(
                 run,
                 run.checkpoint,
                 replay=replay,
-                answers=run.folder,
+                folder=run.folder,
                 unfinished=unfinished,
             ) as workers:
                 for _ in training_steps(config, run, workers):

@@ -39,6 +39,7 @@ METRIC_NAMES = (
     "groups/stopped",
     "groups/carried",
     "groups/resting",
+    "groups/from_journal",
     "tokens/generated",
     "tokens/stopped",
     "tokens/trained",
@@ -133,11 +134,13 @@ groups/sampled are those that came back and count in the step, and everything sa
 said of theirs. groups/stopped were ended unfinished, groups/dropped had a signal and were not used,
 tokens/stopped were generated for nothing: with sampling.max_staleness = 0 these three depend on the
 engines' speed, as times do, and nothing else does. groups/carried go on in the next step.
-groups/resting were left out, see sampling.rest_after. train/rank_tokens_* is what a trainer rank
-had to compute, prompts included, and time/rank_logprobs_* how long it took for the old log-probs of
-that, a pass in which no data-parallel rank waits for another but for those that share experts.
-reward/* is over all responses
-generated, as accuracy/mean is; reward/shaped_mean is reward/mean + reward/overlong_penalty_mean.
+groups/resting were left out, see sampling.rest_after. groups/from_journal had come back to a
+process that ended before the step did, and were not generated again; all else counts them as if
+they had been. train/rank_tokens_* is what a trainer rank had to compute, prompts included, and
+time/rank_logprobs_* how long it took for the old log-probs of that, a pass in which no
+data-parallel rank waits for another but for those that share experts. reward/* is over all
+responses generated, as accuracy/mean is; reward/shaped_mean is reward/mean +
+reward/overlong_penalty_mean.
 Where reward.functions has more than the rule, reward/NAME is the mean score of a function, without
 its weight, reward/NAME/PART the mean of a part, and reward/NAME/failed the share of responses that
 it failed on; where it scores steps, reward/NAME/steps is the mean number of them in a response and

@@ -20,6 +20,9 @@ NUMBER_OR_AUTO: dict[str, Any] = {
 """A count in a recipe; what "auto" means is known before the section is made."""
 
 
+JournalSync = Literal["never", "step", "group"]
+
+
 class RolloutConfig(Section, title="rollout"):
     """The engines: how many, how large, and how responses are drawn from the policy."""
 
@@ -141,6 +144,12 @@ class SamplingConfig(Section, title="sampling"):
     """Let engines begin with the prompts whose latest answers were longest."""
     branching: BranchingConfig = BranchingConfig()
     """Responses that branch off others of their group."""
+    journal: bool = True
+    """Write each scored group to RUN/journal until a checkpoint holds its step, so that a run that
+    was killed does not ask for it again."""
+    journal_fsync: JournalSync = "step"
+    """When that is put on the disk itself, where it outlives the machine as well: after each group,
+    after each step's last one, or whenever the system does it."""
 
     def conflicts(self) -> Iterator[str]:
         yield from self._round_conflicts()

@@ -47,6 +47,8 @@ class SampledBatch:
     """Unfinished groups that go on in the next step."""
     num_resting: int
     """Prompts left out because their latest answers were all right."""
+    num_from_journal: int = 0
+    """Groups that had come back to a process before this one, which was killed."""
     num_tokens: int | None
     """Response tokens of the groups in `num_sampled`; None where they were not generated but
     read."""
@@ -168,6 +170,7 @@ class Tally:
     num_stopped: int = 0
     num_carried: int = 0
     num_resting: int = 0
+    num_from_journal: int = 0
     num_tokens_stopped: int = 0
     reward_seconds: float = 0.0
     engines: Sequence[EngineActivity] = ()
@@ -206,6 +209,7 @@ class Tally:
             num_stopped=self.num_stopped,
             num_carried=self.num_carried,
             num_resting=self.num_resting,
+            num_from_journal=self.num_from_journal,
             num_tokens=sum(outcome.num_generated for outcome in self.outcomes),
             num_tokens_stopped=self.num_tokens_stopped,
             reward_seconds=self.reward_seconds,

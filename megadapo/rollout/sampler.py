@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megadapo.algorithm.selection import has_signal
@@ -19,11 +20,19 @@ from megadapo.rollout.asking import YieldEstimate
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.difficulty import Difficulty
 from megadapo.rollout.drawing import Drawing
+from megadapo.rollout.journal import Journal
 from megadapo.rollout.plans import PartialPlan, Plan, RoundsPlan, SyncPlan
 from megadapo.rollout.requests import SamplingSettings, response_seeds
 from megadapo.rollout.reserve import Reserve, Unfinished
-from megadapo.rollout.sampled_batch import SampledBatch, Tally, ThrownAway, accuracy_histogram
+from megadapo.rollout.sampled_batch import (
+    Outcome,
+    SampledBatch,
+    Tally,
+    ThrownAway,
+    accuracy_histogram,
+)
 from megadapo.rollout.scoring import (
+    Answer,
     Inquiry,
     Question,
     SupportsGenerate,
@@ -52,6 +61,7 @@ class Sampler:
         saved_groups: SavedGroups = 0,
         has_signal: Callable[[Group], bool] | None = None,
         scoring: Callable[[], Executor] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """Start at the first prompt, with an empty reserve.
 
@@ -60,6 +70,8 @@ class Sampler:
             saved_groups: how many groups each batch names for being saved.
             has_signal: which groups train; by default those within the bounds of accuracy.
             scoring: makes what a step's groups are scored in; by default the scorer's threads.
+            journal: where groups are kept that no checkpoint holds yet, and looked for before they
+                are asked for; None: nowhere.
         """
         self._engines = engines
         self._scorer = scorer
@@ -69,6 +81,7 @@ class Sampler:
         self._seed = seed
         self._saved_groups = saved_groups
         self._scoring = scoring
+        self._journal = journal
         self._has_signal = has_signal or self._is_mixed
         self._difficulty = Difficulty(rest_after=config.rest_after, rest_epochs=config.rest_epochs)
         self._drawing = Drawing(prompts, self._difficulty)
@@ -95,15 +108,14 @@ class Sampler:
                 self._go_on(step, reserved)
             while not step.plan.is_full:
                 self._ask(step)
-                if not inquiry.open:
+                step.drop_hopeless()
+                if step.plan.is_full or not inquiry.open:
                     break
                 for answer in inquiry.answers():
-                    group = group_of(answer)
-                    keep = self._keeps(group)
-                    step.settle(group, keep=keep, response=answer.response)
-                    self._difficulty.see(group.prompt.id, keep)
-                step.drop_hopeless()
-            self._unfinished += step.stop(keep=self._config.mode == "partial")
+                    self._take(step, answer)
+            self._unfinished += step.stop(keep=pools)
+        if self._journal is not None:
+            self._journal.end_step()
         tally.reward_seconds = inquiry.reward_seconds
         tally.engines = self._engines.activity()
         return self._finish(step, [] if pools else reserved)
@@ -178,7 +190,7 @@ class Sampler:
         if unfinished and not plan.is_full:
             self._unfinished = []
             questions = [self._question(entry.order, entry) for entry in unfinished]
-            step.inquiry.ask(questions, self._settings)
+            step.inquiry.ask([q for q in questions if not self._recall(step, q)], self._settings)
 
     def _ask(self, step: Step) -> None:
         """Ask for as many groups as the plan wants and the engines have room for."""
@@ -186,15 +198,46 @@ class Sampler:
         room = max(room, not step.inquiry.open)
         if not room:
             return
-        orders: list[int] = []
-        while len(orders) < room and step.plan.wants(self._estimate(self._drawing.next_order)):
+        questions: list[Question] = []
+        while len(questions) < room and not step.plan.is_full:
+            if not step.plan.wants(self._estimate(self._drawing.next_order)):
+                break
             order = self._drawing.draw()
             step.plan.ask(order, self._estimate(order))
-            orders.append(order)
+            question = self._question(order)
+            if not self._recall(step, question):
+                questions.append(question)
         if self._config.longest_first:
-            orders.sort(key=self._expected_length, reverse=True)
-        if orders:
-            step.inquiry.ask([self._question(order) for order in orders], self._settings)
+            questions.sort(key=lambda one: self._expected_length(one.key), reverse=True)
+        if questions:
+            step.inquiry.ask(questions, self._settings)
+
+    def _recall(self, step: Step, question: Question) -> bool:
+        """Take the group of a question from the journal, where it is in there."""
+        found = None if self._journal is None else self._journal.find(question, self._settings)
+        if found is None:
+            return False
+        group, outcome = found
+        step.tally.num_from_journal += 1
+        # what a signal is may have changed
+        self._settle(step, group, replace(outcome, has_signal=self._keeps(group)))
+        return True
+
+    def _take(self, step: Step, answer: Answer) -> None:
+        group, response = group_of(answer), answer.response
+        outcome = Outcome.of(
+            group,
+            has_signal=self._keeps(group),
+            seconds=response.seconds,
+            responses=response.responses,
+        )
+        if self._journal is not None:
+            self._journal.append(answer.question, self._settings, group, outcome)
+        self._settle(step, group, outcome)
+
+    def _settle(self, step: Step, group: Group, outcome: Outcome) -> None:
+        step.settle(group, outcome)
+        self._difficulty.see(group.prompt.id, outcome.has_signal)
 
     def _estimate(self, order: int) -> YieldEstimate:
         """The yield of prompts like the one at this place."""

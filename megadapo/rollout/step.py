@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megadapo.data.batch import Group, Sample
 from megadapo.rollout.plans import Plan
-from megadapo.rollout.requests import GroupResponse, Response
+from megadapo.rollout.requests import Response
 from megadapo.rollout.reserve import Unfinished
 from megadapo.rollout.sampled_batch import Outcome, Tally
 from megadapo.rollout.scoring import Answer, Inquiry, Question
@@ -25,14 +25,11 @@ class Step:
     stopped: list[int] = field(default_factory=list)
     """Orders that were taken back unfinished."""
 
-    def settle(self, group: Group, *, keep: bool, response: GroupResponse) -> None:
+    def settle(self, group: Group, outcome: Outcome) -> None:
         """Keep a group that came back, or remember no more of it than its numbers."""
-        self.plan.settle(group.order, keep)
-        outcome = Outcome.of(
-            group, has_signal=keep, seconds=response.seconds, responses=response.responses
-        )
+        self.plan.settle(group.order, outcome.has_signal)
         self.tally.outcomes.append(outcome)
-        if keep:
+        if outcome.has_signal:
             self.kept[group.order] = group
         else:
             self.tally.thrown_away.add(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ SAMPLES = (
 )
 """Keys by which a group is asked for, answered, scored or chosen: groups in the reserve are of the
 values they had."""
+SAMPLED_BY = (*SAMPLES, "run.seed", "data.shuffle", "model.dtype", "rollout.quantization")
+"""Keys by which a group has its tokens, log-probs and scores, given the weights."""
 MEANING = (
     *SAMPLES,
     *("run.seed", "data.shuffle", "sampling.mode", "sampling.prompts_per_step"),
@@ -75,6 +78,21 @@ def check_drift(config: RunConfig, checkpoint: Path, *, accept_changes: bool) ->
         tuple(f"changed: {key}: {line}" for key, line in changes.items()),
         keeps_samples=not any(_within(key, SAMPLES) for key in changes),
     )
+
+
+def samples_digest(config: RunConfig) -> str:
+    """Return a name of all that groups follow from but the weights."""
+    found = {key: value for key, value in _leaves(to_dict(config)) if _within(key, SAMPLED_BY)}
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def _leaves(plain: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values."""
+    for name, value in plain.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{table}{name}.")
+        else:
+            yield f"{table}{name}", value
 
 
 def _configuration_of(folder: Path) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from megadapo.errors import CheckpointError
 from megadapo.observe.metrics import EvaluationRecord
 from megadapo.rollout.ahead import AheadSampler
 from megadapo.rollout.engines import Engines
+from megadapo.rollout.journal import Journal
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.sampler import Sampler
 from megadapo.rollout.selection import in_training_order
@@ -107,6 +108,8 @@ class LiveRollouts:
     evaluations: Evaluations
     publisher: Publisher
     trainer: Trainer
+    journal: Journal | None = None
+    """Where the sampler keeps its groups until a checkpoint holds their step."""
 
     @property
     def policy_version(self) -> int:
@@ -138,6 +141,8 @@ class LiveRollouts:
         """Put the trainer's weights into the engines, which then sample as that version."""
         self.engines.wake_weights()
         report = self.publisher.publish(policy_version)
+        if self.journal is not None:
+            self.journal.begin(policy_version, self.publisher.fingerprint())
         self.trainer.leave_to_engines()
         self.engines.wake_cache()
         self.evaluations.weights_stay()
@@ -153,8 +158,10 @@ class LiveRollouts:
         return self.questions.second_opinions(group)
 
     def take_notes(self) -> list[str]:
-        """Which engines were lost or had other weights, and which reward functions failed."""
+        """Which engines were lost or had other weights, which reward functions failed, and what
+        the journal lost."""
         return [
+            *(() if self.journal is None else self.journal.take_notes()),
             *self.engines.take_notes(),
             *self.publisher.take_notes(),
             *self.evaluations.take_notes(),

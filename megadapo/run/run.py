@@ -30,6 +30,7 @@ from megadapo.observe.rollouts import RolloutLog
 from megadapo.observe.saved_group import SavedGroup
 from megadapo.observe.summary import RunSummary, print_report
 from megadapo.rollout.answer_log import answers_path
+from megadapo.rollout.journal import forget_before
 from megadapo.run.background_export import BackgroundExports
 from megadapo.run.background_saves import BackgroundSaves
 from megadapo.run.checkpoint import (
@@ -126,6 +127,7 @@ class Run:
         run._store.remove_unfinished()
         aside = run._store.set_aside_after(run.step, damaged=config.run.resume == "auto")
         notes.extend(f"set aside: {path}" for path in aside)
+        forget_before(run.folder, run.step)
         run._exports.tidy(run.step)
         # nothing recorded counts where no checkpoint stands, the first evaluation included
         recorded = run.step if checkpoint is not None else -1
@@ -315,6 +317,7 @@ class Run:
         if ended is not None:
             self.checkpoint = ended
             self._status.saved(ended.step)
+            forget_before(self.folder, ended.step)
             self._start_export()
 
     def join_save(self) -> None:

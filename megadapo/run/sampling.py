@@ -22,6 +22,7 @@ from megadapo.observe.token_pieces import decoder_of
 from megadapo.rewards.scorer import Scorer
 from megadapo.rewards.verifier import Verifier
 from megadapo.rollout.engines import Engines
+from megadapo.rollout.journal import Journal
 from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.sampler import Sampler
@@ -89,7 +90,9 @@ class Questions:
             for at_once, verdict in zip(group.symbolic_correct, later, strict=True)
         ]
 
-    def sampler(self, config: RunConfig, engines: SupportsGenerate) -> Sampler:
+    def sampler(
+        self, config: RunConfig, engines: SupportsGenerate, journal: Journal | None = None
+    ) -> Sampler:
         """Return the sampler of a run at its first step."""
         return Sampler(
             engines,
@@ -107,6 +110,7 @@ class Questions:
             seed=config.run.seed,
             saved_groups=config.observe.saved_groups,
             has_signal=has_step_signal if config.algorithm.compares_steps else None,
+            journal=journal,
         )
 
 

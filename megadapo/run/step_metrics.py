@@ -56,6 +56,7 @@ def step_metrics(
         "groups/stopped": sampled.num_stopped,
         "groups/carried": sampled.num_carried,
         "groups/resting": sampled.num_resting,
+        "groups/from_journal": sampled.num_from_journal,
         "tokens/generated": sampled.num_tokens,
         "tokens/stopped": sampled.num_tokens_stopped,
         "tokens/trained": update.tokens_trained,

@@ -20,7 +20,9 @@ from megadapo.data.batch import PackedBatch
 from megadapo.data.texts import TextStream, pack_texts
 from megadapo.rollout.ahead import AheadSampler
 from megadapo.rollout.engines import Engines
+from megadapo.rollout.journal import Journal
 from megadapo.run.checkpoint import Checkpoint
+from megadapo.run.drift import samples_digest
 from megadapo.run.evaluations import Evaluations, ReservedEngine, UnfinishedEvaluation
 from megadapo.run.replay import ReplayedRollouts
 from megadapo.run.rollouts import LiveRollouts, Rollouts
@@ -123,15 +125,15 @@ def start_workers(
     checkpoint: Checkpoint | None,
     *,
     replay: Path | None = None,
-    answers: Path | None = None,
+    folder: Path | None = None,
     unfinished: UnfinishedEvaluation | None = None,
 ) -> Iterator[Workers]:
     """Start every part, at `checkpoint` where there is one; all have ended when this returns.
 
     Args:
         replay: folder of saved rollouts that take the place of engines.
-        answers: folder for those of an evaluation under way, so that it can go on after a stop;
-            None: they are not kept.
+        folder: the run's, where groups and the answers of an evaluation under way are kept, so that
+            neither is asked for again after a stop; None: they are not kept.
         unfinished: an evaluation of weights before the checkpoint's, to be gone on with.
 
     Raises:
@@ -146,7 +148,7 @@ def start_workers(
         reads = checkpoint is None or (unfinished is not None and not unfinished.trainer_folder)
         settings = replace(trainer_settings(config), reads_weights=reads)
         if replay is None:
-            workers = _start_live(config, settings, phases, stack, answers)
+            workers = _start_live(config, settings, phases, stack, folder)
         else:
             first_step = 1 if checkpoint is None else checkpoint.step + 1
             rollouts = ReplayedRollouts(config, replay, first_step=first_step)
@@ -172,7 +174,7 @@ def _start_live(
     settings: TrainerSettings,
     phases: Phases,
     stack: ExitStack,
-    answers: Path | None,
+    folder: Path | None,
 ) -> Workers:
     questions = Questions.start(config, phases, stack)
     texts = load_texts(config, phases, questions.tokenizer)
@@ -186,13 +188,17 @@ def _start_live(
         questions,
         phases,
         fingerprint=publisher.fingerprint,
-        folder=answers,
+        folder=folder,
         reserved=None if held_out is None else _reserved(config, trainer, engines, held_out),
     )
     stack.callback(evaluations.close)
     engines.watch = _each(trainer.check, evaluations.check)
     trainer.watch = _each(engines.check, evaluations.check)
-    sampler = questions.sampler(config, evaluations.sampling_engines)
+    journal = None
+    if folder is not None and config.sampling.journal:
+        journal = Journal(folder, samples_digest(config), fsync=config.sampling.journal_fsync)
+        stack.callback(journal.close)
+    sampler = questions.sampler(config, evaluations.sampling_engines, journal)
     ahead = config.sampling.mode == "one_step_off"
     rollouts = LiveRollouts(
         config=config,
@@ -202,6 +208,7 @@ def _start_live(
         evaluations=evaluations,
         publisher=publisher,
         trainer=trainer,
+        journal=journal,
     )
     return _workers(config, trainer, rollouts, questions.tokenizer, texts)
 

@@ -58,7 +58,8 @@ def take(sampler: Sampler, num_steps: int) -> list[SampledBatch]:
 
 
 TIMED = {"reward_seconds", "engines", "group_seconds", "num_stopped", "num_surplus"} | {
-    "num_tokens_stopped"
+    "num_tokens_stopped",
+    "num_from_journal",
 }
 
 

@@ -23,7 +23,7 @@ SMALL = [
 ]
 TIMED = (
     "time/", "tokens_per_s", "rollout/", "groups/stopped", "groups/dropped", "tokens/stopped",
-    "weights/",
+    "weights/", "groups/from_journal",
 )  # fmt: skip
 """Beginnings of the names of metrics that depend on the engines' speed, or on what they had."""
 
