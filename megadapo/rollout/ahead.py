@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megadapo.rollout.batch_state import decode_batch, encode_batch
+from megadapo.rollout.repeated_steps import RepeatedSteps
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.sampler import Sampler
 from megadapo.rollout.scoring import SupportsGenerate
@@ -31,7 +32,9 @@ class Waiting:
 class AheadSampler:
     """Has a batch ready for each step but the first, from the weights before its own."""
 
-    def __init__(self, sampler: Sampler, engines: SupportsGenerate, num_steps: int) -> None:
+    def __init__(
+        self, sampler: Sampler | RepeatedSteps, engines: SupportsGenerate, num_steps: int
+    ) -> None:
         """`num_steps`: of the run; nothing is sampled for a step behind the last."""
         self._sampler = sampler
         self._engines = engines

@@ -237,6 +237,12 @@ class SamplingConfig(Section, title="sampling"):
         return self.prompts_per_step // 2 if self.reserve_limit is None else self.reserve_limit
 
     @property
+    def follows_speed(self) -> bool:
+        """Whether groups wait for a later step, so that the engines' speed decides when each is
+        trained on."""
+        return self.reserve_size > 0
+
+    @property
     def round_size(self) -> int:
         """Groups of one round."""
         return self.prompts_per_round or self.prompts_per_step

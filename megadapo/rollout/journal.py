@@ -28,7 +28,7 @@ JOURNAL_FOLDER = "journal"
 FORMAT = 1
 """Of the entries; a journal of another one is begun anew."""
 _FILE_NAME = re.compile(r"version-(\d+)\.log")
-_DIGEST_BYTES = 32
+DIGEST_BYTES = 32
 _MEANINGS = {
     "format": "another version of megadapo",
     "policy_version": "another policy version",
@@ -76,31 +76,32 @@ class Journal:
     def find(self, question: Question, settings: SamplingSettings) -> tuple[Group, Outcome] | None:
         """The group that the same question has got, and what it counts as; None: it is to be
         asked."""
-        place = self._places.get(_digest(question, settings))
-        if place is None or self._log is None:
+        entry = self._find(_digest(question, settings))
+        if entry is None:
             return None
-        try:
-            payload = self._log.read(place)
-            if payload is None:
-                raise ValueError("it was damaged while it was open")
-            entry = json.loads(payload[_DIGEST_BYTES:])
-            return decode_group(entry["group"]), _decode_outcome(entry["outcome"])
-        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-            self._notes.append(f"{self._path}: a group is asked for again: {error}")
-            return None
+        return decode_group(entry["group"]), _decode_outcome(entry["outcome"])
 
     def append(
         self, question: Question, settings: SamplingSettings, group: Group, outcome: Outcome
     ) -> None:
         """Keep a group; where the disk refuses, a note says so and the step goes on without."""
         entry = {"group": encode_group(group), "outcome": asdict(outcome)}
-        self._append(_digest(question, settings) + json.dumps(entry).encode())
+        self._append(_digest(question, settings), entry)
         if self._fsync == "group":
             self._sync()
 
+    def find_step(self, place: bytes) -> dict[str, Any] | None:
+        """What was kept of a step; `place` is the digest of all that it begins with."""
+        return self._find(place)
+
+    def append_step(self, place: bytes, entry: Mapping[str, Any]) -> None:
+        """Keep a whole step, as JSON values."""
+        self._append(place, entry)
+        self.end_step()
+
     def end_step(self) -> None:
         """All groups of a batch have been appended."""
-        if self._fsync == "step":
+        if self._fsync != "never":
             self._sync()
 
     def take_notes(self) -> list[str]:
@@ -125,7 +126,7 @@ class Journal:
             if place == 0:
                 headers.append(payload)
             else:
-                self._places[payload[:_DIGEST_BYTES]] = place
+                self._places[payload[:DIGEST_BYTES]] = place
 
         try:
             self._folder.mkdir(exist_ok=True)
@@ -146,14 +147,31 @@ class Journal:
         except OSError as error:
             self._give_up(error)
 
-    def _append(self, payload: bytes) -> None:
+    def _find(self, digest: bytes) -> dict[str, Any] | None:
+        place = self._places.get(digest)
+        if place is None or self._log is None:
+            return None
+        try:
+            payload = self._log.read(place)
+        except OSError:
+            payload = None
+        if payload is None:
+            self._notes.append(
+                f"{self._path}: the record at byte {place} cannot be read any more: what it holds "
+                "is asked for again"
+            )
+            return None
+        entry: dict[str, Any] = json.loads(payload[DIGEST_BYTES:])
+        return entry
+
+    def _append(self, digest: bytes, entry: Mapping[str, Any]) -> None:
         if not self._writes:
             return
         if self._log is None:
             self._open()
         try:
             if self._writes and self._log is not None:
-                self._places[payload[:_DIGEST_BYTES]] = self._log.append(payload)
+                self._places[digest] = self._log.append(digest + json.dumps(entry).encode())
         except OSError as error:
             self._give_up(error)
 

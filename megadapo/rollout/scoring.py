@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -129,7 +129,7 @@ class Inquiry:
         self._executor = executor or ThreadPoolExecutor(scorer.num_threads, "scoring")
         self._lock = threading.Lock()
         self._open: dict[int, Question] = {}
-        self._scoring: list[Future[Answer]] = []
+        self._scoring: dict[Future[Answer], GroupResponse] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -169,7 +169,7 @@ class Inquiry:
         """Have responses to open questions scored."""
         for response in responses:
             question = self._open[response.key]
-            self._scoring.append(self._executor.submit(self._score, question, response))
+            self._scoring[self._executor.submit(self._score, question, response)] = response
 
     def drop(self, keys: Collection[int]) -> int:
         """Take questions back whose answers nobody needs; return the tokens spent on them."""
@@ -179,16 +179,18 @@ class Inquiry:
         return report.num_tokens
 
     def stop(self, *, keep: bool) -> StopReport:
-        """End all that is still generated; `keep`: the report has what there is of it."""
+        """End all that has no answer yet; `keep`: the report has what there is of it."""
         report = self._engines.stop(keep=keep)
+        # nobody waits for their scores; they are scored when they are asked for again
+        unscored = [one for one in self._scoring.values() if one.key in self._open]
         self._open.clear()
-        return report
+        return replace(report, unfinished=(*report.unfinished, *unscored)) if keep else report
 
     def scored(self) -> list[Answer]:
         """Return the answers that are ready, without waiting."""
         done = [future for future in self._scoring if future.done()]
-        # asked again, a future could be done by then that was not taken
-        self._scoring = [future for future in self._scoring if future not in done]
+        for future in done:
+            del self._scoring[future]
         answers = [future.result() for future in done]
         # what was dropped while it was scored is not an answer any more
         return [a for a in answers if self._open.pop(a.question.key, None) is not None]

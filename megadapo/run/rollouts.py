@@ -13,6 +13,7 @@ from megadapo.observe.metrics import EvaluationRecord
 from megadapo.rollout.ahead import AheadSampler
 from megadapo.rollout.engines import Engines
 from megadapo.rollout.journal import Journal
+from megadapo.rollout.repeated_steps import RepeatedSteps
 from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.sampler import Sampler
 from megadapo.rollout.selection import in_training_order
@@ -103,7 +104,7 @@ class LiveRollouts:
 
     config: RunConfig
     engines: Engines
-    sampler: Sampler | AheadSampler
+    sampler: Sampler | RepeatedSteps | AheadSampler
     questions: Questions
     evaluations: Evaluations
     publisher: Publisher

@@ -21,6 +21,8 @@ from megadapo.data.texts import TextStream, pack_texts
 from megadapo.rollout.ahead import AheadSampler
 from megadapo.rollout.engines import Engines
 from megadapo.rollout.journal import Journal
+from megadapo.rollout.repeated_steps import RepeatedSteps
+from megadapo.rollout.sampler import Sampler
 from megadapo.run.checkpoint import Checkpoint
 from megadapo.run.drift import samples_digest
 from megadapo.run.evaluations import Evaluations, ReservedEngine, UnfinishedEvaluation
@@ -199,11 +201,14 @@ def _start_live(
         journal = Journal(folder, samples_digest(config), fsync=config.sampling.journal_fsync)
         stack.callback(journal.close)
     sampler = questions.sampler(config, evaluations.sampling_engines, journal)
+    source: Sampler | RepeatedSteps = sampler
+    if journal is not None and config.sampling.follows_speed:
+        source = RepeatedSteps(sampler, journal, config.sampling)
     ahead = config.sampling.mode == "one_step_off"
     rollouts = LiveRollouts(
         config=config,
         engines=engines,
-        sampler=AheadSampler(sampler, engines, config.run.num_steps) if ahead else sampler,
+        sampler=AheadSampler(source, engines, config.run.num_steps) if ahead else source,
         questions=questions,
         evaluations=evaluations,
         publisher=publisher,

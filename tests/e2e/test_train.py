@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from megadapo.observe.metric_names import METRIC_NAMES, OWN_AREAS
 from megadapo.observe.metrics import read_evaluations
 from megadapo.observe.rollouts import read_rollouts, rollouts_path
 from megadapo.observe.saved_group import encode_saved
+from megadapo.rollout.journal import DIGEST_BYTES, JOURNAL_FOLDER
+from megadapo.rollout.record_log import RecordLog
 from megadapo.run.status import read_status
 from megadapo.trainer.config import OffloadConfig
 from tests.support.whole_runs import (
@@ -94,30 +98,68 @@ AWAY = tuple(f"--trainer.offload.{kind}=cpu" for kind in OffloadConfig.model_fie
 
 
 @pytest.mark.fault
-def test_a_stopped_run_that_goes_on_by_itself_equals_one_that_was_not(uninterrupted, tmp_path):
-    """Weights, moments, learning rate, prompts, seeds and reserve must all come back.
+def test_a_killed_and_stopped_run_that_goes_on_by_itself_equals_one_that_was_not(
+    uninterrupted, tmp_path
+):
+    """Weights, moments, learning rate, prompts, seeds and reserve must all come back, and no group
+    that the journal has may be generated again.
 
-    The driver is asked to stop as a scheduler does that needs the machine; its supervisor is not.
-    All that the trainer holds is away while engines generate, which changes nothing either.
+    The driver is killed in the middle of a rollout, before there is a checkpoint, and later asked
+    to stop as a scheduler does that needs the machine; its supervisor is not. All that the trainer
+    holds is away while engines generate, which changes nothing either.
     """
     folder = tmp_path / "stopped"
-    process = start(folder, "--restarts=1", *AWAY)
+    process = start(folder, "--restarts=2", *AWAY)
+    wait_for_groups(process, folder, policy_version=1, num_groups=3)
+    os.kill(read_status(folder).pid, signal.SIGKILL)
+    shutil.copytree(folder / JOURNAL_FOLDER, tmp_path / "journal")
     wait_for_step(process, folder, 3)
     os.kill(read_status(folder).pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
+    assert "SIGKILL after step" in output
     assert f"ended with exit code {RunInterrupted.exit_code} after step" in output
     assert "SIGTERM" in output and "resuming after step" in output
     assert descendants(folder) == []
     assert_equal_runs(folder, uninterrupted)
+    for record in metrics(folder)[:2]:
+        step = record["step"]
+        last = max(group["order"] for group in decided_groups(folder, step))
+        known = orders_in(tmp_path / "journal" / f"version-{step - 1}.log")
+        needed = sum(order <= last for order in known)
+        assert 0 < needed <= record["groups/from_journal"] <= len(known), output
+        assert step > 1 or record["rollout/engine_tokens_max"] == 0
+    assert list((folder / JOURNAL_FOLDER).iterdir()) == []
     status = read_status(folder)
-    assert (status.state, status.step, status.restarts) == ("finished", NUM_STEPS, 1)
+    assert (status.state, status.step, status.restarts) == ("finished", NUM_STEPS, 2)
     assert (
         (folder / "log.txt")
         .read_text()
         .splitlines()[-1]
         .endswith(f"end: state=finished step={NUM_STEPS}/{NUM_STEPS} checkpoint={NUM_STEPS}")
     )
+
+
+def wait_for_groups(
+    process: subprocess.Popen, folder: Path, *, policy_version: int, num_groups: int
+) -> None:
+    """Wait until the journal of a policy version has so many groups."""
+    path = folder / JOURNAL_FOLDER / f"version-{policy_version}.log"
+    deadline = time.monotonic() + 300
+    while not path.exists() or len(orders_in(path)) < num_groups:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no group within five minutes"
+        time.sleep(0.02)
+
+
+def orders_in(path: Path) -> list[int]:
+    """Orders of the groups in a journal that may be in use: a copy is opened."""
+    copy = path.with_name("copy")
+    shutil.copyfile(path, copy)
+    payloads: list[bytes] = []
+    RecordLog(copy, lambda _, payload: payloads.append(payload)).close()
+    copy.unlink()
+    return [json.loads(payload[DIGEST_BYTES:])["group"]["order"] for payload in payloads[1:]]
 
 
 @pytest.mark.full
@@ -158,20 +200,6 @@ def test_a_stop_while_a_run_starts_is_obeyed_at_once(tmp_path, seconds):
     assert process.returncode in (RunInterrupted.exit_code, -signal.SIGTERM), output
     assert time.monotonic() - asked < 45
     assert descendants(folder) == []
-
-
-@pytest.mark.full
-@pytest.mark.fault
-def test_a_killed_driver_is_started_again_on_what_it_left(uninterrupted, tmp_path):
-    folder = tmp_path / "killed"
-    process = start(folder, "--restarts=2")
-    wait_for_step(process, folder, 3)
-    os.kill(read_status(folder).pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert "SIGKILL after step" in output and "resuming after step 2" in output
-    assert descendants(folder) == []
-    assert_equal_runs(folder, uninterrupted)
 
 
 @pytest.mark.full

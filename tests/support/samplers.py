@@ -34,7 +34,7 @@ def make_sampler(
     named = dict(sampler or {}) | ({} if saved_groups is None else {"saved_groups": saved_groups})
     if config.get("max_staleness"):
         # which groups come back in time depends on the speed of scoring as well
-        named["scoring"] = AtOnce
+        named.setdefault("scoring", AtOnce)
     config = {"prompts_per_step": 8, "responses_per_prompt": 3, **config}
     return Sampler(
         engines,

@@ -11,7 +11,9 @@ import pytest
 
 from megadapo.rollout import record_log
 from megadapo.rollout.journal import JOURNAL_FOLDER, Journal, forget_before
+from megadapo.rollout.repeated_steps import RepeatedSteps
 from megadapo.rollout.requests import SamplingSettings
+from megadapo.rollout.sampled_batch import SampledBatch
 from megadapo.rollout.sampler import Sampler
 from tests.support.samplers import contents, make_sampler
 from tests.support.scripted_engines import POLICY_VERSION, AtOnce, ScriptedEngines
@@ -204,3 +206,27 @@ def test_what_a_checkpoint_holds_is_forgotten(tmp_path):
     left = sorted(path.name for path in (tmp_path / JOURNAL_FOLDER).iterdir())
     assert left == ["version-10.log", "version-3.log", "version-x.log"]
     forget_before(tmp_path / "nothing", 3)
+
+
+@pytest.mark.parametrize("config", [{"mode": "partial", "max_staleness": 1}, {"max_staleness": 1}])
+def test_steps_in_which_groups_wait_are_repeated_as_they_were(tmp_path, config):
+    """Asked again, other groups would have come back in time, and other weights would follow."""
+
+    def steps_with(engines: ScriptedEngines, num_steps: int) -> list[SampledBatch]:
+        journal = Journal(tmp_path, "settings")
+        sampler = sampler_with(journal, engines, **config)
+        steps = RepeatedSteps(sampler, journal, sampler._config)
+        batches = []
+        for _ in range(num_steps):
+            journal.begin(engines.policy_version, f"weights {engines.policy_version}")
+            batches.append(steps.next_batch())
+            engines.policy_version += 1
+        return batches
+
+    first = steps_with(ScriptedEngines(slots=60, finish="short first", at_once=3), 3)
+    again = ScriptedEngines(slots=90, finish="last first")
+    repeated = steps_with(again, 4)
+    assert contents(repeated[:3]) == contents(first)
+    assert [batch.num_from_journal for batch in repeated[:3]] == [b.num_sampled for b in first]
+    generated = {group.order for batch in first for group in batch.groups}
+    assert again.asked and not generated & set(again.asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -69,3 +70,35 @@ def test_a_failing_verifier_ends_the_step():
     sampler = make_sampler(ScriptedEngines(), judge=Broken())
     with pytest.raises(ValueError, match="no score"):
         sampler.next_batch()
+
+
+def test_a_group_that_is_scored_when_the_batch_is_full_goes_on_in_the_next_step():
+    """Neither the engines nor the batch have it then, and its prompt would be left out."""
+    full = threading.Event()
+
+    class SlowOnTheFirst(RightAtLeast):
+        num_threads = 2
+
+        def score_group(self, prompt, texts, token_ids):
+            if prompt.id == first:
+                assert full.wait(timeout=10)
+            return super().score_group(prompt, texts, token_ids)
+
+    class TellsWhenFull(ScriptedEngines):
+        def stop(self, keys=None, *, keep):
+            full.set()
+            return super().stop(keys, keep=keep)
+
+    engines, config = (
+        TellsWhenFull(),
+        {"mode": "partial", "max_staleness": 1, "saved_groups": "all"},
+    )
+    judge = SlowOnTheFirst(HALF)
+    sampler = make_sampler(
+        engines, judge=judge, sampler={"scoring": lambda: ThreadPoolExecutor(2)}, **config
+    )
+    first = sampler._drawing.prompt(0).id
+    sampler.next_batch()
+    [waiting] = [one for one in sampler._unfinished if one.order == 0]
+    assert {response.finish_reason for response in waiting.responses} <= {"stop", "length"}
+    assert 0 in [saved.group.order for saved in sampler.next_batch().saved]
