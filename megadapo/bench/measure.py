@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import gc
 import statistics
 import time
@@ -14,7 +12,7 @@ from typing import Literal
 
 import torch
 
-MIB = 2**20
+from megadapo.cluster.memory import MIB, return_freed_memory
 
 Clock = Literal["wall", "cpu"]
 
@@ -83,7 +81,8 @@ def peak_extra_mib(call: Callable[[], object], device: torch.device) -> float | 
         call()
         torch.cuda.synchronize(device)
         return (torch.cuda.max_memory_allocated(device) - before) / MIB
-    _return_freed_memory()
+    # or the call could hide in another's leavings
+    return_freed_memory()
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -91,13 +90,6 @@ def peak_extra_mib(call: Callable[[], object], device: torch.device) -> float | 
     before = _status_kib("VmRSS")
     call()
     return (_status_kib("VmHWM") - before) / 1024
-
-
-def _return_freed_memory() -> None:
-    """Make the C library give freed pages back, or a call could hide in another's leavings."""
-    libc = ctypes.CDLL(ctypes.util.find_library("c"))
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def _status_kib(name: str) -> int:

@@ -22,6 +22,7 @@ def add(commands: Commands) -> None:
     _add_weights(benches)
     _add_rollout(benches)
     _add_step(benches)
+    _add_soak(benches)
 
 
 def _add_head(benches: Commands) -> None:
@@ -178,6 +179,33 @@ def _run_step(arguments: argparse.Namespace) -> int:
                 json_file=arguments.json,
             )
     return 0
+
+
+def _add_soak(benches: Commands) -> None:
+    summary = "many steps of a recipe: growth of every process, and of the time of a step"
+    parser = add_command(benches, "soak", summary, takes_overrides=True)
+    parser.add_argument("config", help="recipe (TOML)")
+    parser.add_argument("--steps", type=int, default=500, help="steps (default 500)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.set_defaults(run=_run_soak)
+
+
+def _run_soak(arguments: argparse.Namespace) -> int:
+    import tempfile
+    from contextlib import closing
+
+    from megadapo.bench import soak
+    from megadapo.config import load_config
+
+    num_steps = arguments.steps
+    if num_steps < soak.FEWEST_STEPS:
+        raise ConfigError(f"--steps must be at least {soak.FEWEST_STEPS}")
+    with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:
+        fixed = [f"run.folder={folder}/run", f"run.num_steps={num_steps}"]
+        config = load_config(arguments.config, [*fixed, *arguments.overrides])
+        with closing(_steps(config)) as records:
+            holds = soak.run(records, num_steps=num_steps, json_file=arguments.json)
+    return 0 if holds else 1
 
 
 def _steps(config: RunConfig) -> Generator[MetricRecord, None, None]:

@@ -107,6 +107,11 @@ METRIC_NAMES = (
     "weights/density",
     "weights/update_s",
     "weights/pause_s",
+    "memory/driver_mib",
+    "memory/rank_min_mib",
+    "memory/rank_max_mib",
+    "memory/engine_min_mib",
+    "memory/engine_max_mib",
     "eval/accuracy",
     "eval/policy_version",
 )
@@ -202,6 +207,10 @@ share of the elements that changed since the update before; null where that was 
 all weights were sent (weights.mode, weights.full_every). weights/update_s is the whole update,
 within time/sync_s, and weights/pause_s the part of it in which engines had neither old nor new
 weights.
+
+memory/* is main memory that no other process has, in MiB: of the driver, of a trainer rank after
+the step's updates, and of an engine with all of its processes at the end of the rollout. Where it
+grows step after step, something is kept.
 
 Where saved rollouts are trained on again, what needs engines is null (tokens/generated,
 tokens_per_s, time/sync_s, time/reward_s, *engine*, weights/*, eval/*), what is said of the groups

@@ -25,6 +25,9 @@ class EngineActivity:
     rollout.prefix_caching."""
     max_kv_use: float
     """Largest share of the key-value cache in use."""
+    private_bytes: int = 0
+    """Main memory that the engine's processes have for themselves, at the end of the stretch; 0
+    where nobody looked."""
 
 
 class ActivityCounter:

@@ -9,11 +9,14 @@ import os
 import socket
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import ProcessDied
 from megadapo.cluster.clock import ClockReading, read_clock
+from megadapo.cluster.memory import private_bytes
+from megadapo.cluster.orphans import descendants
 from megadapo.cluster.reaper import kill_marked, start_reaper
 from megadapo.errors import InfraError
 from megadapo.rollout.activity import ActivityCounter, EngineActivity
@@ -39,6 +42,7 @@ class RolloutEngine:
         self._policy_version = 0
         self._updating = False
         self._asleep = False
+        self._pids: tuple[int, ...] = (os.getpid(),)
         self._failed_in: str | None = None
         self._counter = ActivityCounter(spec.config.max_num_seqs)
         self._llm: AsyncLLM | None = None
@@ -114,7 +118,8 @@ class RolloutEngine:
     def activity(self) -> EngineActivity:
         """What the engine did since the last call."""
         assert self._generation is not None, "start first"
-        return self._counter.take(self._generation.num_tokens)
+        activity = self._counter.take(self._generation.num_tokens)
+        return replace(activity, private_bytes=private_bytes(*self._pids))
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Hand `init_info` to the weight-transfer engine of every rank."""
@@ -190,6 +195,7 @@ class RolloutEngine:
 
         spec = self._spec
         self._llm = start_vllm(spec, self._counter)
+        self._pids = (os.getpid(), *descendants(os.getpid()))
         if spec.platform.adds_stage_buffers(spec.config):
             await self._llm.collective_rpc("allocate_stage_buffers")
         self._begin_to_count()

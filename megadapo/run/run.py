@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from megadapo.cluster.memory import MIB, private_bytes
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import ConfigError, MegadapoError
@@ -212,7 +214,8 @@ class Run:
         self._seconds[name] += time.perf_counter() - start - within
 
     def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
-        """Write and show one step's metrics; times and what was evaluated are added here.
+        """Write and show one step's metrics; times, the driver's memory and what was evaluated are
+        added here.
 
         What was saved of the step is on the disk before.
 
@@ -235,6 +238,7 @@ class Run:
         record = self._metrics.record(
             {
                 **{**values, **times, "time/step_s": step_s, "tokens_per_s": speed},
+                "memory/driver_mib": private_bytes(os.getpid()) / MIB,
                 **self._take_evaluated(),
             }
         )

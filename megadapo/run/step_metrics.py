@@ -10,6 +10,7 @@ import numpy as np
 
 from megadapo.algorithm.mini_batches import mini_batch_sizes
 from megadapo.algorithm.shaping import overlong_penalties
+from megadapo.cluster.memory import MIB
 from megadapo.config import RunConfig
 from megadapo.observe.reflection import reflection_shares
 
@@ -29,9 +30,8 @@ def step_metrics(
     config: RunConfig,
     published: PublishReport | None = None,
 ) -> dict[str, int | float | None]:
-    """Everything a step measured but the times of its phases and what was evaluated meanwhile.
-
-    The run adds these.
+    """Everything a step measured but what the run adds: the times of its phases, the driver's
+    memory and what was evaluated meanwhile.
 
     Args:
         policy_version: of the step's weights in the engines.
@@ -85,6 +85,7 @@ def step_metrics(
         **_update(published),
         **_tail(sampled),
         **_spread("train/rank_tokens_{}", [share.num_tokens for share in update.shares]),
+        **_spread("memory/rank_{}_mib", [share.private_bytes / MIB for share in update.shares]),
         **_spread("time/rank_logprobs_{}_s", [share.logprobs_seconds for share in update.shares]),
     }
 
@@ -155,6 +156,7 @@ def _tail(sampled: SampledBatch) -> dict[str, int | float | None]:
         **_spread("rollout/tokens_per_s_{}", [e.num_tokens / e.seconds for e in engines]),
         **_spread("rollout/engine_tokens_{}", [e.num_tokens for e in engines]),
         **_spread("time/engine_{}_s", [e.busy_seconds for e in engines]),
+        **_spread("memory/engine_{}_mib", [e.private_bytes / MIB for e in engines]),
     }
 
 

@@ -6,11 +6,13 @@ No pass is made for it: they are those that the update computes anyway.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
 
+from megadapo.cluster.memory import private_bytes
 from megadapo.data.batch import PackedBatch
 from megadapo.trainer.micro_batch import MicroBatch
 from megadapo.trainer.off_policy import OldPolicy
@@ -66,7 +68,11 @@ class UpdateRecorder:
                 values[slots[wanted]] = found[micro_batch.rows].cpu().numpy()[wanted]
 
     def share(self) -> RankShare:
-        return RankShare(num_tokens=self._num_tokens, logprobs_seconds=self._seconds)
+        return RankShare(
+            num_tokens=self._num_tokens,
+            logprobs_seconds=self._seconds,
+            private_bytes=private_bytes(os.getpid()),
+        )
 
     def tokens(self) -> RecordedTokens:
         return RecordedTokens(old=self._old, update=self._update, advantages=self._advantages)

@@ -18,6 +18,8 @@ class RankShare:
     logprobs_seconds: float
     """Time for the old log-probs of all of them, a pass in which no data-parallel rank waits for
     another, but for those that share experts; context-parallel ranks do."""
+    private_bytes: int
+    """Main memory that the rank's process has for itself, at the end of the step's updates."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

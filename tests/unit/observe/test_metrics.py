@@ -35,7 +35,8 @@ tokens_per_s, reward/mean, reward/overlong_penalty_mean, reward/shaped_mean, acc
 response_length/mean, response_length/p50, response_length/p95, response_length/max,
 response_length/truncated_fraction, groups/sampled, groups/kept, groups/all_correct,
 groups/all_wrong, groups/from_reserve, groups/to_reserve, groups/dropped, groups/stopped,
-groups/carried, groups/resting, tokens/generated, tokens/stopped, tokens/trained,
+groups/carried, groups/resting, groups/from_journal, tokens/generated, tokens/stopped,
+tokens/trained,
 tools/calls_per_response, tools/token_share, tools/branches_per_group, tools/entropy_rise,
 rollout/engine_busy_share, rollout/slot_use, rollout/preemptions, rollout/kv_use_max,
 rollout/tokens_per_s_min, rollout/tokens_per_s_max, rollout/engine_tokens_min,
@@ -55,6 +56,8 @@ reflection/response_share, critic/loss, critic/explained_variance, critic/value_
 critic/return_mean, critic/clip_fraction, critic/grad_norm, critic/lr, critic/skipped_updates,
 experts/balance_loss, experts/max_load,
 weights/bytes, weights/density, weights/update_s, weights/pause_s,
+memory/driver_mib, memory/rank_min_mib, memory/rank_max_mib, memory/engine_min_mib,
+memory/engine_max_mib,
 eval/accuracy, eval/policy_version
 """
 

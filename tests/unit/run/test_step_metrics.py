@@ -50,6 +50,7 @@ SAMPLED = SampledBatch(
             max_waiting=7,
             num_preemptions=2,
             max_kv_use=0.5,
+            private_bytes=1024 << 20,
         ),
         EngineActivity(
             num_tokens=200,
@@ -59,6 +60,7 @@ SAMPLED = SampledBatch(
             max_waiting=0,
             num_preemptions=1,
             max_kv_use=0.25,
+            private_bytes=1536 << 20,
         ),
     ),
     saved=(),
@@ -82,8 +84,8 @@ UPDATE = UpdateResult(
     logprob_abs_max=math.nan,
     tokens_trained=400,
     shares=(
-        RankShare(num_tokens=210, logprobs_seconds=0.5),
-        RankShare(num_tokens=190, logprobs_seconds=0.75),
+        RankShare(num_tokens=210, logprobs_seconds=0.5, private_bytes=7 << 20),
+        RankShare(num_tokens=190, logprobs_seconds=0.75, private_bytes=9 << 20),
     ),
 )
 CONFIG = from_dict(
@@ -104,6 +106,7 @@ OWN = [metric_name(phrase) for phrase in CONFIG.observe.reflection_phrases]
 ADDED_BY_THE_RUN = {
     *("time/step_s", "time/rollout_s", "time/train_s", "time/sync_s", "tokens_per_s"),
     *("time/evaluate_s", "time/checkpoint_s", "eval/accuracy", "eval/policy_version"),
+    "memory/driver_mib",
 }
 
 
@@ -183,6 +186,8 @@ def test_the_spread_over_engines_and_ranks_is_shown():
     assert (found["train/rank_tokens_min"], found["train/rank_tokens_max"]) == (190, 210)
     times = (found["time/rank_logprobs_min_s"], found["time/rank_logprobs_max_s"])
     assert times == (0.5, 0.75)
+    assert (found["memory/engine_min_mib"], found["memory/engine_max_mib"]) == (1024, 1536)
+    assert (found["memory/rank_min_mib"], found["memory/rank_max_mib"]) == (7, 9)
 
 
 def test_the_tail_of_a_step_is_shown():

@@ -306,6 +306,17 @@ const CURVES = [
           ["time/rank_logprobs_min_s", "shortest"],
         ],
       },
+      {
+        title: "Main memory",
+        unit: "MiB of a process, or of all of an engine",
+        lines: [
+          ["memory/engine_max_mib", "engine, most"],
+          ["memory/engine_min_mib", "engine, least"],
+          ["memory/rank_max_mib", "trainer rank, most"],
+          ["memory/rank_min_mib", "trainer rank, least"],
+          ["memory/driver_mib", "driver"],
+        ],
+      },
     ],
   ],
 ];
