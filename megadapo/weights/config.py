@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from megadapo.section import Section
 
@@ -20,9 +20,10 @@ class WeightsConfig(Section, title="weights"):
     bucket_mib: Annotated[float, Field(gt=0.0, le=16384.0)] = 64.0
     """Largest bucket in MiB. An update takes two of them on each trainer rank, what it relays to
     other nodes included, and one on an engine rank that cannot read them in place."""
-    verify: Literal["every", "first", "off"] = "first"
+    verify: PositiveInt | Literal["every", "first", "off"] = "first"
     """Which updates compare a checksum of every copied slice between trainer and engine; "first"
-    is the first over a connection, and where updates send only what changed, each one in full."""
+    is the first over a connection, and where updates send only what changed, each one in full. A
+    number compares these too, and at least one update in so many."""
     mode: Literal["full", "delta", "auto"] = "auto"
     """"full" sends all weights at every update, "delta" the elements that changed since the one
     before, which takes main memory for what was sent last; "auto" does so where weights have 16

@@ -1,4 +1,5 @@
-"""The driver's part of updates that send only what changed: when, from which version, how much."""
+"""What the driver decides of each update: in full or what changed, from which version, whether
+checksums are compared."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Sending:
 
 
 class Versions:
-    """Numbers the updates of a connection, and remembers which of them every engine has.
+    """Numbers the updates of a connection, and remembers which of them every engine has, and which
+    were compared.
 
     A policy version is not enough: the same one can be published twice, and by two publishers.
     """
@@ -33,12 +35,15 @@ class Versions:
         self.deltas = deltas
         """Whether updates may send only what changed."""
         self._config = config
+        self._num_unverified = 0
+        """Updates since the last one whose checksums were compared, over any connection."""
         self.connected()
 
     def connected(self) -> None:
         """Nothing was sent over the connection; its numbers are those of no other one."""
         self._newest = secrets.randbits(40) << 20
         self._base: int | None = None
+        self._is_first = True
         self._num_since_full = 0
 
     @property
@@ -46,6 +51,14 @@ class Versions:
         """The version that changes can be sent from; None: everything has to be sent."""
         is_due = self._num_since_full + 1 >= self._config.full_every
         return self._base if self.deltas and not is_due else None
+
+    def verifies(self, *, in_full: bool) -> bool:
+        """Whether the update that ends next compares checksums, if it is sent that way."""
+        mode = self._config.verify
+        if mode in ("every", "off"):
+            return mode == "every"
+        is_due = isinstance(mode, int) and self._num_unverified + 1 >= mode
+        return is_due or self._is_first or (self.deltas and in_full)
 
     def begin(self) -> int:
         """Number of a new update; until it has ended, nobody is known to have anything."""
@@ -55,8 +68,10 @@ class Versions:
 
     def ended(self, sending: Sending) -> None:
         """Every engine that is updated at all has what was sent."""
-        self._base = sending.version
-        self._num_since_full = 0 if sending.delta is None else self._num_since_full + 1
+        in_full = sending.delta is None
+        self._num_unverified = 0 if self.verifies(in_full=in_full) else self._num_unverified + 1
+        self._base, self._is_first = sending.version, False
+        self._num_since_full = 0 if in_full else self._num_since_full + 1
 
 
 def all_have(base: int, held: Mapping[int, Sequence[int | None]]) -> bool:

@@ -88,8 +88,6 @@ class Publisher:
         self._connected: Connected | None = None
         self._places: list[Hashable] = []
         """The engine processes that are connected."""
-        self._is_new = True
-        """Whether nothing has been sent over the present connection."""
 
     @property
     def plan(self) -> Plan:
@@ -138,10 +136,10 @@ class Publisher:
         ended = time.monotonic()
         report = PublishReport(policy_version=policy_version, seconds=ended - started)
         if update is None:
-            self._is_new = True
+            self._versions.connected()
             return report
-        sending, verified = update.sending, self._verifies(update.sending)
-        self._is_new = False
+        sending = update.sending
+        verified = self._versions.verifies(in_full=sending.delta is None)
         self._versions.ended(sending)
         return replace(
             report,
@@ -176,7 +174,7 @@ class Publisher:
             base=base,
             version=version,
             max_share=self._config.max_delta,
-            with_checksums=self._config.verify == "every",
+            with_checksums=self._versions.verifies(in_full=False),
         )
         sending = sending_of(
             plan, encoded, base=base, version=version, max_delta=self._config.max_delta
@@ -198,14 +196,8 @@ class Publisher:
         if self._versions.deltas or self._folder is not None:
             sizes = None if delta is None else delta.sizes
             self._parties.call("begin", sizes, sending.version)
-        compares_at_end = delta is None and self._verifies(sending)
+        compares_at_end = delta is None and self._versions.verifies(in_full=True)
         return Update(sending, num_rounds(schedule), compares_at_end)
-
-    def _verifies(self, sending: Sending) -> bool:
-        """Whether checksums are compared."""
-        mode = self._config.verify
-        often = self._versions.deltas and sending.delta is None
-        return mode == "every" or (mode == "first" and (self._is_new or often))
 
     def hold(self) -> None:
         """Have the ranks keep a copy of their present weights, which is sent from now on."""
@@ -251,5 +243,4 @@ class Publisher:
                 folder=self._folder,
             )
             self._versions.connected()
-            self._is_new = True
         return self._connected

@@ -152,6 +152,17 @@ def test_30b_recipe_keeps_each_expert_inside_a_node_and_fits_the_model() -> None
     assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= 32768
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_recipe_notices_an_engine_with_other_weights_than_the_trainer(path: Path) -> None:
+    """Catches a recipe that trains for weeks on what its engines sampled by mistake; on the CPU a
+    bound near rounding does it alone."""
+    config = load_config(path)
+    assert config.oracles.logprob_abs_max is not None
+    if config.model.dtype == "bfloat16":
+        assert config.oracles.logprob_abs_mean is not None
+        assert isinstance(config.weights.verify, int)
+
+
 def test_algorithms_are_that_many_and_change_nothing_but_the_algorithm() -> None:
     """Two that train the same way, or one that trains something else as well, compare nothing. The
     one exception is ARPO's tool, without which no response branches."""
