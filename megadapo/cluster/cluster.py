@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections import Counter
@@ -12,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.config import ClusterConfig
+from megadapo.cluster.join import QUIET, admits_strangers, join_cluster
 from megadapo.cluster.orphans import descendants, kill_after_this_process
-from megadapo.errors import InfraError
+from megadapo.errors import ConfigError, InfraError
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -64,6 +64,7 @@ class Cluster:
             tensor_parallel: neighbouring trainer ranks that must be on one node.
 
         Raises:
+            ConfigError: a cluster is to be joined that lets in whoever reaches it.
             InfraError: the cluster does not have what the layout asks for in time, or not so that
                 engines and tensor-parallel groups stay on one node.
         """
@@ -129,10 +130,17 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> None:
 
     if ray.is_initialized():
         return
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if config.address is not None:
         with _own_sigterm_handler():
-            ray.init(address=config.address, **quiet)
+            join_cluster(config.address)
+        if not config.allow_unauthenticated and admits_strangers():
+            ray.shutdown()
+            raise ConfigError(
+                f"cluster.address = {config.address}: this Ray cluster asks for no token, so "
+                "whoever reaches it runs code on its nodes: start Ray with RAY_AUTH_MODE=token "
+                "(docs/clusters.md), or set cluster.allow_unauthenticated = true where nobody else "
+                "is in its network"
+            )
         return
     _stay_on_loopback()
     # a process without a GPU share sees no GPU, instead of all of them
@@ -144,7 +152,7 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> None:
     # without "local" Ray would join any cluster that this machine happens to be a node of
     num_cpus = max(num_slots, os.cpu_count() or 1)
     with _own_sigterm_handler():
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **QUIET)
     kill_after_this_process(set(descendants(os.getpid())) - before)
 
 

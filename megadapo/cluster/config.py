@@ -16,6 +16,9 @@ class ClusterConfig(Section, title="cluster"):
     """What to run on; auto takes CUDA where this machine has it."""
     address: str | None = None
     """Address of a running Ray cluster; none starts Ray on this machine, on loopback."""
+    allow_unauthenticated: bool = False
+    """Whether to join a Ray cluster that asks nobody for a token: whoever reaches one of its nodes
+    can run code on all of them."""
     start_timeout_s: Timeout = 600.0
     """Seconds to wait until the cluster has the GPUs the layout asks for."""
 

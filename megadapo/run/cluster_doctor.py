@@ -107,6 +107,11 @@ def _versions(facts: NodeFacts) -> dict[str, str]:
 
 
 def _warnings(facts: ClusterFacts) -> Iterator[str]:
+    if facts.admits_strangers:
+        yield (
+            "whoever reaches this Ray cluster runs code on its nodes, so no run joins it without "
+            "cluster.allow_unauthenticated = true: start Ray with RAY_AUTH_MODE=token"
+        )
     known = _known(facts)
     for node, found in known:
         if found.free_disk_gib < _MIN_FREE_GIB:

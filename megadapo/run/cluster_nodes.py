@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import shutil
 import time
 import uuid
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import megadapo
 from megadapo.cluster.clock import ClockOffset, ClockReading, clock_offset, read_clock
-from megadapo.errors import InfraError
+from megadapo.cluster.join import admits_strangers, join_cluster
 from megadapo.observe.machine import GIB, Machine, inspect_machine
 
 if TYPE_CHECKING:
@@ -75,6 +74,8 @@ class ClusterFacts:
 
     nodes: tuple[Node, ...]
     links: tuple[Link, ...]
+    admits_strangers: bool = False
+    """Whether Ray asks those who join for no token."""
 
 
 def inspect_cluster(address: str, folder: Path | None) -> ClusterFacts:
@@ -88,15 +89,8 @@ def inspect_cluster(address: str, folder: Path | None) -> ClusterFacts:
         InfraError: there is no cluster, or it refuses this process.
     """
     import ray
-    from ray.exceptions import RayError
 
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        raise InfraError(
-            f"no Ray cluster at {address} takes this process ({error}): docs/clusters.md says how "
-            "to start one"
-        ) from None
+    join_cluster(address)
     try:
         alive = sorted(
             (node for node in ray.nodes() if node["Alive"]),
@@ -109,7 +103,11 @@ def inspect_cluster(address: str, folder: Path | None) -> ClusterFacts:
             for node, inspector in zip(nodes, inspectors, strict=True)
             if node.facts is not None
         ]
-        return ClusterFacts(nodes=tuple(nodes), links=tuple(_measure_links(answering)))
+        return ClusterFacts(
+            nodes=tuple(nodes),
+            links=tuple(_measure_links(answering)),
+            admits_strangers=admits_strangers(),
+        )
     finally:
         ray.shutdown()
 
