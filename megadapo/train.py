@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from megadapo.observe.oracles import check_oracles
 from megadapo.observe.summary import RunSummary
 from megadapo.run.evaluations import find_unfinished
 from megadapo.run.replay import check_replay
-from megadapo.run.resume import find_checkpoint
 from megadapo.run.run import Run
 from megadapo.run.step_metrics import step_metrics, step_notes
 from megadapo.run.step_rollouts import saved_groups, saved_sequences
@@ -41,51 +40,31 @@ def train(
             trainer itself was lost.
     """
     notes = [] if replay is None else [check_replay(config, replay)]
-    damaged: dict[Path, str] = {}
-    while True:
-        try:
-            return _train(config, replay, notes, damaged, accept_changes=accept_changes)
-        except DamageError as error:
-            # found out by the ranks that read it; the one before it may be sound
-            path = _loaded_from(config, damaged)
-            if path is None:
-                raise
-            damaged[path] = str(error)
-
-
-def _loaded_from(config: RunConfig, damaged: Mapping[Path, str]) -> Path | None:
-    """The checkpoint that was chosen for the user, who did not name one."""
-    if config.run.resume != "auto":
-        return None
-    checkpoint, _ = find_checkpoint(config, damaged=damaged)
-    return None if checkpoint is None else checkpoint.path
-
-
-def _train(
-    config: RunConfig,
-    replay: Path | None,
-    notes: list[str],
-    damaged: Mapping[Path, str],
-    *,
-    accept_changes: bool,
-) -> RunSummary:
-    with Run.open(config, accept_changes=accept_changes, damaged=damaged) as run:
-        unfinished = None
-        if replay is None:
-            unfinished, notes = find_unfinished(config, run.checkpoint)
+    with Run.open(config, accept_changes=accept_changes) as run:
         run.note(*notes)
-        if not run.finished:
-            with start_workers(
-                config,
-                run,
-                run.checkpoint,
-                replay=replay,
-                folder=run.folder,
-                unfinished=unfinished,
-            ) as workers:
-                for _ in training_steps(config, run, workers):
-                    pass
+        while not run.finished:
+            try:
+                _train(config, run, replay)
+            except DamageError as error:
+                run.fall_back(error)
     return run.finish()
+
+
+def _train(config: RunConfig, run: Run, replay: Path | None) -> None:
+    """Start everything that trains, and do the steps that are still to do.
+
+    Raises:
+        DamageError: those who load the run's checkpoint found out that it is not what was written.
+    """
+    unfinished = None
+    if replay is None:
+        unfinished, notes = find_unfinished(config, run.checkpoint)
+        run.note(*notes)
+    with start_workers(
+        config, run, run.checkpoint, replay=replay, folder=run.folder, unfinished=unfinished
+    ) as workers:
+        for _ in training_steps(config, run, workers):
+            pass
 
 
 def training_steps(

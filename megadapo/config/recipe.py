@@ -17,6 +17,8 @@ from megadapo.errors import ConfigError
 
 RESOLVED_FILE = "config.json"
 """The resolved configuration in a run's folder."""
+NAMED_FILE = "resumed.json"
+"""In a run's folder: the checkpoint that somebody named to go on from (`megadapo.run.resume`)."""
 
 
 _RENAMED = {"dapo": "algorithm"}

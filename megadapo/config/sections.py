@@ -24,7 +24,12 @@ class RunSection(Section, title="run"):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of everything random: prompt order, sampling and a random initialisation."""
     resume: str = "auto"
-    """Checkpoint to start from: the newest complete one ("auto"), none ("never"), or a path."""
+    """Checkpoint to start from: the newest complete one ("auto"), none ("never"), or a path. A path
+    is taken once: as soon as the run has a later checkpoint, it means the newest."""
+    grace_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds that a scheduler leaves between SIGTERM and SIGKILL. An update or an evaluation that
+    would not end in time for a save is given up; as half an update cannot be saved, every step is
+    saved where updates take so long. 0: what is under way is always finished."""
 
     def conflicts(self) -> Iterator[str]:
         if self.folder == Path():

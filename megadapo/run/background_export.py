@@ -107,6 +107,9 @@ class BackgroundExports:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.end()
+
+    def end(self) -> None:
         """End what is still under way; the run begins it again when it is resumed."""
         for child in self._children.values():
             child.process.terminate()

@@ -22,9 +22,11 @@ _VERSIONED = ("megadapo", "torch", "megatron-core", "transformers", "vllm", "ray
 class BackgroundSaves:
     """Says when a step is due, and finishes what the trainer has begun to write."""
 
-    def __init__(self, store: CheckpointStore, config: RunConfig, *, resumed_from: int) -> None:
-        self.step = resumed_from
-        """Of the newest save, written or under way."""
+    def __init__(self, store: CheckpointStore, config: RunConfig) -> None:
+        self.step = 0
+        """Of the newest save, written or under way, or what the run went on from."""
+        self.longest_s = 0.0
+        """What the slowest save has taken, from its beginning until it was committed."""
         self._store = store
         self._config = config
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -96,6 +98,7 @@ class BackgroundSaves:
     ) -> Checkpoint:
         about = about_checkpoint(self._config, policy_version=begun.step)
         checkpoint = begun.commit(state, about)
+        self.longest_s = max(self.longest_s, time.monotonic() - self._begun_at)
         self._store.prune(in_use)
         return checkpoint
 

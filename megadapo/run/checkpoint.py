@@ -18,7 +18,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -202,15 +202,9 @@ class CheckpointStore:
             CheckpointError: there are checkpoints, but none of them can be used; starting from
                 step 0 in their place would lose the run.
         """
-        skipped: list[str] = []
-        for path in self._committed():
-            if damaged and path in damaged:
-                skipped.append(damaged[path])
-                continue
-            try:
-                return load(path, hashes=hashes), skipped
-            except CheckpointError as error:
-                skipped.append(str(error))
+        found, skipped = _first_sound(self._committed(), hashes=hashes, damaged=damaged)
+        if found is not None:
+            return found, skipped
         if skipped:
             raise CheckpointError(
                 "no checkpoint of this run can be used:\n  "
@@ -218,6 +212,14 @@ class CheckpointStore:
                 + "\nrestore one from a backup, or start over in another run.folder"
             )
         return None, [f"{path.name} was never completed" for path in self._unfinished()]
+
+    def newest_after(
+        self, step: int, *, damaged: Mapping[Path, str] | None = None
+    ) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint of a later step, if one can be used, and one line for each that
+        cannot; the trainer's files are not read."""
+        later = [path for path in self._committed() if step_of(path) > step]
+        return _first_sound(later, hashes=False, damaged=damaged)
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, sound or not, oldest first."""
@@ -250,6 +252,22 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
     except OSError as error:
         _LOGGER.warning("%s cannot be deleted: %s", path, error.strerror)
+
+
+def _first_sound(
+    paths: Iterable[Path], *, hashes: bool, damaged: Mapping[Path, str] | None
+) -> tuple[Checkpoint | None, list[str]]:
+    """The first that verifies, and one line for each one before it."""
+    skipped: list[str] = []
+    for path in paths:
+        if damaged and path in damaged:
+            skipped.append(damaged[path])
+            continue
+        try:
+            return load(path, hashes=hashes), skipped
+        except CheckpointError as error:
+            skipped.append(str(error))
+    return None, skipped
 
 
 def step_folders(folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from typing import Any, Self
 from megadapo.cluster.memory import MIB, private_bytes
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
-from megadapo.errors import ConfigError, MegadapoError
+from megadapo.errors import ConfigError, DamageError, MegadapoError
 from megadapo.kernels.torch_internals import profiled_range
 from megadapo.observe.files import replace_text
 from megadapo.observe.metrics import (
@@ -42,26 +42,33 @@ from megadapo.run.checkpoint import (
 )
 from megadapo.run.drift import check_drift
 from megadapo.run.lease import Lease
-from megadapo.run.resume import checkpoint_store, find_checkpoint
+from megadapo.run.resume import Named, Start, checkpoint_store, find_start, named_steps
 from megadapo.run.rollouts import without_samples
 from megadapo.run.status import StatusFile
 from megadapo.run.stop import StopSignal
+
+GIVEN_UP = ("train", "evaluate")
+"""Phases that take long, and are given up where they outlast the grace of a stop signal."""
+NEWEST = 5
+"""Steps by which a phase's time is told."""
+SAVE_MARGIN = 1.5
+"""A save that is waited for may take that much longer than the slowest one so far."""
 
 
 class Run:
     """One training run on disk and on screen. Use as a context manager."""
 
-    def __init__(self, config: RunConfig, checkpoint: Checkpoint | None, lease: Lease):
+    def __init__(self, config: RunConfig, lease: Lease):
         self.folder = config.run.folder
-        self.checkpoint = checkpoint
-        self.step = 0 if checkpoint is None else checkpoint.step
+        self.checkpoint: Checkpoint | None = None
+        self.step = 0
         self.records: list[MetricRecord] = []
         self._config = config
-        self._state: dict[str, Any] = {} if checkpoint is None else checkpoint.state
+        self._state: dict[str, Any] = {}
         self._lease = lease
-        self._status = StatusFile(self.folder, num_steps=config.run.num_steps, step=self.step)
+        self._status = StatusFile(self.folder, num_steps=config.run.num_steps)
         self._store = checkpoint_store(config)
-        self._saves = BackgroundSaves(self._store, config, resumed_from=self.step)
+        self._saves = BackgroundSaves(self._store, config)
         self._metrics = MetricsLog(
             self.folder, writers=config.observe.writers, config=to_dict(config)
         )
@@ -70,22 +77,20 @@ class Run:
         self._seconds: dict[str, float] = defaultdict(float)
         self._evaluated: EvaluationRecord | None = None
         """The newest evaluation that no step's record has."""
-        self._stop = StopSignal()
+        self._stop = StopSignal(grace_s=config.run.grace_s)
         self._under_way = False
         self._exports = BackgroundExports(self.folder, self.note)
+        self._damaged: dict[Path, str] = {}
+        """Checkpoints that cannot be used, and why."""
+        self._named: Named | None = None
+        """The checkpoint that the user has named, where the run goes on from it."""
+        self._keeps_samples = True
+        """Whether groups that wait from before are still what would be sampled."""
         self._open = ExitStack()
 
     @classmethod
-    def open(
-        cls,
-        config: RunConfig,
-        *,
-        accept_changes: bool = False,
-        damaged: Mapping[Path, str] | None = None,
-    ) -> Self:
+    def open(cls, config: RunConfig, *, accept_changes: bool = False) -> Self:
         """Take the run's folder, find where it stands, bring it to that step, and say so.
-
-        `damaged`: checkpoints that cannot be used, and why.
 
         Raises:
             CheckpointError: `run.resume` names no usable checkpoint, or says "never" in a folder
@@ -102,44 +107,65 @@ class Run:
         with ExitStack() as failed:
             lease = Lease.take(config.run.folder)
             failed.callback(lease.close)
-            run = cls._open_leased(
-                config, lease, accept_changes=accept_changes, damaged=damaged or {}
-            )
+            run = cls._open_leased(config, lease, accept_changes=accept_changes)
             failed.pop_all()
         return run
 
     @classmethod
-    def _open_leased(
-        cls,
-        config: RunConfig,
-        lease: Lease,
-        *,
-        accept_changes: bool,
-        damaged: Mapping[Path, str],
-    ) -> Self:
-        checkpoint, notes = find_checkpoint(config, damaged=damaged)
-        if checkpoint is not None:
-            drift = check_drift(config, checkpoint.path, accept_changes=accept_changes)
-            notes.extend(drift.lines)
-            if not drift.keeps_samples:
-                checkpoint = replace(checkpoint, state=without_samples(checkpoint.state))
-                notes.append("groups that waited are dropped: they were sampled as it was before")
-        run = cls(config, checkpoint, lease)
+    def _open_leased(cls, config: RunConfig, lease: Lease, *, accept_changes: bool) -> Self:
+        start = find_start(config)
+        drift = None
+        if start.checkpoint is not None:
+            drift = check_drift(config, start.checkpoint.path, accept_changes=accept_changes)
+        run = cls(config, lease)
         replace_text(run.folder / RESOLVED_FILE, json.dumps(to_dict(config), indent=2) + "\n")
         run._store.remove_unfinished()
-        aside = run._store.set_aside_after(run.step, damaged=config.run.resume == "auto")
-        notes.extend(f"set aside: {path}" for path in aside)
-        forget_before(run.folder, run.step)
-        run._exports.tidy(run.step)
-        # nothing recorded counts where no checkpoint stands, the first evaluation included
-        recorded = run.step if checkpoint is not None else -1
-        run._metrics.rewind(recorded)
-        run._rollouts.rewind(recorded)
-        run.records = read_metrics(run.folder)
-        run._display.restore(run.records, read_evaluations(run.folder))
-        for note in notes:
-            run._display.note(note)
+        run._keeps_samples = drift is None or drift.keeps_samples
+        run._go_on_from(start)
+        run.note(*(() if drift is None else drift.lines))
+        if not run._keeps_samples:
+            run.note("groups that waited are dropped: they were sampled as it was before")
         return run
+
+    def fall_back(self, error: DamageError) -> None:
+        """Go on from the checkpoint before the present one, which those who read it found damaged.
+
+        Raises:
+            CheckpointError: there is no other, or the user has named this one.
+        """
+        if self.checkpoint is None or self._named is not None or self._under_way:
+            raise error
+        self._damaged[self.checkpoint.path] = str(error)
+        start = find_start(self._config, damaged=self._damaged)
+        self._exports.end()
+        self._go_on_from(start)
+        self._metrics.open_writers()
+        self._start_export()
+
+    def _go_on_from(self, start: Start) -> None:
+        """Bring everything in the folder to where the run goes on."""
+        checkpoint = start.checkpoint
+        if checkpoint is not None and not self._keeps_samples:
+            checkpoint = replace(checkpoint, state=without_samples(checkpoint.state))
+        self.checkpoint = checkpoint
+        self.step = 0 if checkpoint is None else checkpoint.step
+        self._state = {} if checkpoint is None else checkpoint.state
+        self._saves.step = self.step
+        self._status.resumed(self.step)
+        aside = self._store.set_aside_after(self.step, damaged=start.named is None)
+        self._named = start.named
+        if start.named is not None:
+            # only now: whatever is later than it comes after it
+            start.named.write(self.folder)
+        forget_before(self.folder, self.step)
+        self._exports.tidy(self.step)
+        # nothing recorded counts where no checkpoint stands, the first evaluation included
+        recorded = self.step if checkpoint is not None else -1
+        self._metrics.rewind(recorded)
+        self._rollouts.rewind(recorded)
+        self.records = read_metrics(self.folder)
+        self._display.restore(self.records, read_evaluations(self.folder))
+        self.note(*start.notes, *(f"set aside: {path}" for path in aside))
 
     def __enter__(self) -> Self:
         self._open.callback(self._lease.close)
@@ -206,8 +232,11 @@ class Run:
         self._display.phase(name)
         self._status.phase(name)
         start, counted = time.perf_counter(), sum(self._seconds.values())
-        interruptible = interruptible or not self._under_way
-        stopping = self._stop.interruptible() if interruptible else nullcontext()
+        stopping: AbstractContextManager[None] = nullcontext()
+        if interruptible or not self._under_way:
+            stopping = self._stop.interruptible()
+        elif name in GIVEN_UP:
+            stopping = self._stop.within_grace(self._expected_s(name), spare_s=self._spare_s)
         with profiled_range(f"megadapo::{name}"), stopping:
             yield
         within = sum(self._seconds.values()) - counted
@@ -277,8 +306,24 @@ class Run:
 
     @property
     def saves(self) -> bool:
-        """Whether the completed step gets a checkpoint."""
-        return self.finished or self._saves.is_due(self.step)
+        """Whether the completed step gets a checkpoint.
+
+        Every one does where the next update would outlast the grace of a stop signal: it is given
+        up then, and its weights are of no step.
+        """
+        grace_s = self._config.run.grace_s
+        outlasts = 0 < grace_s < self._expected_s("train") + self._spare_s
+        return self.finished or outlasts or self._saves.is_due(self.step)
+
+    @property
+    def _spare_s(self) -> float:
+        """What a save may take, as far as is known."""
+        return SAVE_MARGIN * self._saves.longest_s
+
+    def _expected_s(self, name: str) -> float:
+        """What a phase may take, by the newest steps; 0 where none had it."""
+        times = (record.get(f"time/{name}_s") for record in self.records[-NEWEST:])
+        return max((float(one) for one in times if one), default=0.0)
 
     def save(self, write_trainer: WriteTrainer, *, num_bytes: int = 0, wait: bool = False) -> None:
         """Begin to checkpoint the last completed step, unless that has been done.
@@ -299,7 +344,7 @@ class Run:
         self.settle(last=wait)
         if self.step != self._saves.step:
             self._exports.collect()
-            in_use = self._exports.steps | {self._state.get(EVALUATING, self.step)}
+            in_use = self._steps_to_keep() | {self._state.get(EVALUATING, self.step)}
             with self.phase("checkpoint"):
                 self._saves.begin(
                     self.step, write_trainer, self._state, num_bytes=num_bytes, in_use=in_use
@@ -367,7 +412,11 @@ class Run:
         if self._exports.steps:
             with self.phase("export"):
                 self._exports.wait()
-            self._store.prune()
+            self._store.prune(self._steps_to_keep())
+
+    def _steps_to_keep(self) -> frozenset[int]:
+        """Steps whose checkpoints are being exported, or were named to go on from."""
+        return self._exports.steps | named_steps(self.folder)
 
     def note(self, *texts: str) -> None:
         """Show messages that must not be missed."""

@@ -44,8 +44,8 @@ class Status:
 class StatusFile:
     """Keeps the status file of a run that is driven by this process."""
 
-    def __init__(self, folder: Path, *, num_steps: int, step: int) -> None:
-        """Say that a driver has begun, after `step`."""
+    def __init__(self, folder: Path, *, num_steps: int) -> None:
+        """Say that a driver has begun."""
         self._path = folder / STATUS_FILE
         try:
             restarts = read_status(folder).restarts + 1
@@ -53,9 +53,6 @@ class StatusFile:
             restarts = 0
         self._status = Status(
             num_steps=num_steps,
-            step=step,
-            checkpoint_step=step,
-            resumed_from=step,
             restarts=restarts,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -63,6 +60,10 @@ class StatusFile:
             updated=_now(),
         )
         self._write()
+
+    def resumed(self, step: int) -> None:
+        """Say after which step the driver goes on."""
+        self._set(replace(self._status, step=step, checkpoint_step=step, resumed_from=step))
 
     def phase(self, name: str) -> None:
         self._set(replace(self._status, phase=name))

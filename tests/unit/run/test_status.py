@@ -13,7 +13,8 @@ from megadapo.run.status import STATUS_FILE, StatusFile, read_status
 
 
 def test_a_status_follows_the_run(tmp_path):
-    status = StatusFile(tmp_path, num_steps=9, step=2)
+    status = StatusFile(tmp_path, num_steps=9)
+    status.resumed(2)
     status.phase("train")
     status.completed(3)
     status.saved(3)
@@ -21,7 +22,8 @@ def test_a_status_follows_the_run(tmp_path):
     read = read_status(tmp_path)
     assert (read.phase, read.step, read.num_steps) == ("train", 4, 9)
     assert (read.checkpoint_step, read.resumed_from, read.restarts) == (3, 2, 0)
-    StatusFile(tmp_path, num_steps=9, step=3)
+    status = StatusFile(tmp_path, num_steps=9)
+    status.resumed(3)
     assert read_status(tmp_path).restarts == 1
 
 
@@ -36,7 +38,8 @@ def test_a_status_follows_the_run(tmp_path):
     ],
 )
 def test_the_last_line_says_why_where_and_how_to_go_on(tmp_path, step, error, state, reason):
-    status = StatusFile(tmp_path, num_steps=9, step=0)
+    status = StatusFile(tmp_path, num_steps=9)
+    status.resumed(0)
     status.saved(6)
     status.completed(step)
     line = status.end(error)
@@ -51,7 +54,8 @@ def test_the_last_line_says_why_where_and_how_to_go_on(tmp_path, step, error, st
 def test_a_status_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, caplog):
     folder = tmp_path / "gone"
     folder.mkdir()
-    status = StatusFile(folder, num_steps=9, step=0)
+    status = StatusFile(folder, num_steps=9)
+    status.resumed(0)
     (folder / STATUS_FILE).unlink()
     folder.rmdir()
     status.phase("train")
@@ -63,7 +67,8 @@ def test_what_is_no_status_is_refused_by_its_name(tmp_path, text):
     (tmp_path / STATUS_FILE).write_text(text)
     with pytest.raises(DataError, match=STATUS_FILE):
         read_status(tmp_path)
-    StatusFile(tmp_path, num_steps=9, step=0)
+    status = StatusFile(tmp_path, num_steps=9)
+    status.resumed(0)
     assert read_status(tmp_path).restarts == 0
 
 
@@ -71,7 +76,9 @@ def test_the_command_tells_a_living_driver_from_one_that_is_gone(tmp_path, capsy
     assert main(["status", str(tmp_path)]) == DataError.exit_code
     assert "not the folder of a run" in capsys.readouterr().err
     lease = Lease.take(tmp_path)
-    StatusFile(tmp_path, num_steps=9, step=2).phase("rollout")
+    status = StatusFile(tmp_path, num_steps=9)
+    status.resumed(2)
+    status.phase("rollout")
     assert main(["status", str(tmp_path)]) == 0
     assert "rollout" in capsys.readouterr().out
     lease.close()

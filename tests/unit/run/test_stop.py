@@ -77,6 +77,52 @@ def test_uninstalling_gives_the_handlers_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+GRACE = """
+import os, signal, sys, time
+from megadapo.errors import RunInterrupted
+from megadapo.run.stop import StopSignal
+
+grace_s, expected_s, takes_s, spare_s = map(float, sys.argv[1:])
+stop = StopSignal(grace_s=grace_s)
+stop.install()
+start = time.monotonic()
+try:
+    with stop.within_grace(expected_s, spare_s=spare_s):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while time.monotonic() < start + takes_s:
+            time.sleep(0.01)
+    print("finished", end=" ")
+    with stop.within_grace(60, spare_s=spare_s):
+        print("began", end=" ")
+except RunInterrupted as error:
+    print("interrupted", end=" ")
+print(time.monotonic() - start)
+"""
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "expected_s", "takes_s", "spare_s", "outcome", "at_s"),
+    [
+        (0, 60, 0.1, 60, "finished began", 0.1),
+        (30, 0.1, 0.1, 5, "finished interrupted", 0.1),
+        (30, 60, 60, 5, "interrupted", 0.0),
+        (30, 10, 60, 25, "interrupted", 0.0),
+        (1.2, 0.0, 60, 0.9, "interrupted", 0.3),
+    ],
+    ids=["no-grace", "in-time", "too-long", "no-room-for-a-save", "longer-than-expected"],
+)
+def test_what_outlasts_the_grace_is_given_up(grace_s, expected_s, takes_s, spare_s, outcome, at_s):
+    """Catches a scheduler's SIGKILL in the middle of an update that could not have ended, and an
+    update that is given up although there was time for it."""
+    numbers = map(str, (grace_s, expected_s, takes_s, spare_s))
+    result = subprocess.run(
+        [sys.executable, "-c", GRACE, *numbers], capture_output=True, text=True, timeout=50
+    )
+    *words, seconds = result.stdout.split()
+    assert " ".join(words) == outcome, result.stderr
+    assert at_s <= float(seconds) < at_s + 5
+
+
 STUBBORN = """
 import time
 from megadapo.run.stop import StopSignal

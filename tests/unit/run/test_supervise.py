@@ -58,7 +58,8 @@ def test_failed_processes_preemption_and_kills_are_started_again(tmp_path):
     code, output, starts = supervise(
         tmp_path,
         """
-        status = StatusFile(folder, num_steps=9, step=num - 1)
+        status = StatusFile(folder, num_steps=9)
+        status.resumed(num - 1)
         status.completed(num)
         if num == 1: sys.exit(5)
         if num == 2: sys.exit(75)
@@ -116,7 +117,8 @@ def test_steps_in_between_count_and_the_number_of_restarts_is_a_bound(tmp_path):
     code, output, starts = supervise(
         tmp_path,
         """
-        status = StatusFile(folder, num_steps=9, step=num - 1)
+        status = StatusFile(folder, num_steps=9)
+        status.resumed(num - 1)
         status.completed(num)
         sys.exit(5)
         """,
@@ -132,7 +134,8 @@ def test_where_a_run_began_is_repeated_until_it_has_a_checkpoint_of_its_own(tmp_
     _, _, starts = supervise(
         tmp_path,
         """
-        status = StatusFile(folder, num_steps=9, step=4)
+        status = StatusFile(folder, num_steps=9)
+        status.resumed(4)
         status.completed(5)
         if num >= 2: status.saved(5)
         sys.exit(5 if num < 4 else 0)
