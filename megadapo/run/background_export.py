@@ -7,7 +7,6 @@ deleted before it has ended.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import uuid
@@ -20,6 +19,7 @@ from typing import Self
 from megadapo.cluster.orphans import kill_after_this_process
 from megadapo.run.checkpoint import step_folders, step_of
 from megadapo.weights.disk.export import PARTIAL
+from megadapo.weights.disk.folders import remove_folder
 
 EXPORTS = "exports"
 """Folder of a run's exports, in the run's folder."""
@@ -63,7 +63,7 @@ class BackgroundExports:
         """Remove what was never finished, and set aside exports newer than `step`, which a run
         going on from `step` will make anew."""
         for path in self.folder.glob(f"step-*{PARTIAL}"):
-            shutil.rmtree(path)
+            remove_folder(path)
         for path in step_folders(self.folder):
             if step_of(path) > step:
                 path.rename(path.with_name(f"aside-{path.name}-{uuid.uuid4().hex[:8]}"))

@@ -16,15 +16,16 @@ import logging
 import os
 import re
 import shutil
-import stat
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megadapo.errors import CheckpointError, DamageError
+from megadapo.run.trust import check_trusted
+from megadapo.weights.disk.folders import remove_folder
 from megadapo.weights.disk.hashed_files import (
     FileEntry,
     Files,
@@ -187,7 +188,8 @@ class CheckpointStore:
         """Delete what was never completed; nothing may be being written."""
         for path in self._unfinished():
             # a rank of a killed run may still be about to find that out
-            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                remove_folder(path)
 
     def newest(
         self, *, hashes: bool = True, damaged: Mapping[Path, str] | None = None
@@ -248,8 +250,9 @@ class CheckpointStore:
 def _delete(path: Path) -> None:
     try:
         # the manifest goes first: a kill in mid-deletion leaves a folder that cannot verify
-        (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        if not path.is_symlink():
+            (path / MANIFEST).unlink(missing_ok=True)
+        remove_folder(path)
     except OSError as error:
         _LOGGER.warning("%s cannot be deleted: %s", path, error.strerror)
 
@@ -287,12 +290,14 @@ def load(path: Path, *, hashes: bool = True) -> Checkpoint:
     `hashes`: whether the trainer's files are read too; their sizes are compared in any case.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, of another program or of another user.
+        CheckpointError: it is incomplete, damaged, of another program or of another user, or has
+            links in it.
     """
+    if (path / MANIFEST).is_file():
+        check_trusted(path)
     manifest = _read_manifest(path)
-    _check_owner(path)
     try:
-        files = {name: FileEntry(**entry) for name, entry in manifest["files"].items()}
+        files = {_inside(name): FileEntry(**entry) for name, entry in manifest["files"].items()}
         step = int(manifest["step"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path} has a damaged {MANIFEST}: {error!r}") from error
@@ -340,18 +345,15 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def _inside(name: str) -> str:
+    """A file's name as a manifest gives it, which must not lead out of the folder."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"it names {name}")
+    return name
+
+
 def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _check_owner(path: Path) -> None:
-    """dist_checkpointing's metadata is a pickle, so only our own folders may be loaded."""
-    status = path.stat()
-    if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
-        raise CheckpointError(
-            f"checkpoint {path} belongs to another user or is writable by everyone: it is not "
-            "loaded, because it could run code; chown and chmod o-w it if you trust it"
-        )
 
 
 def _not_written(step: int, folder: Path, error: Exception) -> CheckpointError:

@@ -39,6 +39,17 @@ class Named:
         replace_text(folder / NAMED_FILE, json.dumps(asdict(self)) + "\n")
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on."""
+
+    checkpoint: Checkpoint | None
+    notes: list[str]
+    """What to tell the user about the choice."""
+    named: Named | None = None
+    """The checkpoint, where the user names it: no other one takes its place."""
+
+
 def named_steps(folder: Path) -> frozenset[int]:
     """The step of the checkpoint that was named last, where it is one of the run's own: it stays,
     as a job that is queued again names it again."""
@@ -111,7 +122,8 @@ def find_checkpoint(
         path = Path(config.run.resume)
         if not path.is_dir():
             raise CheckpointError(f"run.resume = {path}: there is no such checkpoint folder")
-        checkpoint, notes = load(path, hashes=False), []
+        # whoever names a link means what it leads to
+        checkpoint, notes = load(path.resolve(), hashes=False), []
     if checkpoint is not None:
         notes.append(f"resuming after step {checkpoint.step} from {checkpoint.path}")
     return checkpoint, notes

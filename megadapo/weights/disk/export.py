@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megadapo.errors import WeightError
+from megadapo.weights.disk.folders import files_within, remove_folder
 from megadapo.weights.disk.sources import INDEX_NAME, TensorSource, read_json
 from megadapo.weights.layout.layout import ModelLayout
 
@@ -71,7 +73,7 @@ def export_weights(
 
 def check_new(folder: Path) -> None:
     """Refuse a folder to write that is there already, unless it is empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise WeightError(f"{folder} exists already; name a new folder.")
 
 
@@ -80,18 +82,16 @@ def new_folder(folder: Path | str) -> Path:
     folder = Path(folder)
     check_new(folder)
     partial = folder.with_name(folder.name + PARTIAL)
-    if partial.exists():
-        shutil.rmtree(partial)
+    if os.path.lexists(partial):
+        remove_folder(partial)
     partial.mkdir(parents=True)
     return partial
 
 
 def carry_along(base_folder: Path | str, folder: Path, dtype: torch.dtype) -> None:
     """Copy configuration and tokenizer; the configuration names the type of the weights."""
-    for pattern in CARRIED:
-        for path in sorted(Path(base_folder).glob(pattern)):
-            if path.is_file():
-                shutil.copyfile(path, folder / path.name)
+    for path in files_within(Path(base_folder), CARRIED):
+        shutil.copyfile(path, folder / path.name)
     config = read_json(folder / "config.json")
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     name = str(dtype).removeprefix("torch.")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megadapo.errors import WeightError
 from megadapo.weights.disk.export import CARRIED, new_folder
+from megadapo.weights.disk.folders import files_within
 from megadapo.weights.disk.megatron_folder import open_layout
 
 CONFIGS = {"fp8": "FP8_PER_CHANNEL_PER_TOKEN_CFG"}
@@ -41,8 +42,7 @@ def quantize_folder(source: Path, destination: Path, how: str) -> None:
         export_hf_checkpoint(model, export_dir=partial)
     if not (partial / "hf_quant_config.json").is_file():
         raise WeightError(f"nvidia-modelopt wrote no quantised weights for {source}.")
-    for pattern in CARRIED:
-        for path in source.glob(pattern):
-            if not (partial / path.name).exists():
-                shutil.copyfile(path, partial / path.name)
+    for path in files_within(source, CARRIED):
+        if not (partial / path.name).exists():
+            shutil.copyfile(path, partial / path.name)
     partial.rename(destination)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megadapo.errors import WeightError
+from megadapo.weights.disk.folders import remove_folder
 from megadapo.weights.sync.parcels import Offer, Parcel
 
 MANIFEST = "manifest.json"
@@ -187,7 +187,7 @@ def prune(folder: Path, version: int) -> None:
     """Remove all updates but one."""
     for entry in folder.iterdir():
         if re.fullmatch(r"v\d+", entry.name) and entry != _version_folder(folder, version):
-            shutil.rmtree(entry)
+            remove_folder(entry)
 
 
 @contextmanager
