@@ -98,7 +98,7 @@ def test_a_driver_that_could_not_say_why_it_ended_is_started_again(tmp_path, say
     _, _, starts = supervise(
         tmp_path,
         f"""
-        status = StatusFile(folder, num_steps=9, step=0)
+        status = StatusFile(folder, num_steps=9)
         if {says}: status.end(ValueError("no number"))
         os._exit(1 if num == 1 else 2)
         """,
