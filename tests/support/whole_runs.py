@@ -25,8 +25,8 @@ TIMED = (
     "time/", "tokens_per_s", "rollout/", "groups/stopped", "groups/dropped", "tokens/stopped",
     "weights/", "groups/from_journal", "memory/",
 )  # fmt: skip
-"""Beginnings of the names of metrics that depend on the engines' speed, on what they had, or on what
-processes hold."""
+"""Beginnings of the names of metrics that depend on the engines' speed, on what they had, or on
+what processes hold."""
 
 
 def command(folder: Path, *overrides: str, num_steps: int = NUM_STEPS) -> list[str]:
