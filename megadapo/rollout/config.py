@@ -238,9 +238,9 @@ class SamplingConfig(Section, title="sampling"):
 
     @property
     def follows_speed(self) -> bool:
-        """Whether groups wait for a later step, so that the engines' speed decides when each is
-        trained on."""
-        return self.reserve_size > 0
+        """Whether it depends on the engines' speed which groups of a step are trained on, and
+        when."""
+        return self.sampler_staleness > 0
 
     @property
     def round_size(self) -> int:

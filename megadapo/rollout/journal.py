@@ -79,7 +79,11 @@ class Journal:
         entry = self._find(_digest(question, settings))
         if entry is None:
             return None
-        return decode_group(entry["group"]), _decode_outcome(entry["outcome"])
+        try:
+            return decode_group(entry["group"]), _decode_outcome(entry["outcome"])
+        except (KeyError, TypeError, ValueError) as error:
+            self._note(f"a group is not as this version writes them ({error!r}): it is asked again")
+            return None
 
     def append(
         self, question: Question, settings: SamplingSettings, group: Group, outcome: Outcome
@@ -132,14 +136,9 @@ class Journal:
             self._folder.mkdir(exist_ok=True)
             self._log = RecordLog(self._path, see)
             if self._log.cut:
-                self._notes.append(
-                    f"{self._path}: {self._log.cut}: that group, and what lies behind it, is "
-                    "asked for again"
-                )
+                self._note(f"{self._log.cut}: what it holds, and all behind it, is asked again")
             if difference := self._difference(headers):
-                self._notes.append(
-                    f"{self._path}: is of {difference}: its groups are asked for again"
-                )
+                self._note(f"it is of {difference}: its groups are asked again")
             if headers != [self._encoded_header]:
                 self._places = {}
                 self._log.clear()
@@ -156,10 +155,7 @@ class Journal:
         except OSError:
             payload = None
         if payload is None:
-            self._notes.append(
-                f"{self._path}: the record at byte {place} cannot be read any more: what it holds "
-                "is asked for again"
-            )
+            self._note(f"the record at byte {place} cannot be read any more: it is asked again")
             return None
         entry: dict[str, Any] = json.loads(payload[DIGEST_BYTES:])
         return entry
@@ -185,10 +181,13 @@ class Journal:
     def _give_up(self, error: OSError) -> None:
         """Write no more until the next weights; what is there can still be read."""
         self._writes = False
-        self._notes.append(
-            f"{self._path}: cannot be written: {error.strerror}; groups of policy version "
-            f"{self._header['policy_version']} are lost if the run is killed"
+        self._note(
+            f"cannot be written: {error.strerror}; further groups of these weights are lost if the "
+            "run is killed"
         )
+
+    def _note(self, text: str) -> None:
+        self._notes.append(f"{self._path}: {text}")
 
     @property
     def _encoded_header(self) -> bytes:

@@ -40,7 +40,10 @@ _FOLDER = re.compile(r"(?:[\w.-]+/)+")
 _DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 _METRIC = re.compile(r"[a-z_]+/[a-z_0-9]+")
 
-MADE = ("log.txt", "build/", "rollouts/", "tensorboard/", "exports/", "checkpoints/", "logs/")
+MADE = (
+    *("log.txt", "build/", "rollouts/", "journal/", "tensorboard/", "exports/", "checkpoints/"),
+    "logs/",
+)
 """What a run or make writes."""
 
 per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -4,6 +4,7 @@ is trained on, and a run that a full or damaged disk ends or makes silently forg
 from __future__ import annotations
 
 import errno
+import math
 import os
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from megadapo.rollout import record_log
 from megadapo.rollout.journal import JOURNAL_FOLDER, Journal, forget_before
 from megadapo.rollout.repeated_steps import RepeatedSteps
 from megadapo.rollout.requests import SamplingSettings
-from megadapo.rollout.sampled_batch import SampledBatch
+from megadapo.rollout.sampled_batch import Outcome, SampledBatch
 from megadapo.rollout.sampler import Sampler
 from tests.support.samplers import contents, make_sampler
 from tests.support.scripted_engines import POLICY_VERSION, AtOnce, ScriptedEngines
+from tests.unit.rollout.test_reserve import make_group
 
 WEIGHTS = "weights"
 
@@ -117,7 +119,7 @@ def test_groups_of_other_weights_or_settings_are_not_used(tmp_path, changed, wor
     killed_after(tmp_path, 5)
     journal = journal_in(tmp_path, **changed)
     [note] = journal.take_notes()
-    assert f"is of {word}" in note and "version-3.log" in note
+    assert f"it is of {word}" in note and "version-3.log" in note
     engines = ScriptedEngines()
     assert sampler_with(journal, engines).next_batch().num_from_journal == 0
     assert journal_in(tmp_path, **changed).take_notes() == []
@@ -130,6 +132,34 @@ def test_another_seed_or_temperature_is_another_question(tmp_path):
     sampler = sampler_with(journal_in(tmp_path), engines)
     sampler._settings = SamplingSettings(temperature=0.5, top_p=1.0, max_tokens=12)
     assert sampler.next_batch().num_from_journal == 0
+
+
+def test_a_record_that_is_no_group_is_named_and_asked_again(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("megadapo.rollout.journal.encode_group", lambda group: {"order": group.order})
+        finished = killed_after(tmp_path, 2)
+    journal, engines = journal_in(tmp_path), ScriptedEngines()
+    assert sampler_with(journal, engines).next_batch().num_from_journal == 0
+    notes = journal.take_notes()
+    assert len(notes) == 2 and all("KeyError('samples')" in note for note in notes)
+    assert set(finished) <= set(engines.asked)
+
+
+def test_what_is_counted_of_a_group_comes_back_exact(tmp_path):
+    """With what only tools, branches and reward functions leave."""
+    sampler = make_sampler(ScriptedEngines())
+    question = sampler._question(2)
+    group = make_group(2)
+    outcome = Outcome(
+        **{"order": 2, "prompt_id": "id", "num_correct": 1, "num_responses": 2, "reward_sum": 0.1},
+        **{"lengths": (1, 7), "num_truncated": 1, "has_signal": True, "seconds": 1 / 3},
+        **{"parts": (("judge", 0.1), ("judge/failed", 0.0)), "num_generated": 6},
+        **{"num_output_tokens": 2, "num_calls": 3, "num_branches": 1},
+        entropy_rises=(math.nan, -0.25),
+    )
+    journal_in(tmp_path).append(question, sampler._settings, group, outcome)
+    found = journal_in(tmp_path).find(question, sampler._settings)
+    assert found is not None and repr(found) == repr((group, outcome))
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x00" * 100])
@@ -182,7 +212,7 @@ def test_a_full_disk_loses_the_journal_and_not_the_step(tmp_path, monkeypatch):
         assert contents([sampler.next_batch()]) == contents([expected])
     assert len(calls) == 5, "it is asked again only for the next weights"
     [note] = journal.take_notes()
-    assert "cannot be written: No space left on device" in note and "policy version 3" in note
+    assert "version-3.log: cannot be written: No space left on device" in note
     assert sampler_with(journal_in(tmp_path), ScriptedEngines()).next_batch().num_from_journal == 3
     journal.begin(POLICY_VERSION + 1, WEIGHTS)
     sampler.next_batch()

@@ -10,7 +10,7 @@ import pytest
 from megadapo.config import RunConfig, from_dict, to_dict
 from megadapo.config.recipe import with_key
 from megadapo.errors import ConfigError
-from megadapo.run.drift import MEANING, SAMPLES, check_drift
+from megadapo.run.drift import MEANING, SAMPLES, check_drift, samples_digest
 
 RECIPE = {
     "run": {"folder": "runs/one", "num_steps": 5},
@@ -112,3 +112,21 @@ def test_every_name_is_a_key_or_a_table(tmp_path, name):
     for part in name.split("."):
         assert part in place
         place = place[part]
+
+
+@pytest.mark.parametrize(
+    ("changes", "stays"),
+    [
+        ({"rollout__num_engines": 3, "cluster__placement": "separate"}, True),
+        ({"sampling__prompts_per_step": 64, "trainer__optimizer__lr": 1e-5}, True),
+        ({"run__seed": 1}, False),
+        ({"rollout__temperature": 0.5}, False),
+        ({"reward__decide": "symbolic"}, False),
+        ({"model__dtype": "float32"}, False),
+    ],
+)
+def test_groups_of_the_journal_are_of_the_same_questions_and_rewards(tmp_path, changes, stays):
+    """And a run that goes on with more engines loses none."""
+    before, after = config_of(tmp_path), config_of(tmp_path, **changes)
+    assert before != after
+    assert (samples_digest(before) == samples_digest(after)) == stays
