@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megadapo.cluster.network import node_address
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.megatron_folder import open_layout
@@ -179,8 +179,8 @@ class Engine:
         )
 
     def node(self) -> str:
-        """Name of the node."""
-        return socket.gethostname()
+        """Address of the node."""
+        return node_address()
 
     def call(self, method: str, *args: Any) -> None:
         """Call a method of every vLLM worker."""

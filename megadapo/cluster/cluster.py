@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.join import QUIET, admits_strangers, join_cluster
+from megadapo.cluster.nodes import Needs, ask_nodes, lost_nodes
 from megadapo.cluster.orphans import descendants, kill_after_this_process
 from megadapo.errors import ConfigError, InfraError
 
@@ -47,6 +48,8 @@ class Cluster:
         self._placement_group = placement_group
         self._trainer = trainer
         self._engines = engines
+        self._num_cores: dict[str, int] = {}
+        """Of the nodes of a cluster that was joined."""
 
     @classmethod
     def start(
@@ -57,16 +60,19 @@ class Cluster:
         num_engines: int,
         engine_ranks: int,
         tensor_parallel: int = 1,
+        needs: Needs | None = None,
     ) -> Cluster:
         """Start or join Ray and reserve the slots.
 
         Args:
             tensor_parallel: neighbouring trainer ranks that must be on one node.
+            needs: what every node of a cluster that is joined must see.
 
         Raises:
-            ConfigError: a cluster is to be joined that lets in whoever reaches it.
+            ConfigError: a cluster is to be joined that lets in whoever reaches it; or
+                `cluster.device` is auto, and its nodes differ from this machine.
             InfraError: the cluster does not have what the layout asks for in time, or not so that
-                engines and tensor-parallel groups stay on one node.
+                engines and tensor-parallel groups stay on one node; or a node lacks something.
         """
         num_engine_ranks = num_engines * engine_ranks
         shared = config.placement == "colocated"
@@ -77,7 +83,7 @@ class Cluster:
         )
         _start_ray(config, num_slots)
         group = _reserve(config, num_slots)
-        slots = _locate(group, num_slots) if config.uses_cuda else _cpu_slots(num_slots)
+        slots = sorted(_locate(group, num_slots, uses_cuda=config.uses_cuda), key=_place)
         offset = 0 if shared else num_trainer_ranks
         engines = [
             slots[offset + i * engine_ranks : offset + (i + 1) * engine_ranks]
@@ -85,12 +91,36 @@ class Cluster:
         ]
         trainer = slots[:num_trainer_ranks]
         check_nodes(trainer, engines, tensor_parallel=tensor_parallel)
-        return cls(group, trainer, engines, uses_cuda=config.uses_cuda)
+        cluster = cls(group, trainer, engines, uses_cuda=config.uses_cuda)
+        if needs is not None and config.address is not None:
+            one_of_each = {slot.node: slot for slot in reversed(slots)}
+            options = {node: cluster._options(slot) for node, slot in one_of_each.items()}
+            cluster._num_cores = ask_nodes(options, needs)
+        return cluster
 
-    @property
-    def trainer_ranks_per_node(self) -> int:
-        """Most trainer ranks of a node; they share its cores."""
-        return max(Counter(slot.node for slot in self._trainer).values(), default=1)
+    def trainer_cores(self) -> list[int]:
+        """Cores of each trainer rank: those of its node, shared out among its ranks there."""
+        nodes = [slot.node for slot in self._trainer]
+        here = dict.fromkeys(nodes, len(os.sched_getaffinity(0)))
+        return share_cores(nodes, self._num_cores or here)
+
+    @contextmanager
+    def naming_lost_nodes(self) -> Iterator[None]:
+        """Say of a failure in this block which nodes are gone, if any are.
+
+        Raises:
+            InfraError: the failure's.
+        """
+        try:
+            yield
+        except InfraError as error:
+            lost = lost_nodes(self._num_cores)
+            if not lost:
+                raise
+            raise InfraError(
+                f"lost node {', '.join(lost)} of the Ray cluster: is it up, on the network, and "
+                f"does Ray run there? ({error})"
+            ) from error
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """Ray actor options for trainer rank `rank`."""
@@ -141,6 +171,7 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> None:
                 "(docs/clusters.md), or set cluster.allow_unauthenticated = true where nobody else "
                 "is in its network"
             )
+        check_device(config, ray.cluster_resources().get("GPU", 0))
         return
     _stay_on_loopback()
     # a process without a GPU share sees no GPU, instead of all of them
@@ -154,6 +185,23 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> None:
     with _own_sigterm_handler():
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **QUIET)
     kill_after_this_process(set(descendants(os.getpid())) - before)
+
+
+def check_device(config: ClusterConfig, num_gpus: float) -> None:
+    """Make sure that `auto`, which asks this machine, holds for a cluster that it has joined.
+
+    Args:
+        num_gpus: that the cluster hands out.
+
+    Raises:
+        ConfigError: this machine has a GPU and the cluster has none, or the other way round.
+    """
+    if config.device == "auto" and config.uses_cuda != (num_gpus > 0):
+        here = "has a GPU" if config.uses_cuda else "has no GPU that torch can use"
+        raise ConfigError(
+            f'cluster.device = "auto" asks this machine, which {here}, but the nodes of the Ray '
+            f'cluster hand out {num_gpus:g}: say "cpu" or "cuda"'
+        )
 
 
 @contextmanager
@@ -192,8 +240,19 @@ def _reserve(config: ClusterConfig, num_slots: int) -> PlacementGroup:
     return group
 
 
-def _locate(group: PlacementGroup, num_slots: int) -> list[Slot]:
-    """Ask each bundle where it is; sorted so that neighbouring ranks share a node."""
+def _locate(group: PlacementGroup, num_slots: int, *, uses_cuda: bool) -> list[Slot]:
+    """Where each bundle is; its GPU is known on its node only, by a task."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    if not uses_cuda:
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        return [Slot(bundle, addresses[nodes[bundle]], None) for bundle in range(num_slots)]
+    return _locate_gpus(group, num_slots)
+
+
+def _locate_gpus(group: PlacementGroup, num_slots: int) -> list[Slot]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -211,18 +270,19 @@ def _locate(group: PlacementGroup, num_slots: int) -> list[Slot]:
             for bundle in range(num_slots)
         ]
     )
-    slots = [Slot(bundle, node, gpu) for bundle, (node, gpu) in enumerate(answers)]
-    return sorted(slots, key=_place)
+    return [Slot(bundle, node, gpu) for bundle, (node, gpu) in enumerate(answers)]
 
 
 def _place(slot: Slot) -> tuple[str, int, str]:
-    """Sorts the slots of a node by their GPU's number, where it has one."""
+    """Sorts slots so that neighbours share a node, and those of a node by their GPU's number."""
     gpu = slot.gpu or ""
     return slot.node, int(gpu) if gpu.isdigit() else -1, gpu
 
 
-def _cpu_slots(num_slots: int) -> list[Slot]:
-    return [Slot(bundle, "127.0.0.1", None) for bundle in range(num_slots)]
+def share_cores(nodes: Sequence[str], num_cores: Mapping[str, int]) -> list[int]:
+    """Cores of each process, given the node of each and the cores of each node; at least one."""
+    processes = Counter(nodes)
+    return [max(1, num_cores[node] // processes[node]) for node in nodes]
 
 
 def check_nodes(

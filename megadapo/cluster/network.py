@@ -1,4 +1,4 @@
-"""Which network interface leads to another node, for libraries that would choose one by name."""
+"""Addresses of nodes, and which network interface leads to another one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ import os
 import socket
 import struct
 
+LOOPBACK = "127.0.0.1"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
 """Linux's request for an interface's address (linux/sockios.h)."""
+
+
+def node_address() -> str:
+    """This node's address in the Ray cluster, by which all of a run's processes tell nodes apart.
+
+    Processes at one address share the node's memory. Loopback where Ray does not run.
+    """
+    import ray
+
+    return ray.util.get_node_ip_address() if ray.is_initialized() else LOOPBACK
 
 
 def use_interface_towards(address: str) -> None:

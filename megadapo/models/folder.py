@@ -37,6 +37,11 @@ def cached_hub_folder(name: str) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
+def path_from_anywhere(path: str) -> str:
+    """A model's path for processes that start in other folders; a Hub name stays what it is."""
+    return str(Path(path).absolute()) if Path(path).is_dir() else path
+
+
 def is_hub_name(text: str) -> bool:
     """Whether a path that does not exist here can be meant as ORGANISATION/NAME on the Hub."""
     return HUB_NAME.fullmatch(text) is not None and not Path(text).parent.is_dir()

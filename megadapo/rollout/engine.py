@@ -6,7 +6,6 @@ The actor's loop only submits requests and collects results; the model runs in v
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megadapo.cluster.calls import ProcessDied
 from megadapo.cluster.clock import ClockReading, read_clock
 from megadapo.cluster.memory import private_bytes
+from megadapo.cluster.network import node_address
 from megadapo.cluster.orphans import descendants
 from megadapo.cluster.reaper import kill_marked, start_reaper
 from megadapo.errors import InfraError
@@ -56,8 +56,8 @@ class RolloutEngine:
         return os.getpid()
 
     def node(self) -> str:
-        """Name of the node."""
-        return socket.gethostname()
+        """Address of the node."""
+        return node_address()
 
     def clock(self) -> ClockReading:
         """The node's time."""

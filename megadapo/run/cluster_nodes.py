@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import megadapo
 from megadapo.cluster.clock import ClockOffset, ClockReading, clock_offset, read_clock
 from megadapo.cluster.join import admits_strangers, join_cluster
+from megadapo.cluster.nodes import ANSWER_TIMEOUT_S, answer_to, asked_in, is_answered
 from megadapo.observe.machine import GIB, Machine, inspect_machine
 
 if TYPE_CHECKING:
@@ -27,9 +26,8 @@ FIRST_BYTES = 1 << 20
 """What it sends before, as connections are opened by the first send."""
 MAX_ROUNDS = 16
 """Rounds of such sends: in each, every node sends to another one."""
-ANSWER_TIMEOUT_S = 60.0
-VISIBLE_S = 5.0
-"""How long a shared folder may take to show a file to another node."""
+ANSWER = "doctor"
+"""What an answer's file is called after."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,15 +123,9 @@ class NodeInspector:
     def clock(self) -> ClockReading:
         return read_clock()
 
-    def answer_in(self, folder: Path, question: str) -> bool:
-        """Whether the question is seen here within VISIBLE_S; then an answer lies beside it."""
-        deadline = time.monotonic() + VISIBLE_S
-        while not (folder / question).exists():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)
-        (folder / f"{question}-answer").touch()
-        return True
+    def answer(self, question: Path) -> bool:
+        """Whether the question is seen here; then an answer lies beside it."""
+        return answer_to(question, ANSWER)
 
     def offer(self) -> list[Any]:
         """A little and PROBE_BYTES for another node, in a list so that Ray leaves them here."""
@@ -180,8 +172,6 @@ def _start_inspector(node_id: str) -> ActorHandle[Any]:
 def _ask_nodes(
     alive: Sequence[dict[str, Any]], inspectors: Sequence[ActorHandle[Any]], folder: Path | None
 ) -> Iterator[Node]:
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
     calls: list[Any] = [inspector.facts.remote(folder) for inspector in inspectors]
     for number, (node, inspector, call) in enumerate(zip(alive, inspectors, calls, strict=True)):
         name = f"{number} ({node['NodeManagerAddress']})"
@@ -221,27 +211,9 @@ def _clock_of(inspector: ActorHandle[Any]) -> ClockReading:
 
 def _share_folder(inspector: ActorHandle[Any], folder: Path) -> bool:
     """Ask by a file, and look for the answer's."""
-    with _question(folder) as question:
-        is_seen, _ = _answer(inspector.answer_in.remote(folder, question))
-        return bool(is_seen) and _appears(folder / f"{question}-answer")
-
-
-@contextmanager
-def _question(folder: Path) -> Iterator[str]:
-    name = f".megadapo-doctor-{uuid.uuid4().hex}"
-    (folder / name).touch()
-    try:
-        yield name
-    finally:
-        for path in (folder / name, folder / f"{name}-answer"):
-            path.unlink(missing_ok=True)
-
-
-def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + VISIBLE_S
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return path.exists()
+    with asked_in(folder) as question:
+        is_seen, _ = _answer(inspector.answer.remote(question))
+        return bool(is_seen) and is_answered(question, ANSWER)
 
 
 def _measure_links(inspectors: Sequence[tuple[str, ActorHandle[Any]]]) -> Iterator[Link]:

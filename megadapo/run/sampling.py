@@ -12,12 +12,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megadapo.algorithm.selection import has_step_signal
 from megadapo.cluster.cluster import Cluster
+from megadapo.cluster.nodes import Needs
 from megadapo.config import RunConfig
 from megadapo.data.batch import Group
 from megadapo.data.overlap import warn_of_overlap
 from megadapo.data.prompts import Prompt, PromptStream, load_prompts
 from megadapo.data.texts import TextStream, read_texts
 from megadapo.errors import DataError
+from megadapo.models.folder import path_from_anywhere
 from megadapo.observe.token_pieces import decoder_of
 from megadapo.rewards.scorer import Scorer
 from megadapo.rewards.verifier import Verifier
@@ -115,9 +117,17 @@ class Questions:
 
 
 def start_cluster(
-    config: RunConfig, phases: Phases, stack: ExitStack, *, trains: bool, num_engines: int
+    config: RunConfig,
+    phases: Phases,
+    stack: ExitStack,
+    *,
+    trains: bool,
+    num_engines: int,
+    folder: Path | None = None,
 ) -> Cluster:
     """Start or join Ray with slots for trainer ranks, engines or both; left with `stack`.
+
+    `folder`: that all nodes must see; None: the run's.
 
     Raises:
         InfraError: the cluster does not have what the layout asks for in time.
@@ -129,9 +139,22 @@ def start_cluster(
             num_engines=num_engines,
             engine_ranks=config.rollout.ranks_per_engine,
             tensor_parallel=config.trainer.tensor_parallel,
+            needs=_needs(config, folder or config.run.folder),
         )
         stack.callback(cluster.shutdown)
+        # what ends after this has ended when it looks for the nodes
+        stack.enter_context(cluster.naming_lost_nodes())
     return cluster
+
+
+def _needs(config: RunConfig, folder: Path) -> Needs:
+    """What every node must see: a shared folder, and models that are no names on the Hub."""
+    paths = {"model.path": config.model.path, "critic.path": config.critic.path}
+    models = {key: Path(path).absolute() for key, path in paths.items() if path}
+    return Needs(
+        shared=folder.absolute(),
+        present={key: path for key, path in models.items() if path.is_dir()},
+    )
 
 
 def start_engines_alone(
@@ -143,12 +166,14 @@ def start_engines_alone(
         InfraError: the cluster lacks slots, or an engine did not start.
     """
     num_engines = config.rollout.num_engines
-    cluster = start_cluster(config, phases, stack, trains=False, num_engines=num_engines)
+    cluster = start_cluster(
+        config, phases, stack, trains=False, num_engines=num_engines, folder=log_folder
+    )
     with phases.phase("start engines"):
         engines = Engines.start(
             config.rollout,
             cluster,
-            model=config.model.path,
+            model=path_from_anywhere(config.model.path),
             dtype=config.model.dtype,
             max_prompt_tokens=config.data.max_prompt_tokens,
             log_folder=log_folder,

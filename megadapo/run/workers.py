@@ -18,6 +18,7 @@ from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch
 from megadapo.data.texts import TextStream, pack_texts
+from megadapo.models.folder import path_from_anywhere
 from megadapo.rollout.ahead import AheadSampler
 from megadapo.rollout.engines import Engines
 from megadapo.rollout.journal import Journal
@@ -339,7 +340,7 @@ def _start_engines(
     engines = Engines.start(
         config.rollout,
         cluster,
-        model=config.model.path,
+        model=path_from_anywhere(config.model.path),
         dtype=config.model.dtype,
         max_prompt_tokens=config.data.max_prompt_tokens,
         log_folder=config.run.folder,
@@ -366,8 +367,12 @@ def trainer_settings(config: RunConfig) -> TrainerSettings:
     if config.cluster.placement == "separate":
         # nobody else would use the memory
         trainer = trainer.model_copy(update={"offload": OffloadConfig()})
+    critic = config.critic
+    if critic.path is not None:
+        critic = critic.model_copy(update={"path": path_from_anywhere(critic.path)})
+    path = path_from_anywhere(config.model.path)
     return TrainerSettings(
-        model=config.model,
+        model=config.model.model_copy(update={"path": path}),
         trainer=trainer,
         objective=config.algorithm.objective,
         bapo=config.algorithm.bapo,
@@ -377,7 +382,7 @@ def trainer_settings(config: RunConfig) -> TrainerSettings:
         normalize_by_std=config.algorithm.normalize_by_std,
         temperature=config.rollout.temperature,
         seed=config.run.seed,
-        critic=config.critic if config.algorithm.advantage == "gae" else None,
+        critic=critic if config.algorithm.advantage == "gae" else None,
         discount=config.algorithm.discount,
         gae_lambda=config.algorithm.gae_lambda,
     )

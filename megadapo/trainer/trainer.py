@@ -74,7 +74,7 @@ class Trainer:
             settings,
             options,
             uses_cuda=cluster.uses_cuda,
-            ranks_per_node=cluster.trainer_ranks_per_node,
+            num_cores=cluster.trainer_cores(),
         )
 
     @classmethod
@@ -84,25 +84,26 @@ class Trainer:
         options: list[dict[str, Any]],
         *,
         uses_cuda: bool,
-        ranks_per_node: int = 0,
+        num_cores: Sequence[int] = (),
     ) -> Trainer:
         """Start one rank for each entry of Ray actor `options` and wait until all are ready.
 
         Args:
-            ranks_per_node: how many share a node's cores; 0 for all of them.
+            num_cores: of each rank; none: an equal share of this machine's.
         """
         import ray
 
-        environment = rank_environment(
-            settings.trainer,
-            uses_cuda=uses_cuda,
-            dtype=settings.model.dtype,
-            ranks_per_node=ranks_per_node or len(options),
-        )
+        here = max(1, len(os.sched_getaffinity(0)) // len(options))
+        environments = [
+            rank_environment(
+                settings.trainer, uses_cuda=uses_cuda, dtype=settings.model.dtype, num_cores=cores
+            )
+            for cores in num_cores or [here] * len(options)
+        ]
         actor: Any = ray.remote(TrainerWorker)  # with options, Ray loses its type
         ranks: list[ActorHandle[Any]] = [
             actor.options(**entry, runtime_env={"env_vars": environment}).remote(rank)
-            for rank, entry in enumerate(options)
+            for rank, (entry, environment) in enumerate(zip(options, environments, strict=True))
         ]
         trainer = cls(
             ranks,
@@ -304,14 +305,10 @@ def wait_for_save(ranks: list[ActorHandle[Any]], folder: Path, *, deadline: floa
 
 
 def rank_environment(
-    trainer: TrainerConfig, *, uses_cuda: bool, dtype: str, ranks_per_node: int
+    trainer: TrainerConfig, *, uses_cuda: bool, dtype: str, num_cores: int
 ) -> dict[str, str]:
-    """Environment of a rank's process, fixed before it loads torch.
-
-    Its share of a node's cores is that of this machine's: nodes are taken to be alike.
-    """
-    cores = len(os.sched_getaffinity(0))
-    environment = cpu_environment(trainer.num_threads or max(1, cores // ranks_per_node))
+    """Environment of a rank's process, which has so many cores; fixed before it loads torch."""
+    environment = cpu_environment(trainer.num_threads or num_cores)
     if not uses_cuda:
         return environment | {"CUDA_VISIBLE_DEVICES": ""}
     environment |= full_precision(dtype) | CUDA_VARIABLES

@@ -36,7 +36,8 @@ class WeightsConfig(Section, title="weights"):
     """Seconds one bucket, or one phase of an update, may take before the run stops."""
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "folder"] = "auto"
     """What carries the buckets; "auto" takes shared memory on the CPU, CUDA IPC where trainer and
-    engines share GPUs, and NCCL where they do not. "folder" writes files."""
+    engines share GPUs, and NCCL (Gloo on the CPU) for engines on other nodes or GPUs than the
+    trainer's. "folder" writes files."""
     folder: Annotated[Path, Field(strict=False)] | None = None
     """Folder for `transport = "folder"`, of one run at a time, under this path on all nodes."""
 

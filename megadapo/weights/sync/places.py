@@ -58,7 +58,7 @@ def find_places(
         {(node, gpu) for gpu in gpus} for node, gpus in zip(engine_nodes, engine_gpus, strict=True)
     ]
     if transport == "auto":
-        transport = _choose_transport(ranks, devices)
+        transport = _choose_transport(ranks, devices, engine_nodes)
     nodes = [node for node, _ in ranks]
     if transport == "folder":
         # all engines read the same files
@@ -83,8 +83,14 @@ def find_places(
     return Places(transport, numbers, receivers, sources, Hosts(nodes, engine_nodes))
 
 
-def _choose_transport(ranks: Sequence[Device], engines: Sequence[set[Device]]) -> str:
-    """Shared memory on CPUs, CUDA IPC where every engine has a trainer rank on its GPUs."""
+def _choose_transport(
+    ranks: Sequence[Device], engines: Sequence[set[Device]], engine_nodes: Sequence[str]
+) -> str:
+    """What engines can read in place, where every engine has a trainer rank beside it.
+
+    That is on its GPUs for CUDA IPC, on its node for the shared memory of CPUs.
+    """
     if ranks[0][1] is None:
-        return "shared_memory"
+        nodes = {node for node, _ in ranks}
+        return "shared_memory" if nodes.issuperset(engine_nodes) else "nccl"
     return "cuda_ipc" if all(own.intersection(ranks) for own in engines) else "nccl"

@@ -12,6 +12,7 @@ Of the engines of a node the first is sent a wave; each hands it on to the next,
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import groupby
@@ -21,7 +22,7 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
-from megadapo.cluster.network import use_interface_towards
+from megadapo.cluster.network import node_address, use_interface_towards
 from megadapo.weights.config import NCCL_TIMEOUT_S
 from megadapo.weights.sync.parcels import NUM_BUCKETS, Offer, Parcel, Seat
 
@@ -58,8 +59,17 @@ class PointToPointOutbox:
         if self._rank != 0:
             return {}
         address = node_address()
-        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        return {"address": address, "port": self._store.port}
+        # torch's own listener would take calls on every interface
+        listener = socket.create_server((address, 0))
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return {"address": address, "port": port}
 
     def connect(self, offers: Sequence[Offer | None]) -> None:
         """Join the group of all trainer and engine ranks."""
@@ -194,10 +204,3 @@ def issue_together(
     for operation in operations:
         operation()
     return [group._end_coalescing()]
-
-
-def node_address() -> str:
-    """The address at which other nodes of the cluster reach this one; without one, loopback."""
-    import ray
-
-    return ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"

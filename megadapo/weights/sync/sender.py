@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from megadapo.cluster.network import node_address
 from megadapo.weights.disk.load import match_params
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition
@@ -102,7 +102,7 @@ class WeightSender:
         return SenderInfo(
             position=self._position,
             layout=self._layout,
-            node=socket.gethostname(),
+            node=node_address(),
             gpu=_gpu_name(self._device) if self._device.type == "cuda" else None,
         )
 

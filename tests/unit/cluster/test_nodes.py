@@ -1,14 +1,18 @@
-"""Where processes may be: what must stay on one node, and over which interface nodes talk."""
+"""Where processes may be: what must stay on one node, what nodes must have, and how they talk."""
 
 from __future__ import annotations
 
 import os
+import socket
+from pathlib import Path
 
 import pytest
 
-from megadapo.cluster.cluster import Slot, check_nodes
+from megadapo.cluster.cluster import Slot, check_device, check_nodes, share_cores
+from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.network import INTERFACE_VARIABLES, interface_towards, use_interface_towards
-from megadapo.errors import InfraError
+from megadapo.cluster.nodes import Needs, answer_for, asked_in, listens, problems_of
+from megadapo.errors import ConfigError, InfraError
 
 
 def slots(num: int, *, per_node: int) -> list[Slot]:
@@ -23,6 +27,51 @@ def test_tensor_parallel_groups_and_engines_stay_on_one_node() -> None:
         check_nodes(trainer, [], tensor_parallel=4)
     with pytest.raises(InfraError, match=r"engine 1 .* nodes node-0, node-1: .*rollout\.tens"):
         check_nodes(trainer, [trainer[:4], trainer[4:8]], tensor_parallel=1)
+
+
+def test_trainer_ranks_share_the_cores_of_their_own_node() -> None:
+    """Catches threads by the driver's cores: none for its node's ranks, too many for others'; and
+    a rank without a thread."""
+    nodes = ["big", "big", "small", "small", "small"]
+    assert share_cores(nodes, {"big": 96, "small": 2}) == [48, 48, 1, 1, 1]
+
+
+def test_auto_is_refused_where_the_nodes_differ_from_this_machine() -> None:
+    """Catches a driver without a GPU that lets a whole GPU cluster compute on its CPUs."""
+    auto = ClusterConfig()
+    if not auto.uses_cuda:
+        with pytest.raises(ConfigError, match=r"cluster.device.* no GPU .* hand out 16:"):
+            check_device(auto, 16.0)
+    check_device(auto, float(auto.uses_cuda))
+    check_device(ClusterConfig(device="cpu"), 16.0)
+
+
+def test_a_node_without_the_runs_folder_or_model_is_named(tmp_path: Path) -> None:
+    """Catches checkpoints on disks of their own, and a model that lies on the driver's alone: as
+    seen by a node whose answers land in a folder that the driver does not see."""
+    run, model = tmp_path / "run", tmp_path / "model"
+    needs = Needs(shared=run, present={"model.path": model})
+    with asked_in(run) as question:
+        blind = answer_for(tmp_path / question.name, needs.present, "10.0.0.7", wait_s=0.0)
+        lacks_folder, lacks_model = problems_of("10.0.0.7", blind, needs, question, wait_s=0.0)
+        assert lacks_folder.startswith("node 10.0.0.7: ") and f"{run} (run.folder)" in lacks_folder
+        assert lacks_model.startswith(f"node 10.0.0.7: {model} (model.path) is not there")
+        # it sees the question, and what it writes stays on its own disk
+        one_way = answer_for(question, {}, "10.0.0.8", wait_s=0.0)
+        (run / f"{question.name}-10.0.0.8").unlink()
+        assert len(list(problems_of("10.0.0.8", one_way, needs, question, wait_s=0.0))) == 1
+        model.mkdir()
+        fine = answer_for(question, needs.present, "10.0.0.9", wait_s=0.0)
+        assert list(problems_of("10.0.0.9", fine, needs, question, wait_s=0.0)) == []
+    assert not list(run.iterdir())
+
+
+def test_a_daemon_that_is_gone_takes_no_connection() -> None:
+    """Catches a dead node that is not named, as Ray takes it for alive for a while."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert listens("127.0.0.1", port)
+    assert not listens("127.0.0.1", port)
 
 
 def test_the_interface_that_leads_to_an_address_is_found() -> None:

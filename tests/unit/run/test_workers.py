@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from megadapo.algorithm.kl_control import KlControlConfig, KlController
-from megadapo.run.workers import Workers
+from megadapo.config import load_config
+from megadapo.run.workers import Workers, trainer_settings
 from megadapo.trainer.result import ReferenceKl
+from tests.support import REPOSITORY
 from tests.support.batches import random_batch
 from tests.unit.run.test_step_metrics import UPDATE
 
@@ -65,3 +67,14 @@ def test_steps_that_warm_the_critic_up_leave_the_kl_coefficient_alone() -> None:
         workers.update(random_batch([5] * 10), step)
         coefs.append(controller.coef)
     assert coefs == [0.02, 0.02, pytest.approx(0.02 * (1 - 0.2 * 10 / 100))]
+
+
+def test_ranks_find_the_model_from_wherever_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a relative path that is looked for in the folder where another node's Ray began, and
+    a name on the Hub that is taken for a folder."""
+    monkeypatch.chdir(REPOSITORY)
+    recipe = REPOSITORY / "configs" / "quickstart.toml"
+    settings = trainer_settings(load_config(recipe))
+    assert settings.model.path == str(REPOSITORY / "configs" / "quickstart-base")
+    elsewhere = trainer_settings(load_config(recipe, ["model.path=some/name"]))
+    assert elsewhere.model.path == "some/name"

@@ -44,20 +44,11 @@ def test_a_gpu_without_packed_attention_needs_flash_attn(monkeypatch: pytest.Mon
         require_cuda()
 
 
-def test_ranks_of_a_node_share_its_cores_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches one thread for each of 128 ranks on 16 nodes, because one node's cores were
-    divided by all of them."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(96)))
-    trainer = TrainerConfig(tensor_parallel=8, data_parallel=16)
-    environment = rank_environment(trainer, uses_cuda=True, dtype="bfloat16", ranks_per_node=8)
-    assert environment["OMP_NUM_THREADS"] == "12"
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_float32_is_not_multiplied_as_tf32(dtype: str) -> None:
     """Catches a quickstart on a GPU machine whose trainer and engine differ by 1e-3."""
     expected = "0" if dtype == "float32" else None
-    rank = rank_environment(TrainerConfig(), uses_cuda=True, dtype=dtype, ranks_per_node=1)
+    rank = rank_environment(TrainerConfig(), uses_cuda=True, dtype=dtype, num_cores=1)
     engine = EnginePlatform(gpus=("0",), shares_gpus=True).environment(RolloutConfig(), dtype)
     for variables in (rank, engine):
         assert variables.get("NVIDIA_TF32_OVERRIDE") == expected
@@ -65,8 +56,6 @@ def test_float32_is_not_multiplied_as_tf32(dtype: str) -> None:
 
 def test_sums_over_gpus_have_the_same_bits_twice() -> None:
     """Catches a first ratio that is not 1 because the network switch adds in another order."""
-    variables = rank_environment(
-        TrainerConfig(), uses_cuda=True, dtype="bfloat16", ranks_per_node=1
-    )
+    variables = rank_environment(TrainerConfig(), uses_cuda=True, dtype="bfloat16", num_cores=1)
     assert variables["NCCL_NVLS_ENABLE"] == "0"
     assert variables["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -17,6 +17,16 @@ def test_engines_on_one_machine_read_the_same_memory():
     assert places.sources == ["n0"] * 4 and places.copies == ()
 
 
+def test_cpu_engines_read_memory_of_their_own_node_and_get_messages_where_there_is_none():
+    """Catches an engine that looks for a bucket in the memory of another machine."""
+    ranks = [("n0", None), ("n1", None)]
+    spread = find_places("auto", ranks, ["n1", "n0"], [(), ()])
+    assert spread.transport == "shared_memory" and spread.sources == ["n0", "n1"]
+    assert spread.receivers == ["n1", "n0"]
+    apart = find_places("auto", ranks, ["n1", "n2"], [(), ()])
+    assert apart.transport == "nccl" and apart.sources is None
+
+
 def test_an_engine_opens_only_memory_on_gpus_it_sees():
     """Catches a handle of a GPU that is hidden from the engine's process."""
     gpus = [tuple("0123"), tuple("4567")] * 2

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from megadapo.weights.sync.cuda_ipc import _HANDLE_FIELDS, CudaIpcInbox
 from megadapo.weights.sync.parcels import Parcel
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
+from megadapo.weights.sync.point_to_point import PointToPointOutbox
 from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import HeldWeightSender
 from megadapo.weights.sync.shared_memory import MEMORY_FOLDER, SharedMemoryInbox, SharedMemoryOutbox
@@ -246,3 +249,16 @@ def test_checksums_see_every_bit_and_every_exchange(dtype):
     flipped = tensor.clone()
     flipped.view(torch.int16)[-1, -1] ^= 1
     assert len({value, checksum(swapped), checksum(flipped), checksum(tensor.T)}) == 4
+
+
+def test_the_meeting_point_of_messages_listens_on_the_nodes_address_alone():
+    """Catches a store that whoever reaches any of the node's interfaces can write to."""
+    outbox = PointToPointOutbox(8, torch.device("cpu"), rank=0, num_ranks=2)
+    offer = outbox.offer()
+    at_port = [
+        connection.laddr.ip.removeprefix("::ffff:")
+        for connection in psutil.Process(os.getpid()).net_connections("inet")
+        if connection.status == "LISTEN" and connection.laddr.port == offer["port"]
+    ]
+    outbox.close()
+    assert at_port == [offer["address"]] == ["127.0.0.1"]

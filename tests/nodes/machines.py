@@ -1,0 +1,227 @@
+"""Several machines on one: each with its own address, processes, name, /dev/shm and /tmp.
+
+A machine is a set of Linux namespaces, held by one shell that ends when the test's process does,
+however that happens: the kernel then kills what runs in it, and takes its links and mounts away.
+Machines are plugged into a switch, a bridge in a network namespace of its own, so the network of
+the machine below stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from tests.support import REPOSITORY
+
+SUBNET = "10.213.7"
+RAY_PORT = 6379
+BINARIES = Path(sys.executable).parent
+
+_INSIDE = """
+set -e
+hostname "$1"
+ip link set lo up
+new=/mnt
+mount -t tmpfs -o size=1g,mode=1777 tmpfs "$new"
+mkdir "$new/home"
+for path in "${@:2}"; do
+    case "$path" in /tmp/*)
+        mkdir -p "$new/${path#/tmp/}"
+        mount --bind "$path" "$new/${path#/tmp/}"
+    esac
+done
+mount --move "$new" /tmp
+mount -t tmpfs -o size=2g,mode=1777 tmpfs /dev/shm
+cat /proc/sys/kernel/random/uuid > /tmp/boot_id
+mount --bind /tmp/boot_id /proc/sys/kernel/random/boot_id
+echo up
+read -r _
+"""
+"""Arguments: the machine's name, and folders that it sees although they are below /tmp."""
+
+
+def why_not() -> str:
+    """Why machines cannot be made here; empty where they can."""
+    if os.geteuid() != 0:
+        return "machines of namespaces are made by root"
+    probe = ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--mount-proc"]
+    script = "mount -t tmpfs tmpfs /mnt && ip link add br0 type bridge"
+    try:
+        done = subprocess.run([*probe, "sh", "-c", script], capture_output=True, text=True)
+    except OSError as error:
+        return str(error)
+    return done.stderr.strip() if done.returncode else ""
+
+
+class Machine:
+    """One machine of a network, and the commands that run on it."""
+
+    def __init__(self, network: Network, number: int, folders: Sequence[Path]) -> None:
+        self.name = f"machine-{number}"
+        self.address = f"{SUBNET}.{number}"
+        self._network = network
+        self._number = number
+        self._shell = _hold(
+            ["--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--mount-proc"],
+            [_INSIDE, "machine", self.name, *map(str, folders)],
+        )
+        (init,) = psutil.Process(self._shell.pid).children()
+        self._init = init.pid
+        network.plug(number, self._init, self.address)
+
+    def start(self, *command: str, environment: Mapping[str, str] = {}) -> subprocess.Popen[str]:
+        """Start a command in the repository, with its output in a pipe."""
+        variables = {
+            "PATH": f"{BINARIES}:{os.environ['PATH']}",
+            "PYTHONPATH": str(REPOSITORY),
+            "HOME": "/tmp/home",
+            "RAY_AUTH_MODE": "token",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "HF_HUB_OFFLINE": "1",
+            **environment,
+        }
+        return subprocess.Popen(
+            [
+                *("nsenter", f"--target={self._init}", "--net", "--mount", "--pid", "--uts"),
+                *("--ipc", "env", "-i", "-C", str(REPOSITORY)),
+                *(f"{key}={value}" for key, value in variables.items()),
+                *command,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(
+        self, *command: str, timeout_s: float = 60.0, environment: Mapping[str, str] = {}
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        process = self.start(*command, environment=environment)
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+            output += f"\nnot done after {timeout_s:g} s"
+        return subprocess.CompletedProcess(command, process.returncode, output)
+
+    def check(self, *command: str, timeout_s: float = 60.0) -> str:
+        """Run a command that must succeed, and return what it printed."""
+        done = self.run(*command, timeout_s=timeout_s)
+        assert done.returncode == 0, f"{self.name}: {' '.join(command)}: {done.stdout}"
+        return done.stdout
+
+    def start_ray(self, head: Machine, *, num_cpus: int) -> None:
+        """Join the head's Ray cluster, or begin it, with its token."""
+        words = [f"--node-ip-address={self.address}", f"--num-cpus={num_cpus}"]
+        words += ["--object-store-memory=200000000"]
+        if head is self:
+            self.check("sh", "-c", "ray get-auth-token --generate > /dev/null")
+            words += ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
+        else:
+            token = head.check("cat", "/tmp/home/.ray/auth_token")
+            script = 'umask 077; mkdir -p ~/.ray; printf %s "$0" > ~/.ray/auth_token'
+            self.check("sh", "-c", script, token.strip())
+            words += [f"--address={head.address}:{RAY_PORT}"]
+        self.check("ray", "start", *words)
+
+    def die(self) -> None:
+        """Kill every process of the machine, and take it off the network."""
+        os.kill(self._init, 9)
+        self._shell.wait()
+
+    def unplug(self) -> None:
+        """Take its link down; its processes go on."""
+        self._network.set_link(self._number, "down")
+
+
+class Network:
+    """A switch, and the machines that are plugged into it."""
+
+    def __init__(self) -> None:
+        self.machines: list[Machine] = []
+        self._switch = _hold(["--net", "--fork"], ["echo up; read -r _"])
+        (holder,) = psutil.Process(self._switch.pid).children()
+        self._holder = holder.pid
+        self._in_switch("link", "add", "switch", "type", "bridge")
+        self._in_switch("link", "set", "switch", "up")
+
+    def boot(self, number: int, folders: Sequence[Path]) -> Machine:
+        """A machine with an address of its own; again, when the one before it has died."""
+        machine = Machine(self, number, [REPOSITORY, *folders])
+        self.machines.append(machine)
+        return machine
+
+    def plug(self, number: int, process: int, address: str) -> None:
+        """Give the network namespace of a process a link to the switch."""
+        port = f"port{number}"
+        self._in_switch(
+            *("link", "add", port, "type", "veth"),
+            *("peer", "name", "eth0", "netns", str(process)),
+        )
+        self._in_switch("link", "set", port, "master", "switch", "up")
+        for words in (
+            ("address", "add", f"{address}/24", "dev", "eth0"),
+            ("link", "set", "eth0", "up"),
+            # as machines have one: libraries ask which address leads outside
+            ("route", "add", "default", "dev", "eth0"),
+        ):
+            _ip(process, *words)
+
+    def set_link(self, number: int, state: str) -> None:
+        """Take a machine's link "up" or "down"."""
+        self._in_switch("link", "set", f"port{number}", state)
+
+    def close(self) -> None:
+        """End all machines, and wait until they are gone."""
+        for shell in [*(machine._shell for machine in self.machines), self._switch]:
+            assert shell.stdin is not None
+            shell.stdin.close()
+            shell.wait(timeout=30)
+
+    def _in_switch(self, *words: str) -> None:
+        _ip(self._holder, *words)
+
+
+@contextmanager
+def network() -> Iterator[Network]:
+    """A switch whose machines have all ended when this returns."""
+    made = Network()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def wait_for(what: str, condition: Callable[[], bool], *, timeout_s: float) -> None:
+    """Look until something is so."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.2)
+
+
+def _hold(namespaces: Sequence[str], script: Sequence[str]) -> subprocess.Popen[str]:
+    """A shell in new namespaces that waits for the end of its standard input."""
+    shell = subprocess.Popen(
+        ["unshare", *namespaces, "bash", "-c", *script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert shell.stdout is not None
+    assert shell.stdout.readline() == "up\n", "the namespaces could not be set up"
+    return shell
+
+
+def _ip(process: int, *words: str) -> None:
+    """Configure the network namespace of a process."""
+    subprocess.run(["nsenter", f"--target={process}", "--net", "ip", *words], check=True)
