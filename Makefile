@@ -2,6 +2,7 @@
 # make test         the test suite, two parts at once, each shown when it is done; make test-all adds
 #                   the minutes-long ones; both test the report's page where chromium is installed
 # make test-unit    tests/unit alone
+# make test-nodes   whole runs over several machines, made of Linux namespaces; by root only
 # make test-megatron  the trainer's tests on the newest megatron-core it is known to run on
 # make mutants      small wrong changes to the pure packages: does a test notice each one?
 # All make .venv from requirements/cpu.lock first, once. make lock renews that file.
@@ -20,7 +21,7 @@ BROWSER := $(if $(shell command -v chromium),,and not browser)
 MUTMUT := build/mutmut-3.8.1
 MEGATRON := build/megatron-core-$(NEWER_MEGATRON)
 
-.PHONY: quickstart test test-all test-unit test-unit-tensors test-unit-others test-distributed test-whole test-megatron mutants lint format lock install clean
+.PHONY: quickstart test test-all test-unit test-unit-tensors test-unit-others test-distributed test-whole test-nodes test-megatron mutants lint format lock install clean
 
 quickstart: install
 	$(BIN)/megadapo train configs/quickstart.toml
@@ -47,6 +48,9 @@ test-distributed:
 
 test-whole:
 	$(BIN)/pytest -m "not gpu and not full $(BROWSER)" --durations=12 tests/browser tests/e2e
+
+test-nodes: install
+	$(BIN)/pytest --durations=12 tests/nodes
 
 test-megatron: install $(MEGATRON)
 	MEGADAPO_TEST_MEGATRON=$(NEWER_MEGATRON) PYTHONPATH="$(CURDIR)/$(MEGATRON)" \

@@ -9,6 +9,7 @@ the machine below stays as it is.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -133,10 +134,27 @@ class Machine:
             words += [f"--address={head.address}:{RAY_PORT}"]
         self.check("ray", "start", *words)
 
+    @property
+    def is_up(self) -> bool:
+        """Whether its processes run."""
+        return self._shell.poll() is None
+
+    def signal(self, title: str, number: int) -> None:
+        """Send a signal to each of its processes whose command line begins with a title."""
+        chosen = [
+            process
+            for process in psutil.Process(self._init).children(recursive=True)
+            if " ".join(process.cmdline()).startswith(title)
+        ]
+        assert chosen, f"{self.name} has no process {title}"
+        for process in chosen:
+            process.send_signal(number)
+
     def die(self) -> None:
         """Kill every process of the machine, and take it off the network."""
-        os.kill(self._init, 9)
-        self._shell.wait()
+        if self.is_up:
+            os.kill(self._init, signal.SIGKILL)
+            self._shell.wait()
 
     def unplug(self) -> None:
         """Take its link down; its processes go on."""

@@ -1,0 +1,84 @@
+"""A node that dies, or whose link does, in each part of a step: said by name, then gone on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from megadapo.errors import DataError
+from megadapo.observe.metrics import read_metrics
+from megadapo.run.status import Status, read_status
+from tests.nodes.machines import Machine, Network, wait_for
+from tests.nodes.runs import SPREAD, begin
+
+pytestmark = pytest.mark.fault
+
+STOPS = {"rollout": None, "train": ("rollout", "ray::Train"), "sync": ("train", "VLLM::Engine")}
+"""Part of a step -> the part before it, in which a process of the node is stopped so that the part
+does not end before the node does."""
+
+
+@pytest.fixture
+def other(lan: Network, shared: Path) -> Machine:
+    """The machine that is not the head, as it is after a failure: up again, if it was down."""
+    latest = lan.machines[-1]
+    if latest.is_up:
+        return latest
+    machine = lan.boot(2, [shared])
+    machine.start_ray(lan.machines[0], num_cpus=1)
+    return machine
+
+
+@pytest.mark.parametrize(
+    "part,fault", [("rollout", "die"), ("train", "die"), ("sync", "die"), ("train", "unplug")]
+)
+def test_a_lost_node_is_named_and_the_run_goes_on_when_it_is_back(
+    lan: Network, shared: Path, other: Machine, part: str, fault: str
+) -> None:
+    """Catches a run that waits for the dead, an error that names a socket in place of a node, and
+    a supervisor that gives up, or goes on from steps that were never saved."""
+    folder = shared / f"{part}-{fault}"
+    supervisor = begin(
+        lan.machines[0],
+        folder,
+        *SPREAD,
+        *("--restarts=3", "--run.num_steps=3", "--checkpoint.every=1"),
+    )
+    try:
+        if before := STOPS[part]:
+            wait_for(before[0], lambda: _is_in(folder, before[0]), timeout_s=200)
+            other.signal(before[1], signal.SIGSTOP)
+        wait_for(part, lambda: _is_in(folder, part), timeout_s=200)
+        getattr(other, fault)()
+        wait_for("the end", lambda: "state=failed" in _log(folder), timeout_s=200)
+        other.die()
+        again = lan.boot(2, [shared])
+        again.start_ray(lan.machines[0], num_cpus=1)
+        output, _ = supervisor.communicate(timeout=300)
+    finally:
+        supervisor.kill()
+    assert supervisor.returncode == 0, output
+    (end,) = [line for line in _log(folder).splitlines() if "state=failed" in line]
+    assert f"lost node {other.address} of the Ray cluster" in end
+    assert [record["step"] for record in read_metrics(folder)] == [1, 2, 3]
+    assert read_status(folder).restarts == 1
+
+
+def _is_in(folder: Path, part: str) -> bool:
+    """Whether the run is in this part of a step after the first one's checkpoint."""
+    status = _status(folder)
+    return status is not None and status.checkpoint_step >= 1 and status.phase == part
+
+
+def _status(folder: Path) -> Status | None:
+    try:
+        return read_status(folder)
+    except DataError:
+        return None
+
+
+def _log(folder: Path) -> str:
+    path = folder / "log.txt"
+    return path.read_text() if path.exists() else ""

@@ -1,0 +1,47 @@
+"""Whole runs over machines that each have their own address, memory and processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megadapo.observe.metrics import read_metrics
+from megadapo.run.status import read_status
+from tests.nodes.machines import Network
+from tests.nodes.runs import SPREAD, train
+
+LAYOUTS = {
+    "whole models": SPREAD,
+    # half of the weights come from the other node, to be read in the memory of one's own
+    "half models": ("--trainer.pipeline_parallel=2", "--rollout.num_engines=2"),
+    # the only engine is on a node without a trainer rank
+    "messages": ("--cluster.placement=separate", "--rollout.num_engines=1"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_over_two_nodes_does_its_steps(lan: Network, shared: Path, layout: str) -> None:
+    """Catches what is looked for at the wrong address, in another node's memory, or in the folder
+    where a node's Ray began."""
+    folder = shared / layout.replace(" ", "-")
+    done = train(lan.machines[0], folder, *LAYOUTS[layout])
+    assert done.returncode == 0, done.stdout
+    assert [record["step"] for record in read_metrics(folder)] == [1, 2]
+    assert read_status(folder).state == "finished"
+
+
+def test_a_node_without_the_runs_folder_is_refused_by_name(lan: Network, shared: Path) -> None:
+    """Catches a checkpoint of which another node's part lies on that node's disk."""
+    third = lan.boot(3, [])
+    try:
+        third.start_ray(lan.machines[0], num_cpus=1)
+        folder = shared / "three"
+        sizes = ("--trainer.data_parallel=3", "--rollout.num_engines=3")
+        done = train(lan.machines[0], folder, *sizes)
+        assert done.returncode == 5, done.stdout
+        reason = str(read_status(folder).reason)
+        assert f"node {third.address}: it and the driver do not see each other's files" in reason
+        assert all(one.address not in reason for one in lan.machines[:2])
+    finally:
+        third.die()
