@@ -7,6 +7,7 @@ FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
 ENV DEBIAN_FRONTEND=noninteractive \
     PIP_NO_CACHE_DIR=1 \
     RAY_AUTH_MODE=token \
+    RAY_worker_niceness=0 \
     RAY_USAGE_STATS_ENABLED=0 \
     NVTE_FRAMEWORK=pytorch
 

@@ -32,7 +32,7 @@ ip link set lo up
 new=/mnt
 mount -t tmpfs -o size=1g,mode=1777 tmpfs "$new"
 mkdir "$new/home"
-for path in "${@:2}"; do
+for path in "${@:3}"; do
     case "$path" in /tmp/*)
         mkdir -p "$new/${path#/tmp/}"
         mount --bind "$path" "$new/${path#/tmp/}"
@@ -42,10 +42,15 @@ mount --move "$new" /tmp
 mount -t tmpfs -o size=2g,mode=1777 tmpfs /dev/shm
 cat /proc/sys/kernel/random/uuid > /tmp/boot_id
 mount --bind /tmp/boot_id /proc/sys/kernel/random/boot_id
+# a name that is asked for over the network would be waited for, in each of an engine's groups
+printf '127.0.0.1 localhost\n%s %s\n' "$2" "$1" > /tmp/hosts
+: > /tmp/resolv.conf
+mount --bind /tmp/hosts /etc/hosts
+mount --bind /tmp/resolv.conf /etc/resolv.conf
 echo up
 read -r _
 """
-"""Arguments: the machine's name, and folders that it sees although they are below /tmp."""
+"""Arguments: the machine's name and address, and folders below /tmp that it sees all the same."""
 
 
 def why_not() -> str:
@@ -71,7 +76,7 @@ class Machine:
         self._number = number
         self._shell = _hold(
             ["--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--mount-proc"],
-            [_INSIDE, "machine", self.name, *map(str, folders)],
+            [_INSIDE, "machine", self.name, self.address, *map(str, folders)],
         )
         (init,) = psutil.Process(self._shell.pid).children()
         self._init = init.pid
@@ -85,6 +90,7 @@ class Machine:
             "HOME": "/tmp/home",
             "RAY_AUTH_MODE": "token",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
             "HF_HUB_OFFLINE": "1",
             **environment,
         }

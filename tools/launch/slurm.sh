@@ -33,7 +33,8 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${nodes[0]}
 port=${MEGADAPO_PORT:-6379}
 token=$HOME/.ray/auth_token
-export RAY_AUTH_MODE=token
+# Ray's default of 15 leaves its processes what other programs of a node do not use
+export RAY_AUTH_MODE=token RAY_worker_niceness=0
 
 container=()
 if [ -n "${MEGADAPO_IMAGE:-}" ]; then
