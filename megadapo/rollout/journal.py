@@ -101,11 +101,12 @@ class Journal:
     def append_step(self, place: bytes, entry: Mapping[str, Any]) -> None:
         """Keep a whole step, as JSON values."""
         self._append(place, entry)
-        self.end_step()
+        if self._fsync != "never":
+            self._sync()
 
     def end_step(self) -> None:
         """All groups of a batch have been appended."""
-        if self._fsync != "never":
+        if self._fsync == "step":
             self._sync()
 
     def take_notes(self) -> list[str]:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import errno
 import math
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
 from megadapo.rollout import record_log
+from megadapo.rollout.ahead import AheadSampler
 from megadapo.rollout.journal import JOURNAL_FOLDER, Journal, forget_before
 from megadapo.rollout.repeated_steps import RepeatedSteps
 from megadapo.rollout.requests import SamplingSettings
@@ -43,7 +45,7 @@ class Mortal(ScriptedEngines):
 def journal_in(
     folder: Path, *, weights: str = WEIGHTS, settings: str = "settings", version: int = 3
 ) -> Journal:
-    journal = Journal(folder, settings, fsync="group")
+    journal = Journal(folder, settings, fsync="never")
     journal.begin(version, weights)
     return journal
 
@@ -224,6 +226,38 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     journal = journal_in(tmp_path)
     sampler_with(journal, ScriptedEngines()).next_batch()
     assert "cannot be written" in journal.take_notes()[0]
+
+
+@pytest.mark.parametrize(("fsync", "num_syncs"), [("never", 0), ("step", 1), ("group", 8)])
+def test_the_disk_is_waited_for_as_the_configuration_says(tmp_path, monkeypatch, fsync, num_syncs):
+    """Each wait is one of the driver, while groups come back."""
+    synced, real = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.fstat(file)), real(file)))
+    journal = Journal(tmp_path, "settings", fsync=fsync)
+    journal.begin(3, WEIGHTS)
+    sampler_with(journal, ScriptedEngines(), selection="all").next_batch()
+    files = [entry for entry in synced if stat.S_ISREG(entry.st_mode)]
+    assert len(files) == num_syncs
+    assert len(synced) - len(files) == (fsync != "never"), "the name of the file, once"
+
+
+def test_a_batch_that_was_sampled_ahead_is_asked_for_once(tmp_path):
+    """It is of the same weights as the one before it."""
+
+    def ahead(engines: ScriptedEngines) -> AheadSampler:
+        sampler = sampler_with(journal_in(tmp_path), engines, mode="one_step_off", max_staleness=1)
+        return AheadSampler(sampler, engines, num_steps=10)
+
+    def two_batches(sampler: AheadSampler) -> list[str]:
+        batch = sampler.next_batch()
+        sampler.wait()
+        assert sampler._ready is not None
+        return contents([batch, sampler._ready])
+
+    expected = two_batches(ahead(ScriptedEngines(finish="at random")))
+    again = ScriptedEngines()
+    assert two_batches(ahead(again)) == expected
+    assert again.asked == []
 
 
 def test_what_a_checkpoint_holds_is_forgotten(tmp_path):
