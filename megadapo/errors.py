@@ -55,6 +55,30 @@ class InfraError(MegadapoError):
     exit_code = 5
 
 
+class ProcessDied(InfraError):
+    """A process of the run is gone."""
+
+
+class OutOfMemory(ProcessDied):
+    """A process was killed because its node's memory was nearly full."""
+
+
+class NodeDied(ProcessDied):
+    """The node that a process was on does not answer any more."""
+
+
+class Hung(InfraError):
+    """A process is there, but did not answer or get on in time."""
+
+
+class DataLost(InfraError):
+    """What one process left in Ray's memory for another one is gone, or found no room there."""
+
+
+class CallCancelled(InfraError):
+    """Ray ended a call, or never began it, without the process being at fault."""
+
+
 class OracleError(MegadapoError):
     """A measured invariant left its bounds, so the run was stopped before it could do harm."""
 

@@ -61,7 +61,13 @@ def _train(config: RunConfig, run: Run, replay: Path | None) -> None:
         unfinished, notes = find_unfinished(config, run.checkpoint)
         run.note(*notes)
     with start_workers(
-        config, run, run.checkpoint, replay=replay, folder=run.folder, unfinished=unfinished
+        config,
+        run,
+        run.checkpoint,
+        replay=replay,
+        folder=run.folder,
+        unfinished=unfinished,
+        gets_on=run.gets_on,
     ) as workers:
         for _ in training_steps(config, run, workers):
             pass

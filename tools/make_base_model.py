@@ -124,7 +124,7 @@ def make_base_model(
             blank, recipe, num_experts=num_experts, num_steps=num_steps, lr=lr, seed=seed
         )
         cluster = Cluster.start(config.cluster, num_trainer_ranks=1, num_engines=0, engine_ranks=1)
-        trainer = Trainer.start(trainer_settings(config), cluster)
+        trainer = Trainer.start(trainer_settings(config), cluster, log_folder=blank / "logs")
         losses = []
         with Progress() as progress:
             batches = progress.track(

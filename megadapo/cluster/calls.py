@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megadapo.errors import InfraError, MegadapoError
+from megadapo.cluster.process_log import quoted
+from megadapo.cluster.ray_errors import translated
+from megadapo.errors import Hung, InfraError, MegadapoError, ProcessDied
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -17,10 +21,6 @@ GRACE_S = 3.0
 """How long other calls may take to fail as well, so that the root cause can be told."""
 
 
-class ProcessDied(InfraError):
-    """The process behind an actor is gone."""
-
-
 def gather(
     calls: Sequence[ObjectRef[Any]],
     *,
@@ -29,6 +29,7 @@ def gather(
     timeout_s: float,
     limit: str = "",
     describe_death: Callable[[int], str] | None = None,
+    logs: Sequence[Path] = (),
     watch: Callable[[], None] | None = None,
 ) -> list[Any]:
     """The results of calls that run at once, in order.
@@ -40,6 +41,7 @@ def gather(
         timeout_s: seconds until all of them must have answered.
         limit: the key of the configuration that says so.
         describe_death: what to say of the actor with this index when its process is gone.
+        logs: of the actors' processes, for messages; they may lie where this process sees none.
         watch: called every few seconds; may raise.
 
     Raises:
@@ -51,7 +53,7 @@ def gather(
     deadline = time.monotonic() + timeout_s
     index_of = {call: index for index, call in enumerate(calls)}
     results: list[Any] = [None] * len(calls)
-    outcome = _Outcome(names, doing, describe_death)
+    outcome = _Outcome(names, doing, describe_death, logs)
     while index_of:
         remaining = max(0.0, deadline - time.monotonic())
         slice_s = remaining if watch is None else min(remaining, WATCH_S)
@@ -61,8 +63,9 @@ def gather(
         if not ready and slice_s < remaining:
             continue
         if not ready:
-            silent = ", ".join(names[index] for index in index_of.values())
-            raise late(silent, doing, timeout_s, limit)
+            silent = list(index_of.values())
+            own = [logs[index] for index in silent] if logs else []
+            raise late([names[index] for index in silent], doing, timeout_s, limit, own)
         index = index_of.pop(ready[0])
         try:
             results[index] = outcome.of(ready[0], index)
@@ -82,37 +85,46 @@ def result_of(
     return _Outcome([name], doing, lambda _: describe_death()).of(call, 0)
 
 
-def late(names: str, doing: str, timeout_s: float, limit: str) -> InfraError:
-    """The error of processes that did not answer in time."""
+def late(
+    names: Sequence[str], doing: str, timeout_s: float, limit: str, logs: Sequence[Path] = ()
+) -> Hung:
+    """The error of processes that did not answer in time.
+
+    `logs`: of these, which have their stacks once they are ended.
+    """
     key = f" ({limit})" if limit else ""
-    return InfraError(f"{names} did not finish {doing} within {timeout_s:g} s{key}")
+    where = f"; stacks: {', '.join(map(str, logs))}" if logs else ""
+    return Hung(f"{', '.join(names)} did not finish {doing} within {timeout_s:g} s{key}{where}")
 
 
 class _Outcome:
     """Turns what Ray raises for a call into errors of ours."""
 
     def __init__(
-        self, names: Sequence[str], doing: str, describe_death: Callable[[int], str] | None
+        self,
+        names: Sequence[str],
+        doing: str,
+        describe_death: Callable[[int], str] | None = None,
+        logs: Sequence[Path] = (),
     ) -> None:
         self._names = names
         self._doing = doing
         self._describe_death = describe_death
+        self._logs = logs
 
     def of(self, call: ObjectRef[Any], index: int) -> Any:
         import ray
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import RayError
 
-        name = self._names[index]
         try:
             return ray.get(call)
-        except RayTaskError as error:
-            if isinstance(error.cause, MegadapoError):
-                raise error.cause from None
-            raise InfraError(f"{name} failed in {self._doing}: {error.cause}") from None
-        except RayActorError as error:
-            if self._describe_death is not None:
-                raise ProcessDied(self._describe_death(index)) from None
-            raise ProcessDied(f"{name} died during {self._doing}: {error}") from None
+        except RayError as error:
+            describe = self._describe_death
+            death = None if describe is None else partial(describe, index)
+            ours = translated(error, self._names[index], self._doing, death)
+            if self._logs and isinstance(ours, ProcessDied):
+                ours = type(ours)(f"{ours}{quoted(self._logs[index])}")
+            raise ours from None
 
 
 def _root_cause(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megadapo.cluster.clock import ClockReading, clock_offset, read_clock
+from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.errors import InfraError
 from megadapo.profiling.merged_trace import TracePart, merge_traces
 from megadapo.rollout.engine_spec import profile_folder
@@ -46,7 +47,7 @@ def traced(trainer: Trainer, engines: Engines, folder: Path, target: Path) -> It
     profile.export_chrome_trace(str(driver_file))
     parts = [TracePart(name="driver", file=driver_file)]
     parts += _trainer_parts(trainer, files)
-    parts += _engine_parts(engines, folder)
+    parts += _engine_parts(engines, folder / LOGS_FOLDER)
     missing = [str(part.file) for part in parts if not part.file.exists()]
     if missing:
         raise InfraError(f"{missing[0]} is not there: do all nodes see the folder of --trace?")
@@ -71,20 +72,20 @@ def _trainer_parts(trainer: Trainer, files: Sequence[Path]) -> list[TracePart]:
     ]
 
 
-def _engine_parts(engines: Engines, folder: Path) -> list[TracePart]:
-    """vLLM has one file per rank of an engine."""
+def _engine_parts(engines: Engines, log_folder: Path) -> list[TracePart]:
+    """vLLM has one file per rank of an engine, beside the engine's log."""
     parts = []
     for index in engines.updatable():
         ahead_ns = clock_offset(partial(engines.clock, index)).ahead_ns
-        found = sorted(profile_folder(folder, index).glob("*.pt.trace.json"))
+        found = sorted(profile_folder(log_folder, index).glob("*.pt.trace.json"))
         ranks = {int(match[1]): file for file in found if (match := _ENGINE_RANK.search(file.name))}
         for rank in sorted(ranks):
             name = f"engine {index}, rank {rank}" if len(ranks) > 1 else f"engine {index}"
             parts.append(TracePart(name=name, file=ranks[rank], ahead_ns=ahead_ns))
         if not ranks:
             raise InfraError(
-                f"{profile_folder(folder, index)}: no trace of engine {index}: do all nodes see "
-                "the folder of --trace?"
+                f"{profile_folder(log_folder, index)}: no trace of engine {index}: do all nodes "
+                "see the folder of --trace?"
             )
     return parts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,11 +85,12 @@ def trainer_alone(config: RunConfig) -> Iterator[Trainer]:
         engine_ranks=1,
     )
     try:
-        trainer = Trainer.start(trainer_settings(config), cluster)
-        try:
-            yield trainer
-        finally:
-            trainer.shutdown()
+        with tempfile.TemporaryDirectory() as logs:
+            trainer = Trainer.start(trainer_settings(config), cluster, log_folder=Path(logs))
+            try:
+                yield trainer
+            finally:
+                trainer.shutdown()
     finally:
         cluster.shutdown()
 

@@ -9,19 +9,19 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megadapo.cluster.calls import ProcessDied
 from megadapo.cluster.clock import ClockReading, read_clock
 from megadapo.cluster.memory import private_bytes
 from megadapo.cluster.network import node_address
 from megadapo.cluster.orphans import descendants
+from megadapo.cluster.post_mortem import Whereabouts
+from megadapo.cluster.process_log import redirect_output
 from megadapo.cluster.reaper import kill_marked, start_reaper
-from megadapo.errors import InfraError
+from megadapo.errors import InfraError, ProcessDied
 from megadapo.rollout.activity import ActivityCounter, EngineActivity
 from megadapo.rollout.engine_spec import EngineSpec
-from megadapo.rollout.failure import START_LINE, describe_failure
+from megadapo.rollout.failure import describe_failure
 from megadapo.rollout.requests import EngineReport, GroupRequest, SamplingSettings, StopReport
 
 if TYPE_CHECKING:
@@ -47,13 +47,13 @@ class RolloutEngine:
         self._counter = ActivityCounter(spec.config.max_num_seqs)
         self._llm: AsyncLLM | None = None
         self._generation: Generation | None = None
-        _redirect_output(spec.log_file)
+        redirect_output(spec.log_file)
         os.environ.update(spec.platform.environment(spec.config, spec.dtype))
         self._reaper = start_reaper(self._mark)
 
-    def pid(self) -> int:
-        """Number of this process on its node."""
-        return os.getpid()
+    def whereabouts(self) -> Whereabouts:
+        """Where this process is."""
+        return Whereabouts.here()
 
     def node(self) -> str:
         """Address of the node."""
@@ -264,13 +264,3 @@ class RolloutEngine:
         return describe_failure(
             f"rollout engine {self._spec.index} {what}", detail, self._spec.log_file
         )
-
-
-def _redirect_output(log_file: Path) -> None:
-    """Let this process and its children write to the engine's own log file."""
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    with log_file.open("ab") as file:
-        file.write(START_LINE.encode())
-        file.flush()
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-TAIL_BYTES = 1 << 20
+from megadapo.cluster.process_log import START_LINE, read_tail
+
 MAX_CAUSE = 600
 """Characters of a cause that a message shows; the log has all of it."""
-START_LINE = "=== rollout engine starts ===\n"
-"""What an engine writes into its log first: causes are looked for after the last one."""
 
 ADVICE = (
     (
@@ -86,12 +85,3 @@ def concise(cause: str) -> str:
 
 def _is_echo(text: str) -> bool:
     return any(echo in text for echo in _CONSEQUENCES)
-
-
-def read_tail(path: Path) -> str:
-    """Return the end of a log file; a missing one is empty."""
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        return file.read().decode("utf-8", errors="replace")

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megadapo.cluster.calls import ProcessDied, late, result_of
-from megadapo.errors import InfraError
+from megadapo.cluster.calls import late, result_of
+from megadapo.errors import InfraError, ProcessDied
 from megadapo.rollout.failure import describe_failure
 from megadapo.rollout.remote_engine import Place, RemoteEngine
 from megadapo.rollout.requests import EngineReport, GroupRequest
@@ -41,6 +41,7 @@ class Fleet:
         """Gives one engine the weights that the others have; None where they need none."""
         self._num_restarts, self._max_restarts = 0, self.config.max_engine_restarts
         self._weights_stay = False
+        self._looked = time.monotonic()
         self._bringing_up = threading.RLock()
 
     @property
@@ -90,14 +91,19 @@ class Fleet:
         ready, _ = ray.wait(list(slots), num_returns=1, timeout=timeout_s)
         if ready:
             ready, _ = ray.wait(list(slots), num_returns=len(slots), timeout=0)
+        # looks come every few seconds, also while nobody waits; what the driver was busy for longer
+        # is not the engines' silence
+        now = time.monotonic()
+        seconds = now - started + min(started - self._looked, WATCH_S)
+        self._looked = now
         for engine in self.engines:
-            engine.waited(time.monotonic() - started)
+            engine.waited(seconds)
         # a refusal is an error to raise: nothing that was reported may be lost over it
         ready.sort(key=lambda ref: ref not in slots[ref].submits)
         reports = [report for ref in ready if (report := self._take(slots[ref], ref)) is not None]
         for engine in self.engines:
             if engine.state != "gone" and engine.is_stuck:
-                self.lose(engine, _describe_silence(engine))
+                self.lose(engine, _describe_silence(engine), hangs=engine.state != "ending")
         self._bring_up()
         return reports
 
@@ -122,9 +128,9 @@ class Fleet:
         results: dict[int, Any] = {}
         for index, ref in refs.items():
             engine = self.slots[index]
-            cause = str(late(engine.name, doing, timeout_s, limit))
+            cause = str(late([engine.name], doing, timeout_s, limit))
             if (died := self._wait_for(engine, ref, deadline)) is not None:
-                self.lose(engine, died or cause)
+                self.lose(engine, died or cause, hangs=not died)
                 continue
             try:
                 results[index] = self._read(engine, ref, doing)
@@ -153,8 +159,10 @@ class Fleet:
             if not left:
                 return ""
 
-    def lose(self, engine: RemoteEngine, cause: str) -> None:
+    def lose(self, engine: RemoteEngine, cause: str, *, hangs: bool = False) -> None:
         """End an engine, and start it again if it may be.
+
+        `hangs`: its processes are there, and their log gets their stacks.
 
         Raises:
             InfraError: it was the last.
@@ -162,7 +170,9 @@ class Fleet:
         self.num_lost += 1
         comes_back = self._num_restarts < self._max_restarts
         self._num_restarts += comes_back
-        engine.end()
+        engine.end(hangs=hangs)
+        if hangs:
+            cause = f"{cause}; stacks: {engine.spec.log_file}"
         if not comes_back:
             engine.state = "gone"
             engine.awaited = None
@@ -232,7 +242,12 @@ def _describe_silence(engine: RemoteEngine) -> str:
     config = engine.spec.config
     if engine.state in ("starting", "ending"):
         what = "start" if engine.state == "starting" else "end"
-        return str(late(engine.name, what, config.start_timeout_s, "rollout.start_timeout_s"))
+        return str(late([engine.name], what, config.start_timeout_s, "rollout.start_timeout_s"))
+    if not engine.load:
+        return (
+            f"{engine.name} gave no sign of life for {config.engine_progress_timeout_s:g} s "
+            "(rollout.engine_progress_timeout_s)"
+        )
     return (
         f"{engine.name} has work and gave no token for {config.engine_progress_timeout_s:g} s "
         "(rollout.engine_progress_timeout_s)"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megadapo.algorithm.advantages import advantages
 from megadapo.algorithm.branches import branch_advantages
+from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import ConfigError
@@ -62,7 +63,7 @@ class RolloutOnly:
         folder = prepare_folder(config)
         with ExitStack() as stack:
             questions = Questions.start(config, phases, stack)
-            engines = start_engines_alone(config, phases, stack, log_folder=folder)
+            engines = start_engines_alone(config, phases, stack, log_folder=folder / LOGS_FOLDER)
             sampler = questions.sampler(config, engines)
             yield cls(config, folder, sampler, questions)
 

@@ -242,6 +242,10 @@ class Run:
         within = sum(self._seconds.values()) - counted
         self._seconds[name] += time.perf_counter() - start - within
 
+    def gets_on(self, *, micro_batches: int, tokens: int) -> None:
+        """Let the run's status say how far trainer and engines are within the phase."""
+        self._status.gets_on(micro_batches=micro_batches, tokens=tokens)
+
     def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
         """Write and show one step's metrics; times, the driver's memory and what was evaluated are
         added here.

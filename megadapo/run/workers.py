@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megadapo.algorithm.config import PretrainingConfig
 from megadapo.algorithm.kl_control import KlController
 from megadapo.cluster.cluster import Cluster
+from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch
 from megadapo.data.texts import TextStream, pack_texts
@@ -45,6 +46,12 @@ from megadapo.weights.sync.publish import Publisher
 
 KL_CONTROL_STATE = "kl_control"
 TEXTS_STATE = "texts"
+
+
+class GetsOn(Protocol):
+    """Takes note of how far the processes are."""
+
+    def __call__(self, *, micro_batches: int, tokens: int) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +137,7 @@ def start_workers(
     replay: Path | None = None,
     folder: Path | None = None,
     unfinished: UnfinishedEvaluation | None = None,
+    gets_on: GetsOn | None = None,
 ) -> Iterator[Workers]:
     """Start every part, at `checkpoint` where there is one; all have ended when this returns.
 
@@ -138,6 +146,7 @@ def start_workers(
         folder: the run's, where groups and the answers of an evaluation under way are kept, so that
             neither is asked for again after a stop; None: they are not kept.
         unfinished: an evaluation of weights before the checkpoint's, to be gone on with.
+        gets_on: is told every few seconds how far trainer and engines are.
 
     Raises:
         ConfigError: steps to be replayed are not saved.
@@ -151,11 +160,12 @@ def start_workers(
         reads = checkpoint is None or (unfinished is not None and not unfinished.trainer_folder)
         settings = replace(trainer_settings(config), reads_weights=reads)
         if replay is None:
-            workers = _start_live(config, settings, phases, stack, folder)
+            workers = _start_live(config, settings, phases, stack, folder, gets_on)
         else:
             first_step = 1 if checkpoint is None else checkpoint.step + 1
             rollouts = ReplayedRollouts(config, replay, first_step=first_step)
             workers = _start_replay(config, settings, phases, stack, rollouts)
+            workers.trainer.watch = _progress(gets_on, workers.trainer)
         if checkpoint is not None:
             with phases.phase("load checkpoint"):
                 if unfinished is not None:
@@ -178,6 +188,7 @@ def _start_live(
     phases: Phases,
     stack: ExitStack,
     folder: Path | None,
+    gets_on: GetsOn | None,
 ) -> Workers:
     questions = Questions.start(config, phases, stack)
     texts = load_texts(config, phases, questions.tokenizer)
@@ -195,8 +206,9 @@ def _start_live(
         reserved=None if held_out is None else _reserved(config, trainer, engines, held_out),
     )
     stack.callback(evaluations.close)
-    engines.watch = _each(trainer.check, evaluations.check)
-    trainer.watch = _each(engines.check, evaluations.check)
+    progress = _progress(gets_on, trainer, engines)
+    engines.watch = _each(trainer.check, evaluations.check, progress)
+    trainer.watch = _each(engines.check, evaluations.check, progress)
     journal = None
     if folder is not None and config.sampling.journal:
         journal = Journal(folder, samples_digest(config), fsync=config.sampling.journal_fsync)
@@ -229,7 +241,7 @@ def _start_replay(
     tokenizer = load_tokenizer(config)
     texts = load_texts(config, phases, tokenizer)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=0)
-    trainer = _start_trainer(settings, phases, cluster, stack)
+    trainer = _start_trainer(settings, phases, cluster, stack, config.run.folder)
     return _workers(config, trainer, rollouts, tokenizer, texts)
 
 
@@ -265,6 +277,7 @@ def _publisher(
         dtype=getattr(torch, config.model.dtype),
         held=held,
         deltas=_sends_changes(config),
+        logs=trainer.processes.logs,
     )
 
 
@@ -291,6 +304,19 @@ def _reserved(
     return ReservedEngine(
         engines=held_out, publish=publish, watch=_each(trainer.check, engines.check)
     )
+
+
+def _progress(
+    gets_on: GetsOn | None, trainer: Trainer, engines: Engines | None = None
+) -> Callable[[], None]:
+    """What tells `gets_on` how far they are."""
+
+    def progress() -> None:
+        if gets_on is not None:
+            tokens = 0 if engines is None else engines.num_tokens
+            gets_on(micro_batches=trainer.processes.num_pieces, tokens=tokens)
+
+    return progress
 
 
 def _each(*checks: Callable[[], None]) -> Callable[[], None]:
@@ -325,7 +351,7 @@ def _start_processes(
             held_out = _start_engines(config, cluster, stack, range(first, num_engines), wait=False)
         if one_by_one:
             engines.sleep()
-    trainer = _start_trainer(settings, phases, cluster, stack)
+    trainer = _start_trainer(settings, phases, cluster, stack, config.run.folder)
     with phases.phase("wait for engines"):
         if not one_by_one:
             engines.wait_until_ready()
@@ -343,7 +369,7 @@ def _start_engines(
         model=path_from_anywhere(config.model.path),
         dtype=config.model.dtype,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        log_folder=config.run.folder,
+        log_folder=config.run.folder / LOGS_FOLDER,
         numbers=numbers,
         shares_gpus=config.cluster.placement == "colocated",
         wait=wait,
@@ -353,10 +379,10 @@ def _start_engines(
 
 
 def _start_trainer(
-    settings: TrainerSettings, phases: Phases, cluster: Cluster, stack: ExitStack
+    settings: TrainerSettings, phases: Phases, cluster: Cluster, stack: ExitStack, folder: Path
 ) -> Trainer:
     with phases.phase("start trainer"):
-        trainer = Trainer.start(settings, cluster)
+        trainer = Trainer.start(settings, cluster, log_folder=folder / LOGS_FOLDER)
         stack.callback(trainer.shutdown)
     return trainer
 

@@ -171,8 +171,10 @@ class TrainerConfig(Section, title="trainer"):
     start_timeout_s: Timeout = 1800.0
     """Seconds the ranks may take to start, form their groups and read the weights."""
     timeout_s: Timeout = 1800.0
-    """Seconds that a save or a load may take, one collective in them or in an update, and an
-    update with its share of the log-probs before, on average over those of a step."""
+    """Seconds that a save or a load may take, and one collective in them or in an update."""
+    progress_timeout_s: Timeout = 600.0
+    """Seconds after which a rank counts as hung, without a sign of life, or in updates and
+    log-probs without a micro-batch; for these ten times the slowest recent one, if that is more."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
     offload: OffloadConfig = OffloadConfig()

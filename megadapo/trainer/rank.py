@@ -15,6 +15,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megadapo.algorithm.bapo import BapoBounds
+from megadapo.cluster.heartbeat import piece_done
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import DamageError
 from megadapo.models.description import describe_model
@@ -219,6 +220,7 @@ class TrainerRank:
                 grad_norms.append(outcome.grad_norm)
             if values is not None:
                 values.update(number)
+            piece_done()
         # whoever reads weights after this (save, export, weight updates) finds them whole
         gather_weights_now(self.chunks)
         if self.reference is not None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megadapo.algorithm.objective import PolicyObjective
+from megadapo.cluster.heartbeat import piece_done
 from megadapo.kernels.policy_head import PolicyHeadOutput
 from megadapo.kernels.policy_head_types import PolicyInputs
 from megadapo.trainer.gradient_share import gradient_sizes
@@ -130,6 +131,7 @@ def _forward_step(
         output_processor=head,
         output_processor_context=task,
     )
+    piece_done()
     return output, _loss_and_data
 
 

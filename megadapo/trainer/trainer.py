@@ -15,12 +15,13 @@ import numpy as np
 from megadapo.cluster.calls import gather
 from megadapo.cluster.cpu_process import cpu_environment
 from megadapo.cluster.gpu_process import full_precision
+from megadapo.cluster.post_mortem import flight_recorder
 from megadapo.data.batch import PackedBatch
-from megadapo.errors import InfraError, MegadapoError
+from megadapo.errors import InfraError
 from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.processes import RankProcesses
 from megadapo.trainer.result import RankUpdate, UpdateResult
 from megadapo.trainer.settings import TrainerSettings
-from megadapo.trainer.worker import TrainerWorker
 from megadapo.weights.disk.hashed_files import Files
 
 if TYPE_CHECKING:
@@ -38,33 +39,35 @@ CUDA_VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 
-LEAVE_TIMEOUT_S = 10.0
-"""How long a rank may take to leave in good order before it is killed."""
-
 POLL_S = 0.1
 """Between two questions whether a save has been written."""
 SLOWEST_STORAGE = 50e6
 """Bytes per second that a rank's storage takes or gives at least, or it has failed."""
 LONGEST_WORK_S = 7 * 24 * 3600.0
+"""Of what is watched as it gets on."""
 
 
 class Trainer:
     """All ranks of the trainer as one; after an error it is shut down and of no more use."""
 
-    def __init__(
-        self, ranks: list[ActorHandle[Any]], *, timeout_s: float, offloads: bool = False
-    ) -> None:
-        """`offloads`: whether anything of the ranks' memory leaves it between updates."""
-        self.ranks = ranks
-        """One actor handle per rank."""
+    def __init__(self, processes: RankProcesses, config: TrainerConfig) -> None:
+        """`processes`: whose ranks have started."""
+        self.processes = processes
+        processes.watch_over(config.progress_timeout_s)
         self.watch: Callable[[], None] | None = None
         """Called every few seconds while the ranks work; may raise what ends the run."""
-        self._timeout_s, self._offloads = timeout_s, offloads
-        self._pings: list[Any] = []
+        self._config = config
+
+    @property
+    def ranks(self) -> list[ActorHandle[Any]]:
+        """One actor handle per rank; none once they have ended."""
+        return self.processes.actors
 
     @classmethod
-    def start(cls, settings: TrainerSettings, cluster: Cluster) -> Trainer:
+    def start(cls, settings: TrainerSettings, cluster: Cluster, *, log_folder: Path) -> Trainer:
         """Start the ranks that the settings ask for on the cluster's trainer slots.
+
+        `log_folder`: where each rank writes its log.
 
         Raises:
             MegadapoError: the model cannot be read or does not fit the layout, or a rank failed.
@@ -73,6 +76,7 @@ class Trainer:
         return cls.start_ranks(
             settings,
             options,
+            log_folder=log_folder,
             uses_cuda=cluster.uses_cuda,
             num_cores=cluster.trainer_cores(),
         )
@@ -83,6 +87,7 @@ class Trainer:
         settings: TrainerSettings,
         options: list[dict[str, Any]],
         *,
+        log_folder: Path,
         uses_cuda: bool,
         num_cores: Sequence[int] = (),
     ) -> Trainer:
@@ -91,33 +96,26 @@ class Trainer:
         Args:
             num_cores: of each rank; none: an equal share of this machine's.
         """
-        import ray
-
         here = max(1, len(os.sched_getaffinity(0)) // len(options))
+        recorder = flight_recorder(log_folder.resolve()) if uses_cuda else {}
         environments = [
-            rank_environment(
+            recorder
+            | rank_environment(
                 settings.trainer, uses_cuda=uses_cuda, dtype=settings.model.dtype, num_cores=cores
             )
             for cores in num_cores or [here] * len(options)
         ]
-        actor: Any = ray.remote(TrainerWorker)  # with options, Ray loses its type
-        ranks: list[ActorHandle[Any]] = [
-            actor.options(**entry, runtime_env={"env_vars": environment}).remote(rank)
-            for rank, (entry, environment) in enumerate(zip(options, environments, strict=True))
-        ]
-        trainer = cls(
-            ranks,
-            timeout_s=settings.trainer.timeout_s,
-            offloads=settings.trainer.offload.is_on,
-        )
-        limit = ("start", settings.trainer.start_timeout_s, "trainer.start_timeout_s")
-        (meeting,) = trainer._gather([ranks[0].find_rendezvous.remote(len(ranks))], *limit)
+        processes = RankProcesses(options, environments, log_folder)
+        limit = (settings.trainer.start_timeout_s, "trainer.start_timeout_s")
+        processes.find(*limit)
+        call: Any = processes.actors[0].find_rendezvous.remote(len(options))
+        (meeting,) = processes.gather([call], "start", *limit)
         calls = [
             handle.start.remote(settings, replace(meeting, rank=rank), uses_cuda)
-            for rank, handle in enumerate(ranks)
+            for rank, handle in enumerate(processes.actors)
         ]
-        trainer._gather(calls, *limit)
-        return trainer
+        processes.gather(calls, "start", *limit)
+        return cls(processes, settings.trainer)
 
     def update(
         self,
@@ -147,7 +145,7 @@ class Trainer:
             kl_reward_coef,
             None if texts is None else _shared(texts),
             record,
-            num_deadlines=len(batch.mini_batches),
+            timeout_s=LONGEST_WORK_S,
         )
         recorded = [update.recorded for update in updates if update.recorded is not None]
         return replace(
@@ -161,7 +159,9 @@ class Trainer:
 
         Same head and micro-batching as `update`; sequences in no mini-batch stay NaN.
         """
-        answers: list[np.ndarray | None] = self.call_all("logprobs", _shared(batch))
+        answers: list[np.ndarray | None] = self.call_all(
+            "logprobs", _shared(batch), timeout_s=LONGEST_WORK_S
+        )
         parts = [part for part in answers if part is not None]
         merged = parts[0].copy()
         for part in parts[1:]:
@@ -182,8 +182,16 @@ class Trainer:
             Raises CheckpointError where a rank could not write, InfraError where one is gone.
         """
         num_bytes = sum(self.call_all("begin_save", folder.absolute()))
-        deadline = time.monotonic() + self._timeout_s + num_bytes / SLOWEST_STORAGE
-        return partial(wait_for_save, self.ranks, folder.absolute(), deadline=deadline)
+        deadline = time.monotonic() + self._config.timeout_s + num_bytes / SLOWEST_STORAGE
+        pulses = self.processes.pulse_watch(self._config.progress_timeout_s)
+        return partial(
+            wait_for_save,
+            list(self.ranks),
+            self.processes,
+            folder.absolute(),
+            deadline=deadline,
+            watch=pulses.look,
+        )
 
     def load(self, folder: Path, files: Files) -> None:
         """Read what was saved, at this or any other split; every file must be as listed.
@@ -194,7 +202,8 @@ class Trainer:
         """
         # twice: files are hashed, then read
         reading_s = 2 * sum(file.bytes for file in files.values()) / SLOWEST_STORAGE
-        self.call_all("load", folder.absolute(), files, more_s=reading_s)
+        timeout_s = self._config.timeout_s + reading_s
+        self.call_all("load", folder.absolute(), files, timeout_s=timeout_s)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with the present weights, config and tokenizer."""
@@ -202,79 +211,50 @@ class Trainer:
 
     def leave_to_engines(self) -> None:
         """Free the memory of GPUs that trainer.offload leaves to engines while they generate."""
-        if self._offloads:
+        if self._config.offload.is_on:
             self.call_all("leave_to_engines")
 
-    def call_all(
-        self, method: str, *args: Any, num_deadlines: int = 1, more_s: float = 0.0
-    ) -> list[Any]:
+    def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call a method of TrainerWorker on all ranks at once and return the results by rank.
 
-        Args:
-            num_deadlines: how many things it does that may each take as long as a call.
-            more_s: may be spent beyond that.
+        `timeout_s`: for what takes other than trainer.timeout_s.
 
         Raises:
-            MegadapoError: what a rank raised; InfraError where one died or gave no answer in time.
+            MegadapoError: what a rank raised; InfraError where one died, hangs, or gave no answer
+                in time.
         """
-        if not self.ranks:
-            raise InfraError(f"the trainer cannot {method}: its ranks have ended")
-        calls = [getattr(rank, method).remote(*args) for rank in self.ranks]
-        timeout_s = max(1, num_deadlines) * self._timeout_s + more_s
-        return self._gather(calls, method, timeout_s, "trainer.timeout_s")
+        calls = self.processes.call_all(method, *args)
+        allowed_s = self._config.timeout_s if timeout_s is None else timeout_s
+        return self.processes.gather(calls, method, allowed_s, "trainer.timeout_s", self.watch)
 
     def check(self) -> None:
         """Look after the ranks while nobody waits for them.
 
         Raises:
-            InfraError: one has died.
+            InfraError: one has died, or hangs.
         """
-        import ray
-
-        if not self._pings:
-            self._pings = [rank.__ray_ready__.remote() for rank in self.ranks]
-        answered, _ = ray.wait(self._pings, num_returns=len(self._pings), timeout=0)
-        for number, ping in enumerate(self._pings):
-            if ping in answered:
-                gather([ping], names=[f"trainer rank {number}"], doing="rollout", timeout_s=0)
-        if len(answered) == len(self._pings):
-            self._pings = []
+        self.processes.check()
 
     def shutdown(self) -> None:
         """End all ranks; safe to call again, and after an error."""
-        import ray
-
-        ranks, self.ranks = self.ranks, []
-        if ranks and ray.is_initialized():
-            ray.wait(
-                [rank.leave.remote() for rank in ranks],
-                num_returns=len(ranks),
-                timeout=LEAVE_TIMEOUT_S,
-            )
-            _kill(ranks)
-
-    def _gather(self, calls: list[Any], method: str, timeout_s: float, limit: str) -> list[Any]:
-        """Results in order; the first failure ends all ranks, as the others wait for that one."""
-        names = [f"trainer rank {rank}" for rank in range(len(calls))]
-        try:
-            return gather(
-                calls,
-                names=names,
-                doing=method,
-                timeout_s=timeout_s,
-                limit=limit,
-                watch=self.watch,
-            )
-        except MegadapoError:
-            ranks, self.ranks = self.ranks, []
-            _kill(ranks)
-            raise
+        self.processes.end()
 
 
-def wait_for_save(ranks: list[ActorHandle[Any]], folder: Path, *, deadline: float) -> Files:
+def wait_for_save(
+    ranks: Sequence[ActorHandle[Any]],
+    processes: RankProcesses,
+    folder: Path,
+    *,
+    deadline: float,
+    watch: Callable[[], None],
+) -> Files:
     """Ask the ranks until all have written, and say where everything lies.
 
-    `deadline`: on the monotonic clock, when a rank that answers must have written.
+    Args:
+        ranks: that write, though they may have ended since.
+        processes: theirs.
+        deadline: on the monotonic clock, when a rank that answers must have written.
+        watch: raises where a rank hangs.
 
     Raises:
         CheckpointError: a rank could not write; none is writing any more.
@@ -287,10 +267,12 @@ def wait_for_save(ranks: list[ActorHandle[Any]], folder: Path, *, deadline: floa
         asked = [number for number in range(len(ranks)) if number not in reports]
         answers: list[RankReport | None] = gather(
             [ranks[number].save_report.remote() for number in asked],
-            names=[f"trainer rank {number}" for number in asked],
+            names=[processes.names[number] for number in asked],
             doing="save",
-            # between other work; whoever waits for that finds a rank that hangs
+            logs=[processes.logs[number] for number in asked],
+            # between other work
             timeout_s=LONGEST_WORK_S,
+            watch=watch,
         )
         reports |= {n: report for n, report in zip(asked, answers, strict=True) if report}
         if len(reports) == len(ranks):
@@ -322,10 +304,3 @@ def _shared(batch: PackedBatch) -> Any:
     import ray
 
     return ray.put(batch)
-
-
-def _kill(ranks: list[ActorHandle[Any]]) -> None:
-    import ray
-
-    for rank in ranks:
-        ray.kill(rank)

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
+from megadapo.cluster.heartbeat import at_work, start_heart
 from megadapo.cluster.memory import return_freed_memory
+from megadapo.cluster.post_mortem import Whereabouts
+from megadapo.cluster.process_log import redirect_output
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError, MegadapoError
 from megadapo.observe.machine import PACKED_ATTENTION
@@ -45,26 +48,40 @@ def _named_failures(
     @functools.wraps(method)
     def call(worker: TrainerWorker, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return method(worker, *args, **kwargs)
+            with at_work(method.__name__):
+                return method(worker, *args, **kwargs)
         except MegadapoError:
             raise
         except Exception as error:  # a boundary: nothing may be lost between actor and driver
             logger.exception("trainer rank %d failed in %s", worker.rank, method.__name__)
             raise InfraError(
                 f"trainer rank {worker.rank} failed in {method.__name__}: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}" + (f" (log: {worker.log})" if worker.log else "")
             ) from None
 
     return call
 
 
+def pulse_of(log: Path) -> Path:
+    """Where the process with this log gives signs of life."""
+    return log.with_suffix(".pulse")
+
+
 class TrainerWorker:
     """One process of the trainer; sync methods, one call at a time."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, log: Path | None = None) -> None:
+        """`log`: where this process writes; None leaves its output where it goes."""
+        if log is not None:
+            redirect_output(log)
         self.rank = rank
+        self.log = log
         self._trainer: TrainerRank | None = None
         self._listener: socket.socket | None = None
+
+    def whereabouts(self) -> Whereabouts:
+        """Where this process is."""
+        return Whereabouts.here()
 
     def find_rendezvous(self, world_size: int) -> Rendezvous:
         """An address and a free port of this rank's node, for all ranks to meet at."""
@@ -91,6 +108,8 @@ class TrainerWorker:
         from megadapo.trainer.rank import TrainerRank
 
         self._trainer = TrainerRank(settings, rendezvous, self._listener)
+        if self.log is not None:
+            start_heart(pulse_of(self.log), limit_s=settings.trainer.progress_timeout_s)
 
     @_named_failures
     def update(

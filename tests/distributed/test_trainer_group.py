@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megadapo.errors import ConfigError, DataError, InfraError
+from megadapo.cluster.heartbeat import read_pulse
+from megadapo.errors import ConfigError, DataError, Hung, ProcessDied
 from megadapo.trainer.trainer import Trainer, rank_environment
 from tests.support.batches import RAGGED, random_batch
 from tests.support.ranks import expected_megatron, megatron_version, settings_for
@@ -33,9 +34,9 @@ def ray_started() -> Iterator[None]:
     ray.shutdown()
 
 
-def start(settings) -> Trainer:
+def start(settings, log_folder: Path) -> Trainer:
     options = [{"num_cpus": 0}] * settings.trainer.num_ranks
-    return Trainer.start_ranks(settings, options, uses_cuda=False)
+    return Trainer.start_ranks(settings, options, log_folder=log_folder, uses_cuda=False)
 
 
 def pid_of(trainer) -> int:
@@ -49,7 +50,7 @@ def version_in(trainer) -> str:
 def test_two_ranks_train_save_load_and_die(ray_started: None, models: Path, tmp_path: Path) -> None:
     """One life of a trainer; starting one costs seconds, so it is one test."""
     batch = random_batch(RAGGED, num_mini_batches=2, policy_version=4)
-    group = start(settings_for(str(models / "qwen2-tied"), data=2))
+    group = start(settings_for(str(models / "qwen2-tied"), data=2), tmp_path / "logs")
     pids = group.call_all("apply", pid_of)
     assert group.call_all("apply", version_in) == [expected_megatron()] * 2
 
@@ -62,7 +63,9 @@ def test_two_ranks_train_save_load_and_die(ray_started: None, models: Path, tmp_
     assert all(share.logprobs_seconds > 0 for share in first.shares)
     assert first.recorded is None
 
-    begun = group.begin_save(tmp_path)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    begun = group.begin_save(saved)
     second = group.update(batch, policy_version=4, step=2, record=[3, 10])
     places = np.r_[batch.cu_seqlens[3] : batch.cu_seqlens[4]]
     places = np.r_[places, batch.cu_seqlens[10] : batch.cu_seqlens[11]]
@@ -72,13 +75,13 @@ def test_two_ranks_train_save_load_and_die(ray_started: None, models: Path, tmp_
     files = begun()
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= files.keys()
     assert sum(file.bytes for file in files.values()) > group.checkpoint_bytes() > 0
-    group.load(tmp_path, files)
+    group.load(saved, files)
     assert np.array_equal(group.logprobs(batch), logprobs, equal_nan=True)
     assert replace(group.update(batch, policy_version=4, step=2), lr=second.lr) == second
 
     os.kill(pids[1], signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(InfraError, match="trainer rank 1"):
+    with pytest.raises(ProcessDied, match="trainer rank 1 died .*trainer-rank-1.log"):
         group.update(batch, policy_version=4, step=3)
     assert time.monotonic() - started < 30
     assert group.ranks == [], "the surviving rank waits for a dead one: it must be ended too"
@@ -93,27 +96,48 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.1)
 
 
-def test_errors_of_a_rank_keep_their_type_and_message(ray_started: None) -> None:
+def test_errors_of_a_rank_keep_their_type_and_message(ray_started: None, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="model.path = 'no/such/folder'"):
-        start(settings_for("no/such/folder"))
+        start(settings_for("no/such/folder"), tmp_path)
 
 
 @pytest.mark.full
-def test_an_error_of_every_rank_is_one(ray_started: None, models: Path) -> None:
+def test_an_error_of_every_rank_is_one(ray_started: None, models: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer.tensor_parallel = 3 .*num_attention_heads = 4"):
-        start(settings_for(str(models / "qwen2-tied"), tensor=3))
+        start(settings_for(str(models / "qwen2-tied"), tensor=3), tmp_path)
 
 
-def test_a_stopped_rank_is_reported_within_the_deadline(ray_started: None, models: Path) -> None:
-    """SIGKILL closes sockets; a process that merely stands still is found by the clock alone."""
-    settings = settings_for(str(models / "qwen2-tied"))
-    settings = replace(settings, trainer=settings.trainer.model_copy(update={"timeout_s": 4.0}))
-    group = start(settings)
-    (pid,) = group.call_all("apply", pid_of)
-    os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(InfraError, match="trainer rank 0 did not finish update within 4 s"):
-        group.update(random_batch([9, 9]), policy_version=0, step=1)
-    wait_until_gone([pid])
+def test_a_rank_stopped_in_an_update_is_named_within_the_deadline(
+    ray_started: None, models: Path, tmp_path: Path
+) -> None:
+    """SIGKILL closes sockets; a process that merely stands still is found by its silence alone.
+
+    The other rank waits for it in a collective, and is as late.
+    """
+    settings = settings_for(str(models / "qwen2-tied"), data=2)
+    limits = {"progress_timeout_s": 4.0, "timeout_s": 60.0}
+    settings = replace(settings, trainer=settings.trainer.model_copy(update=limits))
+    group = start(settings, tmp_path)
+    pids = group.call_all("apply", pid_of)
+    stopped: list[float] = []
+
+    def stop_the_second_in_an_update() -> None:
+        if not stopped and read_pulse(tmp_path / "trainer-rank-1.pulse").doing == "update":
+            os.kill(pids[1], signal.SIGSTOP)
+            stopped.append(time.monotonic())
+
+    group.watch = stop_the_second_in_an_update
+    batch = random_batch(RAGGED * 4, num_mini_batches=8)
+    with pytest.raises(Hung) as caught:
+        for step in range(1, 200):
+            group.update(batch, policy_version=0, step=step)
+    assert time.monotonic() - stopped[0] < 30
+    message = str(caught.value)
+    assert message.startswith("trainer rank 1 gave no sign of life for 4 s in update")
+    assert message.endswith(f"stacks: {tmp_path}/trainer-rank-1.log")
+    wait_until_gone(pids)
+    for rank in (0, 1):
+        assert "update" in (tmp_path / f"trainer-rank-{rank}.log").read_text()
 
 
 def test_threads_are_shared_out_unless_given() -> None:

@@ -82,6 +82,22 @@ def test_groups_of_a_lost_engine_are_answered_and_it_comes_back(engines, how):
     assert alive == []
 
 
+def test_an_engine_that_is_stopped_without_work_is_found_and_its_stack_kept(engines, tmp_path):
+    """Catches one that is waited for in the next step, while the trainer works in this one."""
+    place, pid = engines.place(2), actor_pid(engines, 2)
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while engines.place(2) == place:
+        assert time.monotonic() < deadline, "a stopped engine was not found"
+        engines.check()
+        time.sleep(0.5)
+    (note,) = engines.take_notes()
+    log = tmp_path / "engine-2.log"
+    assert note.startswith("rollout engine 2 gave no sign of life for 3 s")
+    assert f"stacks: {log}; it is started again" in note
+    assert "most recent call first" in log.read_text()
+
+
 def test_what_is_stopped_is_accounted_for(engines):
     """Also where its engine dies at that moment: what was begun can be asked for again."""
     engines.submit(requests(30))

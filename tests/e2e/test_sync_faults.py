@@ -21,6 +21,7 @@ MANY_BUCKETS = (
     "--weights.bucket_mib=0.004",
     f"--weights.deadline_s={DEADLINE_S}",
     "--trainer.timeout_s=60",
+    "--trainer.progress_timeout_s=60",
     "--rollout.engine_progress_timeout_s=60",
 )
 """An update then takes seconds, in hundreds of rounds, each of which has to be done in time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megadapo.cluster.calls import gather
@@ -70,6 +71,7 @@ class Parties:
         sender: The actors' method that calls a method of their sender.
         engines: The rollout engines.
         deadline_s: Seconds that any call may take.
+        logs: Of the ranks, for messages.
     """
 
     def __init__(
@@ -78,8 +80,9 @@ class Parties:
         sender: str,
         engines: UpdatableEngines,
         deadline_s: float,
+        logs: Sequence[Path] = (),
     ) -> None:
-        self._ranks, self._sender = list(ranks), sender
+        self._ranks, self._sender, self._logs = list(ranks), sender, logs
         self._engines, self._deadline_s = engines, deadline_s
         self.targets: list[int] = []
         """Numbers of the engines that are being updated; one that is lost is left out."""
@@ -101,6 +104,7 @@ class Parties:
                 doing=what,
                 timeout_s=self._deadline_s,
                 limit=DEADLINE,
+                logs=self._logs,
             )
 
     def call_engines(self, method: str, *args: object) -> dict[int, ObjectRef[Any]]:
@@ -122,7 +126,7 @@ class Parties:
         if lost and self.transport == "nccl":
             raise InfraError(
                 f"weights: {what}: rollout engine {lost[0]} is lost, and the ranks of one process "
-                f"group cannot go on without it (log: engine-{lost[0]}.log)"
+                f"group cannot go on without it (log: logs/engine-{lost[0]}.log)"
             )
         self.targets = [index for index in self.targets if index in results]
         return results

@@ -58,6 +58,7 @@ class Publisher:
         held: Send what the ranks `hold` in the place of their present weights.
         deltas: Whether updates may send only what changed; the engines must keep their weights
             from one update to the next.
+        logs: Of the trainer's ranks, for messages.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class Publisher:
         dtype: torch.dtype,
         held: bool = False,
         deltas: bool = False,
+        logs: Sequence[Path] = (),
     ) -> None:
         sender = "held_sender" if held else "weight_sender"
         self._engines, self._config, self._dtype = engines, config, dtype
-        self._parties = Parties(trainer_ranks, sender, engines, config.deadline_s)
+        self._parties = Parties(trainer_ranks, sender, engines, config.deadline_s, logs)
         self._engine = EngineShape(
             tp_size=tensor_parallel, pp_size=pipeline_parallel, expert_parallel=expert_parallel
         )

@@ -9,6 +9,7 @@ changed need the shards as they were sent: they are kept in main memory.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from megadapo.cluster.process_log import write_stacks_on_signal
+from megadapo.cluster.reaper import MARK
 from megadapo.errors import WeightError
 from megadapo.weights.layout.layout import ModelLayout, layout_for
 from megadapo.weights.sync.folder import FolderInbox
@@ -38,6 +41,9 @@ NAME = "megadapo"
 
 def register() -> None:
     """Make the engine known to vLLM; called once in each of its processes, or more often."""
+    # other programs that use vLLM load this as well
+    if MARK in os.environ:
+        write_stacks_on_signal()
     # vLLM refuses a name that it has; by the class itself that is all it can refuse
     with contextlib.suppress(ValueError):
         WeightTransferEngineFactory.register_engine(NAME, MegadapoTransfer)

@@ -1,6 +1,7 @@
 import pytest
 
-from megadapo.rollout.failure import START_LINE, describe_failure, root_cause
+from megadapo.cluster.process_log import START_LINE
+from megadapo.rollout.failure import describe_failure, root_cause
 from tests.support.scripted_engines import example_log
 
 WORKER = "(Worker pid=7) ERROR 11-20 07:09:16 [multiproc_executor.py:1063] "

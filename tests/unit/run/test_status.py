@@ -27,6 +27,30 @@ def test_a_status_follows_the_run(tmp_path):
     assert read_status(tmp_path).restarts == 1
 
 
+def test_a_status_says_that_a_long_phase_gets_on_without_being_written_all_the_time(
+    tmp_path, monkeypatch
+):
+    """A rollout of an hour would look like one that hangs."""
+    now = [100.0]
+    monkeypatch.setattr("megadapo.run.status.time.monotonic", lambda: now[0])
+    status = StatusFile(tmp_path, num_steps=9)
+    status.phase("rollout")
+    for _ in range(12):
+        now[0] += 1.0
+        status.gets_on(micro_batches=0, tokens=int(now[0]))
+    read = read_status(tmp_path)
+    assert (read.micro_batches, read.tokens) == (0, 111)
+    before = (tmp_path / STATUS_FILE).stat().st_mtime_ns
+    now[0] += 100.0
+    status.gets_on(micro_batches=0, tokens=112)
+    assert read_status(tmp_path).tokens == 112
+    after = (tmp_path / STATUS_FILE).stat().st_mtime_ns
+    assert after > before
+    now[0] += 100.0
+    status.gets_on(micro_batches=0, tokens=112)
+    assert (tmp_path / STATUS_FILE).stat().st_mtime_ns == after
+
+
 @pytest.mark.parametrize(
     ("step", "error", "state", "reason"),
     [

@@ -1,0 +1,138 @@
+"""Would catch: a crash or a child's output that is in no log, a log that fills the disk, the stack
+of a hung process that is not there when the process is killed, a bystander killed for its stack."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadapo.cluster.orphans import start_time
+from megadapo.cluster.post_mortem import Whereabouts, flight_pipe, flight_recorder, write_stacks
+from megadapo.cluster.process_log import START_LINE, quoted, read_tail
+from megadapo.cluster.reaper import MARK
+
+CHATTY = """
+import subprocess, sys, time
+from pathlib import Path
+from megadapo.cluster.process_log import redirect_output
+redirect_output(Path(sys.argv[1]), max_bytes=20_000, look_s=0.02)
+subprocess.run(["echo", "of a child"])
+for number in range(400):
+    print(f"line {number} " + "x" * 200, flush=True)
+    time.sleep(0.001)
+raise KeyError("the last word")
+"""
+HANGING = """
+import sys, time
+from pathlib import Path
+from megadapo.cluster.process_log import redirect_output
+redirect_output(Path(sys.argv[1]))
+def waits_for_ever():
+    print("waiting", flush=True)
+    time.sleep(600)
+waits_for_ever()
+"""
+CRASHING = """
+import faulthandler, sys
+from pathlib import Path
+from megadapo.cluster.process_log import redirect_output
+faulthandler.enable()
+redirect_output(Path(sys.argv[1]))
+faulthandler._sigsegv()
+"""
+
+
+def start(source: str, log: Path, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", source, str(log)], env={**os.environ, **environment}
+    )
+
+
+def wait_for(log: Path, text: str) -> None:
+    deadline = time.monotonic() + 60
+    while text not in (log.read_text() if log.exists() else ""):
+        assert time.monotonic() < deadline, f"no {text!r} in {log}"
+        time.sleep(0.02)
+
+
+def here(pid: int) -> Whereabouts:
+    return Whereabouts(node="a", pid=pid, started=start_time(pid))
+
+
+def test_all_that_a_process_says_is_in_its_log_which_stays_short(tmp_path):
+    log = tmp_path / "logs" / "trainer-rank-3.log"
+    assert start(CHATTY, log).wait(timeout=60) == 1
+    before = log.with_name("trainer-rank-3.log.1")
+    assert log.stat().st_size + before.stat().st_size < 80_000
+    assert "KeyError: 'the last word'" in log.read_text()
+    assert quoted(log).endswith("KeyError: 'the last word'")
+    assert quoted(log).startswith(f" (log: {log}); it ends in\n")
+
+
+def test_a_native_crash_is_in_the_log_after_what_was_there(tmp_path):
+    log = tmp_path / "engine-0.log"
+    log.write_text(f"{START_LINE}of an earlier process\n")
+    assert start(CRASHING, log).wait(timeout=60) == -signal.SIGSEGV
+    assert "of an earlier process" in log.read_text()
+    tail = read_tail(log)
+    assert "Segmentation fault" in tail and "earlier" not in tail
+
+
+def test_a_message_about_a_process_without_words_names_its_log_alone(tmp_path):
+    log = tmp_path / "engine-0.log"
+    assert quoted(log) == f" (log: {log})"
+    log.write_text(START_LINE)
+    assert quoted(log) == f" (log: {log})"
+
+
+@pytest.mark.fault
+def test_hung_processes_write_their_stacks_and_others_are_left_alone(tmp_path):
+    """One that is stopped, as a debugger does it, and one that is found by its mark alone."""
+    mark = f"test-{os.getpid()}-{time.time_ns()}"
+    logs = [tmp_path / "a.log", tmp_path / "b.log"]
+    stopped, marked = start(HANGING, logs[0]), start(HANGING, logs[1], **{MARK: mark})
+    deaf = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: mark})
+    try:
+        for log in logs:
+            wait_for(log, "waiting")
+        os.kill(stopped.pid, signal.SIGSTOP)
+        # where nobody listens, and where nothing is
+        pipe = tmp_path / "nccl-rank-0.pipe"
+        os.mkfifo(pipe)
+        another_owner = Whereabouts(node="a", pid=deaf.pid, started="0")
+        write_stacks(
+            [here(stopped.pid), another_owner], mark, [pipe, tmp_path / "nccl-rank-1.pipe"]
+        )
+        for log in logs:
+            assert "in waits_for_ever" in log.read_text()
+        assert [process.poll() for process in (stopped, marked, deaf)] == [None] * 3
+    finally:
+        for process in (stopped, marked, deaf):
+            process.kill()
+            process.wait()
+
+
+def test_nccls_record_is_asked_for_as_torch_understands_it(tmp_path):
+    """The names are torch's; a rank that has no pipe, or reads none, costs no time."""
+    environment = flight_recorder(tmp_path)
+    with (Path(torch.__file__).parent / "lib" / "libtorch_cpu.so").open("rb") as library:
+        known = mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ)
+        # the others are read where torch has NCCL in it
+        for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+            assert name in environment and known.find(name.encode()) >= 0
+        known.close()
+    pipe = flight_pipe(tmp_path, 3)
+    assert str(pipe) == environment["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "3.pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_stacks([], None, [pipe, flight_pipe(tmp_path, 4)])
+    assert os.read(reader, 10) == b"1\n"
+    os.close(reader)

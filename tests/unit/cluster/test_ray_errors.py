@@ -1,0 +1,89 @@
+"""Would catch: an error of Ray's that reaches the user as a traceback or without what to do, a
+process killed for its memory or with its node that is told as any other death."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from ray import exceptions as of_ray
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+
+from megadapo.cluster.ray_errors import KINDS, translated
+from megadapo.errors import (
+    CallCancelled,
+    DataError,
+    DataLost,
+    Hung,
+    InfraError,
+    NodeDied,
+    OutOfMemory,
+    ProcessDied,
+)
+
+
+def actor_died(message: str) -> of_ray.ActorDiedError:
+    return of_ray.ActorDiedError(
+        ActorDiedErrorContext(error_message=message, actor_id=b"a" * 16, pid=17)
+    )
+
+
+CASES = [
+    (actor_died("Worker unexpectedly exits with a connection error code 2."), ProcessDied),
+    (actor_died("Worker exit type: NODE_OUT_OF_MEMORY"), OutOfMemory),
+    (actor_died("the worker was killed due to the node running low on memory."), OutOfMemory),
+    (actor_died("The actor died because its node has died. Node Id: 5a"), NodeDied),
+    (of_ray.OutOfMemoryError("task was killed"), OutOfMemory),
+    (of_ray.NodeDiedError("unreachable"), NodeDied),
+    (of_ray.LocalRayletDiedError(), NodeDied),
+    (of_ray.ActorUnavailableError("no route", b"a" * 16), NodeDied),
+    (of_ray.WorkerCrashedError(), ProcessDied),
+    (of_ray.ObjectLostError("5a", None, ""), DataLost),
+    (of_ray.OwnerDiedError("5a", b"", ""), DataLost),
+    (of_ray.ObjectStoreFullError("full"), DataLost),
+    (of_ray.GetTimeoutError("Get timed out"), Hung),
+    (of_ray.TaskCancelledError(), CallCancelled),
+    (of_ray.ActorUnschedulableError("no node"), CallCancelled),
+    (of_ray.RuntimeEnvSetupError("no disk"), CallCancelled),
+    (of_ray.RaySystemError("internal"), InfraError),
+]
+
+
+@pytest.mark.parametrize(("error", "kind"), CASES, ids=lambda value: type(value).__name__)
+def test_every_error_has_a_type_of_ours_and_a_hint(error, kind):
+    ours = translated(error, "trainer rank 1", "update")
+    assert type(ours) is kind
+    text = str(ours)
+    assert text.startswith("trainer rank 1 ") and "update: " in text
+    assert "\n" not in text and len(text) > 60
+
+
+def test_names_are_those_of_the_installed_ray():
+    """A base that Ray renames would make everything under it an error without a hint."""
+    known = {name for name, kind in inspect.getmembers(of_ray) if inspect.isclass(kind)}
+    assert {name for theirs, _, _ in KINDS for name in theirs} <= known
+
+
+def test_a_death_is_described_by_who_knows_more_unless_ray_knows_better():
+    def describe() -> str:
+        return "engine 0 died: out of blocks"
+
+    plain = translated(actor_died("exit"), "engine 0", "start", describe)
+    assert str(plain) == "engine 0 died: out of blocks"
+    for_memory = translated(actor_died("NODE_OUT_OF_MEMORY"), "engine 0", "start", describe)
+    assert type(for_memory) is OutOfMemory and "memory was nearly full" in str(for_memory)
+
+
+def test_what_an_actor_raises_keeps_its_type_and_what_its_call_met_is_translated():
+    of_data = of_ray.RayTaskError("f", "", DataError("prompt 3 is empty"))
+    assert isinstance(translated(of_data, "x", "y"), DataError)
+    lost = of_ray.RayTaskError("f", "", of_ray.ObjectLostError("5a", None, ""))
+    assert type(translated(lost, "x", "y")) is DataLost
+    other = translated(of_ray.RayTaskError("f", "", ValueError("seven")), "x", "y")
+    assert type(other) is InfraError and "x failed in y: seven" in str(other)
+
+
+def test_an_actor_that_fails_in_its_constructor_says_why():
+    cause = of_ray.RayTaskError("__init__", "Traceback: no such device", ValueError("7"))
+    error = translated(of_ray.ActorDiedError.from_task_error(cause), "trainer rank 0", "start")
+    assert "trainer rank 0 could not start" in str(error) and "no such device" in str(error)
