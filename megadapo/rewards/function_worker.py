@@ -42,7 +42,7 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
     function = load(settings["path"], settings["options"])
     # an event loop opens a pair of sockets
     loop = asyncio.new_event_loop() if inspect.iscoroutinefunction(function) else None
-    _forbid(network=not settings["network"], processes=not settings["processes"])
+    forbid(network=not settings["network"], processes=not settings["processes"])
     is_batched = takes_batches(function)
     reader = ResultReader(
         step_separators=settings["step_separators"], step_score=settings["step_score"]
@@ -154,8 +154,8 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:MAX_ERROR].removesuffix(": ")
 
 
-def _forbid(*, network: bool, processes: bool) -> None:
-    """Raise where the function opens a socket or starts a process, for the rest of this process."""
+def forbid(*, network: bool, processes: bool) -> None:
+    """Raise where Python code opens a socket or starts a process, for the rest of this process."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if network and event in ("socket.__new__", "socket.getaddrinfo"):

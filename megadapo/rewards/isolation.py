@@ -49,7 +49,7 @@ def enter() -> int:
     Raises:
         OSError: the system does not allow it.
     """
-    user = _unshare()
+    user = _unshare(_NAMESPACES)
     child = os.fork()
     if child:
         _, status = os.waitpid(child, 0)
@@ -63,10 +63,30 @@ def enter() -> int:
     return user
 
 
-def drop_privileges(user: int) -> None:
-    """Become a user without any rights, for good; what is started later has none either."""
+def enter_alone() -> int:
+    """Go on in a world of its own, as the same process: for one that is to start no others.
+
+    It has no network and sees no files of others. Where it is no user of its own, as without root,
+    it could still signal this user's processes.
+
+    Returns:
+        The user that `drop_privileges` is to be given.
+
+    Raises:
+        OSError: the system does not allow it.
+    """
+    user = _unshare(_NAMESPACES & ~_NEW_PROCESSES)
+    _enter_own_files()
+    return user
+
+
+def drop_privileges(user: int, *, max_processes: int = MAX_PROCESSES) -> None:
+    """Become a user without any rights, for good; what is started later has none either.
+
+    `max_processes`: of this user, this one included; with 0 nothing more is started.
+    """
     limits = (
-        (resource.RLIMIT_NPROC, MAX_PROCESSES),
+        (resource.RLIMIT_NPROC, max_processes),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
     )
@@ -83,11 +103,11 @@ def drop_privileges(user: int) -> None:
     _check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
 
 
-def _unshare() -> int:
+def _unshare(namespaces: int) -> int:
     outer_user, outer_group = os.geteuid(), os.getegid()
-    if outer_user == 0 and _libc.unshare(_NAMESPACES) == 0:
+    if outer_user == 0 and _libc.unshare(namespaces) == 0:
         return _FIRST_FREE_USER + os.getpid()
-    _check(_libc.unshare(_NAMESPACES | _NEW_USERS))
+    _check(_libc.unshare(namespaces | _NEW_USERS))
     for file, line in (
         ("setgroups", "deny"),
         ("uid_map", f"{_INNER_USER} {outer_user} 1"),

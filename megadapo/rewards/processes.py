@@ -95,12 +95,18 @@ class ProcessPool:
     def close(self) -> None:
         """Kill the workers; requests that are being worked on get no reply."""
         self._closing = True
-        for worker in self._workers:
-            worker.stop()
-        with self._lock:
+        while True:
+            # one that has just been replaced is another one by now
+            for worker in list(self._workers):
+                worker.stop()
+            if self._lock.acquire(timeout=0.1):
+                break
+        try:
             for worker in self._workers:
                 worker.kill()
             self._workers = []
+        finally:
+            self._lock.release()
 
     def _assign(self, queue: deque[tuple[int, Reply]], timeout_s: float) -> None:
         for worker in self._workers:

@@ -80,9 +80,9 @@ class Scorer:
         return max((runner.num_threads for runner in self._runners.values()), default=1)
 
     def take_notes(self) -> list[str]:
-        """Say which functions failed since the last call, and why."""
+        """Say which functions, and what of the symbolic comparison, failed since the last call."""
         notes = (runner.take_note() for runner in self._runners.values())
-        return [note for note in notes if note is not None]
+        return [*self.verifier.take_notes(), *(note for note in notes if note is not None)]
 
     def close(self) -> None:
         """End all processes."""

@@ -19,8 +19,15 @@ MAX_REMEMBERED = 65_536
 """Pairs whose verdicts are kept; the oldest are forgotten."""
 
 
+_ENDING = (InfraError, OSError, LookupError, TypeError, ValueError)
+"""What a pool whose workers fail, or reply with anything at all, can raise."""
+
+
 class SecondOpinion:
-    """A thread that has pairs compared by a pool of workers; safe to use from any thread."""
+    """A thread that has pairs compared by a pool of workers; safe to use from any thread.
+
+    Where the workers fail for good, there are no more verdicts, and whoever asks is not troubled.
+    """
 
     def __init__(self, pool: SymbolicPool, tell: Callable[[Pair, bool | None], None]) -> None:
         """`tell`: is called for each pair that was asked about, in the thread, with its verdict."""
@@ -30,19 +37,17 @@ class SecondOpinion:
         self._verdicts: dict[Pair, bool | None] = {}
         self._changed = threading.Condition()
         self._is_busy = self._is_closed = False
-        self._error: InfraError | None = None
+        self.failure: str | None = None
+        """Why nothing is compared any more."""
         self._thread = threading.Thread(target=self._work, name="second-opinion", daemon=True)
         self._thread.start()
 
     def ask(self, pairs: Iterable[Pair]) -> list[Pair]:
-        """Have different pairs compared in this order, and return those given up for them.
-
-        Raises:
-            InfraError: the workers can no longer be started.
-        """
+        """Have different pairs compared in this order, and return those given up for them, or all
+        of them where nothing is compared any more."""
         with self._changed:
-            if self._error is not None:
-                raise self._error
+            if self.failure is not None:
+                return list(pairs)
             given_up = list(self._waiting)
             self._waiting = deque(pairs)
             self._changed.notify_all()
@@ -69,7 +74,7 @@ class SecondOpinion:
         while chunk := self._next_chunk():
             try:
                 self._compare(chunk)
-            except InfraError as error:
+            except _ENDING as error:
                 self._fail(error)
                 return
 
@@ -96,10 +101,11 @@ class SecondOpinion:
         while len(self._verdicts) > MAX_REMEMBERED:
             del self._verdicts[next(iter(self._verdicts))]
 
-    def _fail(self, error: InfraError) -> None:
-        """Say it to the next one who asks; a pool that is being closed is no failure."""
+    def _fail(self, error: Exception) -> None:
+        """End; a pool that is being closed is no failure."""
         with self._changed:
-            self._error = None if self._is_closed else error
+            if not self._is_closed:
+                self.failure = str(error)
             self._waiting.clear()
             self._is_busy = False
             self._changed.notify_all()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megadapo.rewards.processes import Lost, ProcessPool, Reply
 from megadapo.rewards.refusal import refusal
-from megadapo.rewards.worker_process import Program
+from megadapo.rewards.worker_process import START_TIMEOUT_S, Program
 
 Pair = tuple[str, str]
 """(answer, gold)."""
@@ -70,6 +70,9 @@ class SymbolicPool:
             idle=idle,
         )
         self._processes = ProcessPool(program, num_workers)
+        (answer,) = self._processes.run([{}], START_TIMEOUT_S)
+        self.exposed: str = "" if isinstance(answer, Lost) else answer["exposed"]
+        """Why workers can reach network and files, where the system does not isolate them."""
 
     @property
     def counts(self) -> SymbolicCounts:

@@ -1,11 +1,19 @@
-"""The program of one symbolic worker: compares answers with math-verify."""
+"""The program of one symbolic worker: compares answers with math-verify, in a world of its own.
+
+What it parses was written by a model, and sympy has run such text as code before. So it is kept
+from network, files and other processes as far as the system allows, and says where it does not.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import resource
 from collections.abc import Mapping
 from typing import Any
 
+from megadapo.rewards import isolation
+from megadapo.rewards.function_worker import forbid
 from megadapo.rewards.worker import CannotStart, Handler, serve
 
 SELF_TEST = (
@@ -25,17 +33,46 @@ answer's time.
 
 
 def main() -> None:
-    """Serve comparisons, `{"answer", "gold"}` to `{"verdict"}`."""
+    """Serve comparisons, `{"answer", "gold"}` to `{"verdict"}`, and `{}` to `{"exposed"}`: why this
+    process is not isolated, or nothing."""
     serve(_prepare)
 
 
 def _prepare(settings: Mapping[str, Any]) -> Handler:
     logging.disable(logging.CRITICAL)
+    _test_itself()
+    exposed = isolate()
+    # with what it can still read
+    _test_itself()
+
+    def handle(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not request:
+            return {"exposed": exposed}
+        return {"verdict": compare(request["answer"], request["gold"])}
+
+    return handle
+
+
+def _test_itself() -> None:
     for answer, gold, expected in SELF_TEST:
         verdict = compare(answer, gold)
         if verdict != expected:
             raise CannotStart(f"self-test: {answer} against {gold} gave {verdict}, not {expected}")
-    return lambda request: {"verdict": compare(request["answer"], request["gold"])}
+
+
+def isolate() -> str:
+    """Give up network, files, rights and the start of processes, and say why where that fails.
+
+    Python's own ways to the network and to processes are closed then, which stops mistakes alone.
+    """
+    try:
+        isolation.drop_privileges(isolation.enter_alone(), max_processes=0)
+    except OSError as error:
+        forbid(network=True, processes=True)
+        # root is not held by it
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+        return f"this system does not let user {os.geteuid()} isolate processes ({error})"
+    return ""
 
 
 def compare(answer: str, gold: str) -> str:

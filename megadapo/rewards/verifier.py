@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from megadapo.errors import InfraError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.dapo_math import INVALID, Score, extract_answer, score
 from megadapo.rewards.second_opinion import SecondOpinion
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LOST_SHARE = 0.02
 """Comparisons that may be lost to time limits and crashes without a warning."""
+NO_SECOND_OPINION = "answers are not compared symbolically, and rewards are what they were: "
 LOSS_WINDOW = 1024
 """Answers over which that share is looked at, so that one slow answer is not an alarm."""
 
@@ -64,8 +66,11 @@ class VerifierCounts:
 class Verifier:
     """Scores batches of responses; safe to use from any thread.
 
+    Symbolic processes that cannot be started, or fail for good, end nothing where the rule decides:
+    they are noted, and nothing is compared any more.
+
     Raises:
-        InfraError: the symbolic processes cannot be started.
+        InfraError: the symbolic processes cannot be started, and they are to decide.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -79,10 +84,12 @@ class Verifier:
         """What the rule said of each response with this answer and gold."""
         self._pool: SymbolicPool | None = None
         self._second: SecondOpinion | None = None
+        self._notes: list[str] = []
+        self._has_told_failure = False
         if config.symbolic:
-            self._pool = _start_pool(config)
-            if config.decide == "rule":
-                self._second = SecondOpinion(self._pool, self._take_verdict)
+            self._pool = self._start_pool()
+        if self._pool is not None and config.decide == "rule":
+            self._second = SecondOpinion(self._pool, self._take_verdict)
 
     def __enter__(self) -> Verifier:
         return self
@@ -147,9 +154,6 @@ class Verifier:
         Args:
             first: (response, gold) of those that are waited for most; the others follow in an
                 order that has nothing to do with theirs.
-
-        Raises:
-            InfraError: the symbolic processes can no longer be started.
         """
         if self._second is None:
             return
@@ -162,7 +166,8 @@ class Verifier:
             for pair in given_up:
                 self._asked.pop(pair, None)
             for pair, said in unasked.items():
-                self._asked.setdefault(pair, []).extend(said)
+                if self._second.failure is None:
+                    self._asked.setdefault(pair, []).extend(said)
             self._counts = dataclasses.replace(
                 self._counts, num_left_out=self._counts.num_left_out + len(given_up)
             )
@@ -190,6 +195,33 @@ class Verifier:
             self._pool.close()
         if self._second is not None:
             self._second.close()
+
+    def take_notes(self) -> list[str]:
+        """Say what of the symbolic comparison is not as it should be, once."""
+        notes, self._notes = self._notes, []
+        if self._second is not None and self._second.failure and not self._has_told_failure:
+            self._has_told_failure = True
+            notes.append(NO_SECOND_OPINION + self._second.failure)
+        return notes
+
+    def _start_pool(self) -> SymbolicPool | None:
+        config, decides = self._config, self._config.decide == "symbolic"
+        try:
+            pool = SymbolicPool(
+                num_workers=config.symbolic_workers,
+                timeout_s=config.symbolic_timeout_s,
+                seconds_per_minute=config.symbolic_seconds_per_minute if decides else math.inf,
+                memory_bytes=config.symbolic_memory_mib << 20,
+                idle=not decides,
+            )
+        except InfraError as error:
+            if decides:
+                raise
+            self._notes.append(NO_SECOND_OPINION + str(error))
+            return None
+        if pool.exposed:
+            self._notes.append(f"symbolic comparisons can reach network and files: {pool.exposed}")
+        return pool
 
     def _keep_for_later(self, pairs: Sequence[Pair | None], scores: Sequence[Score]) -> None:
         with self._lock:
@@ -252,17 +284,6 @@ class Verifier:
                 num_only_rule=counts.num_only_rule + by_rule,
                 num_only_symbolic=counts.num_only_symbolic + (not by_rule),
             )
-
-
-def _start_pool(config: RewardConfig) -> SymbolicPool:
-    decides = config.decide == "symbolic"
-    return SymbolicPool(
-        num_workers=config.symbolic_workers,
-        timeout_s=config.symbolic_timeout_s,
-        seconds_per_minute=config.symbolic_seconds_per_minute if decides else math.inf,
-        memory_bytes=config.symbolic_memory_mib << 20,
-        idle=not decides,
-    )
 
 
 def _pair(response: str, gold: str) -> Pair | None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megadapo.errors import InfraError
+
 START_TIMEOUT_S = 120.0
 """A worker imports what it needs: about a second, and many on a busy machine."""
 PATIENCE = 30.0
@@ -52,7 +54,11 @@ class Program:
 
 
 class WorkerProcess:
-    """One process of a program."""
+    """One process of a program.
+
+    Raises:
+        InfraError: the system has no room for it.
+    """
 
     def __init__(self, program: Program) -> None:
         self.ready = False
@@ -68,17 +74,20 @@ class WorkerProcess:
                 **program.arguments,
             }
         )
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", program.module, settings],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            cwd="/",
-            env={**_environment(), **program.environment},
-            # A Ctrl-C in the terminal is for the run, not for its workers.
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", program.module, settings],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                cwd="/",
+                env={**_environment(), **program.environment},
+                # A Ctrl-C in the terminal is for the run, not for its workers.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise InfraError(program.cannot_start(str(error))) from error
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.process_id = self._process.pid

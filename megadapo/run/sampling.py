@@ -72,11 +72,7 @@ class Questions:
         return cls(tokenizer=tokenizer, prompts=prompts, held_out=held_out, scorer=scorer)
 
     def ask_second_opinion(self, sampled: SampledBatch) -> None:
-        """Have the answers of a batch compared symbolically, what is saved of them first.
-
-        Raises:
-            InfraError: a process of the verifier can no longer be started.
-        """
+        """Have the answers of a batch compared symbolically, what is saved of them first."""
         self.verifier.ask_second_opinion(
             (sample.text, entry.group.prompt.ground_truth)
             for entry in sampled.saved

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -237,6 +238,62 @@ def test_workers_see_no_secrets(monkeypatch) -> None:
     environment = Path(f"/proc/{worker_ids(pool)[0]}/environ").read_bytes()
     assert b"secret" not in environment and b"HOME" not in environment
     pool.close()
+
+
+def test_workers_have_neither_network_nor_rights_nor_children(pool: SymbolicPool) -> None:
+    """What they parse was written by a model: a hole in the parser must not lead anywhere."""
+    assert pool.exposed == ""
+    proc = Path(f"/proc/{worker_ids(pool)[0]}")
+    for namespace in ("net", "mnt", "ipc"):
+        assert os.readlink(proc / "ns" / namespace) != os.readlink(f"/proc/self/ns/{namespace}")
+    (limit,) = [line for line in (proc / "limits").read_text().splitlines() if "process" in line]
+    assert limit.split()[2:4] == ["0", "0"]
+    status = dict(line.split(":\t") for line in (proc / "status").read_text().splitlines())
+    assert int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0
+    assert status["NoNewPrivs"] == "1"
+    assert os.getuid() != 0 or "0" not in status["Uid"].split()
+
+
+INTRUDER = r"""
+import os, socket, subprocess, sys
+from pathlib import Path
+from megadapo.rewards import symbolic_worker
+
+exposed = symbolic_worker.isolate()
+print(bool(exposed))
+
+def attempt(what):
+    try:
+        what()
+    except (OSError, PermissionError) as error:
+        return type(error).__name__
+    return "done"
+
+def fork():
+    if os.fork() == 0:
+        os._exit(0)
+
+server = ("127.0.0.1", int(sys.argv[1]))
+print(attempt(lambda: socket.create_connection(server, timeout=5)))
+print(attempt(fork))
+print(attempt(lambda: subprocess.run(["/bin/true"])))
+print(attempt(lambda: Path(sys.argv[2]).read_text()))
+print(symbolic_worker.compare(r"\frac{3}{6}", "0.5"))
+"""
+
+
+def test_code_that_got_into_a_worker_reaches_nothing(tmp_path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        arguments = [sys.executable, "-c", INTRUDER, port, str(secret)]
+        result = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+    exposed, connected, forked, started, read, verdict = result.stdout.split()
+    assert connected != "done" and started != "done" and verdict == "equal", result.stderr
+    if exposed == "False":
+        assert forked != "done" and read == "FileNotFoundError"
 
 
 def test_verdicts_do_not_depend_on_the_thread_they_are_asked_from(pool: SymbolicPool) -> None:

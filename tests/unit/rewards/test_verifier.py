@@ -91,17 +91,62 @@ def test_a_second_opinion_that_is_behind_is_not_waited_for_and_says_what_it_left
 
 
 @pytest.mark.fault
-def test_workers_that_cannot_be_replaced_end_the_run_at_the_next_question(monkeypatch) -> None:
-    """Nobody waits for the thread in which it happens."""
+def test_workers_that_cannot_be_replaced_end_nothing_where_the_rule_decides(monkeypatch) -> None:
+    """What only watches must not end a run of weeks; nor may it fall silent without a word."""
     with Verifier(RewardConfig(symbolic_workers=1, symbolic_timeout_s=30.0)) as verifier:
         monkeypatch.setattr(sys, "executable", "/bin/false")
         os.kill(verifier._pool.process_ids[0], signal.SIGKILL)
         verifier.score_batch(["Answer: 1", "Answer: 2"], ["1", "2"])
         verifier.ask_second_opinion()
         verifier._second.finish(SOON_S)
-        verifier.score_batch(["Answer: 3"], ["3"])
-        with pytest.raises(InfraError, match=r"reward\.symbolic = false"):
+        (note,) = verifier.take_notes()
+        assert "not compared symbolically" in note and "3 times before it was ready" in note
+        assert verifier.score_batch(["Answer: 3"], ["3"])[0].correct
+        verifier.ask_second_opinion()
+        verifier.finish_second_opinion(SOON_S)
+        assert verifier.second_opinions(["Answer: 3"], "3") == [None]
+        assert verifier.take_notes() == []
+        assert verifier.counts.num_left_out == 1
+
+
+@pytest.mark.fault
+def test_a_system_without_room_for_a_process_ends_nothing_either(monkeypatch) -> None:
+    with Verifier(RewardConfig(symbolic_workers=1)) as verifier:
+        monkeypatch.setattr(sys, "executable", "/does/not/exist")
+        os.kill(verifier._pool.process_ids[0], signal.SIGKILL)
+        verifier.score_batch(["Answer: 1"], ["1"])
+        verifier.finish_second_opinion(SOON_S)
+        (note,) = verifier.take_notes()
+        assert "cannot start: " in note and "No such file" in note
+
+
+@pytest.mark.fault
+def test_workers_that_hang_hold_nobody_up() -> None:
+    """All of them, for ever, and again whenever they are replaced."""
+    with Verifier(RewardConfig(symbolic_workers=2, symbolic_timeout_s=1.0)) as verifier:
+        started = time.perf_counter()
+        for _ in range(3):
+            for pid in verifier._pool.process_ids:
+                os.kill(pid, signal.SIGSTOP)
+            assert verifier.score_batch(["Answer: 1"], ["1"])[0].correct
             verifier.ask_second_opinion()
+            verifier.finish_second_opinion(0.1)
+        closing = time.perf_counter()
+        assert closing - started < 5
+    assert time.perf_counter() - closing < 5
+
+
+def test_a_second_opinion_that_cannot_start_is_gone_without_and_a_decision_is_not(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with Verifier(RewardConfig(symbolic_workers=1)) as verifier:
+        assert verifier.score_batch(["Answer: 1"], ["1"])[0].correct
+        verifier.ask_second_opinion()
+        verifier.finish_second_opinion(SOON_S)
+        assert verifier.second_opinions(["Answer: 1"], "1") == [None]
+        (note,) = verifier.take_notes()
+        assert "not compared symbolically" in note and "reward.symbolic = false" in note
+    with pytest.raises(InfraError, match=r"reward\.symbolic = false"):
+        Verifier(RewardConfig(symbolic_workers=1, decide="symbolic"))
 
 
 def test_the_symbols_decide_where_that_is_chosen_and_the_rule_where_they_cannot() -> None:
