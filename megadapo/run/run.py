@@ -157,7 +157,6 @@ class Run:
         if start.named is not None:
             # only now: whatever is later than it comes after it
             start.named.write(self.folder)
-        forget_before(self.folder, self.step)
         self._exports.tidy(self.step)
         # nothing recorded counts where no checkpoint stands, the first evaluation included
         recorded = self.step if checkpoint is not None else -1

@@ -27,6 +27,7 @@ from megadapo.observe.config import ObserveConfig
 from megadapo.observe.metrics import EvaluationRecord, read_evaluations, read_metrics
 from megadapo.rewards.config import RewardConfig
 from megadapo.rollout.answer_log import answers_path
+from megadapo.rollout.journal import JOURNAL_FOLDER
 from megadapo.run.checkpoint import EVALUATING, CheckpointStore, WriteTrainer
 from megadapo.run.run import Run
 from megadapo.run.status import read_status
@@ -308,6 +309,21 @@ def test_the_checkpoint_of_weights_that_are_still_evaluated_is_kept(tmp_path):
             run.save(write, wait=True)
             others = {step - 1, 2} if step in (3, 4) else {step - 1} - {0}
             assert saved_steps(tmp_path) == [f"step-{one}" for one in sorted(others | {step})]
+
+
+def test_groups_are_kept_until_a_checkpoint_behind_them_is_committed(tmp_path):
+    """A start that finds its checkpoint damaged, or a save that fails, has steps to do again."""
+    journal = tmp_path / JOURNAL_FOLDER
+    journal.mkdir()
+    for version in range(4):
+        (journal / f"version-{version}.log").touch()
+    with Run.open(config_of(tmp_path)) as run:
+        save_with(run, 2, fails)
+        run.settle()
+        assert len(list(journal.iterdir())) == 4
+        save_with(run, 3, written_by(lambda folder: (folder / "shard").write_bytes(b"shard")))
+        run.settle()
+        assert [path.name for path in journal.iterdir()] == ["version-3.log"]
 
 
 def test_answers_are_kept_until_their_evaluation_is_recorded(tmp_path):
