@@ -74,12 +74,23 @@ def untimed(records: list[dict]) -> list[dict]:
     return [{k: v for k, v in r.items() if not k.startswith(TIMED)} for r in records]
 
 
-def start(folder: Path, *overrides: str) -> subprocess.Popen:
-    """Start or resume the run in the background."""
+def with_traps(environment: dict[str, str], points: Path) -> dict[str, str]:
+    """The environment of a run whose processes kill themselves: tests/support/injected."""
+    paths = [str(REPOSITORY / "tests/support/injected"), environment.get("PYTHONPATH", "")]
+    traps = {"KILL_AT": str(points), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return {**environment, **traps}
+
+
+def start(folder: Path, *overrides: str, points: Path | None = None) -> subprocess.Popen:
+    """Start or resume the run in the background.
+
+    `points`: folder of those where a process kills itself, as `with_traps` says.
+    """
+    environment = marked(folder)
     return subprocess.Popen(
         command(folder, *overrides),
         cwd=REPOSITORY,
-        env=marked(folder),
+        env=environment if points is None else with_traps(environment, points),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
