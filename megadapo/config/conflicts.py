@@ -242,6 +242,16 @@ def _check_quantization(
         yield f'{quantization} needs GPUs, but cluster.device = "cpu"'
 
 
+def _check_router_replay(trainer: TrainerConfig, rollout: RolloutConfig) -> Iterator[str]:
+    if not trainer.router_replay:
+        return
+    wanted = "trainer.router_replay: vLLM hands over the experts of each token only"
+    if not rollout.prefix_caching:
+        yield f"{wanted} with rollout.prefix_caching = true"
+    if rollout.pipeline_parallel > 1:
+        yield f"{wanted} where an engine has one stage: set rollout.pipeline_parallel = 1"
+
+
 def _check_cpu_optimizers(
     trainer: TrainerConfig, critic: CriticConfig, model: ModelConfig, cluster: ClusterConfig
 ) -> Iterator[str]:
@@ -308,6 +318,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_transport,
     _check_deltas,
     _check_quantization,
+    _check_router_replay,
     _check_cpu_optimizers,
     _check_left_out,
     _check_ahead,

@@ -37,6 +37,8 @@ class Sample:
     """The response decoded without special tokens."""
     branch: Branch | None = None
     """Where it left another response of its group; None where it began at the prompt."""
+    experts: np.ndarray | None = None  # [m, layers, K] as in data/routed_experts.py
+    """The engine's, of prompt and response; None where they were not asked for."""
 
     @property
     def truncated(self) -> bool:
@@ -120,6 +122,9 @@ class PackedBatch:
     mini_batches: tuple[np.ndarray, ...]  # sequence indices of each optimizer update, in order
     rewards: np.ndarray  # [S] float64, shaped
     group_sizes: np.ndarray  # [K] int64, sequences of each group, in order
+    experts: tuple[np.ndarray, ...] = ()
+    """[m, layers, K] of each sequence (data/routed_experts.py); none where any sequence has none.
+    They are not copied into one array: of a large model they are gigabytes."""
 
     @property
     def num_sequences(self) -> int:
@@ -213,7 +218,14 @@ def _packed(
         mini_batches=mini_batches(group_sizes, mini_batch_size),
         rewards=np.asarray(rewards, dtype=np.float64),
         group_sizes=np.array(group_sizes, dtype=np.int64),
+        experts=_of_all([sample.experts for sample in samples]),
     )
+
+
+def _of_all(experts: Sequence[np.ndarray | None]) -> tuple[np.ndarray, ...]:
+    """One a sequence, or none at all."""
+    known = tuple(one for one in experts if one is not None)
+    return known if len(known) == len(experts) else ()
 
 
 def _of_tokens(

@@ -16,14 +16,17 @@
                     "rule_correct": bool, "symbolic_correct": bool | null,
                     "advantages": [float | null, ...] | null,
                     "reward_parts": {str: float}, "steps": [[int, float], ...],
-                    "branch": [int, int] | null}, ...]}
+                    "branch": [int, int] | null,
+                    "experts": {"shape": [int, int, int], "dtype": str, "data": str} | null},
+                   ...]}
 
 A tool's output is among the tokens, with policy version -1 and null log-probs.
 
 Log-probs are float32 in the fewest digits that give the same float32 back, and null where there is
 no finite one: neither the engine's nor the trainer's reason for that matters, such a token is not
 trained on. Policy versions are runs of tokens, [version, number of tokens]; older files have one
-`"policy_version": int` for the whole response, and no advantages, reward_parts, steps or branch.
+`"policy_version": int` for the whole response, and no advantages, reward_parts, steps, branch or
+experts.
 What only training gives (advantage, advantages, logprobs_old, logprobs_update) is null in groups
 that were not trained on; where no trainer was there, "trained" are those that it would have been
 given, with an advantage and null log-probs. "advantages" is null where "advantage" is that of each
@@ -44,6 +47,7 @@ from megadapo.algorithm.groups import Steps
 from megadapo.data.batch import Group, Sample
 from megadapo.data.policy_versions import decode_versions, encode_versions
 from megadapo.data.prompts import Prompt
+from megadapo.data.routed_experts import decode_experts, encode_experts
 
 Item = TypeVar("Item")
 Fate = Literal["trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band"]
@@ -92,6 +96,8 @@ class SavedResponse:
     """The scored steps, each with its share of the reward, where there are any."""
     branch: Branch | None = None
     """Where it left another response of its group; None where it began at the prompt."""
+    experts: np.ndarray | None = None  # [m, layers, K] as in data/routed_experts.py
+    """Of prompt and response, where the engine handed them over."""
 
     @property
     def disagreed(self) -> bool:
@@ -195,6 +201,7 @@ def _encode_response(response: SavedResponse) -> dict[str, Any]:
         "logprobs_update": _encode_floats(response.logprobs_update),
         "advantages": _encode_floats(response.advantages),
         "reward_parts": dict(response.reward_parts),
+        "experts": encode_experts(response.experts),
     }
 
 
@@ -204,7 +211,8 @@ def _decode_response(entry: Mapping[str, Any]) -> SavedResponse:
         entry["policy_versions"] = entry.pop("policy_version")
     # left out where the rule was known to be what decides
     entry.setdefault("rule_correct", entry["correct"])
-    entry = {"advantages": None, "reward_parts": {}, "steps": [], "branch": None} | entry
+    left_out = {"advantages": None, "reward_parts": {}, "steps": [], "branch": None}
+    entry = left_out | {"experts": None} | entry
     for name, kind in _TYPES.items():
         if not isinstance(entry[name], kind):
             raise TypeError(f"{name} is a {type(entry[name]).__name__}")
@@ -222,6 +230,7 @@ def _decode_response(entry: Mapping[str, Any]) -> SavedResponse:
         "branch": None if entry["branch"] is None else _branch(*entry["branch"]),
         "reward_parts": {name: float(value) for name, value in entry["reward_parts"].items()},
         "steps": decode_steps(entry["steps"], len(entry["token_ids"])),
+        "experts": decode_experts(entry["experts"]),
     }
     return SavedResponse(**{**entry, **arrays})
 
@@ -293,4 +302,5 @@ def _sample(response: SavedResponse, prompt_ids: tuple[int, ...]) -> Sample:
         policy_versions=response.policy_versions,
         text=response.text,
         branch=response.branch,
+        experts=response.experts,
     )

@@ -46,6 +46,8 @@ class Asker:
     tool: Tool | None
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
+    returns_experts: bool
+    """Whether the engine hands over the experts of each token."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Answer:
         """Tokens of requests that have ended."""
         self._asker, self._seed, self._begun, self._branch = asker, seed, begun, branch
         self._pieces: list[_Piece] = []
+        begun_experts = None if begun is None else begun.experts
+        self._experts: list[np.ndarray] = [] if begun_experts is None else [begun_experts]
         self._calls: list[ToolCall] = [] if begun is None else list(begun.calls)
         self._entropy = math.nan if begun is None else begun.entropy
         self._finish_reason: FinishReason = "unfinished" if begun is None else begun.finish_reason
@@ -87,7 +91,10 @@ class Answer:
             # what other weights computed must not be found in the cache
             cache_salt=str(asker.policy_version),
         )
-        self.part = await asker.ask(prompt, self._sampling_params(before))
+        params = self._sampling_params(before)
+        # those of tokens that are read again stay what they were
+        params.routed_experts_prompt_start = self._num_routed
+        self.part = await asker.ask(prompt, params)
 
     async def finish(self) -> None:
         """Wait for its end, and have the tool answer its calls."""
@@ -120,7 +127,13 @@ class Answer:
             calls=tuple(self._calls),
             entropy=self._entropy,
             branch=self._branch,
+            experts=np.concatenate(self._experts) if self._experts else None,
         )
+
+    @property
+    def _num_routed(self) -> int:
+        """Tokens of prompt and response whose experts are known, from the first one on."""
+        return sum(map(len, self._experts))
 
     @property
     def _token_ids(self) -> list[int]:
@@ -130,6 +143,8 @@ class Answer:
     def _take(self, output: CompletionOutput) -> None:
         """Put what a request gave to the response, and a tool's output behind it."""
         asker = self._asker
+        if asker.returns_experts:
+            self._take_experts(output)
         table = cast(LogprobTable | None, output.logprobs)  # flat_logprobs asked for it
         self._stopped |= output.finish_reason == "abort"
         logprobs: LogprobTable | np.ndarray | None = table
@@ -143,6 +158,18 @@ class Answer:
         if asker.tool is not None and isinstance(output.stop_reason, str):
             self._finish_reason = "unfinished"
             self._call(asker.tool)
+
+    def _take_experts(self, output: CompletionOutput) -> None:
+        """Put the experts of what the request read to those before; it did not read its end."""
+        if not output.token_ids:
+            return
+        num_before = len(self._asker.group.prompt_ids) + len(self._token_ids)
+        num_read = num_before + len(output.token_ids) - 1 - self._num_routed
+        experts = output.routed_experts
+        if experts is None or len(experts) != num_read:
+            found = "none" if experts is None else f"those of {len(experts)}"
+            raise InfraError(f"vLLM gave the experts of {found} of {num_read} tokens that it read")
+        self._experts.append(experts)
 
     def _call(self, tool: Tool) -> None:
         """Ask the tool for what stands behind the response; without room for more it is over."""
@@ -197,8 +224,12 @@ class Answer:
         )
 
 
-def beginning(response: Response, num_tokens: int) -> Response:
-    """The first tokens of a response, and the calls among them."""
+def beginning(response: Response, num_tokens: int, *, num_prompt: int) -> Response:
+    """The first tokens of a response, and the calls among them.
+
+    `num_prompt`: tokens before it. Its last token is read anew.
+    """
+    experts = response.experts
     return Response(
         token_ids=response.token_ids[:num_tokens],
         logprobs=response.logprobs[:num_tokens],
@@ -207,6 +238,7 @@ def beginning(response: Response, num_tokens: int) -> Response:
         policy_versions=response.policy_versions[:num_tokens],
         calls=tuple(call for call in response.calls if call.end <= num_tokens),
         entropy=response.entropy,
+        experts=None if experts is None else experts[: num_prompt + num_tokens - 1],
     )
 
 

@@ -198,6 +198,8 @@ class RolloutEngine:
         self._pids = (os.getpid(), *descendants(os.getpid()))
         if spec.platform.adds_stage_buffers(spec.config):
             await self._llm.collective_rpc("allocate_stage_buffers")
+        if spec.returns_experts and not spec.platform.uses_cuda:
+            await self._llm.collective_rpc("hand_over_experts")
         self._begin_to_count()
 
     def _begin_to_count(self) -> None:
@@ -205,7 +207,10 @@ class RolloutEngine:
         from megadapo.rollout.generation import Generation
 
         assert self._llm is not None, "start_vllm first"
-        self._generation = Generation(self._llm, engine=self._spec.index)
+        spec = self._spec
+        self._generation = Generation(
+            self._llm, engine=spec.index, returns_experts=spec.returns_experts
+        )
 
     async def _answer_one(self) -> None:
         settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=1)

@@ -30,6 +30,8 @@ class EngineSpec:
     config: RolloutConfig
     platform: EnginePlatform
     log_file: Path
+    returns_experts: bool = False
+    """Whether responses come with the experts of each token."""
 
 
 def profile_folder(log_folder: Path, index: int) -> Path:

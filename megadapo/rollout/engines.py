@@ -63,6 +63,7 @@ class Engines(Dispatcher):
         numbers: Sequence[int] | None = None,
         weights_from: WeightsFrom = "trainer",
         shares_gpus: bool = True,
+        returns_experts: bool = False,
         wait: bool = True,
     ) -> Engines:
         """Start engines.
@@ -75,6 +76,7 @@ class Engines(Dispatcher):
                 `config.num_engines`.
             weights_from: "trainer" leaves the weights random until they are published.
             shares_gpus: whether a trainer works on the same GPUs.
+            returns_experts: whether responses come with the experts of each token.
             wait: False returns at once, and `wait_until_ready` must follow.
 
         Raises:
@@ -90,6 +92,7 @@ class Engines(Dispatcher):
                 config=config,
                 platform=EnginePlatform(gpus=cluster.engine_gpus(index), shares_gpus=shares_gpus),
                 log_file=engine_log(log_folder.resolve(), index),
+                returns_experts=returns_experts,
             )
             for index in (range(config.num_engines) if numbers is None else numbers)
         ]

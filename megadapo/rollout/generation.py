@@ -90,9 +90,10 @@ class _Group:
 class Generation:
     """Submits groups to vLLM and collects what comes; lives in the actor's event loop."""
 
-    def __init__(self, llm: AsyncLLM, *, engine: int) -> None:
+    def __init__(self, llm: AsyncLLM, *, engine: int, returns_experts: bool = False) -> None:
         self._llm = llm
         self._engine = engine
+        self._returns_experts = returns_experts
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._groups: dict[int, _Group] = {}
         self._ended: list[_Group] = []
@@ -187,6 +188,7 @@ class Generation:
             tool=self._tool(group.request.settings.tools),
             tokenizer=self._tokenizer,
             vocab_size=self._llm.model_config.get_vocab_size(),
+            returns_experts=self._returns_experts,
         )
 
     def _tool(self, config: ToolsConfig) -> Tool | None:
@@ -210,7 +212,9 @@ class Generation:
             seed, begun = group.request.seeds[len(group.answers)], None
             if branch is not None:
                 parent = group.answers[branch.parent].response()
-                begun = beginning(parent, branch.num_tokens)
+                begun = beginning(
+                    parent, branch.num_tokens, num_prompt=len(group.request.prompt_ids)
+                )
             group.answers.append(Answer(asker, seed, begun, branch=branch))
             await group.answers[-1].ask()
 

@@ -15,6 +15,8 @@ from megadapo.rollout.config import RolloutConfig
 from megadapo.weights.sync import vllm_worker
 
 GIB = 1 << 30
+EXPERTS_EXTENSION = "megadapo.rollout.cpu_experts.HandsOverExperts"
+"""Its module imports vLLM, and is named alone here."""
 
 VLLM_QUANTIZATION = {"none": None, "fp8": "fp8_per_block"}
 """vLLM's names. With one scale for a whole matrix its ranks would have to agree on it, each time a
@@ -62,8 +64,13 @@ class EnginePlatform:
         variables["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
         return variables | cpu_environment(config.num_threads)
 
-    def engine_arguments(self, config: RolloutConfig, max_model_len: int) -> dict[str, Any]:
-        """Arguments of vLLM's AsyncEngineArgs that depend on the device."""
+    def engine_arguments(
+        self, config: RolloutConfig, max_model_len: int, *, returns_experts: bool = False
+    ) -> dict[str, Any]:
+        """Arguments of vLLM's AsyncEngineArgs that depend on the device.
+
+        `returns_experts`: Of each token; on the CPU rollout/cpu_experts.py does the rest.
+        """
         if self.uses_cuda:
             return {
                 "worker_extension_cls": vllm_worker.EXTENSION,
@@ -71,13 +78,13 @@ class EnginePlatform:
                 "gpu_memory_utilization": config.gpu_memory_utilization,
                 "max_num_batched_tokens": config.max_num_batched_tokens,
                 "enable_sleep_mode": self.sleeps,
+                "enable_return_routed_experts": returns_experts,
                 "quantization": VLLM_QUANTIZATION[config.quantization],
                 "sleep_mode_offload_cudagraph": config.sleep_mode_offload_cudagraph,
                 "enable_nccl_comm_suspend": config.enable_nccl_comm_suspend,
             }
-        adds_buffers = self.adds_stage_buffers(config)
         return {
-            "worker_extension_cls": (cpu_stages if adds_buffers else vllm_worker).EXTENSION,
+            "worker_extension_cls": self._cpu_extension(config, returns_experts),
             "enforce_eager": True,
             "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
             # vLLM rewinds a seeded request's generator after a partial prefill, which a CPU
@@ -85,3 +92,8 @@ class EnginePlatform:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(config.max_num_batched_tokens, max_model_len),
         }
+
+    def _cpu_extension(self, config: RolloutConfig, returns_experts: bool) -> str:
+        if returns_experts:  # never with stages: config/conflicts.py
+            return EXPERTS_EXTENSION
+        return (cpu_stages if self.adds_stage_buffers(config) else vllm_worker).EXTENSION

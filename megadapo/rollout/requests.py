@@ -62,6 +62,9 @@ class Response:
     """Normalised entropy of its first tokens; NaN where it was not measured."""
     branch: Branch | None = None
     """Where it left another response of its group; None where it began at the prompt."""
+    experts: np.ndarray | None = None  # [m, layers, K] as in data/routed_experts.py
+    """Of prompt and response, each token's from when it was first read; None where the engine hands
+    none over."""
 
 
 @dataclass(frozen=True, kw_only=True)

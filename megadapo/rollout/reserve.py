@@ -15,6 +15,7 @@ from megadapo.algorithm.branches import Branch
 from megadapo.data.batch import Group, Sample
 from megadapo.data.policy_versions import NO_VERSION, decode_versions, encode_versions
 from megadapo.data.prompts import Prompt
+from megadapo.data.routed_experts import decode_experts, encode_experts
 from megadapo.errors import CheckpointError
 from megadapo.rollout.requests import Response, ToolCall
 
@@ -146,6 +147,7 @@ def _encode_sample(sample: Sample) -> dict[str, Any]:
         "policy_versions": encode_versions(sample.policy_versions),
         "text": sample.text,
         "branch": sample.branch,
+        "experts": encode_experts(sample.experts),
     }
 
 
@@ -160,8 +162,9 @@ def _decode_sample(entry: Mapping[str, Any], prompt_ids: tuple[int, ...]) -> Sam
         finish_reason=entry["finish_reason"],
         policy_versions=decode_versions(versions, len(response_ids)),
         text=entry["text"],
-        # one of a run that knew no branches has none
+        # one of a run that knew no branches, or no experts, has none
         branch=None if entry.get("branch") is None else Branch(*entry["branch"]),
+        experts=decode_experts(entry.get("experts")),
     )
 
 
@@ -173,6 +176,7 @@ def _encode_response(response: Response) -> dict[str, Any]:
         "policy_versions": encode_versions(response.policy_versions),
         "text": response.text,
         "calls": [call.end for call in response.calls],
+        "experts": encode_experts(response.experts),
     }
 
 
@@ -186,6 +190,7 @@ def _decode_response(entry: Mapping[str, Any]) -> Response:
         text=entry["text"],
         # responses that can be stopped do not branch: their entropies are not measured
         calls=tuple(ToolCall(end=end) for end in entry.get("calls", ())),
+        experts=decode_experts(entry.get("experts")),
     )
 
 

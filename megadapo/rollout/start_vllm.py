@@ -10,12 +10,14 @@ from pathlib import Path
 from vllm.config import ProfilerConfig, WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from megadapo.rollout.activity import ActivityCounter
+from megadapo.rollout.cpu_experts import engine_config
 from megadapo.rollout.engine_spec import EngineSpec, profile_folder
 
 WEIGHT_TRANSFER_BACKEND = "megadapo"
@@ -50,10 +52,18 @@ def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
         scheduling_policy="priority",
         profiler_config=_profiler(profile_folder(spec.log_file.parent, spec.index)),
         seed=0,
-        **spec.platform.engine_arguments(spec.config, spec.max_model_len),
+        **spec.platform.engine_arguments(
+            spec.config, spec.max_model_len, returns_experts=spec.returns_experts
+        ),
     )
-    llm = AsyncLLM.from_engine_args(
-        arguments, stat_loggers=[lambda config, index: _StepLogger(counter)]
+    usage = UsageContext.ENGINE_CONTEXT
+    on_cpu = spec.returns_experts and not spec.platform.uses_cuda
+    config = engine_config(arguments) if on_cpu else arguments.create_engine_config(usage)
+    llm = AsyncLLM.from_vllm_config(
+        config,
+        usage_context=usage,
+        stat_loggers=[lambda config, index: _StepLogger(counter)],
+        disable_log_stats=True,
     )
     _log_steps_only(llm)
     return llm

@@ -89,4 +89,5 @@ def _sample(question: Question, response: Response) -> Sample:
         policy_versions=response.policy_versions,
         text=response.text,
         branch=response.branch,
+        experts=response.experts,
     )

@@ -176,6 +176,8 @@ class ReplayedRollouts:
         prompt, limit = len(saved.prompt_ids), self._config.data.max_prompt_tokens
         if not 0 < prompt <= limit:
             yield f"has a prompt of {prompt} tokens, but data.max_prompt_tokens = {limit}"
+        if self._config.trainer.router_replay and any(r.experts is None for r in saved.responses):
+            yield "has a response without the experts that trainer.router_replay takes over"
         ids = np.concatenate([np.array(saved.prompt_ids), *(r.token_ids for r in saved.responses)])
         if ids.min() < 0 or ids.max() >= self._vocab_size:
             yield f"has tokens that a model with {self._vocab_size} does not know"

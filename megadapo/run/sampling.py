@@ -175,6 +175,7 @@ def start_engines_alone(
             log_folder=log_folder,
             weights_from="folder",
             shares_gpus=False,
+            returns_experts=config.trainer.router_replay,
         )
         stack.callback(engines.shutdown)
     return engines

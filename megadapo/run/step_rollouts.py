@@ -168,6 +168,7 @@ def _responses(
             reward_parts=dict(group.reward_parts[i]) if group.reward_parts else {},
             steps=group.steps[i] if group.steps else (),
             branch=sample.branch,
+            experts=sample.experts,
         )
         for i, sample in enumerate(group.samples)
     )

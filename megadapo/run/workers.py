@@ -345,7 +345,14 @@ def _start_processes(
     one_by_one = config.cluster.engines_sleep
     with phases.phase("start engines"):
         first, num_engines = config.rollout.num_engines, config.num_engines
-        engines = _start_engines(config, cluster, stack, range(first), wait=one_by_one)
+        engines = _start_engines(
+            config,
+            cluster,
+            stack,
+            range(first),
+            returns_experts=config.trainer.router_replay,
+            wait=one_by_one,
+        )
         held_out = None
         if num_engines > first:
             held_out = _start_engines(config, cluster, stack, range(first, num_engines), wait=False)
@@ -361,7 +368,13 @@ def _start_processes(
 
 
 def _start_engines(
-    config: RunConfig, cluster: Cluster, stack: ExitStack, numbers: Sequence[int], *, wait: bool
+    config: RunConfig,
+    cluster: Cluster,
+    stack: ExitStack,
+    numbers: Sequence[int],
+    *,
+    returns_experts: bool = False,
+    wait: bool,
 ) -> Engines:
     engines = Engines.start(
         config.rollout,
@@ -372,6 +385,7 @@ def _start_engines(
         log_folder=config.run.folder / LOGS_FOLDER,
         numbers=numbers,
         shares_gpus=config.cluster.placement == "colocated",
+        returns_experts=returns_experts,
         wait=wait,
     )
     stack.callback(engines.shutdown)

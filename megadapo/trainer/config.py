@@ -139,6 +139,10 @@ class TrainerConfig(Section, title="trainer"):
     router_aux_loss_coef: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of each layer's router in an update; 0: none. It holds the
     routers against how the whole step was routed, so the split does not matter for it either."""
+    router_replay: bool = False
+    """Send each token to the experts that the engine chose for it, in the log-prob passes and in
+    the updates, so that both compute it alike; only models with experts. They take layers x experts
+    per token bytes for each token of a step."""
     sequence_parallel: bool = False
     """Split norms and residuals over the tensor-parallel ranks too, to save activation memory."""
     tokens_per_micro_batch: PositiveInt = 16384

@@ -30,6 +30,13 @@ class HeadTask:
     """What the update is held against; None asks for log-probs instead of the loss."""
     is_text: bool = False
     """Whether its loss is that of a language model, whatever the objective and the temperature."""
+    replays: bool = True
+    """Whether routers take over the experts of the micro-batch, if it has them."""
+
+    @property
+    def experts(self) -> Tensor | None:
+        """[T, layers, K] that routers are told."""
+        return self.micro_batch.experts if self.replays else None
 
 
 class OutputLayer(Protocol):

@@ -54,6 +54,8 @@ class MicroBatch:
     num_tokens: int
     """T without its padding."""
     whole: WholeSequences
+    experts: Tensor | None = None  # [T, layers, K], where routers are told
+    """A token that the engine has none of, as it never read it, takes the token's before it."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same with every tensor on the device; itself if that is where they are."""
@@ -71,16 +73,20 @@ class MicroBatchBuilder:
         inverse_frequencies: Tensor | None,
         token_multiple: int,
         part: ContextPart = ALL,
+        takes_experts: bool = False,
     ) -> None:
         """
         Args:
             inverse_frequencies: [D / 2], where our own layers turn queries and keys.
             token_multiple: T is padded to it, which sequence parallelism needs.
             part: this rank's of every sequence.
+            takes_experts: whether micro-batches get the experts of their tokens, if a batch has
+                them.
         """
         self._inverse_frequencies = inverse_frequencies
         self._token_multiple = token_multiple
         self._part = part
+        self._takes_experts = takes_experts
 
     def build(
         self,
@@ -145,7 +151,30 @@ class MicroBatchBuilder:
                 is_current=is_current,
                 has_stale=bool(is_stale.any()),
             ),
+            experts=self._experts(batch, members, row_of, num_rows=len(tokens)),
         )
+
+    def _experts(
+        self, batch: PackedBatch, members: np.ndarray, row_of: np.ndarray, *, num_rows: int
+    ) -> Tensor | None:
+        """[T, layers, K] of the tokens in their rows; padding goes to the first K experts."""
+        if not (self._takes_experts and batch.experts):
+            return None
+        _, num_layers, per_token = batch.experts[0].shape
+        # there is no arithmetic on torch's uint16
+        dtype = np.uint8 if batch.experts[0].dtype == np.uint8 else np.int32
+        spread = np.broadcast_to(
+            np.arange(per_token, dtype=dtype), (num_rows, num_layers, per_token)
+        ).copy()
+        first = 0
+        for member in members:
+            known = batch.experts[member]
+            length = int(batch.cu_seqlens[member + 1] - batch.cu_seqlens[member])
+            rows = row_of[first : first + length]
+            here = np.flatnonzero(rows >= 0)
+            spread[rows[here]] = known[np.minimum(here, len(known) - 1)]
+            first += length
+        return _tensor(spread)
 
     def _lay_out(self, lengths: np.ndarray) -> tuple[list[int], np.ndarray]:
         """Lengths of the padded sequences; and the row of each token among this rank's T, -1 where

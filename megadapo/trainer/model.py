@@ -21,6 +21,7 @@ from megadapo.trainer.experts import expert_options, forget_routing, mark_expert
 from megadapo.trainer.layers import local_block_spec
 from megadapo.trainer.megatron_internals import HookedGPTModel, submodules_of
 from megadapo.trainer.model_layout import validate_architecture
+from megadapo.trainer.router_replay import replay_choices
 from megadapo.weights.layout.layout import padded_vocab_size
 
 
@@ -141,6 +142,8 @@ def _build_chunk(
     if model.routing is not None:
         mark_experts(gpt)
         forget_routing(gpt)
+        if trainer.router_replay:
+            replay_choices(gpt)
     if uses_te:
         gpt.rotary_pos_emb.inv_freq = inverse_frequencies(model).cuda()
     return gpt

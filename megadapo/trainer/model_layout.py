@@ -62,6 +62,8 @@ def _expert_problems(model: ModelDescription, trainer: TrainerConfig) -> Iterato
             )
     if trainer.router_aux_loss_coef and not shape.num_experts:
         yield "trainer.router_aux_loss_coef is for models with experts, and this one has none"
+    if trainer.router_replay and not shape.num_experts:
+        yield "trainer.router_replay is for models with experts, and this one has none"
     if shape.num_experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
         # else every tensor-parallel rank would send the same tokens to the experts
         yield (

@@ -62,6 +62,7 @@ from megadapo.trainer.position import parameters_by_global_name, shard_position
 from megadapo.trainer.recorder import UpdateRecorder
 from megadapo.trainer.reference_policy import ReferencePolicy
 from megadapo.trainer.result import UpdateResult
+from megadapo.trainer.router_replay import check_choices
 from megadapo.trainer.settings import CRITIC_FOLDER, Rendezvous, TrainerSettings
 from megadapo.trainer.shape_probe import probe_shape
 from megadapo.trainer.step import compute_gradients, compute_logprobs, finalize_sums
@@ -141,6 +142,7 @@ class TrainerRank:
                 inverse_frequencies=rotary_of_own_layers(self.model),
                 token_multiple=settings.trainer.tensor_parallel,
                 part=context_part(),
+                takes_experts=settings.trainer.router_replay,
             ),
             settings.trainer,
             hidden_size=self.layout.shape.hidden_size,
@@ -173,6 +175,7 @@ class TrainerRank:
             The same numbers on every rank.
         """
         recorder = recorder or UpdateRecorder(batch, ())
+        self._check_experts(batch)
         self.offload.bring("parameters")
         self.offload.fetch("optimizer")
         lr = self._learning_rate(step)
@@ -246,6 +249,7 @@ class TrainerRank:
 
         None on ranks that compute none or the same as another.
         """
+        self._check_experts(batch)
         result = np.full(len(batch.tokens), np.nan, dtype=np.float32)
         with self.offload.present("parameters"):
             for micro_batches in self.cutter.cut_responses(batch):
@@ -347,9 +351,15 @@ class TrainerRank:
         """Which of the ranks with the same weights this is, context-parallel ones among them."""
         return int(mpu.get_data_parallel_rank(with_context_parallel=True))
 
-    def logprobs_of(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+    def logprobs_of(
+        self, micro_batches: Sequence[MicroBatch], *, replays: bool = True
+    ) -> list[Tensor]:
         with torch.no_grad():
-            return compute_logprobs(self.chunks, self.head, micro_batches)
+            return compute_logprobs(self.chunks, self.head, micro_batches, replays=replays)
+
+    def _check_experts(self, batch: PackedBatch) -> None:
+        if self.settings.trainer.router_replay:
+            check_choices(batch, self.model)
 
     def _old_policies(
         self, micro_batches: Sequence[MicroBatch], recorder: UpdateRecorder
@@ -381,7 +391,8 @@ class TrainerRank:
         if self.reference is None:
             return old
         with self.reference.in_place():
-            logprobs_ref = [self.logprobs_of(micro_batches) for micro_batches in cut]
+            # another model, with routers of its own
+            logprobs_ref = [self.logprobs_of(part, replays=False) for part in cut]
         objective = self.settings.objective
         held = [
             with_reference(*parts, objective) for parts in zip(cut, old, logprobs_ref, strict=True)

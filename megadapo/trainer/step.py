@@ -37,10 +37,20 @@ def finalize_sums(chunks: list[DistributedDataParallel], num_tokens: Any, **grou
 
 @record_function("megadapo::logprobs")
 def compute_logprobs(
-    chunks: list[DistributedDataParallel], head: PolicyHead, micro_batches: Sequence[MicroBatch]
+    chunks: list[DistributedDataParallel],
+    head: PolicyHead,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    replays: bool = True,
 ) -> list[Tensor]:
-    """Log-probs [T] of each micro-batch on the last pipeline stage; elsewhere an empty list."""
-    tasks = [HeadTask(micro_batch=micro_batch, old=None) for micro_batch in micro_batches]
+    """Log-probs [T] of each micro-batch on the last pipeline stage; elsewhere an empty list.
+
+    `replays`: Routers take over the experts of the micro-batches, where these have them.
+    """
+    tasks = [
+        HeadTask(micro_batch=micro_batch, old=None, replays=replays)
+        for micro_batch in micro_batches
+    ]
     return run_schedule(chunks, head, tasks, forward_only=True)
 
 

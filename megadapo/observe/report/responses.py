@@ -150,7 +150,8 @@ def _shown(group: SavedGroup) -> dict[str, object]:
 
 
 def _shown_response(response: SavedResponse) -> dict[str, object]:
-    return vars(response) | {
+    shown = {name: value for name, value in vars(response).items() if name != "experts"}
+    return shown | {
         "token_ids": response.token_ids.tolist(),
         "policy_versions": encode_versions(response.policy_versions),
         "logprobs_rollout": _rounded(response.logprobs_rollout),

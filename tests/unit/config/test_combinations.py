@@ -89,6 +89,14 @@ from tests.support.recipes import refused
             ],
             ["algorithm.advantage", "reward.functions"],
         ),
+        (
+            ["trainer.router_replay=true", "rollout.prefix_caching=false"],
+            ["trainer.router_replay", "rollout.prefix_caching"],
+        ),
+        (
+            ["trainer.router_replay=true", "rollout.pipeline_parallel=2"],
+            ["trainer.router_replay", "rollout.pipeline_parallel"],
+        ),
         (["rollout.quantization=fp8"], ["rollout.quantization", "algorithm.importance.scope"]),
         (
             ["rollout.quantization=fp8", "model.dtype=float32"],

@@ -37,6 +37,7 @@ REPOSITORY = Path(__file__).parents[3]
             "trainer.optimizer.cpu_offload_fraction needs GPUs",
         ),
         (["--trainer.router_aux_loss_coef=0.1"], "router_aux_loss_coef is for models with experts"),
+        (["--trainer.router_replay=true"], "router_replay is for models with experts"),
         (
             [
                 "--model.path=configs/experts-base",

@@ -10,6 +10,8 @@ from megadapo.rollout.requests import Response
 from megadapo.rollout.reserve import Reserve, Unfinished, decode_group, encode_group
 from tests.support.scripted_engines import make_prompts
 
+EXPERTS = np.argsort(np.random.default_rng(0).random((9, 2, 4))).astype(np.uint8)[..., :3]
+
 
 def make_group(order: int) -> Group:
     samples = tuple(
@@ -22,6 +24,7 @@ def make_group(order: int) -> Group:
             finish_reason=reason,
             policy_versions=np.repeat([3, 4], [length // 2, length - length // 2]).astype(np.int32),
             text="5 \u00e9\n\x00",
+            experts=EXPERTS[: 2 + length],
         )
         for length, reason in ((1, "stop"), (7, "length"))
     )
@@ -73,6 +76,7 @@ def test_an_unfinished_group_survives_json_exactly():
             finish_reason=reason,
             text="x" * size,
             policy_versions=np.sort(np.arange(size) % 3).astype(np.int32) + 4,
+            experts=EXPERTS[: 1 + size] if size else None,
         )
         for size, reason in ((0, "unfinished"), (7, "unfinished"), (5, "stop"))
     )
@@ -84,6 +88,7 @@ def test_an_unfinished_group_survives_json_exactly():
         np.testing.assert_array_equal(one.token_ids, two.token_ids)
         np.testing.assert_array_equal(one.logprobs, two.logprobs)
         np.testing.assert_array_equal(one.policy_versions, two.policy_versions)
+        np.testing.assert_array_equal(one.experts, two.experts)
     assert Unfinished(order=9, responses=responses[:1]).oldest_version == float("inf")
 
 
@@ -108,6 +113,7 @@ def test_groups_survive_json_exactly():
             np.testing.assert_array_equal(sample.response_ids, same.response_ids)
             np.testing.assert_array_equal(sample.logprobs_rollout, same.logprobs_rollout)
             np.testing.assert_array_equal(sample.policy_versions, same.policy_versions)
+            np.testing.assert_array_equal(sample.experts, same.experts)
 
 
 def test_a_group_is_encoded_once_however_many_states_it_is_in():
