@@ -45,7 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
     from megadapo.config import load_config
     from megadapo.plan.engine import engine_bytes
     from megadapo.plan.fit import largest_sequence, problems
-    from megadapo.plan.phases import gpu_kinds, host_bytes, itemsize_of, models_of
+    from megadapo.plan.phases import (
+        gpu_kinds,
+        host_bytes,
+        itemsize_of,
+        models_of,
+        replayed_bytes,
+    )
     from megadapo.plan.report import memory_table, page, summary, times
     from megadapo.plan.step_time import step_seconds
 
@@ -63,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         largest_sequence(config, models, card),
         traffic,
         host_bytes(config, models, engine, gpus_per_node),
+        replayed_bytes(config, models.policy),
     )
     lines += times(step_seconds(config, models.policy, card, traffic), config, card)
     Console(width=max(100, Console().width)).print(

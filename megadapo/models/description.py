@@ -43,6 +43,11 @@ class ModelDescription:
     routing: Routing | None = None
     """Of a model with experts."""
 
+    @property
+    def experts_per_token(self) -> int:
+        """Of all layers together; 0 without experts."""
+        return 0 if self.routing is None else self.shape.num_layers * self.routing.experts_per_token
+
 
 def describe_model(hf_config: Mapping[str, Any]) -> ModelDescription:
     """Read a Hugging Face configuration.

@@ -211,8 +211,8 @@ def _decode_response(entry: Mapping[str, Any]) -> SavedResponse:
         entry["policy_versions"] = entry.pop("policy_version")
     # left out where the rule was known to be what decides
     entry.setdefault("rule_correct", entry["correct"])
-    left_out = {"advantages": None, "reward_parts": {}, "steps": [], "branch": None}
-    entry = left_out | {"experts": None} | entry
+    nothing = dict.fromkeys(("advantages", "branch", "experts"))
+    entry = {**nothing, "reward_parts": {}, "steps": [], **entry}
     for name, kind in _TYPES.items():
         if not isinstance(entry[name], kind):
             raise TypeError(f"{name} is a {type(entry[name]).__name__}")

@@ -209,6 +209,16 @@ def host_bytes(config: RunConfig, models: Models, engine: EngineBytes, gpus_per_
     return min(gpus_per_node, config.trainer.num_ranks) * (of_rank + of_engine)
 
 
+def replayed_bytes(config: RunConfig, model: ModelDescription) -> int:
+    """The experts that routers take over in a step of the longest responses: each node has the
+    whole batch."""
+    if not config.trainer.router_replay:
+        return 0
+    responses = config.sampling.prompts_per_step * config.sampling.responses_per_prompt
+    per_token = model.experts_per_token * (1 if model.shape.num_experts <= 256 else 2)
+    return responses * longest_sequence(config) * per_token
+
+
 def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 

@@ -38,8 +38,14 @@ def summary(
     largest: tuple[int, str],
     traffic: UpdateTraffic,
     main_memory: int,
+    experts: int,
 ) -> list[str]:
-    """What follows from the tables, a line each; `main_memory`: pinned, of a node."""
+    """What follows from the tables, a line each.
+
+    Args:
+        main_memory: pinned bytes of a node.
+        experts: bytes of the experts that routers take over in a step, in the memory of each node.
+    """
     longest = longest_sequence(config)
     num_tokens, bound = largest
     typical = step_time.mean_context(config)
@@ -56,6 +62,11 @@ def summary(
     if main_memory:
         lines.append(
             f"main memory of a node: {main_memory / GIB:.0f} GiB, pinned, for what leaves its GPUs"
+        )
+    if experts:
+        lines.append(
+            f"trainer.router_replay: up to {experts / GIB:.0f} GiB of main memory on each node, "
+            "where all responses are as long as they can be"
         )
     return lines
 

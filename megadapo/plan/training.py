@@ -86,7 +86,7 @@ def update_bytes(
         activations -= sent * tokens
     layer = backward_extra(widths, trainer, num_layers=kind.chunk_layers[-1], num_tokens=tokens)
     return UpdateBytes(
-        inputs=_input_bytes(widths, model, load) // trainer.context_parallel,
+        inputs=_input_bytes(widths, model, trainer, load) // trainer.context_parallel,
         activations=int(activations + _gather_buffer(widths) * tokens),
         layer=int(layer),
         head=_head(model, trainer, kind, widths, tokens).total if kind.has_head else 0,
@@ -101,12 +101,16 @@ def chunks_in_flight(kind: RankKind, num_micro_batches: int) -> int:
     return min(warmup + 1, num_micro_batches * num_chunks)
 
 
-def _input_bytes(widths: LayerWidths, model: ModelDescription, load: UpdateLoad) -> int:
+def _input_bytes(
+    widths: LayerWidths, model: ModelDescription, trainer: TrainerConfig, load: UpdateLoad
+) -> int:
     """A mini-batch's micro-batches are on the device together, a step's log-probs all the time."""
     per_token = TOKEN_BYTES
     if not widths.fused:
         # cosine and sine of half of a head's angles each
         per_token += OWN_LAYER_BYTES + model.shape.head_dim * 4
+    if trainer.router_replay:
+        per_token += model.experts_per_token * (1 if model.shape.num_experts <= 256 else 4)
     num_tokens = load.num_micro_batches * load.tokens_per_micro_batch
     return num_tokens * per_token + load.num_step_tokens * LOGPROB_BYTES
 

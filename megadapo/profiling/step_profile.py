@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from megadapo.profiling.time_table import (
 
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
+    from megadapo.models.description import ModelDescription
     from megadapo.trainer.rank import TrainerRank
     from megadapo.trainer.trainer import Trainer
 
@@ -121,6 +122,16 @@ def random_batch(config: RunConfig, num_sequences: int, *, vocab_size: int) -> P
     )
 
 
+def _spread_experts(batch: PackedBatch, model: ModelDescription) -> tuple[np.ndarray, ...]:
+    """Each token's experts behind those of the token before, so that all get as much."""
+    assert model.routing is not None, "checked with the configuration"
+    per_token, num_experts = model.routing.experts_per_token, model.shape.num_experts
+    dtype = np.uint8 if num_experts <= 256 else np.uint16
+    numbers = np.arange(len(batch.tokens) * per_token).reshape(-1, 1, per_token) % num_experts
+    experts = np.repeat(numbers.astype(dtype), model.shape.num_layers, axis=1)
+    return tuple(np.split(experts, batch.cu_seqlens[1:-1]))
+
+
 def _profile_updates(rank: TrainerRank, updates: Updates) -> StepProfile | None:
     """Runs on every rank, as updates are collective; the profiled one returns what it saw."""
     import torch
@@ -129,6 +140,8 @@ def _profile_updates(rank: TrainerRank, updates: Updates) -> StepProfile | None:
 
     config, num_steps = updates.config, updates.num_steps
     batch = random_batch(config, updates.num_sequences, vocab_size=rank.layout.shape.vocab_size)
+    if config.trainer.router_replay:
+        batch = replace(batch, experts=_spread_experts(batch, rank.model))
 
     def update() -> float:
         started = time.perf_counter()

@@ -167,8 +167,8 @@ class Answer:
         num_read = num_before + len(output.token_ids) - 1 - self._num_routed
         experts = output.routed_experts
         if experts is None or len(experts) != num_read:
-            found = "none" if experts is None else f"those of {len(experts)}"
-            raise InfraError(f"vLLM gave the experts of {found} of {num_read} tokens that it read")
+            found = 0 if experts is None else len(experts)
+            raise InfraError(f"vLLM gave the experts of {found} tokens, and read {num_read}")
         self._experts.append(experts)
 
     def _call(self, tool: Tool) -> None:

@@ -96,4 +96,5 @@ class EnginePlatform:
     def _cpu_extension(self, config: RolloutConfig, returns_experts: bool) -> str:
         if returns_experts:  # never with stages: config/conflicts.py
             return EXPERTS_EXTENSION
-        return (cpu_stages if self.adds_stage_buffers(config) else vllm_worker).EXTENSION
+        adds_buffers = self.adds_stage_buffers(config)
+        return cpu_stages.EXTENSION if adds_buffers else vllm_worker.EXTENSION

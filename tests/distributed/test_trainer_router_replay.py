@@ -39,25 +39,14 @@ AUX_LOSS = 5.0
 
 @pytest.fixture(scope="module")
 def told(models: Path) -> PackedBatch:
-    """With choices that no router would make: all different, of any experts."""
-    batch = random_batch(RAGGED)
+    """With choices that no router would make: of any experts, in any order."""
     model = describe_model(read_hf_config(models / "qwen3-moe"))
+    assert model.routing is not None
+    every = np.arange(model.shape.num_experts, dtype=np.uint8)
     draw = np.random.default_rng(3)
-    layers, experts, topk = sizes_of(models)
-    assert (layers, experts) == (model.shape.num_layers, model.shape.num_experts)
-    chosen = tuple(
-        draw.permuted(np.tile(np.arange(experts, dtype=np.uint8), (n - 1, layers, 1)), axis=-1)[
-            ..., :topk
-        ]
-        for n in RAGGED
-    )
-    return replace(batch, experts=chosen)
-
-
-def sizes_of(models: Path) -> tuple[int, int, int]:
-    """Layers, experts of a layer, experts of a token."""
-    config = read_hf_config(models / "qwen3-moe")
-    return config["num_hidden_layers"], config["num_experts"], config["num_experts_per_tok"]
+    rows = [np.tile(every, (n - 1, model.shape.num_layers, 1)) for n in RAGGED]
+    chosen = [draw.permuted(one, axis=-1)[..., : model.routing.experts_per_token] for one in rows]
+    return replace(random_batch(RAGGED), experts=tuple(chosen))
 
 
 @pytest.fixture(scope="module")

@@ -163,6 +163,19 @@ def test_mini_batches_cover_every_sequence_once_in_order():
     assert [m.tolist() for m in loose.mini_batches] == [[0, 1, 2], [3, 4, 5]]
 
 
+def test_experts_are_there_of_all_responses_or_of_none() -> None:
+    """A trainer that is to take them over must not find out in the middle of an update."""
+    samples = [sample for one in GROUPS for sample in one.samples]
+    told = [
+        replace(sample, experts=np.full((number + 1, 2, 3), number, dtype=np.uint8))
+        for number, sample in enumerate(samples)
+    ]
+    ones = np.ones(len(samples))
+    for case, expected in ((told, [0, 1, 2, 3]), ([*told[:3], samples[3]], []), (samples, [])):
+        batch = pack_samples(case, advantages=ones, loss_weights=ones, mini_batch_size=2)
+        assert [int(one.flat[0]) for one in batch.experts] == expected
+
+
 def test_rewards_are_of_each_response_and_groups_in_order():
     """Ranks that take a divergence off the rewards compare the responses of a group."""
     batch = packed()

@@ -15,7 +15,14 @@ from megadapo.models.published import find_hf_config, published_models
 from megadapo.plan.cards import CARDS, GIB, H100, H200
 from megadapo.plan.engine import engine_bytes
 from megadapo.plan.fit import largest_sequence, overflows, problems
-from megadapo.plan.phases import GpuKind, gpu_kinds, host_bytes, longest_sequence, models_of
+from megadapo.plan.phases import (
+    GpuKind,
+    gpu_kinds,
+    host_bytes,
+    longest_sequence,
+    models_of,
+    replayed_bytes,
+)
 from megadapo.plan.ranks import rank_kinds, state_bytes
 from megadapo.weights.layout.layout import ModelLayout
 
@@ -184,6 +191,23 @@ def test_what_leaves_a_gpu_is_counted_in_main_memory() -> None:
     # masters, moments, and the gradients that the CPU works on
     adam = counted("trainer.offload.optimizer=none", "trainer.optimizer.cpu_offload_fraction=0.5")
     assert adam - kept == pytest.approx(16 * size / 2, rel=0.01)
+
+
+def test_experts_that_routers_take_over_are_counted() -> None:
+    """48 layers with 8 experts for a token, a byte each: on the GPUs with a mini-batch's tokens, in
+    main memory with a step's."""
+    free, told = [
+        recipe("qwen3-30b-a3b", *override) for override in ([], ["trainer.router_replay=true"])
+    ]
+    (before, *_), (after, *_) = kinds_of(free), kinds_of(told)
+    more = bytes_in(after, "train") - bytes_in(before, "train")
+    responses = told.algorithm.responses_per_mini_batch // told.trainer.data_parallel
+    share = responses * longest_sequence(told) // told.trainer.context_parallel
+    assert more == pytest.approx(48 * 8 * share, rel=0.15)
+    model = models_of(told).policy
+    num_responses = told.sampling.prompts_per_step * told.sampling.responses_per_prompt
+    assert replayed_bytes(told, model) == 48 * 8 * longest_sequence(told) * num_responses
+    assert replayed_bytes(free, model) == 0
 
 
 def test_everything_may_leave_but_the_process() -> None:
