@@ -230,7 +230,7 @@ def wait_for(what: str, condition: Callable[[], bool], *, timeout_s: float) -> N
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
-        time.sleep(0.2)
+        time.sleep(0.05)
 
 
 def _hold(namespaces: Sequence[str], script: Sequence[str]) -> subprocess.Popen[str]:
