@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.clock import ClockReading, read_clock
 from megadapo.cluster.memory import private_bytes
-from megadapo.cluster.network import node_address
+from megadapo.cluster.network import node_address, use_interface_towards
 from megadapo.cluster.orphans import descendants
 from megadapo.cluster.post_mortem import Whereabouts
 from megadapo.cluster.process_log import redirect_output
@@ -49,6 +49,8 @@ class RolloutEngine:
         self._generation: Generation | None = None
         redirect_output(spec.log_file)
         os.environ.update(spec.platform.environment(spec.config, spec.dtype))
+        # vLLM's groups would look the host's name up, each of them, and listen where it leads
+        use_interface_towards(node_address())
         self._reaper = start_reaper(self._mark)
 
     def whereabouts(self) -> Whereabouts:
