@@ -175,7 +175,7 @@ def test_a_signal_reaches_the_driver_once_and_is_the_end(tmp_path):
         restarts=5,
     )
     deadline = time.monotonic() + 30
-    while not (tmp_path / "ready").exists():
+    while not ((tmp_path / "ready").exists() and (tmp_path / "ready").read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
