@@ -20,8 +20,8 @@ FEW_ONEDNN_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 """How many compiled products of matrices oneDNN keeps beside those in use.
 
 It compiles one for every number of rows, which is another one in each step of an engine, at 0.3 MB
-each. Its default of 1024 is reached after hundreds of steps, until which a process grows by 0.3 GB
-and its heap by as much again in gaps. 64 are what the layers of a model share.
+each: until its default of 1024 is reached a process grows by 0.3 GB, and by half as much again in
+gaps of its heap. 64 are enough for layers of one shape to share them.
 """
 
 SPIN_MILLISECONDS = 2
