@@ -28,6 +28,7 @@ OVERRIDES = (
     "checkpoint.every=1000000",
     'sampling.selection="all"',
     "reward.symbolic=false",
+    "sampling.journal=false",
 )
 """What the rival's step does not have is off, and every answer that is sampled is trained on."""
 

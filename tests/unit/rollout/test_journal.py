@@ -204,6 +204,8 @@ def test_a_full_disk_loses_the_journal_and_not_the_step(tmp_path, monkeypatch):
     sampler, real, calls = sampler_with(journal, ScriptedEngines()), os.pwrite, []
 
     def full(file, data, place):
+        if not os.readlink(f"/proc/self/fd/{file}").startswith(str(tmp_path)):
+            return real(file, data, place)
         calls.append(place)
         if len(calls) > 4:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
