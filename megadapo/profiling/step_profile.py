@@ -137,6 +137,7 @@ def _profile_updates(rank: TrainerRank, updates: Updates) -> StepProfile | None:
     import torch
 
     from megadapo.trainer.layer_ranges import layer_ranges
+    from megadapo.trainer.update import update_rank
 
     config, num_steps = updates.config, updates.num_steps
     batch = random_batch(config, updates.num_sequences, vocab_size=rank.layout.shape.vocab_size)
@@ -145,7 +146,7 @@ def _profile_updates(rank: TrainerRank, updates: Updates) -> StepProfile | None:
 
     def update() -> float:
         started = time.perf_counter()
-        rank.update(batch, policy_version=0, step=1)
+        update_rank(rank, batch, policy_version=0, step=1)
         if rank.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - started

@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
@@ -22,7 +22,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megadapo.errors import CheckpointError
+from megadapo.errors import CheckpointError, DamageError
 from megadapo.trainer.checkpoint_pieces import (
     OwnedRun,
     Piece,
@@ -31,7 +31,7 @@ from megadapo.trainer.checkpoint_pieces import (
 )
 from megadapo.trainer.megatron_internals import num_updates, set_num_updates
 from megadapo.weights.disk.checkpoint_metadata import StoredPiece
-from megadapo.weights.disk.hashed_files import Files, hashed_file
+from megadapo.weights.disk.hashed_files import FileEntry, Files, check_files, hashed_file
 from megadapo.weights.disk.stored_tensors import StoredTensors, Window
 
 OPTIMIZER_FILE = "optimizer.json"
@@ -130,6 +130,25 @@ def load_checkpoint(
     stored.read(Window(piece.key, piece.offset, piece.data) for piece in state)
     set_num_updates(optimizer, _read_num_updates(folder))
     put_masters_into_weights(runs, chunks)
+
+
+def check_across_ranks(folder: Path, files: Mapping[str, FileEntry]) -> None:
+    """Compare a checkpoint's files with their hashes, each on the rank that will read it.
+
+    Raises:
+        DamageError: on every rank, one or more differ.
+    """
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    own = {name: files[name] for name in files if reader_of(name, num_ranks) == rank}
+    problems: list[str] = [""] * num_ranks
+    try:
+        check_files(folder, own)
+        problem = ""
+    except DamageError as error:
+        problem = str(error)
+    torch.distributed.all_gather_object(problems, problem)
+    if found := [problem for problem in problems if problem]:
+        raise DamageError("; ".join(found))
 
 
 def reader_of(file: str, num_ranks: int) -> int:

@@ -1,4 +1,7 @@
-"""Random weights that do not depend on the split: each tensor is drawn whole, by name, then cut."""
+"""The weights a model starts with: those of its folder, or random ones.
+
+Random weights do not depend on the split: each tensor is drawn whole, by name, then cut.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,43 @@ import hashlib
 import math
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megadapo.weights.disk.load import fill_shard, match_params
+from megadapo.models.description import ModelDescription
+from megadapo.trainer.settings import TrainerSettings
+from megadapo.weights.disk.load import fill_shard, import_weights, match_params
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition
 
 _WRITES_TO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
+
+
+def set_first_weights(
+    params: Mapping[str, Tensor],
+    layout: ModelLayout,
+    position: ShardPosition,
+    *,
+    settings: TrainerSettings,
+    description: ModelDescription,
+    folder: Path,
+) -> None:
+    """Fill the policy's parameters, unless a checkpoint's will be all that is read of them.
+
+    Args:
+        params: Megatron names with global layer numbers -> this rank's shard.
+        folder: the model's.
+    """
+    keeps_first = settings.objective.kl_coef != 0.0 and settings.reference.kind == "fixed"
+    if not (settings.reads_weights or keeps_first):
+        return
+    if settings.model.init == "pretrained":
+        import_weights(folder, params, layout, position)
+    else:
+        std = description.initializer_range
+        initialize_randomly(params, layout, position, std=std, seed=settings.seed)
 
 
 def initialize_randomly(

@@ -1,11 +1,9 @@
-"""One rank of the trainer: its part of the model, the optimizer, and what can be asked of it."""
+"""One rank of the trainer: its part of the model, the optimizer, and what is kept of them."""
 
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,62 +12,32 @@ import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from megadapo.algorithm.bapo import BapoBounds
-from megadapo.cluster.heartbeat import piece_done
 from megadapo.data.batch import PackedBatch
-from megadapo.errors import DamageError
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.trainer.checkpoint_writer import CheckpointWriter
-from megadapo.trainer.checkpointing import (
-    load_checkpoint,
-    num_bytes_written,
-    reader_of,
-    take_snapshot,
-)
-from megadapo.trainer.clip_bounds import BoundSearch
+from megadapo.trainer.checkpointing import load_checkpoint, num_bytes_written, take_snapshot
 from megadapo.trainer.cpu_platform import CPU
 from megadapo.trainer.critic import Critic
-from megadapo.trainer.critic_step import CriticStep
 from megadapo.trainer.expert_balance import ExpertBalance
-from megadapo.trainer.gradient_buffers import (
-    gather_weights_now,
-    wait_for_weight,
-    wrap_for_gradients,
-)
+from megadapo.trainer.gradient_buffers import wait_for_weight, wrap_for_gradients
 from megadapo.trainer.head import PolicyHead
-from megadapo.trainer.initialize import initialize_randomly
-from megadapo.trainer.kl import with_kl_in_reward, with_reference
-from megadapo.trainer.metrics import MiniBatchSums, summarize
-from megadapo.trainer.micro_batch import (
-    MicroBatch,
-    MicroBatchBuilder,
-    trained_tokens,
-    version_gaps,
-)
+from megadapo.trainer.initialize import set_first_weights
+from megadapo.trainer.micro_batch import MicroBatch, MicroBatchBuilder
 from megadapo.trainer.mini_batch import MiniBatchCutter
-from megadapo.trainer.model import (
-    build_chunks,
-    rotary_of_own_layers,
-    transformer_config,
-)
+from megadapo.trainer.model import build_chunks, rotary_of_own_layers, transformer_config
 from megadapo.trainer.model_layout import validate_model_layout
-from megadapo.trainer.off_policy import OldPolicy, old_policy
 from megadapo.trainer.offload import Kind, Offload, TrainedModel
-from megadapo.trainer.optimizer import build_optimizer, step_if_finite
+from megadapo.trainer.optimizer import build_optimizer
 from megadapo.trainer.parallel import context_part, join_groups, leave_groups
 from megadapo.trainer.position import parameters_by_global_name, shard_position
-from megadapo.trainer.recorder import UpdateRecorder
 from megadapo.trainer.reference_policy import ReferencePolicy
-from megadapo.trainer.result import UpdateResult
 from megadapo.trainer.router_replay import check_choices
 from megadapo.trainer.settings import CRITIC_FOLDER, Rendezvous, TrainerSettings
-from megadapo.trainer.shape_probe import probe_shape
-from megadapo.trainer.step import compute_gradients, compute_logprobs, finalize_sums
+from megadapo.trainer.step import compute_logprobs, finalize_sums
 from megadapo.weights.disk.export import export_weights
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
-from megadapo.weights.disk.hashed_files import FileEntry, Files, check_files
-from megadapo.weights.disk.load import import_weights
+from megadapo.weights.disk.hashed_files import Files
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.sync.sender import HeldWeightSender, WeightSender
 
@@ -78,7 +46,7 @@ BETWEEN_UPDATES: tuple[Kind, Kind] = ("gradients", "optimizer")
 
 
 class TrainerRank:
-    """Model, optimizer and step of one rank. Every method but the properties is collective."""
+    """Model and optimizer of one rank. Every method but the properties is collective."""
 
     def __init__(
         self,
@@ -108,7 +76,14 @@ class TrainerRank:
             etp=mpu.get_expert_tensor_parallel_group(),
         )
         self.parameters = parameters_by_global_name(chunks)
-        self._set_weights()
+        set_first_weights(
+            self.parameters,
+            self.layout,
+            self.position,
+            settings=settings,
+            description=self.model,
+            folder=self.model_folder,
+        )
         # megatron-core copies weights into its buffers and masters here: they must be set before
         self.chunks = wrap_for_gradients(chunks, self.config, settings.trainer)
         self.optimizer = build_optimizer(self.chunks, settings.trainer.optimizer)
@@ -149,107 +124,12 @@ class TrainerRank:
             device=self.device,
         )
 
-    def update(
-        self,
-        batch: PackedBatch,
-        *,
-        policy_version: int,
-        step: int,
-        kl_reward_coef: float | None = None,
-        texts: PackedBatch | None = None,
-        recorder: UpdateRecorder | None = None,
-    ) -> UpdateResult:
-        """All mini-batches of one rollout step, one optimizer update each.
-
-        Old log-probs are taken for the whole batch before the first update, in the micro-batches
-        of the updates.
-
-        Args:
-            policy_version: of the present weights, to find the tokens they sampled.
-            step: rollout step, which decides the learning rate; the first is 1.
-            kl_reward_coef: of the KL divergence in the reward, in place of the objective's.
-            texts: as many mini-batches of texts, whose language-model loss is part of the updates.
-            recorder: is told what this rank computes.
-
-        Returns:
-            The same numbers on every rank.
-        """
-        recorder = recorder or UpdateRecorder(batch, ())
-        self._check_experts(batch)
-        self.offload.bring("parameters")
-        self.offload.fetch("optimizer")
-        lr = self._learning_rate(step)
-        importance, objective = self.settings.importance, self.settings.objective
-        if kl_reward_coef is None:
-            kl_reward_coef = objective.kl_reward_coef
-        trained, num_dropped = trained_tokens(batch)
-        gaps = version_gaps(batch, policy_version)
-        predicted = trained & (gaps == 0) if importance.stale_logprobs == "none" else trained
-        cut = self.cutter.cut(batch, predicted=predicted, policy_version=policy_version)
-        of_texts = [()] * len(cut) if texts is None else self.cutter.cut_responses(texts)
-        with self.experts.counted():
-            old = [self._old_policies(micro_batches, recorder) for micro_batches in cut]
-        proximal = [policy.proximal for policy in old[0]] if old else []
-        old = self.hold_against_reference(batch, predicted, cut, old, kl_reward_coef=kl_reward_coef)
-        probe = probe_shape(
-            cut,
-            build=partial(
-                self.cutter.alone, batch, predicted=predicted, policy_version=policy_version
-            ),
-            score=self.logprobs_of,
-            multiple_of=self.cutter.multiple_of,
-        )
-        values = None
-        if self.critic is not None:
-            values = CriticStep(self.critic, cut, old, step, kl_coef=kl_reward_coef)
-        old = old if values is None else values.old
-        search = self.bound_search()
-        lengths = np.diff(batch.cu_seqlens)
-        reduced, grad_norms, bounds = [], [], []
-        self.offload.bring(*BETWEEN_UPDATES)
-        for number, (micro_batches, policies) in enumerate(zip(cut, old, strict=True)):
-            self.experts.prepare(int(lengths[batch.mini_batches[number]].sum()))
-            sums, found = self._gradients(
-                micro_batches, policies, of_texts[number], recorder, search
-            )
-            bounds += found
-            if number == 0:
-                probe.add_to(sums, micro_batches, proximal)
-            sums = sums.reduced(contributes=self.has_results, device=self.device)
-            loss = sums.loss + sums.text_loss
-            outcome = step_if_finite(self.optimizer, loss=loss, lr=lr)
-            reduced.append(sums)
-            if outcome.applied:
-                grad_norms.append(outcome.grad_norm)
-            if values is not None:
-                values.update(number)
-            piece_done()
-        # whoever reads weights after this (save, export, weight updates) finds them whole
-        gather_weights_now(self.chunks)
-        if self.reference is not None:
-            self.reference.follow(step)
-        critic = None if values is None else values.result()
-        self.offload.leave(*BETWEEN_UPDATES)
-        return summarize(
-            reduced,
-            grad_norms=grad_norms,
-            skipped_updates=len(cut) - len(grad_norms),
-            num_dropped_tokens=num_dropped,
-            lr=lr or 0.0,
-            version_gaps=gaps[trained],
-            importance=importance,
-            bounds=bounds,
-            kl_coef=objective.kl_loss_coef + kl_reward_coef,
-            critic=critic,
-            experts=self.experts.result(),
-        )
-
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:
         """[T] fp32 log-probs of the response tokens this rank computed, NaN elsewhere.
 
         None on ranks that compute none or the same as another.
         """
-        self._check_experts(batch)
+        self.check_experts(batch)
         result = np.full(len(batch.tokens), np.nan, dtype=np.float32)
         with self.offload.present("parameters"):
             for micro_batches in self.cutter.cut_responses(batch):
@@ -283,24 +163,6 @@ class TrainerRank:
             if self.critic is not None:
                 num_bytes += num_bytes_written(self.critic.chunks, self.critic.optimizer)
         return num_bytes
-
-    def check_files(self, folder: Path, files: Mapping[str, FileEntry]) -> None:
-        """Compare a checkpoint's files with their hashes, each on the rank that will read it.
-
-        Raises:
-            DamageError: on every rank, one or more differ.
-        """
-        rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        own = {name: files[name] for name in files if reader_of(name, num_ranks) == rank}
-        problems: list[str] = [""] * num_ranks
-        try:
-            check_files(folder, own)
-            problem = ""
-        except DamageError as error:
-            problem = str(error)
-        torch.distributed.all_gather_object(problems, problem)
-        if found := [problem for problem in problems if problem]:
-            raise DamageError("; ".join(found))
 
     def load(self, folder: Path) -> None:
         """Read what was saved, at whatever split it was written.
@@ -357,115 +219,14 @@ class TrainerRank:
         with torch.no_grad():
             return compute_logprobs(self.chunks, self.head, micro_batches, replays=replays)
 
-    def _check_experts(self, batch: PackedBatch) -> None:
+    def check_experts(self, batch: PackedBatch) -> None:
+        """With `trainer.router_replay`, see that a batch has the experts that routers take over.
+
+        Raises:
+            DataError: it has not.
+        """
         if self.settings.trainer.router_replay:
             check_choices(batch, self.model)
-
-    def _old_policies(
-        self, micro_batches: Sequence[MicroBatch], recorder: UpdateRecorder
-    ) -> list[OldPolicy]:
-        """From the mini-batch's old log-probs; how long they take is this rank's own speed."""
-        start = time.perf_counter()
-        logprobs = self.logprobs_of(micro_batches)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        recorder.add_share(micro_batches, time.perf_counter() - start)
-        return [
-            old_policy(micro_batch, values, self.settings.importance)
-            for micro_batch, values in zip(micro_batches, logprobs, strict=False)
-        ]
-
-    def hold_against_reference(
-        self,
-        batch: PackedBatch,
-        trained: np.ndarray,
-        cut: Sequence[Sequence[MicroBatch]],
-        old: list[list[OldPolicy]],
-        *,
-        kl_reward_coef: float,
-    ) -> list[list[OldPolicy]]:
-        """`old` with the reference's log-probs, from the same micro-batches, where there is one.
-
-        With new advantages where rewards have a KL divergence in them.
-        """
-        if self.reference is None:
-            return old
-        with self.reference.in_place():
-            # another model, with routers of its own
-            logprobs_ref = [self.logprobs_of(part, replays=False) for part in cut]
-        objective = self.settings.objective
-        held = [
-            with_reference(*parts, objective) for parts in zip(cut, old, logprobs_ref, strict=True)
-        ]
-        if objective.kl_in == "loss" or self.critic is not None:
-            return held
-        return with_kl_in_reward(
-            batch,
-            trained,
-            cut,
-            held,
-            settings=self.settings,
-            kl_coef=kl_reward_coef,
-            contributes=self.has_results,
-            device=self.device,
-        )
-
-    def _learning_rate(self, step: int) -> float | None:
-        """None while the critic alone is trained."""
-        critic = self.settings.critic
-        if critic is not None and step <= critic.warmup:
-            return None
-        return self.settings.trainer.optimizer.lr_at(step)
-
-    def bound_search(self) -> BoundSearch | None:
-        """What finds the clip bounds of a step's updates, where they are not fixed."""
-        if self.settings.objective.gate != "bapo":
-            return None
-        return BoundSearch(
-            self.settings.bapo,
-            score=self.logprobs_of,
-            contributes=self.has_results,
-            device=self.device,
-        )
-
-    def _gradients(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        old: list[OldPolicy],
-        texts: Sequence[MicroBatch],
-        recorder: UpdateRecorder,
-        search: BoundSearch | None,
-    ) -> tuple[MiniBatchSums, list[BapoBounds]]:
-        """Leave the mini-batch's gradients in the buffers; `old`: what it is held against.
-
-        Returns its sums and the clip bounds that were searched for it, if any.
-        """
-        head, bounds = self.head, []
-        if search is not None:
-            bounds = [search.bounds(micro_batches, old)]
-            head = replace(head, objective=bounds[0].put_into(head.objective))
-        sums, logprobs = compute_gradients(self.chunks, head, micro_batches, old, texts)
-        if self.has_results:
-            recorder.add_update(micro_batches, old, logprobs)
-        if search is not None:
-            search.observe(micro_batches, old, logprobs)
-        return sums, bounds
-
-    def _set_weights(self) -> None:
-        settings = self.settings
-        keeps_first = settings.objective.kl_coef != 0.0 and settings.reference.kind == "fixed"
-        if not (settings.reads_weights or keeps_first):
-            return
-        if self.settings.model.init == "pretrained":
-            import_weights(self.model_folder, self.parameters, self.layout, self.position)
-            return
-        initialize_randomly(
-            self.parameters,
-            self.layout,
-            self.position,
-            std=self.model.initializer_range,
-            seed=self.settings.seed,
-        )
 
 
 def _device() -> torch.device:

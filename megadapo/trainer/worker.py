@@ -121,12 +121,14 @@ class TrainerWorker:
         texts: PackedBatch | None,
         record: Sequence[int],
     ) -> RankUpdate:
-        """TrainerRank.update; `record`: sequences whose log-probs come back."""
+        """One rollout step's updates; `record`: sequences whose log-probs come back."""
         from megadapo.trainer.recorder import UpdateRecorder
+        from megadapo.trainer.update import update_rank
 
         rank = self._started()
         recorder = UpdateRecorder(batch, record)
-        result = rank.update(
+        result = update_rank(
+            rank,
             batch,
             policy_version=policy_version,
             step=step,
@@ -166,9 +168,10 @@ class TrainerWorker:
     @_named_failures
     def load(self, folder: Path, files: Mapping[str, FileEntry]) -> None:
         """Read a checkpoint whose files must be as listed."""
-        rank = self._started()
-        rank.check_files(folder, files)
-        rank.load(folder)
+        from megadapo.trainer.checkpointing import check_across_ranks
+
+        check_across_ranks(folder, files)
+        self._started().load(folder)
         release_cached_memory()
 
     @_named_failures

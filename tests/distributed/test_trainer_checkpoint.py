@@ -13,7 +13,7 @@ import pytest
 from megadapo.errors import CheckpointError, DamageError
 from megadapo.weights.disk.hashed_files import check_files
 from tests.support.batches import RAGGED, random_batch
-from tests.support.probes import build, save_at, train, weights
+from tests.support.probes import build, save_at, train, update, weights
 from tests.support.ranks import Ranks, settings_for
 
 TP2 = {"tensor": 2}
@@ -219,14 +219,17 @@ def _save_twice(rendezvous, settings, folder):
     batch = random_batch(RAGGED)
     files = []
     for number in range(2):
-        rank.update(batch, policy_version=0, step=number + 1)
+        update(rank, batch, policy_version=0, step=number + 1)
         files.append(save_at(rank, folder / str(number)))
     return files[1]
 
 
 def _check(rendezvous, settings, folder, files):
+    from megadapo.trainer.checkpointing import check_across_ranks
+
+    build(rendezvous, settings)
     with pytest.raises(DamageError) as caught:
-        build(rendezvous, settings).check_files(folder, files)
+        check_across_ranks(folder, files)
     return str(caught.value)
 
 
@@ -283,12 +286,12 @@ def _save_while_training(rendezvous, settings, folder):
     rank = build(rendezvous, settings)
     batch, expected = random_batch(RAGGED), []
     for number in range(3):
-        rank.update(batch, policy_version=0, step=number + 1)
+        update(rank, batch, policy_version=0, step=number + 1)
         expected.append(weights(rank))
         files = save_at(
             rank,
             folder / str(number),
-            meanwhile=lambda: rank.update(batch, policy_version=0, step=9),
+            meanwhile=lambda: update(rank, batch, policy_version=0, step=9),
         )
     return expected, files[f"__{rendezvous.rank}_0.distcp"].bytes
 

@@ -18,7 +18,7 @@ from tests.distributed.test_trainer_layouts import (
     measure,
 )
 from tests.support.batches import RAGGED, random_batch
-from tests.support.probes import Gradients, build
+from tests.support.probes import Gradients, build, update
 from tests.support.ranks import Ranks, settings_for
 
 LAYOUTS = {
@@ -111,7 +111,7 @@ def test_gradients_are_those_of_the_definition(
 
 
 def _threads_after_an_update(rendezvous, settings, batch) -> int:
-    build(rendezvous, settings).update(batch, policy_version=0, step=1)
+    update(build(rendezvous, settings), batch, policy_version=0, step=1)
     return len(list(Path("/proc/self/task").iterdir()))
 
 

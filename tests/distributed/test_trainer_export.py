@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
 from megadapo.weights.disk.megatron_folder import open_layout
 from tests.support.batches import RAGGED, random_batch
-from tests.support.probes import build, save_at
+from tests.support.probes import build, save_at, update
 from tests.support.ranks import Ranks, settings_for
 from tests.support.tiny_models import TRAINED, make_model
 
@@ -31,7 +31,7 @@ UNEVEN = {"pipeline": 2, "last": 1}
 
 def _train_save_and_export(rendezvous, settings, batch, folder):
     rank = build(rendezvous, settings)
-    rank.update(batch, policy_version=0, step=1)
+    update(rank, batch, policy_version=0, step=1)
     save_at(rank, folder / "trainer")
     rank.export(folder / "gathered")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.batches import RAGGED, random_batch
-from tests.support.probes import build
+from tests.support.probes import build, update
 from tests.support.ranks import Ranks, settings_for
 
 
@@ -87,7 +87,7 @@ def _passes_of_each_mlp(rendezvous, settings, batch) -> list[int]:
 
     for index, layer in enumerate(layers):
         layer.mlp.register_forward_pre_hook(lambda *_, index=index: count(index))
-    rank.update(batch, policy_version=0, step=1)
+    update(rank, batch, policy_version=0, step=1)
     return passes
 
 
@@ -166,7 +166,7 @@ def _graphs_that_are_handed_back(rendezvous, settings, batch) -> int:
 
     step.run_schedule = watch
     try:
-        build(rendezvous, settings).update(batch, policy_version=0, step=1)
+        update(build(rendezvous, settings), batch, policy_version=0, step=1)
     finally:
         step.run_schedule = run_schedule
     assert seen or rendezvous.rank == 0

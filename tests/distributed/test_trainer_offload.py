@@ -18,7 +18,7 @@ from megadapo.trainer.config import OffloadConfig
 from megadapo.trainer.settings import TrainerSettings
 from tests.support.batches import RAGGED, random_batch
 from tests.support.critics import with_critic
-from tests.support.probes import build, save_at, state_bits
+from tests.support.probes import build, save_at, state_bits, update
 from tests.support.ranks import Ranks, settings_for
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def steps(rendezvous, settings: TrainerSettings, folder: Path) -> dict[str, Any]
     """Three steps with engines' turns between them, a save and a load; what came of them."""
     rank = build(rendezvous, settings)
     sizes = {"built": held(rank)}
-    results = [repr(rank.update(BATCH, policy_version=0, step=1))]
+    results = [repr(update(rank, BATCH, policy_version=0, step=1))]
     sizes["updated"] = held(rank)
     sums = [rank.weight_sender.fingerprint(), sent(rank)]
     rank.leave_to_engines()
@@ -78,9 +78,9 @@ def steps(rendezvous, settings: TrainerSettings, folder: Path) -> dict[str, Any]
     logprobs = rank.logprobs(BATCH)
     save_at(rank, folder / "saved")
     sizes["saved"] = held(rank)
-    results.append(repr(rank.update(BATCH, policy_version=0, step=2)))
+    results.append(repr(update(rank, BATCH, policy_version=0, step=2)))
     rank.load(folder / "saved")
-    results.append(repr(rank.update(BATCH, policy_version=0, step=2)))
+    results.append(repr(update(rank, BATCH, policy_version=0, step=2)))
     rank.leave_to_engines()
     rank.offload.bring(*KINDS)
     sizes["brought"] = held(rank)

@@ -21,7 +21,7 @@ from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config
 from tests.distributed.test_trainer_layouts import assert_same, measure
 from tests.support.batches import RAGGED, random_batch
-from tests.support.probes import Gradients, build, logprobs
+from tests.support.probes import Gradients, build, logprobs, update
 from tests.support.ranks import Ranks, settings_for
 
 LAYOUTS = {
@@ -115,7 +115,7 @@ def _first_update(rendezvous, settings, batch: PackedBatch):
     """Log-probs of the batch, and what the first update says of them."""
     rank = build(rendezvous, settings)
     before = rank.logprobs(batch)
-    return before, rank.update(batch, policy_version=0, step=1)
+    return before, update(rank, batch, policy_version=0, step=1)
 
 
 def test_old_logprobs_and_updates_are_of_one_routing(

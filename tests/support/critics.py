@@ -196,7 +196,7 @@ def train(
         rank.load(load)
     results = []
     for step in steps:
-        results.append(asdict(rank.update(batch, policy_version=0, step=step)))
+        results.append(asdict(probes.update(rank, batch, policy_version=0, step=step)))
         if save is not None and step == (save_after or steps[-1]):
             probes.save_at(rank, save)
     return results, probes.weights(rank), gathered(rank.critic, rank.groups)

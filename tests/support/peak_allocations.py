@@ -34,6 +34,7 @@ def allocated(rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBa
     import torch
 
     from megadapo.trainer.rank import TrainerRank
+    from megadapo.trainer.update import update_rank
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -42,7 +43,7 @@ def allocated(rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBa
         with torch.profiler.record_function(_STARTED):
             pass
         # once: Gloo's threads free copies of the first update's gradients whenever they like
-        rank.update(batch, policy_version=0, step=1)
+        update_rank(rank, batch, policy_version=0, step=1)
     return _largest(profile)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
-from megadapo.trainer.result import ExpertResult, RankUpdate
+from megadapo.trainer.result import ExpertResult, RankUpdate, UpdateResult
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
 from tests.support.batches import TEXT_COEF
 
@@ -43,6 +43,13 @@ def build(rendezvous: Rendezvous, settings: TrainerSettings) -> TrainerRank:
     from megadapo.trainer.rank import TrainerRank
 
     return TrainerRank(settings, rendezvous)
+
+
+def update(rank: TrainerRank, batch: PackedBatch, **how: Any) -> UpdateResult:
+    """`update_rank`, which only a trainer process may import: the platform comes first."""
+    from megadapo.trainer.update import update_rank
+
+    return update_rank(rank, batch, **how)
 
 
 def gradients(
@@ -80,6 +87,7 @@ def gradients_by_objective(
     """
     from megadapo.trainer.micro_batch import trained_tokens
     from megadapo.trainer.off_policy import OldPolicy
+    from megadapo.trainer.update import bound_search
 
     rank = build(rendezvous, settings)
     cut, *_ = rank.cutter.cut(batch, predicted=trained_tokens(batch)[0], policy_version=0)
@@ -96,7 +104,7 @@ def gradients_by_objective(
         ]
         head = replace(rank.head, objective=objective)
         if objective.gate == "bapo":
-            head = replace(head, objective=rank.bound_search().bounds(cut, old).put_into(objective))
+            head = replace(head, objective=bound_search(rank).bounds(cut, old).put_into(objective))
         found[name] = gradients_under(rank, head, cut, old)
     if texts is not None:
         (parts,) = rank.cutter.cut_responses(texts)
@@ -207,7 +215,7 @@ def train(
         rank.load(load)
     steps = range(first_step, first_step + num_steps)
     results = [
-        asdict(rank.update(batch, policy_version=policy_version, step=step)) for step in steps
+        asdict(update(rank, batch, policy_version=policy_version, step=step)) for step in steps
     ]
     if save is not None:
         save_at(rank, save)
@@ -247,7 +255,7 @@ def updates_with_texts(
     """Results of the steps, all with the same texts, and the full weights after each."""
     rank = build(rendezvous, settings)
     return [
-        (asdict(rank.update(batch, policy_version=0, step=step, texts=texts)), weights(rank))
+        (asdict(update(rank, batch, policy_version=0, step=step, texts=texts)), weights(rank))
         for step in range(1, num_steps + 1)
     ]
 
@@ -260,7 +268,7 @@ def recorded_update(
 
     rank = build(rendezvous, settings)
     recorder = UpdateRecorder(batch, sequences)
-    result = rank.update(batch, policy_version=0, step=1, recorder=recorder)
+    result = update(rank, batch, policy_version=0, step=1, recorder=recorder)
     tokens = recorder.tokens() if rank.has_results else None
     return RankUpdate(result=result, share=recorder.share(), recorded=tokens)
 
@@ -277,7 +285,7 @@ def train_and_export(
     """Two steps, then a Hugging Face folder and the log-probs of the same weights."""
     rank = build(rendezvous, settings)
     for step in (1, 2):
-        rank.update(batch, policy_version=0, step=step)
+        update(rank, batch, policy_version=0, step=step)
     rank.export(folder)
     return rank.logprobs(batch)
 
@@ -358,15 +366,15 @@ def update_with_fault(
     import torch
 
     rank = build(rendezvous, settings)
-    rank.update(batch, policy_version=0, step=1)
+    update(rank, batch, policy_version=0, step=1)
     before = state_bits(rank)
     is_victim = rendezvous.rank == rendezvous.world_size - 1
     heal = _poison(rank, where) if is_victim else None
-    faulty = rank.update(batch, policy_version=0, step=2)
+    faulty = update(rank, batch, policy_version=0, step=2)
     if heal is not None:
         heal()
     unchanged = state_bits(rank) == before
-    healthy = rank.update(batch, policy_version=0, step=3)
+    healthy = update(rank, batch, policy_version=0, step=3)
     return {
         "faulty": asdict(faulty),
         "unchanged": unchanged,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megadapo.data.batch import PackedBatch
 from megadapo.trainer.result import UpdateResult
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
-from tests.support.probes import build
+from tests.support.probes import build, update
 
 if TYPE_CHECKING:
     from megadapo.trainer.rank import TrainerRank
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def update_of(
     rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch
 ) -> UpdateResult:
-    return build(rendezvous, settings).update(batch, policy_version=0, step=1)
+    return update(build(rendezvous, settings), batch, policy_version=0, step=1)
 
 
 def profiled_update_of(
@@ -31,7 +31,7 @@ def profiled_update_of(
     rank = build(rendezvous, settings)
     before = num_hooks(rank)
     with layer_ranges(rank.chunks), torch.profiler.profile() as profile:
-        result = rank.update(batch, policy_version=0, step=1)
+        result = update(rank, batch, policy_version=0, step=1)
     assert num_hooks(rank) == before, "ranges cost something after they have ended"
     profile.export_chrome_trace(str(folder / f"rank-{rendezvous.rank}.json"))
     return result

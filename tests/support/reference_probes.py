@@ -19,6 +19,7 @@ from tests.support.probes import (
     gradients_under,
     save_at,
     shifted,
+    update,
     weights,
 )
 
@@ -39,12 +40,14 @@ def gradients_by_estimator(
 
     The policy's weights are those of the reference times `scale`.
     """
+    from megadapo.trainer.update import hold_against_reference
+
     rank = scaled(build(rendezvous, settings), scale)
     trained, cut, old = held_by_shifted(rank, batch)
     found = {}
     for name, objective in cases.items():
         rank.settings = replace(settings, objective=objective)
-        held, *_ = rank.hold_against_reference(batch, trained, cut, old, kl_reward_coef=0.0)
+        held, *_ = hold_against_reference(rank, batch, trained, cut, old, kl_reward_coef=0.0)
         head = replace(rank.head, objective=objective)
         found[name] = gradients_under(rank, head, cut[0], held)
     return found if rendezvous.rank == 0 else None
@@ -88,13 +91,15 @@ def advantages_by_rule(
     scale: float,
 ) -> dict[str, np.ndarray]:
     """[T] advantages of tokens that this rank computes, NaN elsewhere."""
+    from megadapo.trainer.update import hold_against_reference
+
     rank = scaled(build(rendezvous, settings), scale)
     trained, cut, old = held_by_shifted(rank, batch)
     found = {}
     for rule in rules:
         rank.settings = replace(settings, advantage=rule)
-        held = rank.hold_against_reference(
-            batch, trained, cut, old, kl_reward_coef=settings.objective.kl_reward_coef
+        held = hold_against_reference(
+            rank, batch, trained, cut, old, kl_reward_coef=settings.objective.kl_reward_coef
         )
         values = np.full(len(batch.tokens), np.nan)
         for micro_batches, policies in zip(cut, held, strict=True):
@@ -123,7 +128,7 @@ def follow(
         rank.load(load)
     seen: list[Any] = [({}, weights(rank), reference_weights(rank))]
     for step in range(first_step, first_step + num_steps):
-        result = rank.update(batch, policy_version=0, step=step)
+        result = update(rank, batch, policy_version=0, step=step)
         seen.append((asdict(result), weights(rank), reference_weights(rank)))
         if save is not None and step == save[0]:
             save_at(rank, save[1])
