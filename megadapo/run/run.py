@@ -408,7 +408,7 @@ class Run:
         every, checkpoint = self._config.checkpoint.export_every, self.checkpoint
         if every == 0 or checkpoint is None:
             return
-        if checkpoint.step % every == 0 or self.finished:
+        if checkpoint.step % every == 0 or checkpoint.step >= self._config.run.num_steps:
             self._exports.start(checkpoint.path, checkpoint.step)
 
     def _finish_exports(self) -> None:

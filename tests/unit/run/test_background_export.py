@@ -19,7 +19,7 @@ from tests.support.checkpoints import written_by
 from tests.support.exported_runs import trainer_tensors, write_run
 
 
-def config_of(folder: Path, model: Path, *, num_steps: int, **checkpoint: int) -> RunConfig:
+def config_of(folder: Path, model: Path, *, num_steps: int, **checkpoint: float) -> RunConfig:
     return from_dict(
         {
             "run": {"folder": str(folder), "num_steps": num_steps},
@@ -62,16 +62,18 @@ def test_every_due_checkpoint_is_exported_whatever_is_kept(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """Steps take no time here, so a checkpoint that pruning took would be gone before a child has
-    even started."""
-    with Run.open(config_of(tmp_path, tiny_model, num_steps=5)) as run:
+    even started. The save of the step before the last ends when the run has done all of its steps,
+    and is not the last step's for that."""
+    due = {"every": 3, "every_minutes": 1e-9, "export_every": 3}
+    with Run.open(config_of(tmp_path, tiny_model, num_steps=5, **due)) as run:
         advance(run, tiny_model, 5)
         kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-        assert kept == {"step-2", "step-4", "step-5"}
-    assert exported(tmp_path) == ["step-2", "step-4", "step-5"]
-    assert all(holds_weights_of(tmp_path, tiny_model, step) for step in (2, 4, 5))
+        assert kept == {"step-3", "step-4", "step-5"}
+    assert exported(tmp_path) == ["step-3", "step-5"]
+    assert all(holds_weights_of(tmp_path, tiny_model, step) for step in (3, 5))
     kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert kept == {"step-4", "step-5"}
-    assert "exports: 3 in" in (tmp_path / "log.txt").read_text()
+    assert "exports: 2 in" in (tmp_path / "log.txt").read_text()
 
 
 def test_a_stopped_export_is_made_when_the_run_goes_on(tiny_model: Path, tmp_path: Path) -> None:
