@@ -30,7 +30,7 @@ from megadapo.config import RunConfig, from_dict
 from megadapo.data.arithmetic import Kind, Problem, generate, worked_answer
 from megadapo.data.batch import PackedBatch, Sample, pack_samples
 from megadapo.data.policy_versions import NO_VERSION
-from megadapo.run.workers import trainer_settings
+from megadapo.run.processes import trainer_settings
 from megadapo.trainer.trainer import Trainer
 
 DIRECT_WRONG_SHARE = 0.75

@@ -210,8 +210,8 @@ def _run_soak(arguments: argparse.Namespace) -> int:
 
 def _steps(config: RunConfig) -> Generator[MetricRecord, None, None]:
     """The steps of a run; each is taken when it is asked for."""
+    from megadapo.run.launch import start_workers
     from megadapo.run.run import Run
-    from megadapo.run.workers import start_workers
     from megadapo.train import training_steps
 
     with Run.open(config) as run, start_workers(config, run, None) as workers:

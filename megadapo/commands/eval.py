@@ -41,8 +41,8 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
         raise ConfigError("data.held_out names no problems to evaluate on")
     from rich.console import Console
 
+    from megadapo.run.launch import start_workers
     from megadapo.run.resume import find_checkpoint
-    from megadapo.run.workers import start_workers
 
     console = Console()
     wants_base = config.run.resume == "never"

@@ -136,9 +136,9 @@ def _after_traced_step(config: RunConfig, trace: Path) -> Iterator[Trainer]:
     from contextlib import closing
 
     from megadapo.profiling.run_trace import traced
+    from megadapo.run.launch import start_workers
     from megadapo.run.rollouts import LiveRollouts
     from megadapo.run.run import Run
-    from megadapo.run.workers import start_workers
     from megadapo.train import training_steps
 
     if config.run.num_steps < 3:

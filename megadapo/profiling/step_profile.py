@@ -76,7 +76,7 @@ def profile_training_step(trainer: Trainer, updates: Updates) -> StepProfile | N
 def trainer_alone(config: RunConfig) -> Iterator[Trainer]:
     """The trainer of a recipe without engines."""
     from megadapo.cluster.cluster import Cluster
-    from megadapo.run.workers import trainer_settings
+    from megadapo.run.processes import trainer_settings
     from megadapo.trainer.trainer import Trainer
 
     cluster = Cluster.start(

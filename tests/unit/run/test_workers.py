@@ -11,7 +11,8 @@ import pytest
 
 from megadapo.algorithm.kl_control import KlControlConfig, KlController
 from megadapo.config import load_config
-from megadapo.run.workers import Workers, trainer_settings
+from megadapo.run.processes import trainer_settings
+from megadapo.run.workers import Workers
 from megadapo.trainer.result import ReferenceKl
 from tests.support import REPOSITORY
 from tests.support.batches import random_batch
