@@ -42,7 +42,7 @@ def train(
     """
     notes = [] if replay is None else [check_replay(config, replay)]
     with Run.open(config, accept_changes=accept_changes) as run:
-        run.note(*notes)
+        run.log.note(*notes)
         while not run.finished:
             try:
                 _train(config, run, replay)
@@ -59,16 +59,16 @@ def _train(config: RunConfig, run: Run, replay: Path | None) -> None:
     """
     unfinished = None
     if replay is None:
-        unfinished, notes = find_unfinished(config, run.checkpoint)
-        run.note(*notes)
+        unfinished, notes = find_unfinished(config, run.checkpoints.current)
+        run.log.note(*notes)
     with start_workers(
         config,
         run,
-        run.checkpoint,
+        run.checkpoints.current,
         replay=replay,
         folder=run.folder,
         unfinished=unfinished,
-        gets_on=run.gets_on,
+        gets_on=run.log.status.gets_on,
     ) as workers:
         for _ in training_steps(config, run, workers):
             pass
@@ -119,7 +119,7 @@ def training_steps(
                 workers.tokenizer,
                 workers.rollouts.second_opinions,
             )
-            run.save_rollouts(step, saved)
+            run.log.save_rollouts(step, saved)
             with run.phase("rollout"):
                 workers.rollouts.wait()
             metrics = partial(
@@ -129,21 +129,23 @@ def training_steps(
             with run.phase("sync"):
                 published = workers.rollouts.publish(policy_version=step)
             _evaluate(run, workers, step)
-            record = run.record(metrics(published=published))
-            run.note(*step_notes(step, sampled, update, config), *workers.rollouts.take_notes())
+            record = run.log.record(metrics(published=published))
+            run.log.note(*step_notes(step, sampled, update, config), *workers.rollouts.take_notes())
             run.complete(step, workers.state_dict())
             ends.completed()
-            run.note(*check_oracles(run.records, config.oracles, repeats_bits=config.repeats_bits))
-            if run.saves:
+            run.log.note(
+                *check_oracles(run.log.records, config.oracles, repeats_bits=config.repeats_bits)
+            )
+            if run.checkpoints.is_due(step):
                 run.save(workers.begin_save, num_bytes=workers.checkpoint_bytes)
             yield record
-        run.note(*workers.rollouts.closing_notes())
+        run.log.note(*workers.rollouts.closing_notes())
     except MegadapoError as error:
         ends.save(error)
         raise
     finally:
-        run.join_save()
-        run.note(*workers.rollouts.take_notes())
+        run.checkpoints.join()
+        run.log.note(*workers.rollouts.take_notes())
 
 
 def _evaluate(run: Run, workers: Workers, step: int) -> None:
@@ -151,4 +153,4 @@ def _evaluate(run: Run, workers: Workers, step: int) -> None:
     if run.evaluates(step):
         workers.rollouts.evaluate(step)
     for evaluation in workers.rollouts.scored():
-        run.record_evaluation(evaluation)
+        run.log.record_evaluation(evaluation)

@@ -54,11 +54,11 @@ class WayOut:
             if self._trained is not None:
                 step, state, metrics = self._trained
                 run.complete(step, state)
-                if not any(record["step"] == step for record in run.records[-1:]):
-                    run.record(metrics())
+                if not any(record["step"] == step for record in run.log.records[-1:]):
+                    run.log.record(metrics())
         except MegadapoError as failed:
             # a disk without room for a line may still have a checkpoint's
-            run.note(f"step {run.step} is not in the metrics: {failed}")
+            run.log.note(f"step {run.step} is not in the metrics: {failed}")
         workers = self._workers
         # an engine that is gone cannot be told to make room, and has made it
         begin = workers.trainer if isinstance(error, InfraError) else workers
@@ -67,4 +67,4 @@ class WayOut:
         except MegadapoError as failed:
             if isinstance(error, RunInterrupted | OracleError):
                 raise
-            run.note(str(failed))
+            run.log.note(str(failed))

@@ -37,9 +37,9 @@ def advance(run: Run, model: Path, to_step: int) -> None:
     for step in run.steps():
         with run.phase("rollout"):
             pass
-        run.record({"step": step})
+        run.log.record({"step": step})
         run.complete(step, {})
-        if run.saves:
+        if run.checkpoints.is_due(step):
             tensors = trainer_tensors(model, step)
             run.save(
                 written_by(lambda path, it=tensors: dcp.save(it, checkpoint_id=path, no_dist=True))

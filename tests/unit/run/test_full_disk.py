@@ -35,7 +35,7 @@ def config_of(folder: Path, num_steps: int = 9) -> RunConfig:
 def record(run: Run, number: int) -> None:
     with run.phase("rollout"):
         pass
-    run.record({"step": number, "tokens/generated": 10})
+    run.log.record({"step": number, "tokens/generated": 10})
 
 
 def step(run: Run, number: int, *, num_bytes: int = 1000, wait: bool = True) -> None:
@@ -59,7 +59,7 @@ def test_a_record_without_room_is_named_and_tears_nothing(tmp_path):
         ):
             step(run, 1)
             filler = fill(disk, leave=4096)
-            run.note("y" * 50_000)
+            run.log.note("y" * 50_000)
             for number in range(2, 99):
                 record(run, number)
         assert (folder / "metrics.jsonl").read_bytes().endswith(b"}\n")
@@ -83,7 +83,7 @@ def test_a_save_without_room_gives_its_space_back_and_a_later_one_succeeds(tmp_p
             step(run, 1)
             step(run, 2)
             step(run, 3, num_bytes=2_000_000, wait=False)
-            run.settle()
+            run.checkpoints.settle()
             assert checkpoints(folder) == ["step-1", "step-2"]
             fill(disk, leave=100_000).unlink()
             record(run, 4)

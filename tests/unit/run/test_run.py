@@ -65,9 +65,9 @@ def advance(run: Run, num_steps: int) -> None:
     for step in run.steps():
         with run.phase("rollout"):
             pass
-        run.record({"step": step, "tokens/generated": 10})
+        run.log.record({"step": step, "tokens/generated": 10})
         run.complete(step, {"cursor": step})
-        if run.saves:
+        if run.checkpoints.is_due(step):
             run.save(written_by(lambda folder: (folder / "shard").write_bytes(b"shard")))
         if step == num_steps:
             return
@@ -79,7 +79,7 @@ def saved_steps(folder: Path) -> list[str]:
 
 def test_a_fresh_run_starts_at_step_one_and_saves_what_it_should(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
-        assert (run.step, run.checkpoint, run.finished) == (0, None, False)
+        assert (run.step, run.checkpoints.current, run.finished) == (0, None, False)
         advance(run, 5)
         assert run.finished
     assert saved_steps(tmp_path) == ["step-4", "step-5"]
@@ -89,19 +89,21 @@ def test_a_fresh_run_starts_at_step_one_and_saves_what_it_should(tmp_path):
 def test_a_resumed_run_drops_what_was_recorded_after_its_checkpoint(tmp_path):
     """Steps redone after a kill would otherwise be in the metrics twice."""
     with Run.open(config_of(tmp_path)) as run:
-        run.record_evaluation(evaluation(0))
+        run.log.record_evaluation(evaluation(0))
         advance(run, 3)
-        run.record_evaluation(evaluation(3))
+        run.log.record_evaluation(evaluation(3))
     with Run.open(config_of(tmp_path)) as run:
         assert run.step == 2
-        assert run.checkpoint is not None and run.checkpoint.state == {"cursor": 2}
+        assert run.checkpoints.current is not None and run.checkpoints.current.state == {
+            "cursor": 2
+        }
         assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
         assert [e.step for e in read_evaluations(tmp_path)] == [0]
 
 
 def test_without_a_checkpoint_nothing_recorded_counts(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
-        run.record_evaluation(evaluation(0))
+        run.log.record_evaluation(evaluation(0))
         advance(run, 1)
     with Run.open(config_of(tmp_path)):
         assert read_metrics(tmp_path) == [] and read_evaluations(tmp_path) == []
@@ -141,7 +143,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_said(tmp_path):
 
 def found_damaged(run: Run) -> None:
     """What the ranks that read a checkpoint lead to."""
-    run.fall_back(DamageError(f"{run.checkpoint.path}: shard is damaged"))
+    run.fall_back(DamageError(f"{run.checkpoints.current.path}: shard is damaged"))
 
 
 def test_a_checkpoint_that_its_readers_find_damaged_is_left_in_the_same_run(tmp_path):
@@ -159,8 +161,8 @@ def test_a_checkpoint_that_its_readers_find_damaged_is_left_in_the_same_run(tmp_
     with Run.open(changed, accept_changes=True) as run:
         found_damaged(run)
         found_damaged(run)
-        assert (run.step, [r["step"] for r in run.records]) == (1, [1])
-        assert run.checkpoint.state["sampler"]["reserve"] == []
+        assert (run.step, [r["step"] for r in run.log.records]) == (1, [1])
+        assert run.checkpoints.current.state["sampler"]["reserve"] == []
         status = read_status(tmp_path)
         assert (status.restarts, status.step, status.resumed_from) == (1, 1, 1)
         advance(run, 2)
@@ -214,7 +216,7 @@ def test_a_checkpoint_of_another_run_is_named_once_too_and_need_not_stay(tmp_pat
     source = tmp_path / "other" / "checkpoints" / "step-2"
     named = config_of(own, resume=str(source))
     with Run.open(named) as run:
-        assert (run.step, run.checkpoint.path) == (2, source)
+        assert (run.step, run.checkpoints.current.path) == (2, source)
         advance(run, 4)
     shutil.rmtree(source)
     with Run.open(named) as run:
@@ -237,7 +239,7 @@ def test_evaluation_before_during_and_after_but_never_twice(tmp_path, start, eva
     run = Run.open(config_of(tmp_path))
     run.step = start
     if start:
-        run.record_evaluation(evaluation(start))
+        run.log.record_evaluation(evaluation(start))
     steps = [start, *range(start + 1, 6)]
     assert [step for step in steps if run.evaluates(step)] == evaluated
 
@@ -257,18 +259,18 @@ def reported(folder: Path) -> list[tuple[object, object]]:
 def record_step(run: Run, step: int) -> None:
     with run.phase("rollout"):
         pass
-    run.record({"step": step, "tokens/generated": 10})
+    run.log.record({"step": step, "tokens/generated": 10})
     run.complete(step, {"cursor": step})
 
 
 def test_an_evaluation_is_in_the_record_of_the_step_in_which_it_became_known(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
-        run.record_evaluation(evaluation(0))
+        run.log.record_evaluation(evaluation(0))
         for step in run.steps():
             if step in (3, 5):
-                run.record_evaluation(evaluation(step - 1))
+                run.log.record_evaluation(evaluation(step - 1))
             if step == 5:
-                run.record_evaluation(evaluation(5))
+                run.log.record_evaluation(evaluation(5))
             record_step(run, step)
     nothing = (None, None)
     assert reported(tmp_path) == [nothing, nothing, (0.5, 2), nothing, (0.5, 5)]
@@ -278,7 +280,7 @@ def test_a_step_that_is_done_again_reports_the_evaluation_that_it_did_not_ask_ag
     """The redone record would otherwise lack what that of an undisturbed run has."""
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
-        run.record_evaluation(evaluation(2))
+        run.log.record_evaluation(evaluation(2))
     with Run.open(config_of(tmp_path)) as run:
         assert not run.evaluates(2)
         advance(run, 4)
@@ -288,9 +290,9 @@ def test_a_step_that_is_done_again_reports_the_evaluation_that_it_did_not_ask_ag
 def test_an_evaluation_that_took_several_steps_is_reported_by_a_step_that_is_done_again(tmp_path):
     """It may be of an earlier step than the checkpoint that the run goes on from."""
     with Run.open(config_of(tmp_path)) as run:
-        run.record_evaluation(evaluation(0))
+        run.log.record_evaluation(evaluation(0))
         advance(run, 4)
-        run.record_evaluation(evaluation(2))
+        run.log.record_evaluation(evaluation(2))
     for _ in range(2):
         with Run.open(config_of(tmp_path)) as run:
             advance(run, 5)
@@ -319,10 +321,10 @@ def test_groups_are_kept_until_a_checkpoint_behind_them_is_committed(tmp_path):
         (journal / f"version-{version}.log").touch()
     with Run.open(config_of(tmp_path)) as run:
         save_with(run, 2, fails)
-        run.settle()
+        run.checkpoints.settle()
         assert len(list(journal.iterdir())) == 4
         save_with(run, 3, written_by(lambda folder: (folder / "shard").write_bytes(b"shard")))
-        run.settle()
+        run.checkpoints.settle()
         assert [path.name for path in journal.iterdir()] == ["version-3.log"]
 
 
@@ -331,7 +333,7 @@ def test_answers_are_kept_until_their_evaluation_is_recorded(tmp_path):
         files = [answers_path(tmp_path, step) for step in (2, 4)]
         for file in files:
             file.touch()
-        run.record_evaluation(evaluation(2))
+        run.log.record_evaluation(evaluation(2))
         assert [file.exists() for file in files] == [False, True]
 
 
@@ -340,7 +342,7 @@ def test_the_time_of_a_phase_within_another_is_counted_once(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         with run.phase("rollout"), run.phase("evaluate"):
             time.sleep(0.05)
-        run.record({"step": 1, "tokens/generated": 10})
+        run.log.record({"step": 1, "tokens/generated": 10})
     [record] = read_metrics(tmp_path)
     assert record["time/evaluate_s"] >= 0.05 > record["time/rollout_s"] >= 0.0
 
@@ -373,7 +375,7 @@ def fails(folder: Path) -> Any:
 def save_with(run: Run, step: int, write: WriteTrainer) -> None:
     record_step(run, step)
     run.complete(step, {"cursor": step})
-    if run.saves:
+    if run.checkpoints.is_due(step):
         run.save(write)
 
 
@@ -436,7 +438,7 @@ def test_where_updates_outlast_the_grace_every_step_is_saved_and_an_update_is_gi
                     os.kill(os.getpid(), signal.SIGTERM)
                     time.sleep(20)
             record_step(run, step)
-            if run.saves:
+            if run.checkpoints.is_due(step):
                 run.save(write)
     assert saved_steps(tmp_path) == ["step-2", "step-3"]
 
@@ -480,7 +482,7 @@ def test_groups_scored_by_another_rule_are_not_trained_on(tmp_path):
     with pytest.raises(ConfigError, match=r"(?s)reward\.rule: .*--accept-changes"):
         Run.open(changed)
     with Run.open(changed, accept_changes=True) as run:
-        assert run.checkpoint.state == {
+        assert run.checkpoints.current.state == {
             "sampler": {"drawing": 7, "reserve": [], "unfinished": [], "waiting": None},
             "kl": 0.5,
         }
@@ -503,7 +505,7 @@ def test_evaluations_and_checkpoints_are_timed_in_the_next_record(tmp_path):
         for step in run.steps():
             with run.phase("rollout"):
                 pass
-            run.record({"step": step, "tokens/generated": 10})
+            run.log.record({"step": step, "tokens/generated": 10})
             run.complete(step, {})
             if step == 2:
                 run.save(written_by(lambda folder: time.sleep(0.03)))
@@ -521,7 +523,7 @@ def test_a_step_that_generates_nothing_has_neither_speed_nor_sync(tmp_path):
         for name in ("rollout", "train", "sync"):
             with run.phase(name):
                 pass
-        record = run.record({"step": 1})
+        record = run.log.record({"step": 1})
     assert record["tokens_per_s"] is None and record["time/sync_s"] is None
     assert record["time/step_s"] >= record["time/rollout_s"] + record["time/train_s"] > 0
 
@@ -531,11 +533,11 @@ def test_what_a_step_saved_is_there_with_its_record_and_redone_after_a_resume(tm
         for step in run.steps():
             with run.phase("rollout"):
                 pass
-            run.save_rollouts(step, iter([saved_group(step=step)]))
-            run.record({"step": step, "tokens/generated": 10})
+            run.log.save_rollouts(step, iter([saved_group(step=step)]))
+            run.log.record({"step": step, "tokens/generated": 10})
             assert rollouts.saved_steps(tmp_path) == list(range(1, step + 1))
             run.complete(step, {})
-            if run.saves:
+            if run.checkpoints.is_due(step):
                 run.save(written_by(lambda folder: (folder / "shard").write_bytes(b"shard")))
             if step == 3:
                 break
@@ -548,9 +550,9 @@ def test_a_step_whose_rollouts_cannot_be_saved_is_not_recorded(tmp_path):
         (tmp_path / "rollouts").write_text("in the way")
         with run.phase("rollout"):
             pass
-        run.save_rollouts(1, [saved_group(step=1)])
+        run.log.save_rollouts(1, [saved_group(step=1)])
         with pytest.raises(InfraError, match=r"rollouts/step-1"):
-            run.record({"step": 1, "tokens/generated": 10})
+            run.log.record({"step": 1, "tokens/generated": 10})
     assert read_metrics(tmp_path) == []
 
 
@@ -558,5 +560,5 @@ def test_nothing_is_saved_where_nothing_is_wanted(tmp_path):
     config = config_of(tmp_path)
     off = config.model_copy(update={"observe": ObserveConfig(saved_groups=0)})
     with Run.open(off) as run:
-        run.save_rollouts(1, [saved_group(step=1)])
+        run.log.save_rollouts(1, [saved_group(step=1)])
     assert not (tmp_path / "rollouts").exists()

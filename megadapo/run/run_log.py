@@ -1,0 +1,151 @@
+"""What is written down and shown of a run: records, phases and their times, saved rollouts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+
+from megadapo.cluster.memory import MIB, private_bytes
+from megadapo.config import RunConfig, to_dict
+from megadapo.kernels.torch_internals import profiled_range
+from megadapo.observe.metrics import (
+    EvaluationRecord,
+    MetricRecord,
+    MetricsLog,
+    read_evaluations,
+    read_metrics,
+)
+from megadapo.observe.progress import RunDisplay
+from megadapo.observe.rollouts import RolloutLog
+from megadapo.observe.saved_group import SavedGroup
+from megadapo.rollout.answer_log import answers_path
+from megadapo.run.status import StatusFile
+
+NEWEST = 5
+"""Steps by which a phase's time is told."""
+
+
+class RunLog:
+    """Metrics, status, saved rollouts and the display of one run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.records: list[MetricRecord] = []
+        self._config = config
+        self._folder = config.run.folder
+        self.status = StatusFile(self._folder, num_steps=config.run.num_steps)
+        self.metrics = MetricsLog(
+            self._folder, writers=config.observe.writers, config=to_dict(config)
+        )
+        self._rollouts = RolloutLog(self._folder)
+        self._display = RunDisplay(self._folder, num_steps=config.run.num_steps)
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._evaluated: EvaluationRecord | None = None
+        """The newest evaluation that no step's record has."""
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Show the run within this block; all is written when it ends."""
+        with self.metrics, self._display, closing(self._rollouts):
+            yield
+
+    def rewind(self, step: int) -> None:
+        """Drop what was recorded and saved after `step`, as a run that goes on there redoes it."""
+        self.metrics.rewind(step)
+        self._rollouts.rewind(step)
+        self.records = read_metrics(self._folder)
+        self._display.restore(self.records, read_evaluations(self._folder))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show and time a phase of a step; the time of a phase within it is not its own."""
+        self._display.phase(name)
+        self.status.phase(name)
+        start, counted = time.perf_counter(), sum(self._seconds.values())
+        with profiled_range(f"megadapo::{name}"):
+            yield
+        within = sum(self._seconds.values()) - counted
+        self._seconds[name] += time.perf_counter() - start - within
+
+    def expected_s(self, name: str) -> float:
+        """What a phase may take, by the newest steps; 0 where none had it."""
+        times = (record.get(f"time/{name}_s") for record in self.records[-NEWEST:])
+        return max((float(one) for one in times if one), default=0.0)
+
+    def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
+        """Write and show one step's metrics; times, the driver's memory and what was evaluated are
+        added here.
+
+        What was saved of the step is on the disk before.
+
+        Raises:
+            InfraError: it could not be written.
+        """
+        self._rollouts.wait()
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        step_s = sum(seconds[name] for name in ("rollout", "train", "sync"))
+        times: dict[str, float | None] = {
+            f"time/{name}_s": seconds[name]
+            for name in ("rollout", "train", "sync", "evaluate", "checkpoint")
+        }
+        generated, speed = values.get("tokens/generated"), None
+        if generated is None:
+            # a step that generates nothing has no engines to send weights to
+            times["time/sync_s"] = None
+        else:
+            speed = generated / step_s
+        record = self.metrics.record(
+            {
+                **{**values, **times, "time/step_s": step_s, "tokens_per_s": speed},
+                "memory/driver_mib": private_bytes(os.getpid()) / MIB,
+                **self._take_evaluated(),
+            }
+        )
+        self.records.append(record)
+        self._display.step(record)
+        return record
+
+    def save_rollouts(self, step: int, groups: Iterable[SavedGroup]) -> None:
+        """Begin to write what is saved of a step; the step's record waits for it."""
+        if self._config.observe.saved_groups != 0:
+            self._rollouts.write(step, groups)
+
+    def record_evaluation(self, evaluation: EvaluationRecord) -> None:
+        """Write and show one held-out evaluation; its answers need not be kept any more."""
+        self.metrics.record_evaluation(evaluation)
+        self._display.evaluation(evaluation)
+        self._evaluated = evaluation
+        answers_path(self._folder, evaluation.step).unlink(missing_ok=True)
+
+    def recall_evaluation(self) -> None:
+        """Let the next record have the newest evaluation, where the one that had it is redone.
+
+        What was scored before the first step need not be in one.
+        """
+        self._evaluated = None
+        evaluations = read_evaluations(self._folder)
+        if not evaluations or evaluations[-1].step == 0:
+            return
+        reported = {record.get("eval/policy_version") for record in self.records}
+        if evaluations[-1].policy_version not in reported:
+            self._evaluated = evaluations[-1]
+
+    def _take_evaluated(self) -> dict[str, int | float | None]:
+        evaluated, self._evaluated = self._evaluated, None
+        if evaluated is None:
+            return {}
+        return {
+            "eval/accuracy": evaluated.accuracy,
+            "eval/policy_version": evaluated.policy_version,
+        }
+
+    def note(self, *texts: str) -> None:
+        """Show messages that must not be missed."""
+        for text in texts:
+            self._display.note(text)
+
+    def end(self, error: BaseException | None) -> None:
+        """Write down how the run ended, as the last line of its log too."""
+        self._display.write(self.status.end(error), console=False)
