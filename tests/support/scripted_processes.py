@@ -107,7 +107,7 @@ class ScriptedEngine(RolloutEngine):
 
 def start_scripted_engines(num_engines: int, log_folder: Path, **settings: Any) -> Engines:
     """Engines that hold version 1, and are given the present one when they come back."""
-    limits = {"engine_progress_timeout_s": 3.0, "start_timeout_s": 60.0}
+    limits = {"engine_progress_timeout_s": 6.0, "start_timeout_s": 60.0}
     config = RolloutConfig(num_engines=num_engines, max_num_seqs=8, **{**limits, **settings})
     engines = Engines(
         [
