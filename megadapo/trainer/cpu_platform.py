@@ -77,6 +77,9 @@ def _answer_for_devices() -> None:
         Stream=_Stream,
         stream=nullcontext,
     )
+    # torch notes its factories when a device's context first asks for them: not those put here
+    with torch.device("meta"):
+        torch.empty(0)
     _replace(torch, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
 
 
