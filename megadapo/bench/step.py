@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -110,7 +111,7 @@ def compare(
     folder = config.run.folder / "trl"
     folder.mkdir(parents=True)
     settings = rival_settings(config, prompts, folder, trl_arguments)
-    with Rival(trl_python, settings, folder / "log.txt") as rival:
+    with closing(Rival(trl_python, settings, folder / "log.txt")) as rival:
         steps = in_turn(Ours(records, config), rival, num_steps)[warmup:]
     ours = Side(name="megadapo", steps=[own for own, _ in steps])
     theirs = Side(name=f"TRL {rival.version}", steps=[other for _, other in steps])

@@ -8,14 +8,14 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import megadapo
 from megadapo.bench.step_settings import RivalSettings, StepTime
 from megadapo.config import RunConfig
 from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.errors import ConfigError, InfraError
+from megadapo.models.folder import path_from_anywhere
 
 WORKER = "megadapo.bench.step_trl"
 HOW_TO_MAKE = """\
@@ -54,15 +54,8 @@ class Rival:
             )
         self.version = str(self._reply()["ready"])
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End it."""
         self._process.kill()
         self._process.wait()
 
@@ -88,8 +81,7 @@ class Rival:
         return reply
 
     def _ended(self) -> InfraError:
-        self._process.kill()
-        self._process.wait()
+        self.close()
         log = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
         last = "\n".join(log[-5:])
         return InfraError(f"TRL ended with status {self._process.returncode}:\n{last}")
@@ -142,7 +134,7 @@ def rival_settings(
     asked = [stream.at(i) for i in range(config.run.num_steps * sampling.prompts_per_step)]
     num_answers = sampling.prompts_per_step * sampling.responses_per_prompt
     return RivalSettings(
-        model=str(Path(config.model.path).absolute()),
+        model=path_from_anywhere(config.model.path),
         folder=str(folder),
         prompts=[(list(prompt.messages), prompt.ground_truth) for prompt in asked],
         rule=config.reward.rule,

@@ -18,6 +18,11 @@ KINDS = {"uint8": "<u1", "uint16": "<u2"}
 """Names of the types that experts are numbered in, and how they are stored."""
 
 
+def number_type(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
+    """The type that so many experts are numbered in."""
+    return np.dtype(np.uint8) if num_experts <= 256 else np.dtype(np.uint16)
+
+
 def encode_experts(experts: np.ndarray | None) -> dict[str, Any] | None:
     """Return the array as JSON can hold it."""
     if experts is None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from megadapo.errors import InfraError
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file anew; until the new text is on the disk, the old one stays whole.
+def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
+    """Write a file anew; the old text stays whole until the new one is.
+
+    `sync`: whether the new one is on the disk when this returns.
 
     Raises:
         InfraError: the disk is full or refuses; the old text stands.
@@ -19,8 +21,9 @@ def replace_text(path: Path, text: str) -> None:
     try:
         with fresh.open("w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         fresh.replace(path)
     except OSError as error:
         with suppress(OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megadapo.config import RunConfig
+from megadapo.data.routed_experts import number_type
 from megadapo.models.description import ModelDescription
 from megadapo.models.value_model import describe_critic
 from megadapo.plan.cards import (
@@ -215,7 +216,7 @@ def replayed_bytes(config: RunConfig, model: ModelDescription) -> int:
     if not config.trainer.router_replay:
         return 0
     responses = config.sampling.prompts_per_step * config.sampling.responses_per_prompt
-    per_token = model.experts_per_token * (1 if model.shape.num_experts <= 256 else 2)
+    per_token = model.experts_per_token * number_type(model.shape.num_experts).itemsize
     return responses * longest_sequence(config) * per_token
 
 

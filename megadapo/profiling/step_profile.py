@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megadapo.data.batch import PackedBatch, Sample, pack_samples
+from megadapo.data.routed_experts import number_type
 from megadapo.profiling.bytes_moved import bytes_moved
 from megadapo.profiling.time_table import (
     KernelTime,
@@ -126,9 +127,8 @@ def _spread_experts(batch: PackedBatch, model: ModelDescription) -> tuple[np.nda
     """Each token's experts behind those of the token before, so that all get as much."""
     assert model.routing is not None, "checked with the configuration"
     per_token, num_experts = model.routing.experts_per_token, model.shape.num_experts
-    dtype = np.uint8 if num_experts <= 256 else np.uint16
     numbers = np.arange(len(batch.tokens) * per_token).reshape(-1, 1, per_token) % num_experts
-    experts = np.repeat(numbers.astype(dtype), model.shape.num_layers, axis=1)
+    experts = np.repeat(numbers.astype(number_type(num_experts)), model.shape.num_layers, axis=1)
     return tuple(np.split(experts, batch.cu_seqlens[1:-1]))
 
 

@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 MAX_LOST_SHARE = 0.02
 """Comparisons that may be lost to time limits and crashes without a warning."""
-NO_SECOND_OPINION = "answers are not compared symbolically, and rewards are what they were: "
 LOSS_WINDOW = 1024
 """Answers over which that share is looked at, so that one slow answer is not an alarm."""
+NO_SECOND_OPINION = "answers are not compared symbolically, and rewards are what they were: "
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from megadapo.errors import DataError, RunInterrupted
+from megadapo.errors import DataError, InfraError, RunInterrupted
+from megadapo.observe.files import replace_text
 
 STATUS_FILE = "status.json"
 PROGRESS_S = 10.0
@@ -123,13 +124,11 @@ class StatusFile:
 
     def _write(self) -> None:
         self._written_at, self._has_news = time.monotonic(), False
-        part = self._path.with_name(f"{STATUS_FILE}.part")
         try:
-            part.write_text(json.dumps(asdict(self._status), indent=2) + "\n", encoding="utf-8")
-            part.replace(self._path)
-        except OSError as error:
+            replace_text(self._path, json.dumps(asdict(self._status), indent=2) + "\n", sync=False)
+        except InfraError as error:
             # what others read of a run must not end it
-            _LOGGER.warning("%s was not written: %s", self._path, error.strerror)
+            _LOGGER.warning("the status was not written: %s", error)
 
 
 def read_status(folder: Path) -> Status:
