@@ -54,6 +54,7 @@ REGISTRATION = "/dev/shm/__KMP_REGISTERED_LIB_"
 """One page by which OpenMP finds a second copy of itself; it stays where a process is killed."""
 TINY_BYTES = 1 << 20
 """vLLM leaves sockets and a rendezvous of 2 KB in the temporary folder, and Ray its logs."""
+COMPILED = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
 POLL_S = 0.05
 LOOK_S = 2.0
 """Between two looks at all shared memory."""
@@ -104,8 +105,7 @@ class DisturbedRun:
         environment = marked(self.folder)
         environment |= {"TMPDIR": str(self._temporary), "RAY_TMPDIR": str(self._temporary)}
         # what was compiled before need not be compiled again
-        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
         self.folder.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             command(self.folder, "--restarts=30", *self.overrides, num_steps=NUM_STEPS),
@@ -141,7 +141,9 @@ class DisturbedRun:
         """What is still there of a run that has ended."""
         left = [name.replace("\0", " ") for _, name in descendants(self.folder)]
         left += [name for name in sorted(self.segments) if Path(name).exists()]
-        files = (path for path in self._temporary.rglob("*") if path.is_file())
+        # what was compiled is for the next run on this machine
+        entries = (path for path in self._temporary.iterdir() if path.name != COMPILED.name)
+        files = (path for entry in entries for path in (entry, *entry.rglob("*")) if path.is_file())
         left += [str(path) for path in files if path.stat().st_size > TINY_BYTES]
         shutil.rmtree(self._temporary)
         for pid, _ in descendants(self.folder):
