@@ -70,8 +70,11 @@ class TensorboardWriter:
     def __init__(self, folder: Path, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge_step)
         self._lost = False
+        try:
+            self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge_step)
+        except OSError as error:
+            self._go_without("metrics", error)
 
     def write(self, record: Record, step: int) -> None:
         if self._lost:
@@ -81,9 +84,12 @@ class TensorboardWriter:
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()
         except OSError as error:
-            # a full disk ends a run where it keeps what cannot be had again, not here
-            self._lost = True
-            logger.warning("tensorboard has no metrics from step %d on: %s", step, error)
+            self._go_without(f"metrics from step {step} on", error)
+
+    def _go_without(self, what: str, error: OSError) -> None:
+        # a full disk ends a run where it keeps what cannot be had again, not here
+        self._lost = True
+        logger.warning("tensorboard has no %s: %s", what, error)
 
     def close(self) -> None:
         if not self._lost:

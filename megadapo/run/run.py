@@ -74,14 +74,24 @@ class Run:
             drift = check_drift(config, start.checkpoint.path, accept_changes=accept_changes)
         keeps_samples = drift is None or drift.keeps_samples
         run = cls(config, lease, keeps_samples=keeps_samples)
-        replace_text(run.folder / RESOLVED_FILE, json.dumps(to_dict(config), indent=2) + "\n")
-        checkpoint_store(config).remove_unfinished()
-        run.checkpoints.go_on_from(start)
-        run._stand_at_checkpoint()
-        run.log.note(*(() if drift is None else drift.lines))
-        if not keeps_samples:
-            run.log.note("groups that waited are dropped: they were sampled as it was before")
+        with run._failure_is_its_end():
+            replace_text(run.folder / RESOLVED_FILE, json.dumps(to_dict(config), indent=2) + "\n")
+            checkpoint_store(config).remove_unfinished()
+            run.checkpoints.go_on_from(start)
+            run._stand_at_checkpoint()
+            run.log.note(*(() if drift is None else drift.lines))
+            if not keeps_samples:
+                run.log.note("groups that waited are dropped: they were sampled as it was before")
         return run
+
+    @contextmanager
+    def _failure_is_its_end(self) -> Iterator[None]:
+        """Write down that a run which could not even begin is none that is going on."""
+        try:
+            yield
+        except BaseException as error:
+            self.log.end(error)
+            raise
 
     def fall_back(self, error: DamageError) -> None:
         """Go on from the checkpoint before the present one, which those who read it found damaged.
@@ -100,12 +110,15 @@ class Run:
         self._state = {} if checkpoint is None else checkpoint.state
 
     def __enter__(self) -> Self:
-        self._open.callback(self._lease.close)
-        self._stop.install()
-        self._open.enter_context(self.log.opened())
-        if not self.finished:
-            self.log.metrics.open_writers()
-        self._open.enter_context(self.checkpoints.opened())
+        with self._failure_is_its_end(), ExitStack() as opened:
+            opened.callback(self._lease.close)
+            self._stop.install()
+            opened.callback(self._stop.uninstall)
+            opened.enter_context(self.log.opened())
+            if not self.finished:
+                self.log.metrics.open_writers()
+            opened.enter_context(self.checkpoints.opened())
+            self._open = opened.pop_all()
         return self
 
     def __exit__(

@@ -13,7 +13,7 @@ import pytest
 from megadapo.cli import run_command
 from megadapo.errors import ConfigError
 from megadapo.observe.config import ObserveConfig
-from megadapo.observe.writers import missing_packages
+from megadapo.observe.writers import missing_packages, open_writer
 
 
 def package(folder: Path, name: str, text: str = "") -> None:
@@ -48,6 +48,17 @@ def test_a_folder_of_that_name_is_no_package(
     (tmp_path / "mlflow" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert missing_packages(("tensorboard", "mlflow")) == []
+
+
+def test_a_disk_that_refuses_the_events_does_not_end_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What can be made again of metrics.jsonl must not cost a step."""
+    (tmp_path / "tensorboard").touch()
+    writer = open_writer("tensorboard", tmp_path, {}, None)
+    writer.write({"reward/mean": 1.0}, 1)
+    writer.close()
+    assert "tensorboard has no metrics" in caplog.text
 
 
 @pytest.mark.parametrize("writers", [["csv"], "tensorboard", ["tensorboard", "tensorboard"]])

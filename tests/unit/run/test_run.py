@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from megadapo.errors import (
     CheckpointError,
     ConfigError,
+    InfraError,
 )
 from megadapo.observe.metrics import read_evaluations, read_metrics
 from megadapo.rewards.config import RewardConfig
 from megadapo.run.run import Run
+from megadapo.run.status import read_status
 from tests.support.checkpoints import written_by
 from tests.support.runs_alone import advance, config_of, evaluation, saved_steps
 
@@ -113,6 +117,24 @@ def test_a_second_driver_is_refused_before_it_changes_anything(tmp_path):
         Run.open(config_of(tmp_path, resume="never"))
     with Run.open(config_of(tmp_path)):
         pass
+
+
+def test_a_start_that_fails_leaves_no_run_that_seems_to_go_on(tmp_path):
+    """Catches a status that says "running" for good, and a lease that locks the folder."""
+
+    def states(error: type[Exception]) -> tuple[str, list[Path]]:
+        with pytest.raises(error), Run.open(config_of(tmp_path)):
+            pass
+        return read_status(tmp_path).state, list(tmp_path.glob("lease*"))
+
+    (tmp_path / "config.json").mkdir()
+    assert states(InfraError) == ("failed", [])
+    (tmp_path / "config.json").rmdir()
+    with ThreadPoolExecutor() as threads:
+        # which may not take signals over
+        assert threads.submit(states, ValueError).result() == ("failed", [])
+    with Run.open(config_of(tmp_path)):
+        assert read_status(tmp_path).state == "running"
 
 
 def test_groups_scored_by_another_rule_are_not_trained_on(tmp_path):
