@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.config import ClusterConfig
+from megadapo.cluster.control import ControlWatch, leave_ray
 from megadapo.cluster.join import QUIET, admits_strangers, join_cluster
 from megadapo.cluster.nodes import Needs, ask_nodes, lost_nodes
 from megadapo.cluster.orphans import descendants, kill_after_this_process
@@ -43,8 +44,12 @@ class Cluster:
         engines: list[list[Slot]],
         *,
         uses_cuda: bool,
+        daemons: Collection[int] = (),
     ) -> None:
+        """`daemons`: Ray's, where they were started for this process alone."""
         self.uses_cuda = uses_cuda
+        self.control = ControlWatch()
+        self._daemons = daemons
         self._placement_group = placement_group
         self._trainer = trainer
         self._engines = engines
@@ -81,7 +86,7 @@ class Cluster:
             if shared
             else num_trainer_ranks + num_engine_ranks
         )
-        _start_ray(config, num_slots)
+        daemons = _start_ray(config, num_slots)
         group = _reserve(config, num_slots)
         slots = sorted(_locate(group, num_slots, uses_cuda=config.uses_cuda), key=_place)
         offset = 0 if shared else num_trainer_ranks
@@ -91,7 +96,7 @@ class Cluster:
         ]
         trainer = slots[:num_trainer_ranks]
         check_nodes(trainer, engines, tensor_parallel=tensor_parallel)
-        cluster = cls(group, trainer, engines, uses_cuda=config.uses_cuda)
+        cluster = cls(group, trainer, engines, uses_cuda=config.uses_cuda, daemons=daemons)
         if needs is not None and config.address is not None:
             one_of_each = {slot.node: slot for slot in reversed(slots)}
             options = {node: cluster._options(slot) for node, slot in one_of_each.items()}
@@ -114,7 +119,8 @@ class Cluster:
         try:
             yield
         except InfraError as error:
-            lost = lost_nodes(self._num_cores)
+            # who asks a silent service which nodes there are waits for it
+            lost = [] if self.control.is_silent else lost_nodes(self._num_cores)
             if not lost:
                 raise
             raise InfraError(
@@ -137,11 +143,10 @@ class Cluster:
     def shutdown(self) -> None:
         """Give the slots back and leave Ray; a cluster that was only joined keeps running."""
         import ray
-        from ray.util.placement_group import remove_placement_group
 
+        self.control.close()
         if ray.is_initialized():
-            remove_placement_group(self._placement_group)
-            ray.shutdown()
+            leave_ray(self._placement_group, self._daemons)
 
     def _options(self, slot: Slot) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -155,11 +160,12 @@ class Cluster:
         }
 
 
-def _start_ray(config: ClusterConfig, num_slots: int) -> None:
+def _start_ray(config: ClusterConfig, num_slots: int) -> set[int]:
+    """Start or join Ray; returns the daemons that end with this process."""
     import ray
 
     if ray.is_initialized():
-        return
+        return set()
     if config.address is not None:
         with _own_sigterm_handler():
             join_cluster(config.address)
@@ -172,7 +178,7 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> None:
                 "is in its network"
             )
         check_device(config, ray.cluster_resources().get("GPU", 0))
-        return
+        return set()
     _stay_on_loopback()
     # a process without a GPU share sees no GPU, instead of all of them
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
@@ -184,7 +190,9 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> None:
     num_cpus = max(num_slots, os.cpu_count() or 1)
     with _own_sigterm_handler():
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **QUIET)
-    kill_after_this_process(set(descendants(os.getpid())) - before)
+    daemons = set(descendants(os.getpid())) - before
+    kill_after_this_process(daemons)
+    return daemons
 
 
 def check_device(config: ClusterConfig, num_gpus: float) -> None:

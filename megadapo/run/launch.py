@@ -123,8 +123,8 @@ def _start_live(
     )
     stack.callback(evaluations.close)
     progress = _progress(gets_on, trainer, engines)
-    engines.watch = _each(trainer.check, evaluations.check, progress)
-    trainer.watch = _each(engines.check, evaluations.check, progress)
+    engines.watch = _each(trainer.check, evaluations.check, cluster.control.look, progress)
+    trainer.watch = _each(engines.check, evaluations.check, cluster.control.look, progress)
     journal = None
     if folder is not None and config.sampling.journal:
         journal = Journal(folder, samples_digest(config), fsync=config.sampling.journal_fsync)

@@ -39,6 +39,12 @@ NUM_STEPS = 8
 KILLS_PER_RUN = 5
 OVERRIDES = ("--trainer.data_parallel=2", "--trainer.num_threads=1")
 """Two ranks: one that is killed leaves the other waiting for it."""
+DEADLINES = (
+    "--rollout.engine_progress_timeout_s=20",
+    "--trainer.progress_timeout_s=20",
+    "--weights.deadline_s=20",
+)
+"""For processes that are stopped; Ray's and the driver's are constants: 60 and 120 s."""
 TARGETS = ("engine", "rank", "verifier", "everything", "raylet", "vllm", "gcs", "driver")
 MOMENTS = ("start", "rollout", "train", "sync", "any", "checkpoint")
 NAMES = {
@@ -273,6 +279,8 @@ def campaign(
     overrides: Sequence[str] = OVERRIDES,
 ) -> list[str]:
     """Go on with the kills in FOLDER/kills.json; returns what is wrong with a run that ended."""
+    if how == signal.SIGSTOP:
+        overrides = (*overrides, *DEADLINES)
     until = time.monotonic() + budget_s
     expected = undisturbed(folder / "undisturbed", overrides)
     step_s = sorted(record["time/step_s"] for record in metrics(expected))[NUM_STEPS // 2]
