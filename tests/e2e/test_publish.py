@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,7 +97,9 @@ def test_engines_answer_as_the_checkpoint_does(folders, trainer_processes, tmp_p
         publisher = Publisher(senders, engines, by_messages, **split, dtype=torch.float32)
         assert publisher.publish(9).num_bytes == plan_bytes(publisher.plan)
         assert_equal(greedy(engines), expected[0], atol=1e-5)
-    refuses_another_model(folders["untied" if kind == "tied" else "tied"][0], engines, split)
+    loses_its_sender(start_senders(second), engines, split)
+    another = folders["untied" if kind == "tied" else "tied"][0]
+    refuses_another_model(start_senders(another, trainer_processes), engines, split)
     engines.shutdown()
 
 
@@ -111,14 +114,24 @@ def by_transformers(folder):
     return answers
 
 
-def refuses_another_model(folder, engines, split) -> None:
+def loses_its_sender(senders, engines, split) -> None:
+    """Catches an update that waits for a dead process, does not say for which, or counts."""
+    publisher = Publisher(senders, engines, SMALL_BUCKETS, **split, dtype=torch.float32)
+    publisher.publish(10)
+    ray.get(senders[0].signal_at.remote(1, signal.SIGKILL))
+    with pytest.raises(InfraError, match=r"bucket 1 of \d+: trainer rank 0 died"):
+        publisher.publish(11)
+    assert engines.policy_version == 10
+    with pytest.raises(InfraError, match="unfinished weight update"):
+        greedy(engines)
+
+
+def refuses_another_model(senders, engines, split) -> None:
     """Catches an engine that takes whatever fits of another model's weights."""
     config = WeightsConfig(bucket_mib=0.05)
-    senders = start_senders(folder)
     publisher = Publisher(senders, engines, config, **split, dtype=torch.float32)
     with pytest.raises(InfraError, match="Trainer and engine differ in "):
         publisher.publish(1)
-    ray.kill(senders[0])
 
 
 def assert_equal(actual, expected, *, atol) -> None:
