@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = why_not() if own else ""
     for item in own:
         item.add_marker(pytest.mark.full)
-        item.add_marker(pytest.mark.timeout(900))
+        item.add_marker(pytest.mark.timeout(1500))
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -8,10 +8,12 @@ the machine below stays as it is.
 
 from __future__ import annotations
 
+import getpass
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,8 @@ from tests.support import REPOSITORY
 SUBNET = "10.213.7"
 RAY_PORT = 6379
 BINARIES = Path(sys.executable).parent
+COMPILED = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+"""What torch has compiled, which takes a machine without it long to start."""
 
 _INSIDE = """
 set -e
@@ -180,7 +184,8 @@ class Network:
 
     def boot(self, number: int, folders: Sequence[Path]) -> Machine:
         """A machine with an address of its own; again, when the one before it has died."""
-        machine = Machine(self, number, [REPOSITORY, *folders])
+        COMPILED.mkdir(exist_ok=True)
+        machine = Machine(self, number, [REPOSITORY, COMPILED, *folders])
         self.machines.append(machine)
         return machine
 

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.fault
 PARTS_BEFORE = {"rollout": ["sync"], "train": [], "sync": ["train"]}
 """Part of a step -> what is waited for before it. A status of "rollout" may also be the moment
 between update and sync."""
+START_S = 300
+"""Longest time that two cores take to start two ranks and two engines."""
 
 
 @pytest.fixture
@@ -49,17 +51,17 @@ def test_a_lost_node_is_named_and_the_run_goes_on_when_it_is_back(
     )
     try:
         for before in PARTS_BEFORE[part]:
-            wait_for(before, partial(_is_in, folder, before), timeout_s=200)
+            wait_for(before, partial(_is_in, folder, before), timeout_s=START_S)
         if part == "sync":
             # so that it does not end before the node does
             other.signal("VLLM::EngineCore", signal.SIGSTOP)
-        wait_for(part, partial(_is_in, folder, part), timeout_s=200)
+        wait_for(part, partial(_is_in, folder, part), timeout_s=START_S)
         getattr(other, fault)()
-        wait_for("the end", lambda: "state=failed" in _log(folder), timeout_s=200)
+        wait_for("the end", lambda: "state=failed" in _log(folder), timeout_s=START_S)
         other.die()
         again = lan.boot(2, [shared])
         again.start_ray(lan.machines[0], num_cpus=1)
-        output, _ = supervisor.communicate(timeout=300)
+        output, _ = supervisor.communicate(timeout=2 * START_S)
     finally:
         supervisor.kill()
     assert supervisor.returncode == 0, output
