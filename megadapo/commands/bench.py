@@ -182,7 +182,7 @@ def _run_step(arguments: argparse.Namespace) -> int:
 
 
 def _add_soak(benches: Commands) -> None:
-    summary = "many steps of a recipe: growth of every process, and of the time of a step"
+    summary = "many steps of a recipe: growth of every process and of the time of a step"
     parser = add_command(benches, "soak", summary, takes_overrides=True)
     parser.add_argument("config", help="recipe (TOML)")
     parser.add_argument("--steps", type=int, default=500, help="steps (default 500)")
@@ -204,7 +204,12 @@ def _run_soak(arguments: argparse.Namespace) -> int:
         fixed = [f"run.folder={folder}/run", f"run.num_steps={num_steps}"]
         config = load_config(arguments.config, [*fixed, *arguments.overrides])
         with closing(_steps(config)) as records:
-            holds = soak.run(records, num_steps=num_steps, json_file=arguments.json)
+            holds = soak.run(
+                records,
+                num_steps=num_steps,
+                save_every=config.checkpoint.every,
+                json_file=arguments.json,
+            )
     return 0 if holds else 1
 
 
