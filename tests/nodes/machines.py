@@ -2,6 +2,7 @@
 
 A machine is a set of Linux namespaces, held by one shell that ends when the test's process does,
 however that happens: the kernel then kills what runs in it, and takes its links and mounts away.
+No two have run for equally long, and their wall clocks are minutes apart.
 Machines are plugged into a switch, a bridge in a network namespace of its own, so the network of
 the machine below stays as it is.
 """
@@ -26,6 +27,9 @@ from tests.support import REPOSITORY
 SUBNET = "10.213.7"
 RAY_PORT = 6379
 BINARIES = Path(sys.executable).parent
+CLOCK = Path(__file__).parent / "clock"
+APART_S = 600
+"""How far a machine's clock is ahead of that of the machine before it."""
 COMPILED = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
 """What torch has compiled, which takes a machine without it long to start."""
 
@@ -62,6 +66,7 @@ def why_not() -> str:
     if os.geteuid() != 0:
         return "machines of namespaces are made by root"
     probe = ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--mount-proc"]
+    probe += ["--time", "--monotonic=1"]
     script = "mount -t tmpfs tmpfs /mnt && ip link add br0 type bridge"
     try:
         done = subprocess.run([*probe, "sh", "-c", script], capture_output=True, text=True)
@@ -78,8 +83,12 @@ class Machine:
         self.address = f"{SUBNET}.{number}"
         self._network = network
         self._number = number
+        running_s = 86400 * (1 + len(network.machines))
         self._shell = _hold(
-            ["--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--mount-proc"],
+            [
+                *("--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--mount-proc"),
+                *("--time", f"--monotonic={running_s}", f"--boottime={running_s}"),
+            ],
             [_INSIDE, "machine", self.name, self.address, *map(str, folders)],
         )
         (init,) = psutil.Process(self._shell.pid).children()
@@ -90,7 +99,8 @@ class Machine:
         """Start a command in the repository, with its output in a pipe."""
         variables = {
             "PATH": f"{BINARIES}:{os.environ['PATH']}",
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": f"{REPOSITORY}:{CLOCK}",
+            "CLOCK_AHEAD_S": str(APART_S * (self._number - 1)),
             "HOME": "/tmp/home",
             "RAY_AUTH_MODE": "token",
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -101,7 +111,7 @@ class Machine:
         return subprocess.Popen(
             [
                 *("nsenter", f"--target={self._init}", "--net", "--mount", "--pid", "--uts"),
-                *("--ipc", "env", "-i", "-C", str(REPOSITORY)),
+                *("--ipc", "--time", "env", "-i", "-C", str(REPOSITORY)),
                 *(f"{key}={value}" for key, value in variables.items()),
                 *command,
             ],
