@@ -202,6 +202,8 @@ class Network:
     def plug(self, number: int, process: int, address: str) -> None:
         """Give the network namespace of a process a link to the switch."""
         port = f"port{number}"
+        # the kernel takes its time to remove the link of a machine that has died
+        self._in_switch("link", "delete", port, check=False)
         self._in_switch(
             *("link", "add", port, "type", "veth"),
             *("peer", "name", "eth0", "netns", str(process)),
@@ -226,8 +228,8 @@ class Network:
             shell.stdin.close()
             shell.wait(timeout=30)
 
-    def _in_switch(self, *words: str) -> None:
-        _ip(self._holder, *words)
+    def _in_switch(self, *words: str, check: bool = True) -> None:
+        _ip(self._holder, *words, check=check)
 
 
 @contextmanager
@@ -261,6 +263,7 @@ def _hold(namespaces: Sequence[str], script: Sequence[str]) -> subprocess.Popen[
     return shell
 
 
-def _ip(process: int, *words: str) -> None:
+def _ip(process: int, *words: str, check: bool = True) -> None:
     """Configure the network namespace of a process."""
-    subprocess.run(["nsenter", f"--target={process}", "--net", "ip", *words], check=True)
+    command = ["nsenter", f"--target={process}", "--net", "ip", *words]
+    subprocess.run(command, check=check, stderr=None if check else subprocess.DEVNULL)
