@@ -120,7 +120,7 @@ class Cluster:
             yield
         except InfraError as error:
             # who asks a silent service which nodes there are waits for it
-            lost = [] if self.control.is_silent else lost_nodes(self._num_cores)
+            lost = lost_nodes(self._num_cores) if self.control.answers else []
             if not lost:
                 raise
             raise InfraError(

@@ -1,6 +1,8 @@
-"""Ray's control service, gcs_server: whether it answers, and how to leave Ray where it does not.
+"""Ray's daemons, as a driver depends on them: whether they answer, and how to leave them if not.
 
-Calls between processes go on without it, but whoever asks it something waits without an end.
+Calls between processes go on without gcs_server, the control service, and without raylet, the
+daemon of each node. But whoever asks one of them something, if only for room in the object store,
+waits inside Ray, without an end and deaf to signals, while it is stopped.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -21,70 +22,103 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 ASK_S = 5.0
-SILENT_S = 60.0
-"""About as long as Ray gives a node's daemon before it takes the node for dead."""
-COUNTED_S = 2 * ASK_S
-"""Most seconds that count between two looks: who looks may have been stopped as well."""
+LIMIT_S = 60.0
+"""Without an answer; about as long as Ray gives a node's daemon before it takes the node for dead.
+And until a driver that does not notice is ended."""
 LEAVE_S = 20.0
+SILENT = (
+    f"Ray's control service (gcs_server, on its head node) has not answered for {LIMIT_S:g} s: it "
+    "is stopped, or its node is cut off"
+)
+LOST = (
+    "Ray has given up the node of this driver: its daemon (raylet) is stopped, or the node is cut "
+    "off from the cluster's head"
+)
 _LOGGER = logging.getLogger("megadapo.cluster")
 
 
-def _ask() -> None:
+def _has_this_node() -> bool:
+    """Ask the control service whether it still counts on the node of this process."""
     import ray
     from ray.exceptions import RayError
 
-    # an error is an answer: that nobody answers is what is looked for
-    with suppress(RayError):
-        ray.nodes()
+    try:
+        own = ray.get_runtime_context().get_node_id()
+        return all(node["Alive"] for node in ray.nodes() if node["NodeID"] == own)
+    except RayError:
+        # an error is an answer: that nobody answers is what is looked for
+        return True
+
+
+def _end_process(problem: str) -> None:
+    _LOGGER.error("%s, and this process waits for it: it ends", problem)
+    logging.shutdown()
+    os._exit(Hung.exit_code)
 
 
 class ControlWatch:
-    """Asks the control service again and again, in a thread that may hang with it."""
+    """Finds out in threads of its own whether Ray's daemons answer this process.
+
+    Args:
+        ask: returns when the control service has answered, and whether it has this node.
+        end: ends a process that is told of a problem and does not come to look.
+        every_s: between two questions.
+    """
 
     def __init__(
         self,
-        ask: Callable[[], None] = _ask,
+        ask: Callable[[], bool] = _has_this_node,
+        end: Callable[[str], None] = _end_process,
         *,
         every_s: float = ASK_S,
-        limit_s: float = SILENT_S,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ask`: returns when it has answered."""
-        self._ask, self._every_s, self._limit_s, self._clock = ask, every_s, limit_s, clock
+        self._ask, self._end, self._every_s = ask, end, every_s
         self._answers = self._seen = 0
-        self._looked, self._silent_s = clock(), 0.0
+        self._has_node = True
+        self._silent_s = self._unnoticed_s = 0.0
+        self._problem: str | None = None
         self._closed = threading.Event()
-        threading.Thread(target=self._ask_on, daemon=True).start()
+        for work in (self._ask_on, self._tick_on):
+            threading.Thread(target=work, daemon=True).start()
 
     @property
-    def is_silent(self) -> bool:
-        """Whether it was seen to give no answer for as long as is allowed."""
-        return self._silent_s > self._limit_s
+    def answers(self) -> bool:
+        """Whether asking a daemon something may be expected to come to an end."""
+        return self._problem is None
 
     def look(self) -> None:
-        """See whether it has answered; for whoever waits for processes, every few seconds.
+        """For whoever waits for processes, every few seconds.
 
         Raises:
-            Hung: not for too long.
+            Hung: a daemon does not answer.
         """
-        now = self._clock()
-        seconds, self._looked = min(now - self._looked, COUNTED_S), now
+        if self._problem is not None:
+            self.close()
+            raise Hung(self._problem)
+
+    def tick(self) -> None:
+        """Count an interval; what this process was stopped for is not counted so."""
         answers = self._answers
-        self._silent_s = self._silent_s + seconds if answers == self._seen else 0.0
+        self._silent_s = self._silent_s + self._every_s if answers == self._seen else 0.0
         self._seen = answers
-        if self.is_silent:
-            raise Hung(
-                f"Ray's control service (gcs_server, on its head node) has not answered for "
-                f"{self._limit_s:g} s: it is stopped, or its node is cut off"
-            )
+        silent = SILENT if self._silent_s > LIMIT_S else None
+        self._problem = silent or (None if self._has_node else LOST)
+        self._unnoticed_s = self._unnoticed_s + self._every_s if self._problem else 0.0
+        if self._problem and self._unnoticed_s > LIMIT_S:
+            self._end(self._problem)
 
     def close(self) -> None:
+        """The process ends by itself: watch no more."""
         self._closed.set()
 
     def _ask_on(self) -> None:
         while not self._closed.wait(self._every_s):
-            self._ask()
+            self._has_node = self._ask()
             self._answers += 1
+
+    def _tick_on(self) -> None:
+        while not self._closed.wait(self._every_s):
+            self.tick()
 
 
 def leave_ray(group: PlacementGroup, daemons: Collection[int]) -> None:
