@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megadapo.errors import InfraError, MegadapoError, OracleError, RunInterrupted
+from megadapo.errors import Hung, InfraError, MegadapoError, OracleError, RunInterrupted
 from megadapo.run.run import Run
 from megadapo.run.workers import Workers
 
@@ -60,6 +60,9 @@ class WayOut:
             # a disk without room for a line may still have a checkpoint's
             run.log.note(f"step {run.step} is not in the metrics: {failed}")
         workers = self._workers
+        if isinstance(error, Hung) and not workers.trainer.processes.answer():
+            run.log.note(f"step {run.step} cannot be saved: a rank of the trainer does not answer")
+            return
         # an engine that is gone cannot be told to make room, and has made it
         begin = workers.trainer if isinstance(error, InfraError) else workers
         try:

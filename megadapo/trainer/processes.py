@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 IN_PIECES = ("update", "logprobs")
 """Calls whose micro-batches are counted as they are done."""
 PULSE_LIMIT = "trainer.progress_timeout_s"
+ANSWER_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 10.0
 """How long a rank may take to leave in good order before it is killed."""
 
@@ -166,6 +167,16 @@ class RankProcesses:
                 gather([ping], names=names, doing="rollout", timeout_s=0, logs=logs)
         if len(answered) == len(self._pings):
             self._pings = []
+
+    def answer(self) -> bool:
+        """Whether all ranks take a call, or are known to be gone, within ANSWER_TIMEOUT_S."""
+        import ray
+
+        calls: list[ObjectRef[Any]] = [actor.__ray_ready__.remote() for actor in self.actors]
+        if not calls:
+            return True
+        answered, _ = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_TIMEOUT_S)
+        return len(answered) == len(calls)
 
     def end(self) -> None:
         """Let all ranks leave, and kill those that do not; safe to call again."""
