@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.config import ClusterConfig
-from megadapo.cluster.control import ControlWatch, leave_ray
+from megadapo.cluster.control import ControlWatch, has_node, leave_ray
 from megadapo.cluster.join import QUIET, admits_strangers, join_cluster
 from megadapo.cluster.nodes import Needs, ask_nodes, lost_nodes
 from megadapo.cluster.orphans import descendants, kill_after_this_process
@@ -47,8 +48,10 @@ class Cluster:
         daemons: Collection[int] = (),
     ) -> None:
         """`daemons`: Ray's, where they were started for this process alone."""
+        import ray
+
         self.uses_cuda = uses_cuda
-        self.control = ControlWatch()
+        self.control = ControlWatch(partial(has_node, ray.get_runtime_context().get_node_id()))
         self._daemons = daemons
         self._placement_group = placement_group
         self._trainer = trainer

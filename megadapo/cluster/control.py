@@ -37,14 +37,13 @@ LOST = (
 _LOGGER = logging.getLogger("megadapo.cluster")
 
 
-def _has_this_node() -> bool:
-    """Ask the control service whether it still counts on the node of this process."""
+def has_node(node_id: str) -> bool:
+    """Ask the control service whether it still counts on a node."""
     import ray
     from ray.exceptions import RayError
 
     try:
-        own = ray.get_runtime_context().get_node_id()
-        return all(node["Alive"] for node in ray.nodes() if node["NodeID"] == own)
+        return all(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id)
     except RayError:
         # an error is an answer: that nobody answers is what is looked for
         return True
@@ -60,14 +59,15 @@ class ControlWatch:
     """Finds out in threads of its own whether Ray's daemons answer this process.
 
     Args:
-        ask: returns when the control service has answered, and whether it has this node.
+        ask: returns when the control service has answered, and whether it has this node. It must
+            not start Ray, as much of Ray's own interface does where there is none any more.
         end: ends a process that is told of a problem and does not come to look.
         every_s: between two questions.
     """
 
     def __init__(
         self,
-        ask: Callable[[], bool] = _has_this_node,
+        ask: Callable[[], bool],
         end: Callable[[str], None] = _end_process,
         *,
         every_s: float = ASK_S,
