@@ -81,10 +81,10 @@ class RunLog:
         What was saved of the step is on the disk before.
 
         Raises:
-            InfraError: it could not be written.
+            InfraError: it could not be written; it may be tried again.
         """
         self._rollouts.wait()
-        seconds, self._seconds = self._seconds, defaultdict(float)
+        seconds = self._seconds
         step_s = sum(seconds[name] for name in ("rollout", "train", "sync"))
         times: dict[str, float | None] = {
             f"time/{name}_s": seconds[name]
@@ -100,9 +100,10 @@ class RunLog:
             {
                 **{**values, **times, "time/step_s": step_s, "tokens_per_s": speed},
                 "memory/driver_mib": private_bytes(os.getpid()) / MIB,
-                **self._take_evaluated(),
+                **self._newest_evaluation(),
             }
         )
+        self._seconds, self._evaluated = defaultdict(float), None
         self.records.append(record)
         self._display.step(record)
         return record
@@ -132,13 +133,12 @@ class RunLog:
         if evaluations[-1].policy_version not in reported:
             self._evaluated = evaluations[-1]
 
-    def _take_evaluated(self) -> dict[str, int | float | None]:
-        evaluated, self._evaluated = self._evaluated, None
-        if evaluated is None:
+    def _newest_evaluation(self) -> dict[str, int | float | None]:
+        if self._evaluated is None:
             return {}
         return {
-            "eval/accuracy": evaluated.accuracy,
-            "eval/policy_version": evaluated.policy_version,
+            "eval/accuracy": self._evaluated.accuracy,
+            "eval/policy_version": self._evaluated.policy_version,
         }
 
     def note(self, *texts: str) -> None:

@@ -74,6 +74,21 @@ def test_a_record_without_room_is_named_and_tears_nothing(tmp_path):
     assert "log.txt cannot be written: No space left on device" in output
 
 
+def test_a_record_that_found_no_room_is_whole_when_it_is_tried_again(tmp_path):
+    """As on the way out of a run, where an error for want of its times would hide this one."""
+
+    def check(disk: Path) -> None:
+        with Run.open(config_of(disk / "run")) as run:
+            filler = fill(disk)
+            with pytest.raises(InfraError, match=r"metrics\.jsonl cannot be written"):
+                record(run, 1)
+            filler.unlink()
+            entry = run.log.record({"step": 1, "tokens/generated": 10})
+            assert entry["time/rollout_s"] > 0 and entry["tokens_per_s"] > 0
+
+    on_a_small_disk(tmp_path, check)
+
+
 def test_a_save_without_room_gives_its_space_back_and_a_later_one_succeeds(tmp_path):
     """Also where the disk has room when the save begins, and none when it ends."""
 
