@@ -185,7 +185,7 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> set[int]:
     _stay_on_loopback()
     # a process without a GPU share sees no GPU, instead of all of them
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
-    # nobody asks this cluster what every call took, and its control service keeps that for good
+    # nobody asks this cluster what every call took, which its control service would keep
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     # Ray's default of 15 lets trainer and engines starve beside any other program
     os.environ.setdefault("RAY_worker_niceness", "0")
