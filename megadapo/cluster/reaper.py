@@ -58,9 +58,12 @@ def marked_processes(mark: str) -> list[int]:
 def kill_marked(mark: str) -> None:
     """Kill them all, wait until they are gone, and remove the shared memory they leave behind."""
     leftovers: set[str] = set()
+    num_empty = 0
     for _ in range(MAX_SWEEPS):
         found = [pid for pid in marked_processes(mark) if pid != os.getpid()]
-        if not found:
+        num_empty = 0 if found else num_empty + 1
+        # a process that is just being started has no environment to be seen for a moment
+        if num_empty == 2:
             break
         for pid in found:
             with contextlib.suppress(OSError):
