@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from megadapo.cluster.config import ClusterConfig
 from megadapo.cluster.control import ControlWatch, has_node, leave_ray
 from megadapo.cluster.join import QUIET, admits_strangers, join_cluster
 from megadapo.cluster.nodes import Needs, ask_nodes, lost_nodes
-from megadapo.cluster.orphans import descendants, kill_after_this_process
+from megadapo.cluster.orphans import descendants, kill_after_this_process, start_time
 from megadapo.errors import ConfigError, InfraError
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ class Cluster:
         engines: list[list[Slot]],
         *,
         uses_cuda: bool,
-        daemons: Collection[int] = (),
+        daemons: Mapping[int, str | None] = {},
     ) -> None:
-        """`daemons`: Ray's, where they were started for this process alone."""
+        """`daemons`: Ray's, where they were started for this process alone, and when."""
         import ray
 
         self.uses_cuda = uses_cuda
@@ -163,12 +163,12 @@ class Cluster:
         }
 
 
-def _start_ray(config: ClusterConfig, num_slots: int) -> set[int]:
-    """Start or join Ray; returns the daemons that end with this process."""
+def _start_ray(config: ClusterConfig, num_slots: int) -> dict[int, str | None]:
+    """Start or join Ray; returns the daemons that end with this process, and when they started."""
     import ray
 
     if ray.is_initialized():
-        return set()
+        return {}
     if config.address is not None:
         with _own_sigterm_handler():
             join_cluster(config.address)
@@ -181,7 +181,7 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> set[int]:
                 "is in its network"
             )
         check_device(config, ray.cluster_resources().get("GPU", 0))
-        return set()
+        return {}
     _stay_on_loopback()
     # a process without a GPU share sees no GPU, instead of all of them
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
@@ -197,7 +197,7 @@ def _start_ray(config: ClusterConfig, num_slots: int) -> set[int]:
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **QUIET)
     daemons = set(descendants(os.getpid())) - before
     kill_after_this_process(daemons)
-    return daemons
+    return {pid: start_time(pid) for pid in daemons}
 
 
 def check_device(config: ClusterConfig, num_gpus: float) -> None:

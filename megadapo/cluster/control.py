@@ -11,11 +11,14 @@ import atexit
 import logging
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import FrameType
 from typing import TYPE_CHECKING
 
+from megadapo.cluster.orphans import start_time
 from megadapo.errors import Hung
 
 if TYPE_CHECKING:
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 ASK_S = 5.0
 LIMIT_S = 60.0
 """Without an answer; about as long as Ray gives a node's daemon before it takes the node for dead.
-And until a driver that does not notice is ended."""
+And until a driver that stays in a call of Ray meanwhile is ended."""
 LEAVE_S = 20.0
 SILENT = (
     f"Ray's control service (gcs_server, on its head node) has not answered for {LIMIT_S:g} s: it "
@@ -44,9 +47,31 @@ def has_node(node_id: str) -> bool:
 
     try:
         return all(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id)
-    except RayError:
+    except (RayError, RuntimeError, KeyError):
         # an error is an answer: that nobody answers is what is looked for
         return True
+
+
+class MainThread:
+    """Whether the main thread, which may be anywhere, stays in one and the same call of Ray."""
+
+    def __init__(self) -> None:
+        self._frame: FrameType | None = None
+        self._instruction = -1
+
+    def stays_in_ray(self) -> bool:
+        """Whether it is there still since the last call of this."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        before = self._frame, self._instruction
+        # while it is kept, no other call has the same frame
+        self._frame, self._instruction = frame, -1 if frame is None else frame.f_lasti
+        if frame is None or before != (frame, frame.f_lasti):
+            return False
+        return str(frame.f_globals.get("__name__")).startswith("ray.")
+
+    def forget(self) -> None:
+        """Let go of what the thread was seen to do."""
+        self._frame = None
 
 
 def _end_process(problem: str) -> None:
@@ -61,7 +86,8 @@ class ControlWatch:
     Args:
         ask: returns when the control service has answered, and whether it has this node. It must
             not start Ray, as much of Ray's own interface does where there is none any more.
-        end: ends a process that is told of a problem and does not come to look.
+        end: ends a process that would wait for what does not answer, without an end.
+        main: tells whether it does.
         every_s: between two questions.
     """
 
@@ -70,12 +96,14 @@ class ControlWatch:
         ask: Callable[[], bool],
         end: Callable[[str], None] = _end_process,
         *,
+        main: MainThread | None = None,
         every_s: float = ASK_S,
     ) -> None:
         self._ask, self._end, self._every_s = ask, end, every_s
+        self._main = main or MainThread()
         self._answers = self._seen = 0
         self._has_node = True
-        self._silent_s = self._unnoticed_s = 0.0
+        self._silent_s = self._stuck_s = 0.0
         self._problem: str | None = None
         self._closed = threading.Event()
         for work in (self._ask_on, self._tick_on):
@@ -93,7 +121,6 @@ class ControlWatch:
             Hung: a daemon does not answer.
         """
         if self._problem is not None:
-            self.close()
             raise Hung(self._problem)
 
     def tick(self) -> None:
@@ -103,8 +130,12 @@ class ControlWatch:
         self._seen = answers
         silent = SILENT if self._silent_s > LIMIT_S else None
         self._problem = silent or (None if self._has_node else LOST)
-        self._unnoticed_s = self._unnoticed_s + self._every_s if self._problem else 0.0
-        if self._problem and self._unnoticed_s > LIMIT_S:
+        if self._problem is None:
+            self._main.forget()
+            self._stuck_s = 0.0
+            return
+        self._stuck_s = self._stuck_s + self._every_s if self._main.stays_in_ray() else 0.0
+        if self._stuck_s > LIMIT_S:
             self._end(self._problem)
 
     def close(self) -> None:
@@ -121,22 +152,24 @@ class ControlWatch:
             self.tick()
 
 
-def leave_ray(group: PlacementGroup, daemons: Collection[int]) -> None:
+def leave_ray(group: PlacementGroup, daemons: Mapping[int, str | None]) -> None:
     """Give the slots back and end this process's part in Ray, at once or after LEAVE_S.
 
-    `daemons`: processes that were started for this one alone, killed where they do not answer.
+    `daemons`: processes that were started for this one alone, by number, and when each started.
     """
     leaving = threading.Thread(target=_leave, args=(group,), daemon=True)
     leaving.start()
-    leaving.join(LEAVE_S)
-    if not leaving.is_alive():
-        return
-    _LOGGER.warning("Ray does not answer: it is left without a word")
-    for pid in daemons:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    if daemons:
+    # one that was only stopped can still say goodbye; to go on hurts no other
+    for last_resort in (signal.SIGCONT, signal.SIGKILL):
         leaving.join(LEAVE_S)
+        if not leaving.is_alive():
+            return
+        _LOGGER.warning("Ray does not answer as it is left: its daemons get %s", last_resort.name)
+        for pid, started in daemons.items():
+            if started is not None and start_time(pid) == started:
+                with suppress(OSError):
+                    os.kill(pid, last_resort)
+    leaving.join(LEAVE_S)
     if leaving.is_alive():
         import ray
 
@@ -145,7 +178,11 @@ def leave_ray(group: PlacementGroup, daemons: Collection[int]) -> None:
 
 def _leave(group: PlacementGroup) -> None:
     import ray
+    from ray.exceptions import RayError
     from ray.util.placement_group import remove_placement_group
 
-    remove_placement_group(group)
+    try:
+        remove_placement_group(group)
+    except RayError as error:
+        _LOGGER.warning("Ray keeps the slots of this process until it has ended: %s", error)
     ray.shutdown()

@@ -126,6 +126,17 @@ def read_pulse(path: Path) -> Pulse | None:
         return None
 
 
+def all_beat(paths: Sequence[Path]) -> bool:
+    """Whether each process gives another sign of life, within the time of a few beats."""
+    before = [read_pulse(path) for path in paths]
+    deadline = time.monotonic() + BEATS_PER_LIMIT * BEAT_S
+    while any(read_pulse(path) == pulse for path, pulse in zip(paths, before, strict=True)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(BEAT_S / 10)
+    return True
+
+
 def _place(pulse: Pulse) -> tuple[str, int]:
     return pulse.doing, pulse.pieces
 

@@ -80,8 +80,7 @@ def start_workers(
         else:
             first_step = 1 if checkpoint is None else checkpoint.step + 1
             rollouts = ReplayedRollouts(config, replay, first_step=first_step)
-            workers = _start_replay(config, settings, phases, stack, rollouts)
-            workers.trainer.watch = _progress(gets_on, workers.trainer)
+            workers = _start_replay(config, settings, phases, stack, rollouts, gets_on)
         if checkpoint is not None:
             with phases.phase("load checkpoint"):
                 if unfinished is not None:
@@ -153,11 +152,13 @@ def _start_replay(
     phases: Phases,
     stack: ExitStack,
     rollouts: ReplayedRollouts,
+    gets_on: GetsOn | None,
 ) -> Workers:
     tokenizer = load_tokenizer(config)
     texts = load_texts(config, phases, tokenizer)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=0)
     trainer = start_trainer(settings, phases, cluster, stack, config.run.folder)
+    trainer.watch = _each(cluster.control.look, _progress(gets_on, trainer))
     return _workers(config, trainer, rollouts, tokenizer, texts)
 
 

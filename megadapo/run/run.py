@@ -110,7 +110,7 @@ class Run:
         self._state = {} if checkpoint is None else checkpoint.state
 
     def __enter__(self) -> Self:
-        with self._failure_is_its_end(), ExitStack() as opened:
+        with ExitStack() as opened, self._failure_is_its_end():
             opened.callback(self._lease.close)
             self._stop.install()
             opened.callback(self._stop.uninstall)

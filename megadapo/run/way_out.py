@@ -60,8 +60,8 @@ class WayOut:
             # a disk without room for a line may still have a checkpoint's
             run.log.note(f"step {run.step} is not in the metrics: {failed}")
         workers = self._workers
-        if isinstance(error, Hung) and not workers.trainer.processes.answer():
-            run.log.note(f"step {run.step} cannot be saved: a rank of the trainer does not answer")
+        if isinstance(error, Hung) and not workers.trainer.processes.all_beat():
+            run.log.note(f"step {run.step} cannot be saved: a rank of the trainer hangs")
             return
         # an engine that is gone cannot be told to make room, and has made it
         begin = workers.trainer if isinstance(error, InfraError) else workers

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import gather
-from megadapo.cluster.heartbeat import PulseWatch
+from megadapo.cluster.heartbeat import PulseWatch, all_beat
 from megadapo.cluster.post_mortem import (
     Suspects,
     Whereabouts,
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 IN_PIECES = ("update", "logprobs")
 """Calls whose micro-batches are counted as they are done."""
 PULSE_LIMIT = "trainer.progress_timeout_s"
-ANSWER_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 10.0
 """How long a rank may take to leave in good order before it is killed."""
 
@@ -168,15 +167,9 @@ class RankProcesses:
         if len(answered) == len(self._pings):
             self._pings = []
 
-    def answer(self) -> bool:
-        """Whether all ranks take a call, or are known to be gone, within ANSWER_TIMEOUT_S."""
-        import ray
-
-        calls: list[ObjectRef[Any]] = [actor.__ray_ready__.remote() for actor in self.actors]
-        if not calls:
-            return True
-        answered, _ = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_TIMEOUT_S)
-        return len(answered) == len(calls)
+    def all_beat(self) -> bool:
+        """Whether all ranks give signs of life, whatever they are doing."""
+        return all_beat([pulse_of(log) for log in self.logs])
 
     def end(self) -> None:
         """Let all ranks leave, and kill those that do not; safe to call again."""

@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -178,6 +179,65 @@ def test_a_killed_driver_leaves_nothing_of_ray_behind():
 def test_a_timeout_that_cannot_be_waited_for_is_refused():
     with pytest.raises(ConfigError, match="cluster.start_timeout_s"):
         ClusterConfig(start_timeout_s=0)
+
+
+STOPS = """
+import os, signal, sys
+os.environ |= {
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "500",
+    "RAY_health_check_failure_threshold": "3",
+}
+import psutil, ray
+from megadapo.cluster import control
+from megadapo.cluster.cluster import Cluster
+from megadapo.cluster.config import ClusterConfig
+
+control.LIMIT_S, control.LEAVE_S = 7.0, 3.0
+config = ClusterConfig(device="cpu")
+cluster = Cluster.start(config, num_trainer_ranks=1, num_engines=1, engine_ranks=1)
+(daemon,) = [
+    one for one in psutil.Process().children(recursive=True)
+    if one.cmdline() and one.cmdline()[0].endswith("/" + sys.argv[1])
+]
+daemon.send_signal(signal.SIGSTOP)
+while sys.argv[1] == "raylet":
+    ray.put(bytes(1 << 20))
+cluster.shutdown()
+print("left")
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("daemon", "exit_code", "says"),
+    [
+        pytest.param(
+            *("raylet", 5, "given up the node of this driver.* and this process waits for it"),
+            marks=pytest.mark.full,
+        ),
+        ("gcs_server", 0, "its daemons get SIGCONT"),
+    ],
+)
+def test_a_driver_does_not_wait_for_a_daemon_that_is_stopped(tmp_path, daemon, exit_code, says):
+    """Whoever asks the first for room, or tells the second of its end, waits inside Ray, where no
+    signal reaches it."""
+    environment = {**os.environ, "RAY_UNDER_TEST": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", STOPS, daemon],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == exit_code, done.stderr
+    assert re.search(says, done.stderr)
+    assert ("left" in done.stdout) == (exit_code == 0)
+    deadline = time.monotonic() + 30
+    while left := started_with(f"RAY_UNDER_TEST={tmp_path}"):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
 
 
 JOIN = """
