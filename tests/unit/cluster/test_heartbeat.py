@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megadapo.cluster import heartbeat
-from megadapo.cluster.heartbeat import Heart, Pulse, PulseWatch, read_pulse
+from megadapo.cluster.heartbeat import Heart, Pulse, PulseWatch, all_beat, read_pulse
 from megadapo.errors import Hung
 
 LIMIT_S = 60.0
@@ -135,6 +135,18 @@ def wait_for(path: Path, is_so) -> None:
     while (pulse := read_pulse(path)) is None or not is_so(pulse):
         assert time.monotonic() < deadline, pulse
         time.sleep(0.01)
+
+
+def test_one_that_hangs_is_told_from_those_that_are_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that a stopped rank has a part in would be waited for until its deadline."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.5)
+    busy, stopped = tmp_path / "busy", tmp_path / "stopped"
+    with Heart(busy, limit_s=0.4).at("begin_save"):
+        assert all_beat([busy])
+        stopped.write_text(json.dumps(asdict(Pulse(beats=7))))
+        assert not all_beat([busy, stopped])
 
 
 def test_a_process_without_a_heart_may_say_that_it_gets_on() -> None:
