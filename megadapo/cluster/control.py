@@ -14,11 +14,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megadapo.cluster.orphans import start_time
+from megadapo.cluster.orphans import send
 from megadapo.errors import Hung
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class ControlWatch:
     ) -> None:
         self._ask, self._end, self._every_s = ask, end, every_s
         self._main = main or MainThread()
-        self._answers = self._seen = 0
+        self._num_answers = self._seen = 0
         self._has_node = True
         self._silent_s = self._stuck_s = 0.0
         self._problem: str | None = None
@@ -125,9 +124,9 @@ class ControlWatch:
 
     def tick(self) -> None:
         """Count an interval; what this process was stopped for is not counted so."""
-        answers = self._answers
-        self._silent_s = self._silent_s + self._every_s if answers == self._seen else 0.0
-        self._seen = answers
+        num_answers = self._num_answers
+        self._silent_s = self._silent_s + self._every_s if num_answers == self._seen else 0.0
+        self._seen = num_answers
         silent = SILENT if self._silent_s > LIMIT_S else None
         self._problem = silent or (None if self._has_node else LOST)
         if self._problem is None:
@@ -145,7 +144,7 @@ class ControlWatch:
     def _ask_on(self) -> None:
         while not self._closed.wait(self._every_s):
             self._has_node = self._ask()
-            self._answers += 1
+            self._num_answers += 1
 
     def _tick_on(self) -> None:
         while not self._closed.wait(self._every_s):
@@ -159,17 +158,14 @@ def leave_ray(group: PlacementGroup, daemons: Mapping[int, str | None]) -> None:
     """
     leaving = threading.Thread(target=_leave, args=(group,), daemon=True)
     leaving.start()
+    leaving.join(LEAVE_S)
     # one that was only stopped can still say goodbye; to go on hurts no other
-    for last_resort in (signal.SIGCONT, signal.SIGKILL):
-        leaving.join(LEAVE_S)
+    for last_resort in (signal.SIGCONT, signal.SIGKILL) if daemons else ():
         if not leaving.is_alive():
             return
         _LOGGER.warning("Ray does not answer as it is left: its daemons get %s", last_resort.name)
-        for pid, started in daemons.items():
-            if started is not None and start_time(pid) == started:
-                with suppress(OSError):
-                    os.kill(pid, last_resort)
-    leaving.join(LEAVE_S)
+        send(daemons.items(), last_resort)
+        leaving.join(LEAVE_S)
     if leaving.is_alive():
         import ray
 

@@ -67,6 +67,14 @@ def start_time(pid: int) -> str | None:
     return fields[19] if fields and fields[0] not in "ZX" else None
 
 
+def send(processes: Iterable[tuple[int, str | None]], number: signal.Signals) -> None:
+    """Signal those that are still there of some processes, by number and start time."""
+    for pid, its_start in processes:
+        if its_start is not None and start_time(pid) == its_start:
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+
+
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the state on; none where there is no such process."""
     with contextlib.suppress(OSError):
@@ -79,10 +87,7 @@ def _wait_and_kill(known: list[tuple[int, str]]) -> None:
     while start_time(driver) == started:
         time.sleep(POLL_S)
     time.sleep(GRACE_S)
-    for pid, its_start in others:
-        if start_time(pid) == its_start:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+    send(others, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ the machine below stays as it is.
 
 from __future__ import annotations
 
-import getpass
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support import REPOSITORY
+from tests.support import COMPILED, REPOSITORY
 
 SUBNET = "10.213.7"
 RAY_PORT = 6379
@@ -30,8 +28,6 @@ BINARIES = Path(sys.executable).parent
 CLOCK = Path(__file__).parent / "clock"
 APART_S = 600
 """How far a machine's clock is ahead of that of the machine before it."""
-COMPILED = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-"""What torch has compiled, which takes a machine without it long to start."""
 
 _INSIDE = """
 set -e

@@ -10,7 +10,6 @@ run that nobody disturbed, and no process, shared memory or temporary file of it
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
 import os
 import random
@@ -19,7 +18,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -32,7 +30,7 @@ from megadapo.cluster.orphans import descendants as below
 from megadapo.errors import DataError, RunInterrupted
 from megadapo.observe.metrics import read_evaluations
 from megadapo.run.status import Status, read_status
-from tests.support import REPOSITORY
+from tests.support import COMPILED, REPOSITORY
 from tests.support.whole_runs import command, descendants, marked, metrics, untimed
 
 NUM_STEPS = 8
@@ -60,7 +58,6 @@ REGISTRATION = "/dev/shm/__KMP_REGISTERED_LIB_"
 """One page by which OpenMP finds a second copy of itself; it stays where a process is killed."""
 TINY_BYTES = 1 << 20
 """vLLM leaves sockets and a rendezvous of 2 KB in the temporary folder, and Ray its logs."""
-COMPILED = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
 POLL_S = 0.05
 LOOK_S = 2.0
 """Between two looks at all shared memory."""

@@ -35,7 +35,7 @@ def watch_by_hand(ended: list[str], *, in_ray: bool = True) -> ControlWatch:
 
 def answer(watch: ControlWatch, *, has_node: bool = True) -> None:
     watch._has_node = has_node
-    watch._answers += 1
+    watch._num_answers += 1
 
 
 def test_a_service_that_does_not_answer_is_named_and_a_slow_one_is_not() -> None:
