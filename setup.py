@@ -21,7 +21,7 @@ setup(
     # kernels/ has no __init__.py: Hugging Face's `kernels` package owns that top-level name.
     packages=[*find_packages(include=["megadapo", "megadapo.*"]), "megadapo.kernels"],
     package_data={
-        "megadapo.kernels": ["*.c"],
+        "megadapo.kernels": ["*.c", "*.h"],
         "megadapo.models": ["configs/*/config.json"],
         "megadapo.observe.report": ["assets/*", "assets/uplot/*"],
     },

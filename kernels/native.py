@@ -1,4 +1,4 @@
-"""The head's C code for the CPU, compiled at first use for the processor it runs on.
+"""C code for the CPU, compiled at first use for the processor it runs on.
 
 Triton does the same for its launchers. Where no C compiler is found, or compilation fails, the
 callers use their torch operations instead: slower, and with last bits of their own.
@@ -15,7 +15,12 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SWITCH = "MEGADAPO_NATIVE"
 """Environment variable: "0" keeps the C code out."""
@@ -51,6 +56,16 @@ def load_native(source: Path) -> ctypes.CDLL | None:
         reason = getattr(error, "stderr", None) or error
         logger.warning("%s was not compiled, torch does its work: %s", source.name, reason)
         return None
+
+
+def address(tensor: Tensor | None) -> ctypes.c_void_p:
+    """Where a tensor's numbers lie, as an argument of a C function; None is a null pointer."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def integers(*values: int) -> Iterator[ctypes.c_int64]:
+    """Arguments of type int64_t."""
+    return map(ctypes.c_int64, values)
 
 
 def find_compiler() -> list[str] | None:
@@ -97,7 +112,8 @@ def _run(command: list[str]) -> str:
 
 def _fingerprint(source: Path, compiler: list[str]) -> str:
     """Of everything that decides what the compiler makes: source, compiler and processor."""
-    parts = [source.read_text(), *compiler, *_FLAGS, _run([*compiler, "--version"])]
+    texts = [source.read_text(), *(file.read_text() for file in sorted(source.parent.glob("*.h")))]
+    parts = [*texts, *compiler, *_FLAGS, _run([*compiler, "--version"])]
     processor = Path("/proc/cpuinfo")
     if processor.exists():
         lines = set(processor.read_text().splitlines())

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megadapo.kernels.native import load_native
+from megadapo.kernels.native import address, integers, load_native
 from megadapo.kernels.torch_internals import Brgemm, find_brgemm
 
 SOURCE = Path(__file__).with_name("policy_head_products.c")
@@ -49,8 +49,8 @@ class _Product:
         failed = self.library.megadapo_product(
             self.brgemm.multiply,
             self.brgemm.release,
-            *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, b, out)),
-            *map(ctypes.c_int64, sizes),
+            *map(address, (a, b, out)),
+            *integers(*sizes),
             torch.get_num_threads(),
         )
         if failed:

@@ -1,76 +1,16 @@
 /* The row passes of the policy head on a CPU; see policy_head_rows.py for what they compute.
  *
- * Compiled at first use by native.py, for the processor it then runs on. GCC's vector extensions
- * fix the order of every sum by the source alone: a row has the same bits in every tile, on every
- * thread and at every tensor-parallel size. Only plain arithmetic: no library of vector functions.
+ * Compiled at first use by native.py, for the processor it then runs on. A row has the same bits in
+ * every tile, on every thread and at every tensor-parallel size.
  */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
-#define LANES 16
 #define UNROLL 4
 #define STEP (LANES * UNROLL)
 #define BLOCK (STEP * 32) /* columns that one set of partial sums adds up: keeps fp32 sums exact */
-#define NEVER (-1e30f)    /* policy_head_types.NEVER */
-#define SMALLEST (-87.0f) /* e^x is 0 from here down, and stands for x where 0 * x is meant */
 
-typedef float vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
-
-static inline vf all(float x) { return x - (vf){0}; }
-
-static inline vf load(const float *p) {
-    vf x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
-
-static inline vf load_some(const float *p, int64_t count, float filler) {
-    vf x = all(filler);
-    memcpy(&x, p, (size_t)count * sizeof(float));
-    return x;
-}
-
-static inline vf larger(vf a, vf b) {
-    vi is_larger = a > b;
-    return (vf)(((vi)a & is_larger) | ((vi)b & ~is_larger));
-}
-
-/* a b + c, rounded once where the processor can */
-static inline vf fused(vf a, vf b, vf c) {
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return c;
-#else
-    return a * b + c;
-#endif
-}
-
-/* e^x to 1e-7 relative for x <= 0; 0 below e^-87; NaN stays NaN. */
-static inline vf exponential(vf x) {
-    vf shifted = fused(x, all(1.44269504088896341f), all(12582912.0f)); /* integer in low bits */
-    vf whole = shifted - 12582912.0f;
-    vf rest = fused(whole, all(-0.693359375f), x);
-    rest = fused(whole, all(2.12194440e-4f), rest);
-    vf y = fused(rest, all(1.9875691500e-4f), all(1.3981999507e-3f));
-    y = fused(y, rest, all(8.3334519073e-3f));
-    y = fused(y, rest, all(4.1665795894e-2f));
-    y = fused(y, rest, all(1.6666665459e-1f));
-    y = fused(y, rest, all(5.0000001201e-1f));
-    y = fused(y, rest * rest, rest) + 1.0f;
-    vu power = ((vu)shifted - (vu)all(12582912.0f) + 127) << 23; /* bits of 2^whole */
-    return (vf)((vi)(y * (vf)power) & ~(x < SMALLEST));
-}
-
-static inline float sum_of(vf x) {
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) x[i] += x[i + width];
-    return x[0];
-}
 
 static float maximum_of(const float *z, int64_t n, float scale) {
     vf best[UNROLL];

@@ -7,14 +7,13 @@ has the same bits in every tile, on any number of threads and at every tensor-pa
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megadapo.kernels.native import load_native
+from megadapo.kernels.native import address, integers, load_native
 from megadapo.kernels.policy_head_types import NEVER, NUM_STATS, Tile
 from megadapo.kernels.torch_internals import profiled_range
 from megadapo.kernels.traffic import moved
@@ -54,13 +53,13 @@ def row_stats_cpu(tile: Tile) -> Tensor:
     moved(ROW_STATS, logits)
     with profiled_range(ROW_STATS):
         native.megadapo_row_stats(
-            _address(logits),
-            *_integers(logits.stride(0), tile.num_rows, shards.num_local, shards.size),
-            *_integers(shards.num_valid_columns),
+            address(logits),
+            *integers(logits.stride(0), tile.num_rows, shards.num_local, shards.size),
+            *integers(shards.num_valid_columns),
             ctypes.c_float(tile.inverse_temperature),
-            _address(tile.targets),
-            *_integers(shards.start),
-            _address(stats),
+            address(tile.targets),
+            *integers(shards.start),
+            address(stats),
             torch.get_num_threads(),
         )
     return stats
@@ -85,14 +84,14 @@ def row_grads_cpu(tile: Tile, terms: RowGradients, d_logits: Tensor) -> None:
     moved(ROW_GRADS, logits, out)
     with profiled_range(ROW_GRADS):
         native.megadapo_row_grads(
-            _address(logits),
-            *_integers(logits.stride(0), *logits.shape, shards.num_valid_columns),
+            address(logits),
+            *integers(logits.stride(0), *logits.shape, shards.num_valid_columns),
             ctypes.c_float(tile.inverse_temperature),
-            *map(_address, kept),
-            _address(tile.targets),
-            *_integers(shards.start),
-            _address(out),
-            *_integers(out.stride(0)),
+            *map(address, kept),
+            address(tile.targets),
+            *integers(shards.start),
+            address(out),
+            *integers(out.stride(0)),
             int(is_bf16),
             torch.get_num_threads(),
         )
@@ -105,14 +104,6 @@ def _check(tile: Tile) -> None:
     logits, targets = tile.logits, tile.targets
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, logits.dtype
     assert targets.dtype == torch.int64 and targets.is_contiguous(), targets.dtype
-
-
-def _address(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def _integers(*values: int) -> Iterator[ctypes.c_int64]:
-    return map(ctypes.c_int64, values)
 
 
 def _row_groups(num_rows: int, num_columns: int) -> list[tuple[int, int]]:

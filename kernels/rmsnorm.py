@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megadapo.kernels.launch import block_size, uses_triton, warps_for
+from megadapo.kernels.layers_cpu import implementation, rmsnorm_c, rmsnorm_grads_c
 from megadapo.kernels.traffic import moved
 
 _NUM_PARTIAL_SUMS = 256
@@ -148,12 +149,15 @@ def _backward_torch(
     return d_x.mul_(inverse_rms[:, None]).to(x.dtype), products.sum(0)
 
 
+_FORWARD = {"triton": _forward_triton, "c": rmsnorm_c, "torch": _forward_torch}
+_BACKWARD = {"triton": _backward_triton, "c": rmsnorm_grads_c, "torch": _backward_torch}
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        run = _forward_triton if uses_triton(x) else _forward_torch
-        y, inverse_rms = run(rows, weight, eps)
+        y, inverse_rms = _FORWARD[implementation(x, weight)](rows, weight, eps)
         ctx.save_for_backward(rows, weight, inverse_rms)
         return y.view(x.shape)
 
@@ -161,7 +165,7 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weight, inverse_rms = ctx.saved_tensors
-        run = _backward_triton if uses_triton(d_y) else _backward_torch
+        run = _BACKWARD[implementation(rows, weight, d_y)]
         d_x, d_weight = run(rows, weight, inverse_rms, d_y.reshape(rows.shape).contiguous())
         return d_x.view(d_y.shape), d_weight.to(weight.dtype), None
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megadapo.kernels.launch import uses_triton
+from megadapo.kernels.layers_cpu import implementation, rotate_c
 from megadapo.kernels.traffic import moved
 
 
@@ -105,6 +105,9 @@ def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     return torch.cat([y, rest], dim=-1) if rest.shape[-1] else y
 
 
+_ROTATE = {"triton": _rotate_triton, "c": rotate_c, "torch": _rotate_torch}
+
+
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -124,7 +127,7 @@ _rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = _Rotary.apply
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     if x.stride(-1) != 1:
         x = x.contiguous()
-    return (_rotate_triton if uses_triton(x) else _rotate_torch)(x, cos, sin, sign)
+    return _ROTATE[implementation(x, cos, sin)](x, cos, sin, sign)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megadapo.kernels.launch import block_size, uses_triton, warps_for
+from megadapo.kernels.launch import block_size, warps_for
+from megadapo.kernels.layers_cpu import implementation, swiglu_c, swiglu_grads_c
 from megadapo.kernels.traffic import moved
 
 
@@ -106,12 +107,16 @@ def _backward_torch(gate_up: Tensor, d_y: Tensor) -> Tensor:
     return d_gate_up.to(gate_up.dtype)
 
 
+_FORWARD = {"triton": _forward_triton, "c": swiglu_c, "torch": _forward_torch}
+_BACKWARD = {"triton": _backward_triton, "c": swiglu_grads_c, "torch": _backward_torch}
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         rows = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
         ctx.save_for_backward(rows)
-        y = _forward_triton(rows) if uses_triton(rows) else _forward_torch(rows)
+        y = _FORWARD[implementation(rows)](rows)
         return y.view(*gate_up.shape[:-1], -1) if rows.shape[0] else _no_rows(gate_up)
 
     @staticmethod
@@ -119,8 +124,9 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> Tensor:
         (rows,) = ctx.saved_tensors
         d_rows = d_y.reshape(rows.shape[0], rows.shape[1] // 2).contiguous()
-        run = _backward_triton if uses_triton(rows) else _backward_torch
-        return run(rows, d_rows).view(*d_y.shape[:-1], rows.shape[1])
+        return _BACKWARD[implementation(rows, d_rows)](rows, d_rows).view(
+            *d_y.shape[:-1], rows.shape[1]
+        )
 
 
 _swiglu: Callable[[Tensor], Tensor] = _SwiGLU.apply

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
+from megadapo.kernels.attention import packed_attention, takes
 from megadapo.kernels.rmsnorm import rmsnorm
 from megadapo.kernels.rotary import rotary
 from megadapo.kernels.swiglu import swiglu
@@ -90,8 +91,14 @@ class PackedAttention(torch.nn.Module):
         assert packed.padded_rows is not None and packed.token_of_row is not None
         assert packed.key_rows is not None and packed.key_of_row is not None
         assert packed.cos is not None and packed.sin is not None
-        query = rotary(query, packed.cos, packed.sin)
-        key, value = self._of_all_ranks(rotary(key, packed.cos, packed.sin), value)
+        query, key = (rotary(x, packed.cos, packed.sin) for x in (query, key))
+        longest = packed.max_seqlen_q
+        if self.cp_group is None and takes(query, key, value, longest):
+            out = packed_attention(
+                query, key, value, packed.cu_seqlens_q, longest=longest, scale=self.scale
+            )
+            return out.flatten(1)
+        key, value = self._of_all_ranks(key, value)
         padded = [
             to_padded(query, packed.padded_rows, packed.token_of_row),
             to_padded(key, packed.key_rows, packed.key_of_row),

@@ -1,21 +1,33 @@
-"""RMSNorm, SwiGLU and rotary against their fp64 references, with every gradient.
+"""RMSNorm, SwiGLU and rotary against their fp64 references, with every gradient, in C and in torch.
 
 Run once more through Triton's interpreter by test_triton_interpreter.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from megadapo.kernels import native
+from megadapo.kernels.layers_cpu import SOURCE
 from megadapo.kernels.rmsnorm import rmsnorm, rmsnorm_ref
 from megadapo.kernels.rotary import rotary, rotary_ref
 from megadapo.kernels.swiglu import swiglu, swiglu_ref
 
 ROWS = [0, 1, 3, 300]
+
+
+@pytest.fixture(params=["compiled", "plain"], autouse=True)
+def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both implementations; the compiled one must really be there."""
+    monkeypatch.setenv(native.SWITCH, "1" if request.param == "compiled" else "0")
+    native.load_native.cache_clear()
+    assert (native.load_native(SOURCE) is not None) == (request.param == "compiled")
+    yield
+    native.load_native.cache_clear()
 
 
 def values_and_grads(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
@@ -84,6 +96,40 @@ def test_large_values_do_not_overflow() -> None:
     assert swiglu(torch.tensor([[1e4, -1e4, 2.0, 2.0]])).tolist() == [[2e4, 0.0]]
     row = torch.full((1, 64), 1e15)
     torch.testing.assert_close(rmsnorm(row, torch.ones(64)), torch.ones(1, 64))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_that_are_not_finite_stay_in_their_row(bad: float) -> None:
+    """What went wrong in one token must show there, and nowhere else."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 48)
+    x[1, 5] = bad
+    x[1, 29] = bad
+    for y in (rmsnorm(x, torch.ones(48)), swiglu(x)):
+        assert y.isfinite().all(1).tolist() == [True, False, True]
+
+
+def test_a_row_has_the_same_bits_in_every_batch_and_on_any_number_of_threads() -> None:
+    """Log-probs of one forward pass must repeat in another one of other sequences."""
+    torch.manual_seed(0)
+    x, weight, angles = torch.randn(300, 96), torch.rand(96), torch.randn(300, 16)
+    heads = torch.randn(300, 3, 32)
+
+    def results(rows: slice) -> list[Tensor]:
+        turned = rotary(heads[rows], angles.cos()[rows], angles.sin()[rows])
+        return [rmsnorm(x[rows], weight), swiglu(x[rows]), turned]
+
+    threads = torch.get_num_threads()
+    whole = results(slice(None))
+    try:
+        torch.set_num_threads(1)
+        for rows in (slice(0, 300), slice(7, 8), slice(100, 165)):
+            for part, all_rows in zip(results(rows), whole, strict=True):
+                torch.testing.assert_close(part, all_rows[rows], rtol=1e-6, atol=1e-6)
+                if native.load_native(SOURCE) is not None:
+                    assert torch.equal(part, all_rows[rows])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_three_dimensions_and_strides() -> None:

@@ -1,0 +1,155 @@
+"""Causal attention inside each of the sequences that are packed behind each other; fp32 on a CPU.
+
+Source: Dao et al., "FlashAttention" (arXiv 2205.14135) for the backward pass from the log of each
+row's sum. torch's own kernel wants sequences of one length, at tens of microseconds a sequence and
+head; here none is padded, and a sequence has the same bits in every batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from megadapo.kernels.launch import uses_triton
+from megadapo.kernels.native import address, load_native
+from megadapo.kernels.torch_internals import profiled_range
+from megadapo.kernels.traffic import moved
+
+SOURCE = Path(__file__).with_name("attention.c")
+
+ATTENTION, ATTENTION_GRADS = "megadapo::attention", "megadapo::attention_grads"
+"""Names of the C passes in a profile."""
+
+LONGEST = 512
+"""Tokens of a sequence up to which keys and values stay in a core's cache; torch's kernel goes
+through longer ones in blocks of keys, and is faster there."""
+
+
+def packed_attention_ref(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float | None = None
+) -> Tensor:
+    """By the book, differentiable; computes in the inputs' type."""
+    repeats = query.shape[1] // key.shape[1]
+    outputs = [query[:0]]
+    for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
+        k, v = k.repeat_interleave(repeats, 0), v.repeat_interleave(repeats, 0)
+        output = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        outputs.append(output.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor, longest: int) -> bool:
+    """Whether `packed_attention` can do it, and faster than torch."""
+    is_fp32 = all(x.dtype == torch.float32 for x in (query, key, value))
+    fits = is_fp32 and not uses_triton(query) and query.device.type == "cpu" and longest <= LONGEST
+    return fits and load_native(SOURCE) is not None
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("first", ctypes.c_void_p),
+        ("token_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+    )
+
+
+class _Problem(ctypes.Structure):
+    """`struct problem` of attention.c."""
+
+    _fields_ = (
+        *((name, _Tensor) for name in ("query", "key", "value")),
+        ("starts", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_sequences", "longest", "num_heads")),
+        *((name, ctypes.c_int64) for name in ("num_groups", "size")),
+        ("scale", ctypes.c_float),
+        ("threads", ctypes.c_int),
+    )
+
+
+def _problem(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+) -> _Problem:
+    """The tensors must outlive it."""
+    tensors = [_Tensor(x.data_ptr(), x.stride(0), x.stride(1)) for x in (query, key, value)]
+    sizes = (len(cu_seqlens) - 1, longest, query.shape[1], key.shape[1], query.shape[2])
+    starts = cu_seqlens.data_ptr()
+    return _Problem(*tensors, starts, *sizes, scale, torch.get_num_threads())
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _call(name: str, function: str, problem: _Problem, *tensors: Tensor) -> None:
+    library = load_native(SOURCE)
+    assert library is not None, "ask takes first"
+    moved(name, *tensors)
+    with profiled_range(name):
+        failed = getattr(library, function)(ctypes.byref(problem), *map(address, tensors))
+    if failed:
+        raise MemoryError("no memory for the keys and values of a sequence")
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        longest: int,
+        scale: float,
+    ) -> Tensor:
+        query, key, value = (
+            x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)
+        )
+        out = torch.empty(query.shape, dtype=query.dtype)
+        log_sums = torch.empty(query.shape[:2], dtype=query.dtype)
+        problem = _problem(query, key, value, cu_seqlens, longest, scale)
+        _call(ATTENTION, "megadapo_attention", problem, out, log_sums)
+        ctx.save_for_backward(query, key, value, cu_seqlens, out, log_sums)
+        ctx.longest, ctx.scale = longest, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, cu_seqlens, out, log_sums = ctx.saved_tensors
+        problem = _problem(query, key, value, cu_seqlens, ctx.longest, ctx.scale)
+        gradients = [torch.empty(x.shape, dtype=x.dtype) for x in (query, key, value)]
+        tensors = (out, log_sums, d_out.contiguous(), *gradients)
+        _call(ATTENTION_GRADS, "megadapo_attention_grads", problem, *tensors)
+        return *gradients, None, None, None
+
+
+_packed_attention: Callable[..., Tensor] = _PackedAttention.apply
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    longest: int,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention [T, heads, D] for query [T, heads, D] and key and value [T, groups, D].
+
+    Args:
+        cu_seqlens: [S + 1] int32, where each sequence begins, and T behind them.
+        longest: tokens of the longest of them, or more.
+        scale: of the scores; None is 1 / sqrt(D).
+    """
+    assert cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous()
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _packed_attention(query, key, value, cu_seqlens, longest, scale)
