@@ -18,6 +18,9 @@ GIB = 1 << 30
 EXPERTS_EXTENSION = "megadapo.rollout.cpu_experts.HandsOverExperts"
 """Its module imports vLLM, and is named alone here."""
 
+SCHEDULER = "megadapo.rollout.scheduler.PiecewiseScheduler"
+"""Its module imports vLLM, and is named alone here."""
+
 VLLM_QUANTIZATION = {"none": None, "fp8": "fp8_per_block"}
 """vLLM's names. With one scale for a whole matrix its ranks would have to agree on it, each time a
 layer is complete, and an update completes layers in another order on every rank."""
@@ -85,6 +88,7 @@ class EnginePlatform:
             }
         return {
             "worker_extension_cls": self._cpu_extension(config, returns_experts),
+            "scheduler_cls": SCHEDULER,
             "enforce_eager": True,
             "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
             # vLLM rewinds a seeded request's generator after a partial prefill, which a CPU
