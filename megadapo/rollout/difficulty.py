@@ -7,8 +7,7 @@ asked for stays a function of seed and weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megadapo.rollout.asking import YieldEstimate
 from megadapo.rollout.sampled_batch import Outcome
@@ -17,8 +16,7 @@ Level = Literal["unseen", "all_wrong", "mixed", "all_correct"]
 LEVELS: tuple[Level, ...] = ("unseen", "all_wrong", "mixed", "all_correct")
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """What a prompt's latest group was like."""
 
     level: Level
@@ -86,9 +84,7 @@ class Difficulty:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "prompts": {
-                prompt_id: list(astuple(memory)) for prompt_id, memory in self._memories.items()
-            },
+            "prompts": {prompt_id: list(memory) for prompt_id, memory in self._memories.items()},
             "yields": {level: e.state_dict() for level, e in self._yields.items()},
         }
 
