@@ -51,6 +51,8 @@ def build_optimizer(
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW):
             _allocate_moments(part.optimizer)
+            for group in part.optimizer.param_groups:
+                group["fused"] = group["params"][0].device.type == "cpu"
     return optimizer
 
 
