@@ -148,8 +148,25 @@ def packed_attention(
     Args:
         cu_seqlens: [S + 1] int32, where each sequence begins, and T behind them.
         longest: tokens of the longest of them, or more.
-        scale: of the scores; None is 1 / sqrt(D).
+        scale: of the scores, positive; None is 1 / sqrt(D).
+
+    Raises:
+        ValueError: shapes do not fit, or the sequences are not the T tokens.
     """
-    assert cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous()
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    num_tokens, num_heads, size = query.shape
+    if key.shape != value.shape or key.shape[::2] != (num_tokens, size) or num_heads % key.shape[1]:
+        shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
+        raise ValueError(f"query, key and value do not fit each other: {shapes}")
+    if cu_seqlens.dtype != torch.int32 or not cu_seqlens.is_contiguous():
+        raise ValueError(f"cu_seqlens must be contiguous int32, got {cu_seqlens.dtype}")
+    lengths = cu_seqlens.diff()
+    begins, ends = cu_seqlens[:1].tolist(), cu_seqlens[-1:].tolist()
+    if begins != [0] or ends != [num_tokens] or bool(((lengths < 0) | (lengths > longest)).any()):
+        raise ValueError(
+            f"cu_seqlens must cut {num_tokens} tokens into sequences of at most {longest}, got "
+            f"{cu_seqlens.tolist()}"
+        )
+    if not scale > 0.0:
+        raise ValueError(f"scale must be positive, got {scale}")
     return _packed_attention(query, key, value, cu_seqlens, longest, scale)

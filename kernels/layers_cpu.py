@@ -33,8 +33,8 @@ def implementation(*tensors: Tensor) -> Literal["triton", "c", "torch"]:
     """What computes a layer on tensors like these."""
     if uses_triton(tensors[0]):
         return "triton"
-    is_fp32 = all(tensor.dtype == torch.float32 for tensor in tensors)
-    return "c" if is_fp32 and load_native(SOURCE) is not None else "torch"
+    fits = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
+    return "c" if fits and load_native(SOURCE) is not None else "torch"
 
 
 def rmsnorm_c(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def rmsnorm_grads_c(
 ) -> tuple[Tensor, Tensor]:
     """d_x [R, H] and d_weight [H] for contiguous x and d_y [R, H]."""
     d_x, weight = torch.empty_like(x), weight.contiguous()
-    d_weights = torch.empty(-(-x.shape[0] // _ROWS_OF_SUM), x.shape[1])
+    d_weights = x.new_empty(-(-x.shape[0] // _ROWS_OF_SUM), x.shape[1])
     moved(RMSNORM_GRADS, x, d_y, d_x)
     with profiled_range(RMSNORM_GRADS):
         _library().megadapo_rmsnorm_grads(
@@ -83,7 +83,7 @@ def rotate_c(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 def swiglu_c(gate_up: Tensor) -> Tensor:
     """y [R, F] of a contiguous gate_up [R, 2 F]."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    y = torch.empty(num_rows, size)
+    y = gate_up.new_empty(num_rows, size)
     moved(SWIGLU, gate_up, y)
     with profiled_range(SWIGLU):
         _library().megadapo_swiglu(

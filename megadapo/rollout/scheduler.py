@@ -20,8 +20,8 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 HELD_S = 0.1
-"""How long tokens are held back: what is lost of a response that is stopped, and far below what
-would count as no progress."""
+"""About how long tokens are held back at most: what is lost of a response that is stopped, and far
+below what would count as no progress."""
 
 _TOKENS = ("request_id", "new_token_ids", "new_logprobs")
 _REST = [
@@ -36,23 +36,31 @@ class Pieces:
 
     def __init__(self) -> None:
         self._held: dict[str, list[EngineCoreOutput]] = {}
+        self._since: dict[str, int] = {}
+        """Period in which the first of what a request has was held back."""
 
-    def take(self, output: EngineCoreOutput, *, is_due: bool) -> EngineCoreOutput | None:
-        """What is to be handed over now: all that is held, or nothing.
+    def take(
+        self, output: EngineCoreOutput, *, period: int, at_once: bool = False
+    ) -> EngineCoreOutput | None:
+        """What is to be handed over now: all that is held, or nothing in the period it began in.
 
-        Whatever says more than that there are more tokens, such as their end, is never held back.
+        Periods are the same for all requests, so that most of them share their messages. Whatever
+        says more than that there are more tokens, such as their end, is never held back.
         """
-        held = self._held.setdefault(output.request_id, [])
+        name = output.request_id
+        held = self._held.setdefault(name, [])
         held.append(output)
-        if not is_due and all(getattr(output, name) is default for name, default in _REST):
+        is_due = at_once or self._since.setdefault(name, period) != period
+        if not is_due and all(getattr(output, field) is default for field, default in _REST):
             return None
-        del self._held[output.request_id]
+        self.forget([name])
         return _joined(held)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop what is held of requests that are no more."""
         for request_id in request_ids:
             self._held.pop(request_id, None)
+            self._since.pop(request_id, None)
 
 
 def _joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
@@ -76,19 +84,15 @@ class PiecewiseScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pieces = Pieces()
-        self._handed_over = time.monotonic()
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         by_client = super().update_from_output(scheduler_output, model_runner_output)
-        now = time.monotonic()
-        is_due = now - self._handed_over >= HELD_S
-        if is_due:
-            self._handed_over = now
+        period = int(time.monotonic() / HELD_S)
         for outputs in by_client.values():
             taken = [
-                self._pieces.take(one, is_due=is_due or self._is_read_at_once(one.request_id))
+                self._pieces.take(one, period=period, at_once=self._is_read_at_once(one.request_id))
                 for one in outputs.outputs
             ]
             outputs.outputs = [one for one in taken if one is not None]

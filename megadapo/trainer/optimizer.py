@@ -51,8 +51,7 @@ def build_optimizer(
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW):
             _allocate_moments(part.optimizer)
-            for group in part.optimizer.param_groups:
-                group["fused"] = group["params"][0].device.type == "cpu"
+            take_one_pass(part.optimizer)
     return optimizer
 
 
@@ -79,6 +78,16 @@ def _allocate_moments(optimizer: torch.optim.AdamW) -> None:
                 "exp_avg": torch.zeros_like(param),
                 "exp_avg_sq": torch.zeros_like(param),
             }
+
+
+def take_one_pass(optimizer: torch.optim.AdamW) -> None:
+    """On the CPU go through parameters, gradients and moments once, not once an operation.
+
+    A rank may own nothing of a group.
+    """
+    for group in optimizer.param_groups:
+        if any(param.device.type == "cpu" for param in group["params"]):
+            group["fused"] = True
 
 
 @record_function("megadapo::optimizer")

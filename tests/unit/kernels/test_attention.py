@@ -120,6 +120,28 @@ def test_scores_of_any_size_and_numbers_that_are_not_finite() -> None:
     assert torch.equal(out.isnan().any(-1), reads_it)
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"longest": 3}, "at most 3"),
+        ({"cu_seqlens": starts_of([4, 4])}, "cut 9 tokens"),
+        ({"cu_seqlens": torch.tensor([0, 6, 4, 9], dtype=torch.int32)}, "cut 9 tokens"),
+        ({"cu_seqlens": torch.tensor([0, 4, 9])}, "int32"),
+        ({"key": torch.zeros(9, 1, 8)}, "do not fit"),
+        ({"query": torch.zeros(8, 2, 16)}, "do not fit"),
+        ({"scale": 0.0}, "positive"),
+    ],
+    ids=str,
+)
+def test_what_would_read_or_write_elsewhere_is_refused(
+    change: dict[str, object], message: str
+) -> None:
+    query, key, value = tensors(9, 2, 1, 16)
+    arguments = {"query": query, "key": key, "value": value, "cu_seqlens": starts_of([4, 5])}
+    with pytest.raises(ValueError, match=message):
+        packed_attention(**(arguments | {"longest": 5} | change))
+
+
 def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = tensors(4, 2, 1, 16)
     assert not takes(*inputs, LONGEST + 1)
