@@ -24,7 +24,7 @@ from megadapo.kernels.traffic import moved
 
 SOURCE = Path(__file__).with_name("attention.c")
 
-ATTENTION, ATTENTION_GRADS = "megadapo::attention", "megadapo::attention_grads"
+ATTENTION, ATTENTION_GRADS = "megadapo::packed_attention", "megadapo::packed_attention_grads"
 """Names of the C passes in a profile."""
 
 LONGEST = 512

@@ -17,25 +17,31 @@ static inline vf get(in p, int64_t count) { return load_some(p, count, 0.0f); }
 
 static inline void put(out p, vf x, int64_t count) { memcpy(p, &x, (size_t)count * sizeof(float)); }
 
-static float sum_of_squares(in a, int64_t size) {
-    vf sum = {0};
+/* In double: the error of a row's sum would be every element's. */
+static double sum_of_squares(in a, int64_t size) {
+    double sums[LANES] = {0};
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) sum = fused(load(a + i), load(a + i), sum);
-    if (i < size) sum = fused(get(a + i, size - i), get(a + i, size - i), sum);
-    return sum_of(sum);
+    for (; i + LANES <= size; i += LANES)
+        for (int lane = 0; lane < LANES; lane++)
+            sums[lane] += (double)a[i + lane] * (double)a[i + lane];
+    for (; i < size; i++) sums[0] += (double)a[i] * (double)a[i];
+    for (int lane = 1; lane < LANES; lane++) sums[0] += sums[lane];
+    return sums[0];
 }
 
-static float sum_of_products(in a, in b, in c, int64_t size) {
-    vf sum = {0};
+static double sum_of_products(in a, in b, in c, int64_t size) {
+    double sums[LANES] = {0};
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) sum = fused(load(a + i) * load(b + i), load(c + i), sum);
-    if (i < size)
-        sum = fused(get(a + i, size - i) * get(b + i, size - i), get(c + i, size - i), sum);
-    return sum_of(sum);
+    for (; i + LANES <= size; i += LANES)
+        for (int lane = 0; lane < LANES; lane++)
+            sums[lane] += (double)a[i + lane] * (double)b[i + lane] * (double)c[i + lane];
+    for (; i < size; i++) sums[0] += (double)a[i] * (double)b[i] * (double)c[i];
+    for (int lane = 1; lane < LANES; lane++) sums[0] += sums[lane];
+    return sums[0];
 }
 
-static void rmsnorm_row(in x, in weight, int64_t size, float inverse, out y) {
-    for (int64_t i = 0; i < size; i++) y[i] = x[i] * inverse * weight[i];
+static void rmsnorm_row(in x, in weight, int64_t size, double inverse, out y) {
+    for (int64_t i = 0; i < size; i++) y[i] = (float)((double)x[i] * inverse * (double)weight[i]);
 }
 
 /* y = x / rms(x) * weight, and 1 / rms(x) of each row */
@@ -44,19 +50,20 @@ void megadapo_rmsnorm(const float *x, const float *weight, int64_t num_rows, int
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < num_rows; row++) {
         const float *from = x + row * size;
-        float inverse = 1.0f / sqrtf(sum_of_squares(from, size) / (float)size + eps);
+        double inverse = 1.0 / sqrt(sum_of_squares(from, size) / (double)size + (double)eps);
         rmsnorm_row(from, weight, size, inverse, y + row * size);
-        inverse_rms[row] = inverse;
+        inverse_rms[row] = (float)inverse;
     }
 }
 
 static void rmsnorm_row_grads(in x, in weight, float inverse, in d_y, int64_t size, out d_x,
                               out d_weight) {
-    float mean = sum_of_products(x, d_y, weight, size) * inverse / (float)size;
+    double wide = (double)inverse;
+    double through_rms = sum_of_products(x, d_y, weight, size) / (double)size * wide * wide;
     for (int64_t i = 0; i < size; i++) {
-        float normed = x[i] * inverse;
-        d_weight[i] += d_y[i] * normed;
-        d_x[i] = (d_y[i] * weight[i] - normed * mean) * inverse;
+        double scaled = (double)d_y[i] * (double)weight[i];
+        d_weight[i] += d_y[i] * (x[i] * inverse);
+        d_x[i] = (float)((scaled - (double)x[i] * through_rms) * wide);
     }
 }
 
