@@ -55,7 +55,7 @@ test-nodes: install
 test-megatron: install $(MEGATRON)
 	MEGADAPO_TEST_MEGATRON=$(NEWER_MEGATRON) PYTHONPATH="$(CURDIR)/$(MEGATRON)" \
 		$(BIN)/pytest -m "not gpu and not full" --durations=6 \
-		tests/distributed/test_trainer_*.py tests/distributed/test_policy_head_ddp.py
+		tests/distributed/trainer tests/distributed/head/test_ddp.py
 
 # its wheels begin with Python 3.12; what the trainer needs of it runs on 3.11 as well
 $(MEGATRON): | $(STAMP)

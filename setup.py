@@ -19,9 +19,12 @@ setup(
         f"Programming Language :: Python :: {python}" for python in ("3.11", "3.12", "3.13")
     ],
     # kernels/ has no __init__.py: Hugging Face's `kernels` package owns that top-level name.
-    packages=[*find_packages(include=["megadapo", "megadapo.*"]), "megadapo.kernels"],
+    packages=[
+        *find_packages(include=["megadapo", "megadapo.*"]),
+        *("megadapo.kernels", "megadapo.kernels.cpu", "megadapo.kernels.policy_head"),
+    ],
     package_data={
-        "megadapo.kernels": ["*.c", "*.h"],
+        "megadapo.kernels.cpu": ["*.c", "*.h"],
         "megadapo.models": ["configs/*/config.json"],
         "megadapo.observe.report": ["assets/*", "assets/uplot/*"],
     },

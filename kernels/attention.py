@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from megadapo.kernels.cpu.native import address, load_native
 from megadapo.kernels.launch import uses_triton
-from megadapo.kernels.native import address, load_native
 from megadapo.kernels.torch_internals import profiled_range
 from megadapo.kernels.traffic import moved
 
-SOURCE = Path(__file__).with_name("attention.c")
+SOURCE = Path(__file__).parent / "cpu" / "attention.c"
 
 ATTENTION, ATTENTION_GRADS = "megadapo::packed_attention", "megadapo::packed_attention_grads"
 """Names of the C passes in a profile."""

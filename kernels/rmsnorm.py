@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megadapo.kernels.cpu.layers import implementation, rmsnorm_c, rmsnorm_grads_c
 from megadapo.kernels.launch import block_size, uses_triton, warps_for
-from megadapo.kernels.layers_cpu import implementation, rmsnorm_c, rmsnorm_grads_c
 from megadapo.kernels.traffic import moved
 
 _NUM_PARTIAL_SUMS = 256

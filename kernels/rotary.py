@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megadapo.kernels.layers_cpu import implementation, rotate_c
+from megadapo.kernels.cpu.layers import implementation, rotate_c
 from megadapo.kernels.traffic import moved
 
 

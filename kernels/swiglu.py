@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from megadapo.kernels.cpu.layers import implementation, swiglu_c, swiglu_grads_c
 from megadapo.kernels.launch import block_size, warps_for
-from megadapo.kernels.layers_cpu import implementation, swiglu_c, swiglu_grads_c
 from megadapo.kernels.traffic import moved
 
 

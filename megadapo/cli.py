@@ -11,24 +11,19 @@ from collections.abc import Callable, Sequence
 
 from megadapo import __version__
 from megadapo.commands import (
-    ablate,
-    bench,
     config,
     convert,
     doctor,
     eval,
     export,
-    plan,
     plot,
-    profile,
     report,
     rollout,
     show,
-    simulate,
     status,
     train,
-    weights,
 )
+from megadapo.commands.lab import ablate, bench, plan, profile, simulate, weights
 from megadapo.errors import ConfigError, MegadapoError
 
 EXIT_KEYBOARD_INTERRUPT = 130

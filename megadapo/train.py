@@ -12,16 +12,16 @@ from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
 from megadapo.data.batch import pack
 from megadapo.errors import DamageError, MegadapoError
-from megadapo.observe.metrics import MetricRecord
+from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.oracles import check_oracles
 from megadapo.observe.summary import RunSummary
 from megadapo.run.evaluations import find_unfinished
 from megadapo.run.launch import start_workers
 from megadapo.run.replay import check_replay
 from megadapo.run.run import Run
+from megadapo.run.state.way_out import WayOut
 from megadapo.run.step_metrics import step_metrics, step_notes
 from megadapo.run.step_rollouts import saved_groups, saved_sequences
-from megadapo.run.way_out import WayOut
 from megadapo.run.workers import Workers
 
 

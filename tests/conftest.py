@@ -10,7 +10,7 @@ import pytest
 pytest.register_assert_rewrite("tests.support")
 
 from tests.support import REPOSITORY  # noqa: E402 - its assertions are rewritten
-from tests.support.tiny_models import make_text_model  # noqa: E402
+from tests.support.models.tiny_models import make_text_model  # noqa: E402
 
 # what tests start imports tests.support as well: fork servers, Ray's workers, whole programs
 os.environ["PYTHONPATH"] = os.pathsep.join(

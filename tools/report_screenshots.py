@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from megadapo.observe.report import write_report  # noqa: E402 - the repository's own
-from tests.support.chromium import Page, chromium  # noqa: E402 - needs the path above
+from tests.support.processes.chromium import Page, chromium  # noqa: E402 - needs the path above
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 SIZE = (1440, 1080)

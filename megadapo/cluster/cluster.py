@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.config import ClusterConfig
-from megadapo.cluster.control import ControlWatch, has_node, leave_ray
 from megadapo.cluster.join import QUIET, admits_strangers, join_cluster
 from megadapo.cluster.nodes import Needs, ask_nodes, lost_nodes
-from megadapo.cluster.orphans import descendants, kill_after_this_process, start_time
+from megadapo.cluster.watch.control import ControlWatch, has_node, leave_ray
+from megadapo.cluster.watch.orphans import descendants, kill_after_this_process, start_time
 from megadapo.errors import ConfigError, InfraError
 
 if TYPE_CHECKING:

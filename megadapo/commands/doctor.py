@@ -31,12 +31,12 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.cluster is not None:
-        from megadapo.run.cluster_doctor import doctor_cluster
+        from megadapo.doctor.cluster import doctor_cluster
 
         folder = arguments.folder and arguments.folder.absolute()
         return doctor_cluster(arguments.cluster, folder, as_json=arguments.json)
     if arguments.folder is not None:
         raise ConfigError("--folder is of --cluster")
-    from megadapo.observe.doctor import doctor
+    from megadapo.doctor.doctor import doctor
 
     return doctor(as_json=arguments.json)

@@ -10,7 +10,7 @@ from megadapo.errors import ConfigError
 
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
-    from megadapo.observe.metrics import EvaluationRecord
+    from megadapo.observe.metrics.records import EvaluationRecord
 
 
 def add(commands: Commands) -> None:
@@ -42,7 +42,7 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
     from rich.console import Console
 
     from megadapo.run.launch import start_workers
-    from megadapo.run.resume import find_checkpoint
+    from megadapo.run.state.resume import find_checkpoint
 
     console = Console()
     wants_base = config.run.resume == "never"

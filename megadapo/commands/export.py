@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.filesize import decimal
 
-    from megadapo.run.export import export_checkpoint, find_source
+    from megadapo.run.export.export import export_checkpoint, find_source
     from megadapo.weights.disk.export import check_new
 
     check_new(arguments.destination)

@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megadapo.observe.show import Filter, show_step
+    from megadapo.observe.rollouts.show import Filter, show_step
 
     # colours go through, and what fits on a screen ends by itself
     os.environ.setdefault("LESS", "-RFX")

@@ -22,8 +22,8 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megadapo.run.lease import holder_of
-    from megadapo.run.status import read_status
+    from megadapo.run.state.lease import holder_of
+    from megadapo.run.state.status import read_status
 
     status = asdict(read_status(arguments.run_folder))
     if status["state"] == "running" and holder_of(arguments.run_folder) is None:

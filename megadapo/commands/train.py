@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from megadapo.commands.common import Commands, add_command, add_config, load_checked
-from megadapo.commands.plan import add_gpu, refuse_what_cannot_fit
+from megadapo.commands.lab.plan import add_gpu, refuse_what_cannot_fit
 
 
 def add(commands: Commands) -> None:

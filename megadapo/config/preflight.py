@@ -20,11 +20,11 @@ from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoErr
 from megadapo.models.description import ModelDescription, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, read_hf_config
 from megadapo.models.value_model import describe_critic
-from megadapo.observe.writers import missing_packages
-from megadapo.rewards.runners import check_functions
-from megadapo.rollout.model_layout import validate_engine_layout
+from megadapo.observe.metrics.writers import missing_packages
+from megadapo.rewards.workers.runners import check_functions
+from megadapo.rollout.engine.model_layout import validate_engine_layout
 from megadapo.trainer.config import ModelConfig
-from megadapo.trainer.model_layout import validate_critic, validate_model_layout
+from megadapo.trainer.model.model_layout import validate_critic, validate_model_layout
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 

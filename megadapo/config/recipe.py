@@ -18,7 +18,7 @@ from megadapo.errors import ConfigError
 RESOLVED_FILE = "config.json"
 """The resolved configuration in a run's folder."""
 NAMED_FILE = "resumed.json"
-"""In a run's folder: the checkpoint that somebody named to go on from (`megadapo.run.resume`)."""
+"""File in a run's folder with the checkpoint that a user named to resume from."""
 
 
 _RENAMED = {"dapo": "algorithm"}

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megadapo.models.family import Family
-from megadapo.models.registry import family_of
+from megadapo.models.families.family import Family
+from megadapo.models.families.registry import family_of
 from megadapo.models.rope import Rope, read_rope
 from megadapo.models.shape import ModelShape, model_shape, required_size
 

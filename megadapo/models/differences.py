@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megadapo.models.registry import family_of
+from megadapo.models.families.registry import family_of
 from megadapo.models.rope import rope_settings
 
 _COMPARED = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megadapo.errors import WeightError
-from megadapo.models.registry import Family, family_of
+from megadapo.models.families.registry import Family, family_of
 
 CONFIG_KEYS = {
     "hidden": "hidden_size",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megadapo.models.description import ModelDescription, describe_model
-from megadapo.models.rows import VALUE_HEAD
+from megadapo.models.families.rows import VALUE_HEAD
 
 _LANGUAGE_MODEL, _VALUE_MODEL = "ForCausalLM", "ForSequenceClassification"
 

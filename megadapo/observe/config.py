@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt
 
-from megadapo.observe.reflection import ANY_PHRASE, AREA, metric_name
+from megadapo.observe.metrics.reflection import ANY_PHRASE, AREA, metric_name
 from megadapo.section import Section
 
 SavedGroups = int | Literal["all"]

@@ -15,7 +15,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadapo.kernels.native import find_compiler
+from megadapo.kernels.cpu.native import find_compiler
 
 GIB = 2**30
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pydantic import NonNegativeFloat, PositiveInt
 
 from megadapo.errors import OracleError
-from megadapo.observe.metrics import MetricRecord
+from megadapo.observe.metrics.records import MetricRecord
 from megadapo.section import Section
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.errors import DataError
-from megadapo.observe.metrics import (
+from megadapo.observe.metrics.records import (
     METRICS_FILE,
     EvaluationRecord,
     MetricRecord,
@@ -17,7 +17,7 @@ from megadapo.observe.metrics import (
     read_metrics,
     unused_share,
 )
-from megadapo.observe.reflection import ANY_PHRASE, AREA
+from megadapo.observe.metrics.reflection import ANY_PHRASE, AREA
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

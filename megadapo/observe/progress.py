@@ -23,7 +23,7 @@ from rich.text import Text
 
 from megadapo.errors import InfraError
 from megadapo.observe.files import append_line
-from megadapo.observe.metrics import EvaluationRecord, MetricRecord
+from megadapo.observe.metrics.records import EvaluationRecord, MetricRecord
 
 LOG_FILE = "log.txt"
 

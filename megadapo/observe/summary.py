@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megadapo.errors import DataError
-from megadapo.observe.metrics import (
+from megadapo.observe.metrics.records import (
     EVALUATIONS_FILE,
     METRICS_FILE,
     EvaluationRecord,
@@ -20,8 +20,8 @@ from megadapo.observe.metrics import (
     read_evaluations,
     read_metrics,
 )
+from megadapo.observe.metrics.writers import TENSORBOARD_FOLDER
 from megadapo.observe.progress import LOG_FILE
-from megadapo.observe.writers import TENSORBOARD_FOLDER
 
 _ROWS = (
     ("training accuracy", "accuracy/mean", "{:.3f}"),

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import numpy as np
 
 from megadapo.data.prompts import Prompt
-from megadapo.observe.token_pieces import Decode
+from megadapo.observe.rollouts.token_pieces import Decode
 from megadapo.rewards.function_config import RewardFunction
-from megadapo.rewards.processes import Lost, ProcessPool, Reply
-from megadapo.rewards.runner import Runner, lost
-from megadapo.rewards.worker_process import Program
+from megadapo.rewards.workers.processes import Lost, ProcessPool, Reply
+from megadapo.rewards.workers.runner import Runner, lost
+from megadapo.rewards.workers.worker_process import Program
 
 GRACE_S = 1.0
 """What a group of coroutines may take beyond their own limit."""
@@ -83,7 +83,7 @@ class FunctionRunner(Runner):
 
 def _program(config: RewardFunction) -> Program:
     return Program(
-        module="megadapo.rewards.function_worker",
+        module="megadapo.rewards.workers.function_worker",
         what=f'reward.functions.function = "{config.function}"',
         memory_bytes=config.memory_mib << 20,
         output_bytes=config.output_kib << 10,

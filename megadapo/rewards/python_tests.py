@@ -9,10 +9,10 @@ import numpy as np
 
 from megadapo.data.prompts import Prompt
 from megadapo.rewards.function_config import RewardFunction
-from megadapo.rewards.processes import Lost, ProcessPool, Reply
-from megadapo.rewards.runner import Runner
 from megadapo.rewards.unit_tests import UnitTests, program_of, read_tests, same_output
-from megadapo.rewards.worker_process import Program
+from megadapo.rewards.workers.processes import Lost, ProcessPool, Reply
+from megadapo.rewards.workers.runner import Runner
+from megadapo.rewards.workers.worker_process import Program
 
 SECONDS_PER_TEST = 2.0
 GRACE_S = 2.0
@@ -32,7 +32,7 @@ class PythonTestsRunner(Runner):
     def __init__(self, config: RewardFunction) -> None:
         super().__init__(config)
         program = Program(
-            module="megadapo.rewards.sandbox_worker",
+            module="megadapo.rewards.workers.sandbox_worker",
             what=f'reward.functions.function = "{config.function}"',
             memory_bytes=config.memory_mib << 20,
             output_bytes=config.output_kib << 10,

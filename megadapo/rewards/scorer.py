@@ -12,13 +12,13 @@ import numpy as np
 
 from megadapo.algorithm.groups import Steps
 from megadapo.data.prompts import Prompt
-from megadapo.observe.token_pieces import Decode
+from megadapo.observe.rollouts.token_pieces import Decode
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.dapo_math import Score, score
 from megadapo.rewards.function_config import RewardFunction
-from megadapo.rewards.runner import Runner
-from megadapo.rewards.runners import start_runner
 from megadapo.rewards.verifier import Verifier
+from megadapo.rewards.workers.runner import Runner
+from megadapo.rewards.workers.runners import start_runner
 
 
 class Scorer:

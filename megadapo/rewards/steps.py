@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
-from megadapo.observe.token_pieces import Decode, token_pieces
+from megadapo.observe.rollouts.token_pieces import Decode, token_pieces
 
 if TYPE_CHECKING:
     import numpy as np

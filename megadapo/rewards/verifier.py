@@ -20,8 +20,8 @@ from types import TracebackType
 from megadapo.errors import InfraError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.dapo_math import INVALID, Score, extract_answer, score
-from megadapo.rewards.second_opinion import SecondOpinion
-from megadapo.rewards.symbolic import Pair, SymbolicCounts, SymbolicPool
+from megadapo.rewards.symbolic.second_opinion import SecondOpinion
+from megadapo.rewards.symbolic.symbolic import Pair, SymbolicCounts, SymbolicPool
 
 logger = logging.getLogger(__name__)
 

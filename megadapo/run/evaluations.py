@@ -11,13 +11,13 @@ from pathlib import Path
 
 from megadapo.config import RunConfig
 from megadapo.errors import CheckpointError
-from megadapo.observe.metrics import EvaluationRecord, read_evaluations
-from megadapo.rollout.answer_log import AnswerLog, answers_path
-from megadapo.rollout.engines import Engines
-from megadapo.rollout.evaluation import Evaluation, EvaluationUnderWay, HeldOut
-from megadapo.rollout.interleaving import InterleavedEngines
-from megadapo.run.checkpoint import EVALUATING, Checkpoint, load
+from megadapo.observe.metrics.records import EvaluationRecord, read_evaluations
+from megadapo.rollout.journal.answer_log import AnswerLog, answers_path
+from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationUnderWay, HeldOut
+from megadapo.rollout.sampling.interleaving import InterleavedEngines
 from megadapo.run.sampling import Phases, Questions
+from megadapo.run.state.checkpoint import EVALUATING, Checkpoint, load
 from megadapo.weights.disk.hashed_files import Files
 
 logger = logging.getLogger(__name__)

@@ -14,13 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from megadapo.algorithm.kl_control import KlController
 from megadapo.config import RunConfig
 from megadapo.data.texts import TextStream
-from megadapo.rollout.ahead import AheadSampler
-from megadapo.rollout.engines import Engines
-from megadapo.rollout.journal import Journal
-from megadapo.rollout.repeated_steps import RepeatedSteps
-from megadapo.rollout.sampler import Sampler
-from megadapo.run.checkpoint import Checkpoint
-from megadapo.run.drift import samples_digest
+from megadapo.rollout.journal.journal import Journal
+from megadapo.rollout.journal.repeated_steps import RepeatedSteps
+from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.sampling.ahead import AheadSampler
+from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.evaluations import Evaluations, ReservedEngine, UnfinishedEvaluation
 from megadapo.run.processes import start_processes, start_trainer, trainer_settings
 from megadapo.run.replay import ReplayedRollouts
@@ -32,6 +30,8 @@ from megadapo.run.sampling import (
     load_tokenizer,
     start_cluster,
 )
+from megadapo.run.state.checkpoint import Checkpoint
+from megadapo.run.state.drift import samples_digest
 from megadapo.run.workers import Workers
 from megadapo.trainer.settings import TrainerSettings
 from megadapo.trainer.trainer import Trainer

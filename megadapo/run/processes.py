@@ -10,7 +10,7 @@ from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig
 from megadapo.models.folder import path_from_anywhere
-from megadapo.rollout.engines import Engines
+from megadapo.rollout.pool.engines import Engines
 from megadapo.run.sampling import Phases
 from megadapo.trainer.config import OffloadConfig
 from megadapo.trainer.settings import TrainerSettings

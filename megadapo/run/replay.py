@@ -20,11 +20,11 @@ from megadapo.data.batch import Group
 from megadapo.errors import ConfigError, DataError
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
-from megadapo.observe.metrics import EvaluationRecord
-from megadapo.observe.rollouts import ROLLOUTS_FOLDER, read_rollouts, step_file, steps_in
-from megadapo.observe.saved_group import SavedGroup
-from megadapo.rollout.sampled_batch import Outcome, SampledBatch, Tally, ThrownAway
-from megadapo.rollout.selection import in_training_order
+from megadapo.observe.metrics.records import EvaluationRecord
+from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, read_rollouts, step_file, steps_in
+from megadapo.observe.rollouts.saved_group import SavedGroup
+from megadapo.rollout.sampling.sampled_batch import Outcome, SampledBatch, Tally, ThrownAway
+from megadapo.rollout.sampling.selection import in_training_order
 
 WITHOUT_SIGNAL = ("all_correct", "all_wrong", "out_of_band")
 """Fates of groups that were never fit for a batch."""

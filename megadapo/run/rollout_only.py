@@ -14,12 +14,12 @@ from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import ConfigError
-from megadapo.observe.metrics import METRICS_FILE
-from megadapo.observe.rollouts import rollouts_path, saved_steps, write_rollouts
-from megadapo.rollout.sampled_batch import SampledBatch
-from megadapo.rollout.sampler import Sampler
-from megadapo.run.checkpoint import CHECKPOINTS
+from megadapo.observe.metrics.records import METRICS_FILE
+from megadapo.observe.rollouts.files import rollouts_path, saved_steps, write_rollouts
+from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.sampling import Phases, Questions, start_engines_alone
+from megadapo.run.state.checkpoint import CHECKPOINTS
 from megadapo.run.step_rollouts import saved_groups
 
 SUFFIX = "-rollout"

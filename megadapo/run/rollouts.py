@@ -9,17 +9,17 @@ from typing import Any, Protocol
 from megadapo.config import RunConfig
 from megadapo.data.batch import Group
 from megadapo.errors import CheckpointError
-from megadapo.observe.metrics import EvaluationRecord
-from megadapo.rollout.ahead import AheadSampler
-from megadapo.rollout.engines import Engines
-from megadapo.rollout.journal import Journal
-from megadapo.rollout.repeated_steps import RepeatedSteps
-from megadapo.rollout.sampled_batch import SampledBatch
-from megadapo.rollout.sampler import Sampler
-from megadapo.rollout.selection import in_training_order
-from megadapo.run.checkpoint import EVALUATING
+from megadapo.observe.metrics.records import EvaluationRecord
+from megadapo.rollout.journal.journal import Journal
+from megadapo.rollout.journal.repeated_steps import RepeatedSteps
+from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.sampling.ahead import AheadSampler
+from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.sampling.selection import in_training_order
 from megadapo.run.evaluations import Evaluations
 from megadapo.run.sampling import Questions
+from megadapo.run.state.checkpoint import EVALUATING
 from megadapo.run.step_metrics import verifier_note
 from megadapo.trainer.trainer import Trainer
 from megadapo.weights.sync.publish import Publisher, PublishReport

@@ -12,16 +12,16 @@ from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import ConfigError, DamageError
 from megadapo.observe.files import replace_text
-from megadapo.observe.metrics import read_evaluations
+from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.plot import plot_run
 from megadapo.observe.summary import RunSummary, print_report
-from megadapo.run.checkpoint import WriteTrainer
-from megadapo.run.drift import check_drift
-from megadapo.run.lease import Lease
-from megadapo.run.resume import checkpoint_store, find_start
-from megadapo.run.run_checkpoints import RunCheckpoints
 from megadapo.run.run_log import RunLog
-from megadapo.run.stop import StopSignal
+from megadapo.run.state.checkpoint import WriteTrainer
+from megadapo.run.state.drift import check_drift
+from megadapo.run.state.lease import Lease
+from megadapo.run.state.resume import checkpoint_store, find_start
+from megadapo.run.state.run_checkpoints import RunCheckpoints
+from megadapo.run.state.stop import StopSignal
 
 GIVEN_UP = ("train", "evaluate")
 """Phases that take long, and are given up where they outlast the grace of a stop signal."""

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from megadapo.cluster.memory import MIB, private_bytes
 from megadapo.config import RunConfig, to_dict
 from megadapo.kernels.torch_internals import profiled_range
-from megadapo.observe.metrics import (
+from megadapo.observe.metrics.records import (
     EvaluationRecord,
     MetricRecord,
     MetricsLog,
@@ -19,10 +19,10 @@ from megadapo.observe.metrics import (
     read_metrics,
 )
 from megadapo.observe.progress import RunDisplay
-from megadapo.observe.rollouts import RolloutLog
-from megadapo.observe.saved_group import SavedGroup
-from megadapo.rollout.answer_log import answers_path
-from megadapo.run.status import StatusFile
+from megadapo.observe.rollouts.files import RolloutLog
+from megadapo.observe.rollouts.saved_group import SavedGroup
+from megadapo.rollout.journal.answer_log import answers_path
+from megadapo.run.state.status import StatusFile
 
 NEWEST = 5
 """Steps by which a phase's time is told."""

@@ -20,15 +20,15 @@ from megadapo.data.prompts import Prompt, PromptStream, load_prompts
 from megadapo.data.texts import TextStream, read_texts
 from megadapo.errors import DataError
 from megadapo.models.folder import path_from_anywhere
-from megadapo.observe.token_pieces import decoder_of
+from megadapo.observe.rollouts.token_pieces import decoder_of
 from megadapo.rewards.scorer import Scorer
 from megadapo.rewards.verifier import Verifier
-from megadapo.rollout.engines import Engines
-from megadapo.rollout.journal import Journal
+from megadapo.rollout.journal.journal import Journal
+from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.requests import SamplingSettings
-from megadapo.rollout.sampled_batch import SampledBatch
-from megadapo.rollout.sampler import Sampler
-from megadapo.rollout.scoring import SupportsGenerate
+from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.sampling.scoring import SupportsGenerate
 
 
 class Phases(Protocol):

@@ -12,11 +12,11 @@ from megadapo.algorithm.mini_batches import mini_batch_sizes
 from megadapo.algorithm.shaping import overlong_penalties
 from megadapo.cluster.memory import MIB
 from megadapo.config import RunConfig
-from megadapo.observe.reflection import reflection_shares
+from megadapo.observe.metrics.reflection import reflection_shares
 
 if TYPE_CHECKING:
     from megadapo.rewards.verifier import VerifierCounts
-    from megadapo.rollout.sampled_batch import SampledBatch
+    from megadapo.rollout.sampling.sampled_batch import SampledBatch
     from megadapo.trainer.result import UpdateResult
     from megadapo.weights.sync.publish import PublishReport
 

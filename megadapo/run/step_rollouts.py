@@ -12,15 +12,15 @@ from megadapo.algorithm.advantages import Advantages
 from megadapo.algorithm.shaping import overlong_penalties
 from megadapo.config import RunConfig
 from megadapo.data.batch import Group
-from megadapo.observe.saved_group import SavedGroup, SavedResponse
-from megadapo.observe.token_pieces import Decode, decoder_of, token_pieces
+from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse
+from megadapo.observe.rollouts.token_pieces import Decode, decoder_of, token_pieces
 from megadapo.rewards.dapo_math import score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megadapo.rollout.sampled_batch import SampledBatch
-    from megadapo.rollout.selection import SampledGroup
+    from megadapo.rollout.sampling.sampled_batch import SampledBatch
+    from megadapo.rollout.sampling.selection import SampledGroup
     from megadapo.trainer.result import UpdateResult
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megadapo.cluster.orphans import descendants
+from megadapo.cluster.watch.orphans import descendants
 from megadapo.errors import DataError, InfraError, RunInterrupted
-from megadapo.run.lease import STALE_S, heartbeat_of
-from megadapo.run.status import Status, read_status
-from megadapo.run.stop import SIGNALS
+from megadapo.run.state.lease import STALE_S, heartbeat_of
+from megadapo.run.state.status import Status, read_status
+from megadapo.run.state.stop import SIGNALS
 
 RESTARTED = (InfraError.exit_code, RunInterrupted.exit_code)
 """Exit codes after which the same run may do better: failed processes, and preemption."""

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import gather
-from megadapo.cluster.heartbeat import PulseWatch, all_beat
-from megadapo.cluster.post_mortem import (
+from megadapo.cluster.process_log import trainer_log
+from megadapo.cluster.watch.heartbeat import PulseWatch, all_beat
+from megadapo.cluster.watch.post_mortem import (
     Suspects,
     Whereabouts,
     flight_pipe,
     save_stacks,
 )
-from megadapo.cluster.process_log import trainer_log
 from megadapo.errors import Hung, InfraError, MegadapoError
 from megadapo.trainer.worker import TrainerWorker, pulse_of
 

@@ -15,26 +15,26 @@ from torch import Tensor
 from megadapo.data.batch import PackedBatch
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
-from megadapo.trainer.checkpoint_writer import CheckpointWriter
-from megadapo.trainer.checkpointing import load_checkpoint, num_bytes_written, take_snapshot
-from megadapo.trainer.cpu_platform import CPU
-from megadapo.trainer.critic import Critic
-from megadapo.trainer.expert_balance import ExpertBalance
-from megadapo.trainer.gradient_buffers import wait_for_weight, wrap_for_gradients
-from megadapo.trainer.head import PolicyHead
-from megadapo.trainer.initialize import set_first_weights
-from megadapo.trainer.micro_batch import MicroBatch, MicroBatchBuilder
-from megadapo.trainer.mini_batch import MiniBatchCutter
-from megadapo.trainer.model import build_chunks, rotary_of_own_layers, transformer_config
-from megadapo.trainer.model_layout import validate_model_layout
+from megadapo.trainer.batch.micro_batch import MicroBatch, MicroBatchBuilder
+from megadapo.trainer.batch.mini_batch import MiniBatchCutter
+from megadapo.trainer.checkpoint.checkpoint import load_checkpoint, num_bytes_written, take_snapshot
+from megadapo.trainer.checkpoint.writer import CheckpointWriter
+from megadapo.trainer.critic.critic import Critic
+from megadapo.trainer.model.cpu_platform import CPU
+from megadapo.trainer.model.expert_balance import ExpertBalance
+from megadapo.trainer.model.head import PolicyHead
+from megadapo.trainer.model.initialize import set_first_weights
+from megadapo.trainer.model.model import build_chunks, rotary_of_own_layers, transformer_config
+from megadapo.trainer.model.model_layout import validate_model_layout
+from megadapo.trainer.model.parallel import context_part, join_groups, leave_groups
+from megadapo.trainer.model.position import parameters_by_global_name, shard_position
+from megadapo.trainer.model.router_replay import check_choices
 from megadapo.trainer.offload import Kind, Offload, TrainedModel
-from megadapo.trainer.optimizer import build_optimizer
-from megadapo.trainer.parallel import context_part, join_groups, leave_groups
-from megadapo.trainer.position import parameters_by_global_name, shard_position
-from megadapo.trainer.reference_policy import ReferencePolicy
-from megadapo.trainer.router_replay import check_choices
+from megadapo.trainer.reference.policy import ReferencePolicy
 from megadapo.trainer.settings import CRITIC_FOLDER, Rendezvous, TrainerSettings
-from megadapo.trainer.step import compute_logprobs, finalize_sums
+from megadapo.trainer.update.gradient_buffers import wait_for_weight, wrap_for_gradients
+from megadapo.trainer.update.optimizer import build_optimizer
+from megadapo.trainer.update.step import compute_logprobs, finalize_sums
 from megadapo.weights.disk.export import export_weights
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
 from megadapo.weights.disk.hashed_files import Files

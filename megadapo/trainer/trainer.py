@@ -15,7 +15,7 @@ import numpy as np
 from megadapo.cluster.calls import gather
 from megadapo.cluster.cpu_process import cpu_environment
 from megadapo.cluster.gpu_process import full_precision
-from megadapo.cluster.post_mortem import flight_recorder
+from megadapo.cluster.watch.post_mortem import flight_recorder
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError
 from megadapo.trainer.config import TrainerConfig
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from megadapo.cluster.cluster import Cluster
-    from megadapo.trainer.save_report import RankReport
+    from megadapo.trainer.checkpoint.save_report import RankReport
 
 CUDA_VARIABLES = {
     # keeps sequence-parallel communication in front of the matrix product it overlaps with
@@ -260,7 +260,7 @@ def wait_for_save(
         CheckpointError: a rank could not write; none is writing any more.
         InfraError: one is gone, or still writing at the deadline.
     """
-    from megadapo.trainer.save_report import complete_save
+    from megadapo.trainer.checkpoint.save_report import complete_save
 
     reports: dict[int, RankReport] = {}
     while True:

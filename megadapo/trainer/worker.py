@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from megadapo.cluster.heartbeat import at_work, start_heart
 from megadapo.cluster.memory import return_freed_memory
-from megadapo.cluster.post_mortem import Whereabouts
 from megadapo.cluster.process_log import redirect_output
+from megadapo.cluster.watch.heartbeat import at_work, start_heart
+from megadapo.cluster.watch.post_mortem import Whereabouts
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError, MegadapoError
 from megadapo.observe.machine import PACKED_ATTENTION
@@ -26,8 +26,8 @@ from megadapo.trainer.result import RankUpdate
 from megadapo.trainer.settings import Rendezvous, TrainerSettings
 
 if TYPE_CHECKING:
+    from megadapo.trainer.checkpoint.save_report import RankReport
     from megadapo.trainer.rank import TrainerRank
-    from megadapo.trainer.save_report import RankReport
     from megadapo.weights.disk.hashed_files import FileEntry
 
 P = ParamSpec("P")
@@ -102,7 +102,7 @@ class TrainerWorker:
         if uses_cuda:
             require_cuda()
         else:
-            from megadapo.trainer.cpu_platform import install_cpu_platform
+            from megadapo.trainer.model.cpu_platform import install_cpu_platform
 
             install_cpu_platform()
         from megadapo.trainer.rank import TrainerRank
@@ -122,8 +122,8 @@ class TrainerWorker:
         record: Sequence[int],
     ) -> RankUpdate:
         """One rollout step's updates; `record`: sequences whose log-probs come back."""
-        from megadapo.trainer.recorder import UpdateRecorder
-        from megadapo.trainer.update import update_rank
+        from megadapo.trainer.update.recorder import UpdateRecorder
+        from megadapo.trainer.update.update import update_rank
 
         rank = self._started()
         recorder = UpdateRecorder(batch, record)
@@ -168,7 +168,7 @@ class TrainerWorker:
     @_named_failures
     def load(self, folder: Path, files: Mapping[str, FileEntry]) -> None:
         """Read a checkpoint whose files must be as listed."""
-        from megadapo.trainer.checkpointing import check_across_ranks
+        from megadapo.trainer.checkpoint.checkpoint import check_across_ranks
 
         check_across_ranks(folder, files)
         self._started().load(folder)

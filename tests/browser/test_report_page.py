@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.observe.metrics import MetricsLog
+from megadapo.observe.metrics.records import MetricsLog
 from megadapo.observe.report import TextTable, write_report
-from megadapo.observe.rollouts import rollouts_path, write_rollouts
-from tests.support.chromium import Page, chromium
-from tests.support.demo_run import HOSTILE, demo_run
-from tests.support.recorded_runs import forget
-from tests.support.saved_groups import awkward_group
+from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
+from tests.support.processes.chromium import Page, chromium
+from tests.support.rollout.saved_groups import awkward_group
+from tests.support.runs.demo_run import HOSTILE, demo_run
+from tests.support.runs.recorded_runs import forget
 
 pytestmark = pytest.mark.browser
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import Ranks
+from tests.support.trainer.ranks import Ranks
 
 
 @pytest.fixture(scope="package")
@@ -21,7 +21,7 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one tiny random model per architecture and option, all in fp32."""
-    from tests.support.tiny_models import make_trained_models
+    from tests.support.models.tiny_models import make_trained_models
 
     folder = tmp_path_factory.mktemp("models")
     make_trained_models(folder)

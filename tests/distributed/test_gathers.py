@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import Ranks, settings_for
+from tests.support.trainer.ranks import Ranks, settings_for
 
 NUM_ROUNDS = 100
 
@@ -40,7 +40,7 @@ def _gather_beside_compute(rendezvous: Any, settings: Any, async_ops: bool) -> b
     import torch
     from megatron.core.distributed import param_and_grad_buffer
 
-    from megadapo.trainer.parallel import join_groups
+    from megadapo.trainer.model.parallel import join_groups
 
     join_groups(rendezvous, settings.trainer, None, seed=0)
     group, rank = torch.distributed.group.WORLD, rendezvous.rank

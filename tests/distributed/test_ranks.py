@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from megadapo.trainer.settings import Rendezvous
-from tests.support.ranks import Ranks
+from tests.support.trainer.ranks import Ranks
 
 
 def own_pid(rendezvous: Rendezvous) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.whole_runs import run
+from tests.support.runs.whole_runs import run
 
 
 @pytest.fixture(scope="session")

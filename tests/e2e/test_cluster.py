@@ -190,7 +190,7 @@ os.environ |= {
     "RAY_health_check_failure_threshold": "3",
 }
 import psutil, ray
-from megadapo.cluster import control
+from megadapo.cluster.watch import control
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.config import ClusterConfig
 

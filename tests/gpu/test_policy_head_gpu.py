@@ -6,14 +6,20 @@ import pytest
 import torch
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.bench.head import HeadShape, step_of_ours
-from megadapo.bench.head_baselines import PRODUCTS
-from megadapo.bench.head_inputs import make_inputs
-from megadapo.bench.measure import peak_extra_mib
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
-from megadapo.kernels.policy_head_rows import merge_stats, row_stats
-from megadapo.kernels.policy_head_types import Tile, VocabShards
-from tests.support.head_cases import HeadCase, clip_counts, loss_error, make_case, relative_error
+from megadapo.kernels.policy_head.rows import merge_stats, row_stats
+from megadapo.kernels.policy_head.tiles import Tile, VocabShards
+from megadapo.lab.bench.head import HeadShape, step_of_ours
+from megadapo.lab.bench.head_baselines import PRODUCTS
+from megadapo.lab.bench.head_inputs import make_inputs
+from megadapo.lab.bench.measure import peak_extra_mib
+from tests.support.trainer.head_cases import (
+    HeadCase,
+    clip_counts,
+    loss_error,
+    make_case,
+    relative_error,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -126,7 +132,7 @@ def test_no_sync_when_rows_are_known() -> None:
 @pytest.mark.parametrize("vocab_size", [152_064, 19_008])
 def test_speed_against_the_bare_products(vocab_size: int) -> None:
     """At most 1.12 times three cuBLAS products, for Qwen2.5-32B whole and for a TP 8 slice."""
-    from megadapo.bench.head import bench_head
+    from megadapo.lab.bench.head import bench_head
 
     shape = HeadShape(
         num_tokens=20_480, hidden_size=5120, vocab_size=vocab_size, dtype=torch.bfloat16

@@ -10,12 +10,12 @@ import torch.multiprocessing as mp
 
 from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync.buckets import num_rounds, pack
-from megadapo.weights.sync.delta import Stamp, decode, encode
+from megadapo.weights.sync.delta.delta import Stamp, decode, encode
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver, change_in_place
 from megadapo.weights.sync.sender import WeightSender
+from megadapo.weights.sync.transports.buckets import num_rounds, pack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +53,7 @@ class Live:
 
 def receive(plan, offers, filled, taken, results: Path) -> None:
     """The engine's process: open the offers, take every round, save what arrived."""
-    from megadapo.weights.sync.cuda_ipc import CudaIpcInbox
+    from megadapo.weights.sync.transports.cuda_ipc import CudaIpcInbox
 
     layout = layout_for(CONFIG)
     receiver = WeightReceiver(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megadapo.errors import DataError
-from megadapo.observe.metrics import read_metrics
-from megadapo.run.status import Status, read_status
+from megadapo.observe.metrics.records import read_metrics
+from megadapo.run.state.status import Status, read_status
 from tests.nodes.machines import Machine, Network, wait_for
 from tests.nodes.runs import SPREAD, begin
 

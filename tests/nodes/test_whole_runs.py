@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.observe.metrics import read_metrics
-from megadapo.run.status import read_status
+from megadapo.observe.metrics.records import read_metrics
+from megadapo.run.state.status import read_status
 from tests.nodes.machines import Network
 from tests.nodes.runs import SPREAD, train
 

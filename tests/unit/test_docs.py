@@ -25,7 +25,7 @@ from megadapo import errors
 from megadapo.cli import build_parser
 from megadapo.config.problems import known_keys
 from megadapo.config.run_config import RunConfig
-from megadapo.observe.metric_names import METRIC_NAMES
+from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.oracles import BOUNDED
 
 ROOT = Path(__file__).parents[2]

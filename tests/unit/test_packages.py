@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-KERNELS = sorted((REPOSITORY / "kernels").glob("*.py"))
+KERNELS = sorted((REPOSITORY / "kernels").rglob("*.py"))
 ALLOWED = ("megadapo.kernels.", "megadapo.algorithm.")
 
 
@@ -16,7 +16,7 @@ def test_there_are_kernels() -> None:
     assert len(KERNELS) > 10
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", KERNELS, ids=str)
 def test_a_kernel_imports_kernels_and_the_algorithm_only(path: Path) -> None:
     """The head must run, and be tested, without Ray, vLLM and megatron-core."""
     nodes = list(ast.walk(ast.parse(path.read_text())))

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch.multiprocessing.reductions
 
 from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.platform import EnginePlatform
-from megadapo.weights.sync import cuda_ipc
+from megadapo.rollout.engine.platform import EnginePlatform
+from megadapo.weights.sync.transports import cuda_ipc
 
 ROOT = Path(__file__).parents[2]
 TOOL = runpy.run_path(str(ROOT / "tools" / "signatures.py"))

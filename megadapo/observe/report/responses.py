@@ -19,8 +19,8 @@ import numpy as np
 
 from megadapo.data.policy_versions import encode_versions
 from megadapo.observe.report.distributions import Distributions, HeatMap
-from megadapo.observe.rollouts import read_rollouts, rollouts_path, saved_steps
-from megadapo.observe.saved_group import SavedGroup, SavedResponse
+from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
+from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse
 
 MAX_BYTES = 40 * 2**20
 """Compressed responses of one page, in base64."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from megadapo.errors import DataError
-from megadapo.observe.metrics import EvaluationRecord, read_evaluations, read_metrics
+from megadapo.observe.metrics.records import EvaluationRecord, read_evaluations, read_metrics
 from megadapo.observe.progress import LOG_FILE
 from megadapo.observe.report.series import Series, read_series
 from megadapo.observe.report.verdicts import Verdict, judge

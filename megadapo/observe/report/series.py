@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megadapo.observe.metrics import MetricRecord
+from megadapo.observe.metrics.records import MetricRecord
 
 MAX_POINTS = 2000
 """Points of one curve: more than a chart has pixels across."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megadapo.observe.metrics import MetricRecord
+from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.oracles import BOUNDED, is_within
 
 Status = Literal["held", "broken", "no bound", "not measured"]

@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from megadapo.errors import WeightError
-from megadapo.models.registry import Family, family_of
-from megadapo.models.rows import Cut, Weight
+from megadapo.models.families.registry import Family, family_of
+from megadapo.models.families.rows import Cut, Weight
 from megadapo.models.shape import ModelShape, model_shape
 from megadapo.weights.layout import cuts
 from megadapo.weights.layout.cuts import Run

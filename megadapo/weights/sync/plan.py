@@ -12,7 +12,7 @@ from typing import Any
 
 from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.layout.shards import EnginePosition
-from megadapo.weights.sync.parcels import Seat
+from megadapo.weights.sync.transports.parcels import Seat
 
 ALIGNMENT = 16
 """Bytes that every slice in a bucket is aligned to."""

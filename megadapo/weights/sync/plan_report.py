@@ -16,7 +16,12 @@ def report(
     plan: Plan, layout: ModelLayout, hosts: Hosts, *, bucket_bytes: int, num_links: int
 ) -> list[str]:
     """Bytes per rank and link, buckets and rounds of a plan, as lines of text."""
-    from megadapo.weights.sync.buckets import largest_buckets, largest_waves, num_rounds, pack
+    from megadapo.weights.sync.transports.buckets import (
+        largest_buckets,
+        largest_waves,
+        num_rounds,
+        pack,
+    )
 
     sent: Counter[int] = Counter()
     received: Counter[tuple[int, int]] = Counter()

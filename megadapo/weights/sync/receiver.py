@@ -10,7 +10,10 @@ import torch
 
 from megadapo.errors import WeightError
 from megadapo.weights.layout.shards import Shard
-from megadapo.weights.sync.buckets import (
+from megadapo.weights.sync.delta.delta import Changes, Stamp, decode
+from megadapo.weights.sync.delta.sent import Delta, place_of
+from megadapo.weights.sync.plan import Copy, Plan, Transfer
+from megadapo.weights.sync.transports.buckets import (
     Placed,
     Schedule,
     checksum,
@@ -20,10 +23,7 @@ from megadapo.weights.sync.buckets import (
     room_of,
     slice_view,
 )
-from megadapo.weights.sync.delta import Changes, Stamp, decode
-from megadapo.weights.sync.plan import Copy, Plan, Transfer
-from megadapo.weights.sync.sent import Delta, place_of
-from megadapo.weights.sync.transports import Inbox
+from megadapo.weights.sync.transports.transports import Inbox
 
 
 class Target(Protocol):

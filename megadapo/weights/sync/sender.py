@@ -13,7 +13,9 @@ from megadapo.cluster.network import node_address
 from megadapo.weights.disk.load import match_params
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition
-from megadapo.weights.sync.buckets import (
+from megadapo.weights.sync.delta.sent import Encoded, SentBundles
+from megadapo.weights.sync.plan import Plan, Transfer
+from megadapo.weights.sync.transports.buckets import (
     Placed,
     Room,
     Schedule,
@@ -25,12 +27,10 @@ from megadapo.weights.sync.buckets import (
     room_of,
     slice_view,
 )
-from megadapo.weights.sync.folder import FolderOutbox, WrittenFile
-from megadapo.weights.sync.parcels import Offer
-from megadapo.weights.sync.plan import Plan, Transfer
-from megadapo.weights.sync.relay import relay_batches
-from megadapo.weights.sync.sent import Encoded, SentBundles
-from megadapo.weights.sync.transports import Outbox, open_outbox
+from megadapo.weights.sync.transports.folder import FolderOutbox, WrittenFile
+from megadapo.weights.sync.transports.parcels import Offer
+from megadapo.weights.sync.transports.relay import relay_batches
+from megadapo.weights.sync.transports.transports import Outbox, open_outbox
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,15 +25,15 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megadapo.cluster.process_log import write_stacks_on_signal
-from megadapo.cluster.reaper import MARK
+from megadapo.cluster.watch.reaper import MARK
 from megadapo.errors import WeightError
 from megadapo.weights.layout.layout import ModelLayout, layout_for
-from megadapo.weights.sync.folder import FolderInbox
-from megadapo.weights.sync.parcels import Offer
+from megadapo.weights.sync.delta.sent import Delta
 from megadapo.weights.sync.plan import plan_from_json
 from megadapo.weights.sync.receiver import Target, WeightReceiver
-from megadapo.weights.sync.sent import Delta
-from megadapo.weights.sync.transports import Inbox, open_inbox
+from megadapo.weights.sync.transports.folder import FolderInbox
+from megadapo.weights.sync.transports.parcels import Offer
+from megadapo.weights.sync.transports.transports import Inbox, open_inbox
 from megadapo.weights.sync.vllm_internals import LayerwiseReload
 
 NAME = "megadapo"

@@ -14,10 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadapo.cluster.orphans import start_time
-from megadapo.cluster.post_mortem import Whereabouts, flight_pipe, flight_recorder, write_stacks
 from megadapo.cluster.process_log import START_LINE, quoted, read_tail
-from megadapo.cluster.reaper import MARK
+from megadapo.cluster.watch.orphans import start_time
+from megadapo.cluster.watch.post_mortem import (
+    Whereabouts,
+    flight_pipe,
+    flight_recorder,
+    write_stacks,
+)
+from megadapo.cluster.watch.reaper import MARK
 
 CHATTY = """
 import subprocess, sys, time

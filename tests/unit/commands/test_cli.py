@@ -21,8 +21,8 @@ from megadapo.errors import (
     OracleError,
     RunInterrupted,
 )
-from megadapo.observe.rollouts import write_rollouts
-from tests.support.saved_groups import saved_group
+from megadapo.observe.rollouts.files import write_rollouts
+from tests.support.rollout.saved_groups import saved_group
 
 RECIPE = """
 [run]
@@ -383,7 +383,7 @@ def test_simulate_refuses_what_cannot_be(
 
 def test_simulate_imports_no_heavy_package() -> None:
     code = (
-        "import sys, megadapo.simulate.compare, megadapo.simulate.report\n"
+        "import sys, megadapo.lab.simulate.compare, megadapo.lab.simulate.report\n"
         "print({'torch', 'ray', 'vllm', 'transformers', 'megatron'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megadapo.config import load_config
-from tests.support.recipes import refused
+from tests.support.runs.recipes import refused
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megadapo.config import RunConfig, from_dict, load_config, to_dict, to_toml
 from megadapo.config.problems import section_of
 from megadapo.errors import ConfigError
 from megadapo.section import Section
-from tests.support.recipes import refused
+from tests.support.runs.recipes import refused
 
 
 def test_importing_the_configuration_imports_nothing_heavy() -> None:

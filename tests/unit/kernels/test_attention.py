@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megadapo.kernels import native
 from megadapo.kernels.attention import (
     LONGEST,
     SOURCE,
@@ -16,6 +15,7 @@ from megadapo.kernels.attention import (
     packed_attention_ref,
     takes,
 )
+from megadapo.kernels.cpu import native
 
 
 def starts_of(lengths: Sequence[int]) -> Tensor:

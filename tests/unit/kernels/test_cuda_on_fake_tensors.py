@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import JITFunction
 
-from megadapo.kernels import policy_head_products as products
 from megadapo.kernels import rmsnorm, rotary, swiglu
+from megadapo.kernels.policy_head import products as products
 
 TOKENS, HEADS, SIZE, VOCAB = 40, 2, 16, 256
 FP32 = torch.float32

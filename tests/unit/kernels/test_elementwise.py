@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megadapo.kernels import native
-from megadapo.kernels.layers_cpu import SOURCE
+from megadapo.kernels.cpu import native
+from megadapo.kernels.cpu.layers import SOURCE
 from megadapo.kernels.rmsnorm import rmsnorm, rmsnorm_ref
 from megadapo.kernels.rotary import rotary, rotary_ref
 from megadapo.kernels.swiglu import swiglu, swiglu_ref

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from megadapo.kernels import policy_head_products_cpu, torch_internals
-from megadapo.kernels.policy_head_rows_cpu import ROW_GRADS, ROW_STATS
-from tests.support.head_cases import make_case, relative_error
+from megadapo.kernels import torch_internals
+from megadapo.kernels.policy_head import products_cpu as policy_head_products_cpu
+from megadapo.kernels.policy_head.rows_cpu import ROW_GRADS, ROW_STATS
+from tests.support.trainer.head_cases import make_case, relative_error
 
 
 def lose_symbols(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import pytest
 from triton.runtime.jit import JITFunction
 
 from megadapo.kernels import launch
-from megadapo.profiling.compile_cases import COMPILE_CASES
-from megadapo.profiling.compile_report import (
+from megadapo.lab.profiling.compile_cases import COMPILE_CASES
+from megadapo.lab.profiling.compile_report import (
     ARCHITECTURES,
     KernelResources,
     compile_kernel,
@@ -32,8 +32,9 @@ def test_every_kernel_has_a_case() -> None:
     """A new kernel that nobody compiles would first fail on a user's GPU."""
     compiled = {case.kernel.__name__ for case in COMPILE_CASES}
     folder = Path(launch.__file__).parent
-    for file in folder.glob("*.py"):
-        module = importlib.import_module(f"megadapo.kernels.{file.stem}")
+    for file in folder.rglob("*.py"):
+        name = ".".join(file.relative_to(folder).with_suffix("").parts)
+        module = importlib.import_module(f"megadapo.kernels.{name}")
         for value in vars(module).values():
             if isinstance(value, JITFunction) and value.__name__.endswith("_kernel"):
                 assert value.__name__ in compiled

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from megadapo.errors import ConfigError, OracleError
-from megadapo.observe.metric_names import METRIC_NAMES
-from megadapo.observe.metrics import MetricRecord
+from megadapo.observe.metrics.names import METRIC_NAMES
+from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.oracles import OracleConfig, check_oracles
 
 

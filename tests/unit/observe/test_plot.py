@@ -11,9 +11,9 @@ from matplotlib.image import imread
 
 from megadapo.cli import main
 from megadapo.errors import DataError
-from megadapo.observe.metrics import MetricsLog
+from megadapo.observe.metrics.records import MetricsLog
 from megadapo.observe.plot import COLOURS, plot_run, plot_runs
-from tests.support.recorded_runs import forget, record_run
+from tests.support.runs.recorded_runs import forget, record_run
 
 
 def panels_with_colour(png: Path, colour: str) -> int:

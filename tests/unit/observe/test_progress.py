@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megadapo.observe.metric_names import METRIC_NAMES
-from megadapo.observe.metrics import MetricRecord, read_evaluations, read_metrics
+from megadapo.observe.metrics.names import METRIC_NAMES
+from megadapo.observe.metrics.records import MetricRecord, read_evaluations, read_metrics
 from megadapo.observe.progress import LINE_FIELDS, RunDisplay, sparkline, step_line
-from tests.support.recorded_runs import record_run
+from tests.support.runs.recorded_runs import record_run
 
 
 def record(**values: int | float | None) -> MetricRecord:

@@ -17,17 +17,17 @@ import pytest
 
 from megadapo.cli import main
 from megadapo.errors import DataError
-from megadapo.observe.metrics import MetricRecord
+from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.report.distributions import MAX_COLUMNS, Distributions
 from megadapo.observe.report.page import render, script_json
 from megadapo.observe.report.responses import read_responses
 from megadapo.observe.report.runs import read_runs
 from megadapo.observe.report.series import read_series
 from megadapo.observe.report.verdicts import MAX_CELLS, Verdict, judge
-from megadapo.observe.rollouts import rollouts_path, write_rollouts
-from megadapo.observe.saved_group import SavedGroup
-from tests.support.recorded_runs import record_run
-from tests.support.saved_groups import awkward_group, saved_group, saved_response, untrained
+from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
+from megadapo.observe.rollouts.saved_group import SavedGroup
+from tests.support.rollout.saved_groups import awkward_group, saved_group, saved_response, untrained
+from tests.support.runs.recorded_runs import record_run
 
 
 def save(folder: Path, *groups: SavedGroup) -> None:

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from megadapo.errors import DataError
-from megadapo.observe.metrics import MetricsLog
+from megadapo.observe.metrics.records import MetricsLog
 from megadapo.observe.summary import print_report, summarise
-from tests.support.recorded_runs import forget, record_run
+from tests.support.runs.recorded_runs import forget, record_run
 
 
 def report_of(folder: Path) -> str:

@@ -18,7 +18,7 @@ import ray
 from megadapo.errors import ConfigError, InfraError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.dapo_math import Score
-from megadapo.rewards.second_opinion import CHUNK
+from megadapo.rewards.symbolic.second_opinion import CHUNK
 from megadapo.rewards.verifier import Disagreement, Verifier
 
 RESPONSES = ["Answer: 42", "Answer: 42.", "so \\boxed{42}", "Answer: 7", "no idea"]

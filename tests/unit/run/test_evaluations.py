@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from megadapo.config import RunConfig, from_dict
-from megadapo.observe.metrics import EvaluationRecord, MetricsLog
-from megadapo.rollout.answer_log import answers_path
-from megadapo.run.checkpoint import EVALUATING, CheckpointStore, load
+from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
+from megadapo.rollout.journal.answer_log import answers_path
 from megadapo.run.evaluations import Evaluations, ReservedEngine, find_unfinished
 from megadapo.run.sampling import Questions
-from tests.support.checkpoints import written_by
-from tests.support.scripted_engines import (
+from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore, load
+from tests.support.rollout.scripted_engines import (
     PlainTokenizer,
     RightAtLeast,
     ScriptedEngines,
     make_prompts,
 )
+from tests.support.runs.checkpoints import written_by
 
 NUM_PROBLEMS = 6
 

@@ -14,17 +14,17 @@ from transformers import PreTrainedTokenizerFast
 from megadapo.config import RunConfig, from_dict
 from megadapo.data.prompts import PromptStream
 from megadapo.errors import CheckpointError, ConfigError, DataError
-from megadapo.observe.rollouts import read_rollouts, rollouts_path, write_rollouts
-from megadapo.observe.saved_group import SavedGroup
+from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
+from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.rollout.requests import SamplingSettings
-from megadapo.rollout.reserve import encode_group
-from megadapo.rollout.sampled_batch import SampledBatch
-from megadapo.rollout.sampler import Sampler
-from megadapo.rollout.selection import in_training_order
+from megadapo.rollout.sampling.reserve import encode_group
+from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.sampling.selection import in_training_order
 from megadapo.run.replay import ReplayedRollouts, check_replay
 from megadapo.run.rollouts import LiveRollouts
 from megadapo.run.step_rollouts import saved_groups
-from tests.support.scripted_engines import (
+from tests.support.rollout.scripted_engines import (
     POLICY_VERSION,
     PlainTokenizer,
     RightAtLeast,

@@ -13,12 +13,12 @@ from megadapo.errors import (
     ConfigError,
     InfraError,
 )
-from megadapo.observe.metrics import read_evaluations, read_metrics
+from megadapo.observe.metrics.records import read_evaluations, read_metrics
 from megadapo.rewards.config import RewardConfig
 from megadapo.run.run import Run
-from megadapo.run.status import read_status
-from tests.support.checkpoints import written_by
-from tests.support.runs_alone import advance, config_of, evaluation, saved_steps
+from megadapo.run.state.status import read_status
+from tests.support.runs.checkpoints import written_by
+from tests.support.runs.runs_alone import advance, config_of, evaluation, saved_steps
 
 
 def test_a_fresh_run_starts_at_step_one_and_saves_what_it_should(tmp_path):

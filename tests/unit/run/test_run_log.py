@@ -10,14 +10,14 @@ import pytest
 from megadapo.errors import (
     InfraError,
 )
-from megadapo.observe import rollouts
 from megadapo.observe.config import ObserveConfig
-from megadapo.observe.metrics import read_metrics
-from megadapo.rollout.answer_log import answers_path
+from megadapo.observe.metrics.records import read_metrics
+from megadapo.observe.rollouts import files as rollouts
+from megadapo.rollout.journal.answer_log import answers_path
 from megadapo.run.run import Run
-from tests.support.checkpoints import written_by
-from tests.support.runs_alone import advance, config_of, evaluation, record_step
-from tests.support.saved_groups import saved_group
+from tests.support.rollout.saved_groups import saved_group
+from tests.support.runs.checkpoints import written_by
+from tests.support.runs.runs_alone import advance, config_of, evaluation, record_step
 
 
 def reported(folder: Path) -> list[tuple[object, object]]:

@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 
 from megadapo.config import from_dict
-from megadapo.observe.metric_names import METRIC_NAMES
-from megadapo.observe.metrics import MetricsLog, read_metrics
-from megadapo.observe.reflection import metric_name
-from megadapo.rewards.symbolic import SymbolicCounts
+from megadapo.observe.metrics.names import METRIC_NAMES
+from megadapo.observe.metrics.records import MetricsLog, read_metrics
+from megadapo.observe.metrics.reflection import metric_name
+from megadapo.rewards.symbolic.symbolic import SymbolicCounts
 from megadapo.rewards.verifier import VerifierCounts
-from megadapo.rollout.activity import EngineActivity
 from megadapo.rollout.branching_config import BranchingConfig
-from megadapo.rollout.sampled_batch import SampledBatch
+from megadapo.rollout.engine.activity import EngineActivity
+from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.tools import ToolsConfig
 from megadapo.run.step_metrics import step_metrics, step_notes, verifier_note
 from megadapo.trainer.result import ParityCauses, RankShare, Staleness, UpdateResult
-from tests.support.saved_groups import saved_group
+from tests.support.rollout.saved_groups import saved_group
 
 SAMPLED = SampledBatch(
     groups=(),

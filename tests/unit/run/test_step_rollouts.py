@@ -15,15 +15,15 @@ from megadapo.algorithm.shaping import overlong_penalty
 from megadapo.config import RunConfig, from_dict, to_dict
 from megadapo.data.batch import Group
 from megadapo.data.prompts import PromptStream
-from megadapo.observe.rollouts import read_rollouts, rollouts_path, write_rollouts
+from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.requests import SamplingSettings
-from megadapo.rollout.reserve import encode_group
-from megadapo.rollout.sampled_batch import SampledBatch
-from megadapo.rollout.sampler import Sampler
+from megadapo.rollout.sampling.reserve import encode_group
+from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.step_rollouts import saved_groups, saved_sequences
 from megadapo.trainer.result import RecordedTokens, UpdateResult
-from tests.support.scripted_engines import (
+from tests.support.rollout.scripted_engines import (
     PlainTokenizer,
     RightAtLeast,
     ScriptedEngines,

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.cluster.orphans import start_time
+from megadapo.cluster.watch.orphans import start_time
 from megadapo.run.supervise import MAX_FRUITLESS
 
 DRIVER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from megadapo.run.status import StatusFile
+from megadapo.run.state.status import StatusFile
 folder = Path(sys.argv[1])
 starts = folder / "starts"
 starts.open("a").write(" ".join(sys.argv[2:]) + "\\n")
@@ -75,7 +75,7 @@ def test_a_driver_whose_heart_stops_is_killed_and_started_again(tmp_path):
     code, output, starts = supervise(
         tmp_path,
         """
-        from megadapo.run.lease import Lease
+        from megadapo.run.state.lease import Lease
         Lease.take(folder, heartbeat_s=0.1)
         if num == 1: os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(4)

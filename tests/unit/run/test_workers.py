@@ -15,7 +15,7 @@ from megadapo.run.processes import trainer_settings
 from megadapo.run.workers import Workers
 from megadapo.trainer.result import ReferenceKl
 from tests.support import REPOSITORY
-from tests.support.batches import random_batch
+from tests.support.trainer.batches import random_batch
 from tests.unit.run.test_step_metrics import UPDATE
 
 

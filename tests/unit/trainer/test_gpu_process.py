@@ -10,7 +10,7 @@ import torch
 
 from megadapo.errors import InfraError
 from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.platform import EnginePlatform
+from megadapo.rollout.engine.platform import EnginePlatform
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.trainer import rank_environment
 from megadapo.trainer.worker import require_cuda

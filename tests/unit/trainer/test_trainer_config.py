@@ -11,7 +11,7 @@ from megadapo.errors import ConfigError, WeightError
 from megadapo.models.description import describe_model
 from megadapo.models.rope import Rope, read_rope
 from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
-from megadapo.trainer.model_layout import validate_model_layout
+from megadapo.trainer.model.model_layout import validate_model_layout
 
 QWEN_7B = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -155,7 +155,7 @@ def test_a_broken_model_config_is_named() -> None:
 def test_driver_side_modules_load_neither_torch_nor_megatron() -> None:
     """`--dry-run` must answer at once, on machines without either."""
     code = (
-        "import sys, megadapo.trainer.model_layout, megadapo.trainer.result, "
+        "import sys, megadapo.trainer.model.model_layout, megadapo.trainer.result, "
         "megadapo.trainer.settings, megadapo.trainer.trainer;"
         "print([m for m in ('torch', 'megatron', 'ray') if m in sys.modules])"
     )

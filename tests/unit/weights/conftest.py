@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_models import FAMILY_NAMES, make_model
+from tests.support.models.tiny_models import FAMILY_NAMES, make_model
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,234 @@
+"""The policy head's passes over its blocks of tokens: products, and row passes in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.kernels.policy_head.exchange import Block, gather_stats
+from megadapo.kernels.policy_head.main_grad import main_grad_of
+from megadapo.kernels.policy_head.products import Fp32Sum, mm_fp32, mm_rows, widened_like
+from megadapo.kernels.policy_head.rows import (
+    logprob_grad_rows,
+    logprob_rows,
+    policy_rows,
+    row_stats,
+)
+from megadapo.kernels.policy_head.tiles import (
+    NUM_STATS,
+    PolicyInputs,
+    RowOutputs,
+    Tile,
+    VocabShards,
+)
+from megadapo.kernels.policy_head.tiling import HeadCall
+from megadapo.kernels.torch_internals import profiled_range
+
+_ROW_ALIGNMENT = 16
+"""Elements that a row of the buffers is rounded up to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyCall:
+    """A `HeadCall` whose gradient is known in the forward pass."""
+
+    head: HeadCall
+    inputs: PolicyInputs  # [R]
+    objective: PolicyObjective
+
+
+def _aligned_rows(like: Tensor, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory whose rows begin at multiples of 32 bytes: an odd vocabulary's rows
+    would slow the products down."""
+    padded = -(-num_columns // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    return like.new_empty(num_rows, padded, dtype=dtype)[:, :num_columns]
+
+
+class _Buffers:
+    """The two reused buffers: a tile of fp32 logits and a block of their gradient.
+
+    With fp32 hidden states both are the same memory: a tile's gradient overwrites its logits.
+    """
+
+    def __init__(self, call: HeadCall, like: Tensor, *, for_grad: bool) -> None:
+        blocks = call.blocks()
+        block_rows = max((stop - start for start, stop in blocks), default=0)
+        tile_rows = max((b - a for a, b in call.tiling.tiles(block_rows)), default=0)
+        columns = call.shards.num_columns
+        self._grads: Tensor | None = None
+        if for_grad:
+            self._grads = _aligned_rows(like, block_rows, columns, like.dtype)
+        self._logits: Tensor | None = None
+        if not for_grad or like.dtype != torch.float32:
+            self._logits = _aligned_rows(like, tile_rows, columns, torch.float32)
+
+    def logits(self, tile: Block) -> Tensor:
+        if self._logits is not None:
+            return self._logits[: tile[1] - tile[0]]
+        return self.grads(tile)
+
+    def drop_logits(self) -> None:
+        """Free the tile's own memory."""
+        self._logits = None
+
+    def grads(self, rows: Block) -> Tensor:
+        assert self._grads is not None
+        return self._grads[rows[0] : rows[1]]
+
+
+class _Projection:
+    """Logits of a tile: one product per vocabulary shard, so that TP does not change their bits."""
+
+    def __init__(self, weight: Tensor, shards: VocabShards) -> None:
+        self._shards = [
+            weight[shard * shards.size : (shard + 1) * shards.size]
+            for shard in range(shards.num_local)
+        ]
+        self._widened = widened_like(self._shards[0])
+
+    def drop_scratch(self) -> None:
+        """Free the memory that shards are widened in; there is no call after this one."""
+        self._widened = None
+
+    def __call__(self, hidden: Tensor, out: Tensor) -> None:
+        if self._widened is not None:
+            hidden = hidden.float()
+        for shard, columns in zip(self._shards, out.chunk(len(self._shards), dim=1), strict=True):
+            mm_fp32(hidden, shard, out=columns, scratch=self._widened)
+
+
+Step = Callable[[slice, Tile, Tensor | None], None]
+"""What is done to a tile: its rows among all, itself, and where its gradient goes, if anywhere."""
+
+
+class _Pass:
+    """One pass over all blocks: logits, then whatever the step does, then the products back."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        call: HeadCall,
+        *,
+        wants_hidden: bool = False,
+        wants_weight: bool = False,
+        into: Tensor | None = None,
+    ) -> None:
+        self._call = call
+        self._weight = weight
+        self._wants_hidden = wants_hidden
+        self._d_weight = Fp32Sum(weight.shape, weight, into) if wants_weight else None
+        self._wants_grad = wants_hidden or wants_weight
+        self._buffers = _Buffers(call, hidden, for_grad=self._wants_grad)
+        self._project = _Projection(weight, call.shards)
+        self._exchange = call.exchange(hidden)
+
+    def run(self, step: Step) -> tuple[Tensor | None, Tensor | None]:
+        """Take every tile through `step`; return d_hidden and d_weight where they are wanted."""
+        for block in self._call.blocks():
+            rows = self._exchange.fetch(block)
+            for tile in self._call.tiling.tiles(block[1] - block[0]):
+                self._take(block[0], tile, rows, step)
+            if self._wants_grad:
+                self._multiply_back(block, rows)
+        return (
+            self._exchange.finish() if self._wants_hidden else None,
+            self._d_weight.result() if self._d_weight is not None else None,
+        )
+
+    def _take(self, offset: int, tile: Block, rows: Tensor, step: Step) -> None:
+        """One tile, whose first row is row `offset` + tile[0] of all."""
+        logits = self._buffers.logits(tile)
+        with profiled_range("megadapo::head logits"):
+            self._project(rows[tile[0] : tile[1]], logits)
+        chosen = slice(offset + tile[0], offset + tile[1])
+        d_logits = self._buffers.grads(tile) if self._wants_grad else None
+        with profiled_range("megadapo::head rows"):
+            step(chosen, self._call.tile(logits, chosen), d_logits)
+
+    def _multiply_back(self, block: Block, rows: Tensor) -> None:
+        """The two products of a block; the first one's reduction runs under the second."""
+        if block[1] == self._call.num_rows:
+            # their memory is as large as the weight's gradient, which is made next
+            self._buffers.drop_logits()
+            self._project.drop_scratch()
+        d_logits = self._buffers.grads((0, block[1] - block[0]))
+        if self._wants_hidden:
+            with profiled_range("megadapo::head d_hidden"):
+                mm_rows(d_logits, self._weight, out=self._exchange.slot(block))
+            self._exchange.send(block)
+        if self._d_weight is not None:
+            with profiled_range("megadapo::head d_weight"):
+                self._d_weight.add(d_logits, rows)
+
+
+def policy_blocks(
+    hidden: Tensor, weight: Tensor, policy: PolicyCall, *, wants_hidden: bool, wants_weight: bool
+) -> tuple[RowOutputs, Tensor | None, Tensor | None]:
+    """Return per-row outputs, and d_hidden and d_weight of a loss whose scale is 1."""
+    outputs = RowOutputs.empty(policy.head.num_rows, hidden.device)
+
+    def step(rows: slice, tile: Tile, d_logits: Tensor | None) -> None:
+        stats = gather_stats(row_stats(tile), policy.head.process_group)
+        inputs = policy.inputs.rows(rows)
+        policy_rows(tile, stats, inputs, policy.objective, outputs.rows(rows), d_logits)
+
+    over_blocks = _Pass(
+        hidden, weight, policy.head, wants_hidden=wants_hidden, wants_weight=wants_weight
+    )
+    return outputs, *over_blocks.run(step)
+
+
+def logprob_blocks(hidden: Tensor, weight: Tensor, call: HeadCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs [R], entropy [R] and the merged stats [S, 4, R] they came from."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.float32, device=hidden.device)
+
+    logprobs, entropy = empty(call.num_rows), empty(call.num_rows)
+    stats = empty(call.shards.num_total, NUM_STATS, call.num_rows)
+
+    def step(rows: slice, tile: Tile, _: Tensor | None) -> None:
+        merged = gather_stats(row_stats(tile), call.process_group)
+        stats[:, :, rows] = merged
+        logprob_rows(tile, merged, logprobs=logprobs[rows], entropy=entropy[rows])
+
+    _Pass(hidden, weight, call).run(step)
+    return logprobs, entropy, stats
+
+
+def logprob_grad_blocks(
+    hidden: Tensor,
+    weight: Tensor,
+    stats: Tensor,
+    d_logprobs: Tensor,
+    d_entropy: Tensor | None,
+    call: HeadCall,
+    *,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The recomputing backward pass: a fourth product and no collective for the statistics.
+
+    The weight's gradient is added to main_grad where the parameter has one.
+    """
+
+    def step(rows: slice, tile: Tile, d_logits: Tensor | None) -> None:
+        assert d_logits is not None
+        logprob_grad_rows(
+            tile,
+            stats[:, :, rows].contiguous(),
+            d_logprobs=d_logprobs[rows],
+            d_entropy=None if d_entropy is None else d_entropy[rows],
+            d_logits=d_logits,
+        )
+
+    into = main_grad_of(weight)
+    over_blocks = _Pass(
+        hidden, weight, call, wants_hidden=wants_hidden, wants_weight=wants_weight, into=into
+    )
+    return over_blocks.run(step)

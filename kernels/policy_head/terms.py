@@ -1,0 +1,344 @@
+"""The objective for one token: its value and its derivative, in torch and in Triton.
+
+Both say the formulas of `algorithm/reference.py` side by side. What a kernel must know of an
+objective is described once, by `TermSwitches` and `TermNumbers`: a new rule changes this file and
+none of the kernels, their launches or the cases that compile them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
+from megadapo.kernels.policy_head.tiles import PolicyInputs
+
+CLIPPED_LOW = 1
+CLIPPED_HIGH = 2
+DUAL_CLIPPED = 4
+DROPPED = 8
+"""Bits of a token's flags. A dropped token contributes to no sum and no gradient."""
+
+GATES = ("clip", "soft", "weight", "dppo", "ipo", "none", "logprob")
+"""What a kernel can be compiled for; "logprob" is an objective without a ratio."""
+
+# Triton reads globals only as constexpr
+_MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
+_CLIPPED_LOW = tl.constexpr(CLIPPED_LOW)
+_CLIPPED_HIGH = tl.constexpr(CLIPPED_HIGH)
+_DUAL_CLIPPED = tl.constexpr(DUAL_CLIPPED)
+_DROPPED = tl.constexpr(DROPPED)
+
+
+class TermSwitches(NamedTuple):
+    """What a kernel is compiled for: nothing of another gate or of an absent term is in it."""
+
+    gate: str = "clip"
+    """One of `GATES`."""
+    has_dual_clip: bool = False
+    kl_value: str = "none"
+    """Estimator, "none" without a reference."""
+    kl_gradient: str = "none"
+    has_importance_weights: bool = False
+    has_entropy: bool = False
+
+
+class TermNumbers(NamedTuple):
+    """The objective's numbers, which a launch passes as one argument."""
+
+    ratio_low: float
+    ratio_high: float
+    dual_clip: float
+    tau_pos: float
+    tau_neg: float
+    weight_max: float
+    mask_low: float
+    mask_high: float
+    entropy_coef: float
+    kl_coef: float
+
+
+def describe_terms(
+    objective: PolicyObjective, *, has_reference: bool, has_importance_weights: bool
+) -> tuple[TermSwitches, TermNumbers]:
+    """What the kernels know of an objective and of which inputs it comes with."""
+    gate = "clip" if objective.gate == "bapo" else objective.gate
+    switches = TermSwitches(
+        gate="logprob" if objective.ratio == "none" else gate,
+        has_dual_clip=objective.dual_clip is not None,
+        kl_value=objective.kl_value if has_reference else "none",
+        kl_gradient=objective.kl_gradient if has_reference else "none",
+        has_importance_weights=has_importance_weights,
+        has_entropy=objective.entropy_coef != 0.0,
+    )
+    numbers = TermNumbers(
+        ratio_low=1.0 - objective.clip_low,
+        ratio_high=1.0 + objective.clip_high,
+        dual_clip=float(objective.dual_clip or 0.0),
+        tau_pos=objective.tau_pos,
+        tau_neg=objective.tau_neg,
+        weight_max=float(objective.weight_max or 0.0),
+        mask_low=objective.mask_low,
+        mask_high=objective.mask_high,
+        entropy_coef=objective.entropy_coef,
+        kl_coef=objective.kl_loss_coef,
+    )
+    return switches, numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTerms:
+    """What the objective says about each token; all fp32 [R] but `flags`."""
+
+    loss: Tensor
+    """l_t, not yet weighted."""
+    d_logprobs: Tensor
+    """dl_t / dlogprob_t."""
+    ratio: Tensor
+    kl: Tensor
+    """The KL estimate of the token, 0 without reference log-probs."""
+    flags: Tensor
+    """uint8 bits."""
+
+
+def policy_terms(
+    logprobs: Tensor, entropy: Tensor, inputs: PolicyInputs, objective: PolicyObjective
+) -> TokenTerms:
+    """Return value and derivative of every token's loss for logprobs and entropy, fp32 [R]."""
+    logprobs_ref, importance_weights = inputs.logprobs_ref, inputs.importance_weights
+    switches, numbers = describe_terms(
+        objective,
+        has_reference=logprobs_ref is not None,
+        has_importance_weights=importance_weights is not None,
+    )
+    log_ratio = logprobs - inputs.logprobs_old
+    inside = log_ratio.abs() <= MAX_LOG_RATIO
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    policy, d_policy, flags = _gate_terms(logprobs, ratio, inside, inputs, switches, numbers)
+    kept = inputs.logprobs_old.isfinite()
+    if importance_weights is not None:
+        kept &= importance_weights.isfinite()
+        policy, d_policy = policy * importance_weights, d_policy * importance_weights
+    zero = torch.zeros_like(ratio)
+    kl, d_kl = zero, zero
+    if logprobs_ref is not None:
+        kept &= logprobs_ref.isfinite()
+        raw = logprobs_ref - logprobs
+        kl, _ = _kl_terms(raw, ratio, inside, switches.kl_value)
+        _, d_kl = _kl_terms(raw, ratio, inside, switches.kl_gradient)
+    loss = policy + numbers.kl_coef * kl - numbers.entropy_coef * entropy
+    return TokenTerms(
+        loss=torch.where(kept, loss, zero),
+        d_logprobs=torch.where(kept, d_policy + numbers.kl_coef * d_kl, zero),
+        ratio=torch.where(kept, ratio, zero),
+        kl=torch.where(kept, kl, zero),
+        flags=torch.where(kept, flags, DROPPED),
+    )
+
+
+def _gate_terms(
+    logprobs: Tensor,
+    ratio: Tensor,
+    inside: Tensor,
+    inputs: PolicyInputs,
+    switches: TermSwitches,
+    numbers: TermNumbers,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (policy term, its derivative in the log-prob, flags), each [R]."""
+    advantages = inputs.advantages
+    never = torch.zeros_like(inside)
+    low, high, dual = never, never, never
+    match switches.gate:
+        case "clip":
+            high = (advantages > 0) & (ratio > numbers.ratio_high)
+            low = (advantages < 0) & (ratio < numbers.ratio_low)
+            bound = torch.where(high, numbers.ratio_high, ratio)
+            bound = torch.where(low, numbers.ratio_low, bound)
+            if switches.has_dual_clip:
+                dual = (advantages < 0) & (ratio > numbers.dual_clip)
+                bound = torch.where(dual, numbers.dual_clip, bound)
+            policy = -bound * advantages
+            slope = torch.where(low | high | dual | ~inside, 0.0, -ratio * advantages)
+        case "soft":
+            tau = torch.where(advantages > 0, numbers.tau_pos, numbers.tau_neg)
+            passed = torch.sigmoid(tau * (ratio - 1.0))
+            blocked = torch.sigmoid(tau * (1.0 - ratio))
+            policy = -advantages * 4.0 / tau * passed
+            slope = torch.where(inside, -advantages * 4.0 * passed * blocked * ratio, 0.0)
+        case "weight":
+            high = ratio > numbers.weight_max
+            slope = -ratio.clamp(max=numbers.weight_max) * advantages
+            policy = slope * logprobs
+        case "dppo" | "ipo":
+            change = logprobs.exp() - inputs.logprobs_old.exp()
+            low, high = change < -numbers.mask_low, change > numbers.mask_high
+            if switches.gate == "dppo":
+                low, high = low & (advantages < 0), high & (advantages > 0)
+            policy = torch.where(low | high, 0.0, -ratio * advantages)
+            slope = torch.where(inside, policy, 0.0)
+        case "none":
+            policy = -ratio * advantages
+            slope = torch.where(inside, policy, 0.0)
+        case _:
+            policy, slope = -advantages * logprobs, -advantages
+    flags = low.to(torch.uint8) * CLIPPED_LOW + high.to(torch.uint8) * CLIPPED_HIGH
+    return policy, slope, flags + dual.to(torch.uint8) * DUAL_CLIPPED
+
+
+def _kl_terms(
+    raw: Tensor, ratio: Tensor, ratio_moves: Tensor, estimator: str
+) -> tuple[Tensor, Tensor]:
+    """Return a KL estimate and its derivative in the log-prob, both [R].
+
+    `raw` is log-prob of the reference less the policy's; `ratio_moves` where the ratio is not
+    clamped.
+    """
+    gap = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    moves = raw.abs() <= MAX_LOG_RATIO
+    if estimator == "k1":
+        value, slope = -gap, torch.ones_like(gap)
+    elif estimator == "k2":
+        value, slope = 0.5 * gap.square(), -gap
+    else:
+        value, slope = gap.exp() - gap - 1.0, 1.0 - gap.exp()
+    slope = torch.where(moves, slope, torch.zeros_like(slope))
+    if estimator == "corrected-k3":
+        # their sum, of which e^gap cancels
+        both = torch.where(moves, -gap, value)
+        value, slope = ratio * value, ratio * torch.where(ratio_moves, both, slope)
+    return value, slope
+
+
+@triton.jit
+def clamp_log_ratio(x: tl.tensor) -> tl.tensor:
+    # comparisons, not min and max: a NaN must reach the loss, where it is caught
+    x = tl.where(x > _MAX_LOG_RATIO, _MAX_LOG_RATIO, x)
+    return tl.where(x < -_MAX_LOG_RATIO, -_MAX_LOG_RATIO, x)
+
+
+@triton.jit
+def is_finite(x: tl.tensor) -> tl.tensor:
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def gate_terms(
+    logprob: tl.tensor,
+    logprob_old: tl.tensor,
+    ratio: tl.tensor,
+    inside: tl.tensor,
+    advantage: tl.tensor,
+    numbers: tl.tuple,
+    SWITCHES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """`_gate_terms` for one token."""
+    flags = 0
+    policy = -ratio * advantage
+    slope = tl.where(inside, policy, 0.0)
+    if SWITCHES.gate == "clip":
+        high = (advantage > 0) & (ratio > numbers.ratio_high)
+        low = (advantage < 0) & (ratio < numbers.ratio_low)
+        bound = tl.where(high, numbers.ratio_high, ratio)
+        bound = tl.where(low, numbers.ratio_low, bound)
+        cut = high | low
+        flags = tl.where(low, _CLIPPED_LOW, 0) + tl.where(high, _CLIPPED_HIGH, 0)
+        if SWITCHES.has_dual_clip:
+            dual = (advantage < 0) & (ratio > numbers.dual_clip)
+            bound = tl.where(dual, numbers.dual_clip, bound)
+            cut = cut | dual
+            flags += tl.where(dual, _DUAL_CLIPPED, 0)
+        policy = -bound * advantage
+        slope = tl.where(cut, 0.0, slope)
+    elif SWITCHES.gate == "soft":
+        tau = tl.where(advantage > 0, numbers.tau_pos, numbers.tau_neg)
+        passed = tl.sigmoid(tau * (ratio - 1.0))
+        blocked = tl.sigmoid(tau * (1.0 - ratio))
+        policy = -advantage * 4.0 / tau * passed
+        slope = tl.where(inside, -advantage * 4.0 * passed * blocked * ratio, 0.0)
+    elif SWITCHES.gate == "weight":
+        capped = ratio > numbers.weight_max
+        flags = tl.where(capped, _CLIPPED_HIGH, 0)
+        slope = -tl.where(capped, numbers.weight_max, ratio) * advantage
+        policy = slope * logprob
+    elif SWITCHES.gate == "dppo" or SWITCHES.gate == "ipo":
+        change = tl.exp(logprob) - tl.exp(logprob_old)
+        low = change < -numbers.mask_low
+        high = change > numbers.mask_high
+        if SWITCHES.gate == "dppo":
+            low = low & (advantage < 0)
+            high = high & (advantage > 0)
+        flags = tl.where(low, _CLIPPED_LOW, 0) + tl.where(high, _CLIPPED_HIGH, 0)
+        policy = tl.where(low | high, 0.0, policy)
+        slope = tl.where(low | high, 0.0, slope)
+    elif SWITCHES.gate == "logprob":
+        policy = -advantage * logprob
+        slope = -advantage
+    return policy, slope, flags
+
+
+@triton.jit
+def kl_terms(
+    raw: tl.tensor, ratio: tl.tensor, ratio_moves: tl.tensor, ESTIMATOR: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """`_kl_terms` for one token."""
+    gap = clamp_log_ratio(raw)
+    moves = tl.abs(raw) <= _MAX_LOG_RATIO
+    if ESTIMATOR == "k1":
+        value = -gap
+        slope = 1.0
+    elif ESTIMATOR == "k2":
+        value = 0.5 * gap * gap
+        slope = -gap
+    else:
+        value = tl.exp(gap) - gap - 1.0
+        slope = 1.0 - tl.exp(gap)
+    slope = tl.where(moves, slope, 0.0)
+    if ESTIMATOR == "corrected-k3":
+        both = tl.where(moves, -gap, value)
+        value = ratio * value
+        slope = ratio * tl.where(ratio_moves, both, slope)
+    return value, slope
+
+
+@triton.jit
+def token_terms(
+    logprob: tl.tensor,
+    entropy: tl.tensor,
+    logprob_old: tl.tensor,
+    advantage: tl.tensor,
+    importance_weight: tl.tensor,
+    logprob_ref: tl.tensor,
+    numbers: tl.tuple,
+    SWITCHES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """`policy_terms` for one token: (loss, d_logprob, ratio, kl, flags)."""
+    log_ratio = logprob - logprob_old
+    inside = tl.abs(log_ratio) <= _MAX_LOG_RATIO
+    ratio = tl.exp(clamp_log_ratio(log_ratio))
+    policy, d_policy, flags = gate_terms(
+        logprob, logprob_old, ratio, inside, advantage, numbers, SWITCHES
+    )
+    kept = is_finite(logprob_old)
+    if SWITCHES.has_importance_weights:
+        kept = kept & is_finite(importance_weight)
+        policy *= importance_weight
+        d_policy *= importance_weight
+    kl = 0.0
+    d_kl = 0.0
+    if SWITCHES.kl_value != "none":
+        kept = kept & is_finite(logprob_ref)
+        raw = logprob_ref - logprob
+        kl, slope = kl_terms(raw, ratio, inside, SWITCHES.kl_value)
+        value, d_kl = kl_terms(raw, ratio, inside, SWITCHES.kl_gradient)
+    loss = policy + numbers.kl_coef * kl - numbers.entropy_coef * entropy
+    loss = tl.where(kept, loss, 0.0)
+    d_logprob = tl.where(kept, d_policy + numbers.kl_coef * d_kl, 0.0)
+    ratio = tl.where(kept, ratio, 0.0)
+    kl = tl.where(kept, kl, 0.0)
+    flags = tl.where(kept, flags, _DROPPED)
+    return loss, d_logprob, ratio, kl, flags

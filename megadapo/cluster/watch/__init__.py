@@ -1,0 +1,1 @@
+"""Heartbeats, diagnostics of hung processes, and guards against orphans."""

@@ -1,0 +1,1 @@
+"""The commands around megadapo.lab: benchmarks, profiles, plans, simulations, ablations."""

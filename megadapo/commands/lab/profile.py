@@ -1,0 +1,174 @@
+"""`megadapo profile`: how kernels compile, or where the time of a step or of the head goes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megadapo.commands.common import Commands, add_command
+from megadapo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megadapo.config import RunConfig
+    from megadapo.lab.profiling.step_profile import StepProfile, Updates
+    from megadapo.trainer.trainer import Trainer
+
+
+def add(commands: Commands) -> None:
+    summary = "how every kernel compiles, or where the time of a training step or the head goes"
+    parser = add_command(commands, "profile", summary, takes_overrides=True)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--step", metavar="CONFIG", help="profile a recipe's training step")
+    what.add_argument("--head", metavar="T,H,V,DTYPE", help="profile the policy head alone")
+    parser.add_argument(
+        "--sequences", type=int, default=0, help="of --step: sequences (default: the mini-batch)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="of --head: default cuda")
+    parser.add_argument("--steps", type=int, default=3, help="profiled steps (default 3)")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="also write a trace for Perfetto: of --step a whole step of all trainer ranks and "
+        "engines, of --head the head's (.json, or .json.gz)",
+    )
+    parser.add_argument(
+        "--memory",
+        type=Path,
+        metavar="FOLDER",
+        help="of --step on GPUs: also write what each rank's memory held during an update",
+    )
+    parser.add_argument(
+        "--nvtx",
+        action="store_true",
+        help="of --step on GPUs, under nsys profile --capture-range=cudaProfilerApi: no table, "
+        "but ranges for it",
+    )
+    parser.add_argument(
+        "--arch",
+        type=int,
+        action="append",
+        help="architecture of the compile report, such as 90 (default: all)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.steps < 1 or arguments.sequences < 0:
+        raise ConfigError("--steps must be at least 1, and --sequences not negative")
+    if arguments.overrides and arguments.step is None:
+        raise ConfigError(f"{arguments.overrides[0]}: only --step has a configuration")
+    if (arguments.memory or arguments.nvtx) and arguments.step is None:
+        raise ConfigError("--memory and --nvtx are of --step")
+    if arguments.step is not None:
+        _profile_step(arguments)
+    elif arguments.head is not None:
+        from megadapo.lab.profiling.head_profile import profile_head
+
+        profile_head(
+            arguments.head,
+            device_name=arguments.device,
+            num_steps=arguments.steps,
+            trace=arguments.trace,
+        )
+    else:
+        from megadapo.lab.profiling.compile_report import (
+            ARCHITECTURES,
+            compile_report,
+            format_compile_report,
+        )
+
+        print(format_compile_report(compile_report(arguments.arch or ARCHITECTURES)))
+    return 0
+
+
+def _profile_step(arguments: argparse.Namespace) -> None:
+    """Profile updates of a recipe's own trainer on random tokens, and trace a step before that."""
+    from megadapo.config import load_config
+    from megadapo.lab.profiling.step_profile import Updates, profile_training_step, trainer_alone
+
+    trace: Path | None = arguments.trace
+    overrides = arguments.overrides if trace is None else [*_of_trace(trace), *arguments.overrides]
+    config = load_config(arguments.step, overrides)
+    if (arguments.memory or arguments.nvtx) and not config.cluster.uses_cuda:
+        option = "--memory" if arguments.memory else "--nvtx"
+        raise ConfigError(f"{option} is of GPUs, and this recipe runs on the CPU (cluster.device)")
+    updates = Updates(
+        config=config,
+        num_sequences=arguments.sequences or config.algorithm.responses_per_mini_batch,
+        num_steps=arguments.steps,
+        memory=arguments.memory and arguments.memory.absolute(),
+        nvtx=arguments.nvtx,
+    )
+    running = trainer_alone(config) if trace is None else _after_traced_step(config, trace)
+    with running as trainer:
+        result = profile_training_step(trainer, updates)
+    if result is not None:
+        _print_profile(result, updates)
+
+
+def _of_trace(trace: Path) -> list[str]:
+    """What the run whose step is traced has other than its recipe."""
+    return [
+        f"run.folder={_parts_folder(trace)}",
+        'run.resume="never"',
+        "evaluation.every=0",
+        "checkpoint.every=1000000",
+    ]
+
+
+def _parts_folder(trace: Path) -> Path:
+    """Beside the trace, so that all nodes see it wherever they see the trace."""
+    return trace.absolute().with_name(f"{trace.name}.parts")
+
+
+@contextmanager
+def _after_traced_step(config: RunConfig, trace: Path) -> Iterator[Trainer]:
+    """The trainer of a run after its second step, which `trace` shows; engines leave it the GPUs.
+
+    Raises:
+        ConfigError: the run ends with that step, or the folder of the trace's parts is taken.
+    """
+    import shutil
+    from contextlib import closing
+
+    from megadapo.lab.profiling.run_trace import traced
+    from megadapo.run.launch import start_workers
+    from megadapo.run.rollouts import LiveRollouts
+    from megadapo.run.run import Run
+    from megadapo.train import training_steps
+
+    if config.run.num_steps < 3:
+        raise ConfigError("run.num_steps must be at least 3: the second is traced, the last saves")
+    folder = config.run.folder
+    if folder.exists():
+        raise ConfigError(f"{folder}, for the trace's parts, is there already: remove it")
+    with (
+        Run.open(config) as run,
+        start_workers(config, run, None) as workers,
+        closing(training_steps(config, run, workers)) as steps,
+    ):
+        assert isinstance(workers.rollouts, LiveRollouts), "nothing is replayed"
+        next(steps)  # compiles kernels and allocates
+        with traced(workers.trainer, workers.rollouts.engines, folder, trace):
+            next(steps)
+        workers.rollouts.sleep()
+        yield workers.trainer
+    # after an error its logs are wanted
+    shutil.rmtree(folder)
+
+
+def _print_profile(result: StepProfile, updates: Updates) -> None:
+    from megadapo.lab.profiling.time_table import format_profile
+
+    rate = result.num_tokens / result.seconds_per_update
+    print(
+        f"one update of {result.num_tokens} tokens on {updates.config.trainer.num_ranks} ranks: "
+        f"{result.seconds_per_update:.3f} s, {rate:.0f} tokens/s; below, {updates.num_steps} of "
+        f"them on rank {result.rank}"
+    )
+    print("ms per update: " + ", ".join(f"{name} {ms:.1f}" for name, ms in result.phases.items()))
+    print(format_profile(result.rows, result.roofline))

@@ -1,0 +1,1 @@
+"""Tools around the trainer; nothing in the product imports them."""

@@ -1,0 +1,209 @@
+"""What an ablation came to: every row's measures over its seeds, differences, and effects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from megadapo.lab.ablation.measures import (
+    MEASURES,
+    Measure,
+    Measured,
+    Noise,
+    Spread,
+    difference,
+    measure,
+)
+from megadapo.lab.ablation.plan import Plan
+from megadapo.lab.ablation.rows import Expectation, Row, flat
+from megadapo.lab.ablation.runner import Failure
+from megadapo.observe.machine import inspect_machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowResult:
+    """One row over its seeds."""
+
+    row: Row
+    runs: dict[int, Measured]
+    """Measures of each finished run, by seed."""
+    folders: tuple[Path, ...]
+    """Of the finished runs."""
+
+    def spread(self, name: str) -> Spread | None:
+        return Spread.of([run[name] for run in self.runs.values()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """One expectation of a row, and what was measured."""
+
+    row: str
+    other: str
+    expectation: Expectation
+    difference: Spread | None
+    noise: Noise | None
+    """Of this measure's differences."""
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % interval of the difference; None where it has none."""
+        if self.difference is None or self.noise is None or self.difference.is_zero:
+            return None
+        return self.noise.interval(self.difference)
+
+    @property
+    def verdict(self) -> str:
+        """What the numbers allow to say, and no more."""
+        found, interval, wanted = self.difference, self.interval, self.expectation.change
+        if found is None:
+            return "not measured"
+        if found.is_zero:
+            return "not shown: no difference in any seed"
+        if interval is None:
+            return "not shown: one seed has no standard error"
+        if interval[0] <= 0.0 <= interval[1]:
+            return "not shown: the 95 % interval includes 0"
+        direction = "higher" if found.mean > 0 else "lower"
+        return f"{direction}, as said" if direction == wanted else f"{direction}, which is opposite"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationResult:
+    """The rows in the order of their file, and what failed."""
+
+    plan: Plan
+    rows: tuple[RowResult, ...]
+    failures: tuple[Failure, ...]
+
+    @property
+    def folders(self) -> list[Path]:
+        return [folder for row in self.rows for folder in row.folders]
+
+    def difference(self, row: str, other: str, one: Measure) -> Spread | None:
+        """A measure of one row less another's, over the seeds that both have."""
+        runs = {result.row.name: result.runs for result in self.rows}
+        return difference(runs[row], runs[other], one.name)
+
+    def _noise(self, one: Measure) -> Noise | None:
+        comparisons = self.plan.rows.comparisons
+        return Noise.of([self.difference(row, other, one) for row, other in comparisons])
+
+    @property
+    def unchanged(self) -> list[str]:
+        """Rows that have all numbers of the row they are compared with, but for the seconds."""
+        runs = {result.row.name: result.runs for result in self.rows}
+        return [
+            row
+            for row, other in self.plan.rows.comparisons
+            if any(seed in runs[other] for seed in runs[row])
+            and all(
+                _without_seconds(runs[row][seed]) == _without_seconds(runs[other][seed])
+                for seed in runs[row]
+                if seed in runs[other]
+            )
+        ]
+
+    @property
+    def effects(self) -> list[Effect]:
+        """What the rows are said to change, each with what was measured."""
+        measures = {one.name: one for one in MEASURES}
+        expected = {result.row.name: result.row.expects for result in self.rows}
+        return [
+            Effect(
+                row=row,
+                other=other,
+                expectation=expectation,
+                difference=self.difference(row, other, measures[expectation.measure]),
+                noise=self._noise(measures[expectation.measure]),
+            )
+            for row, other in self.plan.rows.comparisons
+            for expectation in expected[row]
+        ]
+
+
+def _without_seconds(measured: Measured) -> dict[str, float | None]:
+    return {name: value for name, value in measured.items() if name != "seconds"}
+
+
+def collect(plan: Plan, failures: Sequence[Failure] = ()) -> AblationResult:
+    """Read what the finished runs of a plan recorded."""
+    rows = []
+    for row in plan.rows.row:
+        finished = [run for run in plan.of_row(row) if run.standing() == "finished"]
+        rows.append(
+            RowResult(
+                row=row,
+                runs={run.seed: measure(run.folder, plan.rows.accuracy) for run in finished},
+                folders=tuple(run.folder for run in finished),
+            )
+        )
+    return AblationResult(plan=plan, rows=tuple(rows), failures=tuple(failures))
+
+
+def to_json(result: AblationResult) -> dict[str, Any]:
+    """The whole result as JSON values."""
+    plan, machine = result.plan, inspect_machine()
+    return {
+        "date": f"{date.today()}",
+        "machine": {
+            "cores": machine.num_cores,
+            "gpus": [gpu.name for gpu in machine.gpus],
+            "system": machine.system,
+            "python": machine.python,
+            "versions": {name: found for name, found in machine.packages.items() if found},
+        },
+        "config": plan.config,
+        "rows_file": str(plan.rows_file),
+        "cumulative": plan.rows.cumulative,
+        "accuracy": plan.rows.accuracy,
+        "num_steps": plan.runs[0].config.run.num_steps,
+        "seeds": list(plan.seeds),
+        "rows": [_row_json(result, index) for index in range(len(result.rows))],
+        "differences": [
+            {
+                "row": row,
+                "from": other,
+                "measures": {
+                    one.name: _spread_json(result.difference(row, other, one)) for one in MEASURES
+                },
+            }
+            for row, other in plan.rows.comparisons
+        ],
+        "unchanged": result.unchanged,
+        "effects": [
+            {
+                "row": effect.row,
+                "from": effect.other,
+                "expected": effect.expectation.model_dump(),
+                "difference": _spread_json(effect.difference),
+                "interval": effect.interval,
+                "verdict": effect.verdict,
+            }
+            for effect in result.effects
+        ],
+        "failures": [
+            {"row": failure.run.row.name, "seed": failure.run.seed}
+            | {"exit_code": failure.exit_code, "message": failure.message}
+            for failure in result.failures
+        ],
+    }
+
+
+def _row_json(result: AblationResult, index: int) -> dict[str, Any]:
+    row = result.rows[index]
+    return {
+        "name": row.row.name,
+        "source": row.row.source,
+        "config": row.row.config,
+        "overrides": flat(result.plan.rows.overrides_of(index)),
+        "runs": {str(seed): dict(measured) for seed, measured in row.runs.items()},
+        "measures": {one.name: _spread_json(row.spread(one.name)) for one in MEASURES},
+    }
+
+
+def _spread_json(spread: Spread | None) -> dict[str, Any] | None:
+    return None if spread is None else asdict(spread)

@@ -1,0 +1,258 @@
+"""The policy head against its baselines and against its three bare products, in one run."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megadapo.errors import ConfigError
+from megadapo.lab.bench.head_baselines import BASELINES, OURS, PRODUCTS, Absent, Loss
+from megadapo.lab.bench.head_inputs import HeadAnswer, HeadInputs, HeadShape, make_inputs, reference
+from megadapo.lab.bench.measure import Clock, Timing, peak_extra_mib, time_together
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+CPU_SHAPES = (
+    HeadShape(num_tokens=1024, hidden_size=512, vocab_size=16384, dtype=torch.float32),
+    HeadShape(num_tokens=2048, hidden_size=896, vocab_size=15193, dtype=torch.float32),
+    HeadShape(num_tokens=1024, hidden_size=512, vocab_size=16000, dtype=torch.bfloat16),
+)
+GPU_SHAPES = tuple(
+    HeadShape(num_tokens=tokens, hidden_size=hidden, vocab_size=vocab, dtype=torch.bfloat16)
+    for tokens, hidden, vocab in (
+        (4096, 5120, 152064),
+        (20480, 5120, 152064),
+        (20480, 5120, 19008),
+        (65536, 5120, 152064),
+        (65536, 5120, 19008),
+        (20480, 3584, 152064),
+        (20480, 2048, 151936),
+        (20480, 2048, 151669),
+    )
+)
+"""Qwen2.5-32B whole and one of its 8 tensor-parallel slices, 7B, 1.5B and a ragged vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadResult:
+    """One baseline at one shape. Errors are relative norms against fp64 of the same inputs."""
+
+    name: str
+    shape: str
+    best_ms: float | None = None
+    median_ms: float | None = None
+    ratio_to_products: float | None = None
+    """Best time over the best time of the three bare products."""
+    useful_tflops: float | None = None
+    peak_extra_mib: float | None = None
+    """Beyond the inputs; loss and gradients are included."""
+    loss_error: float | None = None
+    d_hidden_error: float | None = None
+    d_weight_error: float | None = None
+    absent: str | None = None
+    """Why it did not run."""
+
+
+def bench_head(
+    shape: HeadShape,
+    device: torch.device,
+    *,
+    only: Sequence[str] = (),
+    warmup: int = 2,
+    repeats: int = 20,
+    clock: Clock = "wall",
+) -> list[HeadResult]:
+    """Run every installed baseline at one shape, all on the same inputs in the same rounds.
+
+    `only` keeps baselines whose name contains one of its texts; ours and the bare products stay.
+    """
+    inputs = make_inputs(shape, device)
+    answer = reference(inputs)
+    absent: list[HeadResult] = []
+    calls: dict[str, Callable[[], object]] = {PRODUCTS: lambda: _products(inputs)}
+    checks: dict[str, HeadResult] = {}
+    for baseline in BASELINES:
+        wanted = baseline.name == OURS or not only or any(text in baseline.name for text in only)
+        if not wanted:
+            continue
+        try:
+            loss = baseline.prepare(device)
+            checks[baseline.name] = _check(baseline.name, loss, inputs, answer)
+        except Absent as reason:
+            absent.append(HeadResult(name=baseline.name, shape=str(shape), absent=str(reason)))
+        except torch.OutOfMemoryError:
+            absent.append(HeadResult(name=baseline.name, shape=str(shape), absent="out of memory"))
+        else:
+            calls[baseline.name] = _step(loss, inputs)
+    del answer
+    timings = time_together(calls, device, warmup=warmup, repeats=repeats, clock=clock)
+    return [*_results(calls, checks, timings, shape, device), *absent]
+
+
+def _step(loss: Loss, inputs: HeadInputs) -> Callable[[], object]:
+    """One forward and backward pass that leaves no gradient behind."""
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss(inputs), (inputs.hidden, inputs.weight))
+
+    return step
+
+
+def step_of_ours(inputs: HeadInputs) -> Callable[[], object]:
+    """One forward and backward pass of our head, for a profiler."""
+    ours = next(baseline for baseline in BASELINES if baseline.name == OURS)
+    return _step(ours.prepare(inputs.hidden.device), inputs)
+
+
+def _products(inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+    """Logits, d_hidden and d_weight of the same size by the vendor library: the roofline."""
+    hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
+    logits = torch.mm(hidden, weight.t())
+    return torch.mm(logits, weight), torch.mm(logits.t(), hidden)
+
+
+def _check(name: str, loss: Loss, inputs: HeadInputs, answer: HeadAnswer) -> HeadResult:
+    value = loss(inputs)
+    d_hidden, d_weight = torch.autograd.grad(value, (inputs.hidden, inputs.weight))
+    scale = (inputs.loss_weights * inputs.advantages).abs().sum()
+    return HeadResult(
+        name=name,
+        shape=str(inputs.shape),
+        loss_error=((value.detach().double() - answer.loss).abs() / scale).item(),
+        d_hidden_error=_relative(d_hidden, answer.d_hidden),
+        d_weight_error=_relative(d_weight, answer.d_weight),
+    )
+
+
+def _relative(got: Tensor, expected: Tensor) -> float:
+    error = torch.zeros((), dtype=torch.float64, device=got.device)
+    for part, truth in zip(got.split(4096), expected.split(4096), strict=True):
+        error += (part.double() - truth).square().sum()
+    relative: float = (error.sqrt() / expected.norm()).item()
+    return relative
+
+
+def _results(
+    calls: dict[str, Callable[[], object]],
+    checks: dict[str, HeadResult],
+    timings: dict[str, Timing],
+    shape: HeadShape,
+    device: torch.device,
+) -> list[HeadResult]:
+    floor = timings[PRODUCTS].best_ms
+    results = []
+    for name, timing in timings.items():
+        check = checks.get(name, HeadResult(name=name, shape=str(shape)))
+        measured = {
+            "best_ms": timing.best_ms,
+            "median_ms": timing.median_ms,
+            "ratio_to_products": timing.best_ms / floor,
+            "useful_tflops": shape.useful_tflop / timing.best_ms * 1e3,
+            "peak_extra_mib": _peak_extra_mib(calls[name], device),
+        }
+        results.append(HeadResult(**(asdict(check) | measured)))
+    return results
+
+
+def _peak_extra_mib(call: Callable[[], object], device: torch.device) -> float | None:
+    """The smaller of two peaks: what the first call of a size leaves behind is not its need."""
+    peaks = [peak_extra_mib(call, device) for _ in range(2)]
+    return min((peak for peak in peaks if peak is not None), default=None)
+
+
+def format_table(results: Sequence[HeadResult]) -> str:
+    """The results of one shape as text."""
+    lines = [
+        results[0].shape,
+        f"  {'':36}{'best ms':>9}{'median':>9}{'x products':>11}{'TFLOP/s':>9}{'MiB':>9}"
+        f"{'loss err':>10}{'dH err':>9}{'dW err':>9}",
+    ]
+    for result in results:
+        if result.absent is not None:
+            lines.append(f"  {result.name:36}{result.absent}")
+            continue
+        memory = "-" if result.peak_extra_mib is None else f"{result.peak_extra_mib:.0f}"
+        errors = [
+            "-" if error is None else f"{error:.1e}"
+            for error in (result.loss_error, result.d_hidden_error, result.d_weight_error)
+        ]
+        lines.append(
+            f"  {result.name:36}{result.best_ms:9.2f}{result.median_ms:9.2f}"
+            f"{result.ratio_to_products:11.3f}{result.useful_tflops:9.3f}{memory:>9}"
+            f"{errors[0]:>10}{errors[1]:>9}{errors[2]:>9}"
+        )
+    return "\n".join(lines)
+
+
+def run(
+    shape_texts: Sequence[str],
+    *,
+    device_name: str | None,
+    num_threads: int,
+    repeats: int,
+    clock: Clock,
+    temperature: float,
+    only: Sequence[str],
+    json_file: Path | None,
+) -> None:
+    """Run the benchmark, print one table a shape, write JSON where asked."""
+    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device=cuda: torch sees no CUDA device")
+    torch.set_num_threads(num_threads)
+    shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
+    if shape_texts:
+        shapes = tuple(parse_shape(text, temperature) for text in shape_texts)
+    every = []
+    for shape in shapes:
+        results = bench_head(
+            shape,
+            device,
+            only=only,
+            repeats=repeats,
+            clock=clock,
+        )
+        print(format_table(results), flush=True)
+        every += results
+    if json_file is not None:
+        report = {
+            "machine": _machine(device) | {"clock": clock},
+            "results": [asdict(result) for result in every],
+        }
+        json_file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def parse_shape(text: str, temperature: float) -> HeadShape:
+    """Read T,H,V,DTYPE."""
+    try:
+        tokens, hidden, vocab, dtype = text.split(",")
+        shape = HeadShape(
+            num_tokens=int(tokens),
+            hidden_size=int(hidden),
+            vocab_size=int(vocab),
+            dtype=DTYPES[dtype],
+            temperature=temperature,
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"--shape={text}: expected T,H,V,DTYPE with DTYPE one of {', '.join(DTYPES)}"
+        ) from error
+    if shape.num_tokens % 8 or min(shape.num_tokens, shape.hidden_size, shape.vocab_size) < 1:
+        raise ConfigError(f"--shape={text}: T must be a multiple of 8, and all sizes positive")
+    return shape
+
+
+def _machine(device: torch.device) -> dict[str, str | int]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,121 @@
+"""One batch for every baseline of the policy head, and its answer in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.kernels.policy_head.definition import policy_head_loss_ref
+
+NUM_SEQUENCES = 8
+"""Responses in the batch; an advantage belongs to one, as some baselines require."""
+LOGIT_STD = 3.0
+RATIO_STD = 0.1
+_REFERENCE_ROWS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """num_tokens divides into 8 responses; every token is a response token."""
+
+    num_tokens: int
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    temperature: float = 1.0
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        shape = f"T={self.num_tokens} H={self.hidden_size} V={self.vocab_size} {dtype}"
+        return shape if self.temperature == 1.0 else f"{shape} temperature={self.temperature}"
+
+    @property
+    def useful_tflop(self) -> float:
+        """Three products: what any exact head has to multiply."""
+        return 6e-12 * self.num_tokens * self.hidden_size * self.vocab_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadInputs:
+    """What every baseline is given."""
+
+    shape: HeadShape
+    hidden: Tensor  # [T, H], requires grad
+    weight: Tensor  # [V, H], requires grad
+    targets: Tensor  # [T]
+    logprobs_old: Tensor  # [T] fp32
+    sequence_advantages: Tensor  # [8] fp32
+    objective: PolicyObjective
+
+    @property
+    def advantages(self) -> Tensor:
+        length = self.shape.num_tokens // NUM_SEQUENCES
+        return self.sequence_advantages.repeat_interleave(length)
+
+    @property
+    def loss_weights(self) -> Tensor:
+        return torch.full_like(self.logprobs_old, 1.0 / self.shape.num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadAnswer:
+    loss: Tensor
+    d_hidden: Tensor
+    d_weight: Tensor
+
+
+def make_inputs(shape: HeadShape, device: torch.device, seed: int = 42) -> HeadInputs:
+    """Targets are drawn from the model's own softmax: random ones would have log-probs of -30."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=device)
+
+    hidden = normal(shape.num_tokens, shape.hidden_size).to(shape.dtype)
+    weight = normal(shape.vocab_size, shape.hidden_size) * LOGIT_STD / shape.hidden_size**0.5
+    weight = weight.to(shape.dtype)
+    targets, logprobs = [], []
+    for rows in hidden.split(_REFERENCE_ROWS):
+        logits = (rows @ weight.t()).float() / shape.temperature
+        drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        targets.append(drawn[:, 0])
+        logprobs.append(logits.log_softmax(-1).gather(1, drawn)[:, 0])
+    advantages = normal(NUM_SEQUENCES)
+    return HeadInputs(
+        shape=shape,
+        hidden=hidden.requires_grad_(),
+        weight=weight.requires_grad_(),
+        targets=torch.cat(targets),
+        logprobs_old=torch.cat(logprobs) + RATIO_STD * normal(shape.num_tokens),
+        sequence_advantages=(advantages - advantages.mean()) / advantages.std(),
+        objective=PolicyObjective(),
+    )
+
+
+def reference(inputs: HeadInputs) -> HeadAnswer:
+    """The loss and its gradients in fp64, a few rows at a time."""
+    weight = inputs.weight.detach().double().requires_grad_()
+    loss = torch.zeros((), dtype=torch.float64, device=weight.device)
+    d_hidden = []
+    for start in range(0, inputs.shape.num_tokens, _REFERENCE_ROWS):
+        rows = slice(start, start + _REFERENCE_ROWS)
+        hidden = inputs.hidden.detach()[rows].double().requires_grad_()
+        part = policy_head_loss_ref(
+            hidden,
+            weight,
+            inputs.targets[rows],
+            logprobs_old=inputs.logprobs_old[rows].double(),
+            advantages=inputs.advantages[rows].double(),
+            loss_weights=inputs.loss_weights[rows].double(),
+            objective=inputs.objective,
+            temperature=inputs.shape.temperature,
+        )
+        part.backward()
+        loss += part.detach()
+        assert hidden.grad is not None
+        d_hidden.append(hidden.grad)
+    assert weight.grad is not None
+    return HeadAnswer(loss=loss, d_hidden=torch.cat(d_hidden), d_weight=weight.grad)

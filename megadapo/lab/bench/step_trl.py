@@ -1,0 +1,194 @@
+"""TRL's half of `megadapo bench step`: GRPOTrainer(loss_type="dapo"), one step whenever it is told.
+
+Runs in an environment of its own, which has TRL and of megadapo this package alone. Settings come
+as one JSON file; then every line on stdin is one step, answered by one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import trl
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+
+from megadapo.algorithm.shaping import overlong_penalty
+from megadapo.lab.bench.step_settings import RivalSettings, StepTime
+from megadapo.rewards.dapo_math import score
+
+
+class _StepCounts:
+    """What the present step has cost and brought so far."""
+
+    def __init__(self) -> None:
+        self.begun = time.perf_counter()
+        self.rollout_s = 0.0
+        self.num_answers = self.num_tokens = self.num_correct = 0
+
+    def finish(self) -> StepTime:
+        return StepTime(
+            seconds=time.perf_counter() - self.begun,
+            rollout_s=self.rollout_s,
+            num_answers=self.num_answers,
+            num_tokens=self.num_tokens,
+            accuracy=self.num_correct / self.num_answers,
+        )
+
+
+class _Reward:
+    """The run's rule and overlong punishment, as TRL calls a reward function."""
+
+    __name__ = "rule"
+
+    def __init__(self, settings: RivalSettings) -> None:
+        self._settings = settings
+        self.counts = _StepCounts()
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        ground_truth: Sequence[str],
+        **others: object,
+    ) -> list[float]:
+        """Rewards of TRL's batch, whose plain completions are texts and chat ones messages."""
+        settings, counts = self._settings, self.counts
+        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        scores = [
+            score(text, gold, settings.rule) for text, gold in zip(texts, ground_truth, strict=True)
+        ]
+        lengths = [len(ids) for ids in completion_ids]
+        counts.num_answers += len(texts)
+        counts.num_tokens += sum(lengths)
+        counts.num_correct += sum(one.correct for one in scores)
+        return [
+            one.reward
+            + settings.overlong_factor
+            * overlong_penalty(
+                length,
+                max_length=settings.max_response_tokens,
+                buffer=settings.overlong_buffer,
+            )
+            for one, length in zip(scores, lengths, strict=True)
+        ]
+
+
+class _Trainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is not in this environment
+    """GRPOTrainer whose rollouts are timed."""
+
+    counts: _Reward
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        begun = time.perf_counter()
+        batch = super()._generate_and_score_completions(inputs)
+        self.counts.counts.rollout_s += time.perf_counter() - begun
+        return batch
+
+
+class _Turns(TrainerCallback):
+    """Stops after every whole step until it is told to go on."""
+
+    def __init__(self, reward: _Reward, updates_per_step: int, replies: TextIO) -> None:
+        self._reward = reward
+        self._updates_per_step = updates_per_step
+        self._replies = replies
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: object) -> None:
+        self._wait_for_turn(control, {"ready": trl.__version__})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: object) -> None:
+        if state.global_step % self._updates_per_step == 0:
+            self._wait_for_turn(control, asdict(self._reward.counts.finish()))
+
+    def _wait_for_turn(self, control: Any, reply: dict[str, Any]) -> None:
+        print(json.dumps(reply), file=self._replies, flush=True)
+        if not sys.stdin.readline():
+            control.should_training_stop = True
+        self._reward.counts = _StepCounts()
+
+
+def main() -> None:
+    """Train for as many steps as there are lines on stdin."""
+    settings = RivalSettings(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    # what libraries print must not come between the replies
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    torch.set_num_threads(settings.num_threads)
+    reward = _Reward(settings)
+    tokenizer = AutoTokenizer.from_pretrained(settings.model, trust_remote_code=False)
+    rows = [
+        {
+            "prompt": (
+                [{"role": role, "content": content} for role, content in messages]
+                if tokenizer.chat_template
+                else "".join(content for _, content in messages)
+            ),
+            "ground_truth": gold,
+        }
+        for messages, gold in settings.prompts
+    ]
+    trainer = _Trainer(
+        model=settings.model,
+        args=grpo_config(settings),
+        reward_funcs=reward,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[_Turns(reward, settings.updates_per_step, replies)],
+    )
+    trainer.counts = reward
+    trainer.train()
+
+
+def grpo_config(settings: RivalSettings) -> Any:
+    """TRL's settings for the same step, with nothing on that only costs time."""
+    return trl.GRPOConfig(
+        output_dir=settings.folder,
+        loss_type="dapo",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"},
+        optim="adamw_torch_fused",
+        per_device_train_batch_size=settings.responses_per_mini_batch,
+        gradient_accumulation_steps=1,
+        steps_per_generation=settings.updates_per_step,
+        num_generations=settings.responses_per_prompt,
+        num_iterations=1,
+        max_steps=settings.max_steps * settings.updates_per_step,
+        max_completion_length=settings.max_response_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        beta=0.0,
+        epsilon=settings.clip_low,
+        epsilon_high=settings.clip_high,
+        learning_rate=settings.lr,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=settings.warmup_steps * settings.updates_per_step,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_epsilon=settings.eps,
+        max_grad_norm=settings.grad_clip,
+        shuffle_dataset=False,
+        dataloader_num_workers=0,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        log_completions=False,
+        seed=settings.seed,
+        **settings.trl_arguments,
+    )
+
+
+if __name__ == "__main__":
+    main()

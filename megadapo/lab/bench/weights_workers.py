@@ -1,0 +1,254 @@
+"""The processes of `megadapo bench weights`: ranks that only hold weights, and an engine."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megadapo.cluster.network import node_address
+from megadapo.weights.disk.gather import ProcessGroups, gather_weights
+from megadapo.weights.disk.load import import_weights
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.layout.shards import ShardPosition
+from megadapo.weights.sync.sender import WeightSender
+from megadapo.weights.sync.transports.parcels import Parcel
+from megadapo.weights.sync.transports.shared_memory import SharedMemoryInbox, SharedMemoryOutbox
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+DTYPE = torch.bfloat16
+KV_CACHE_BYTES = 1 << 28
+TIMEOUT_S = 600.0
+
+
+def start_ranks(model: Path, folder: Path, *, tp_size: int, pp_size: int) -> list[Any]:
+    """Trainer ranks with the weights of `model`, joined by Gloo."""
+    import ray
+
+    positions = replica_positions(open_layout(model), tp_size=tp_size, pp_size=pp_size)
+    actor: Any = ray.remote(num_cpus=0)(HoldingRank)
+    ranks = [actor.remote(model, position, rank) for rank, position in enumerate(positions)]
+    ray.get([rank.join.remote(folder / "meeting", len(ranks)) for rank in ranks])
+    return ranks
+
+
+class HoldingRank:
+    """One trainer rank without a model around its weights."""
+
+    def __init__(self, model: Path, position: ShardPosition, rank: int) -> None:
+        torch.set_num_threads(1)
+        self._layout, self._position, self._rank = open_layout(model), position, rank
+        self._params = {
+            shard.name: torch.empty(shard.shape, dtype=DTYPE)
+            for shard in self._layout.megatron_shards(position)
+        }
+        import_weights(model, self._params, self._layout, position)
+        self._sender = WeightSender(self._params, self._layout, position, rank)
+        self._outbox: SharedMemoryOutbox | None = None
+        self._gathering: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._next: tuple[str, torch.Tensor] | None = None
+
+    def join(self, meeting: Path, num_ranks: int) -> None:
+        """Form the tensor- and pipeline-parallel groups that gathering needs."""
+        dist.init_process_group("gloo", f"file://{meeting}", rank=self._rank, world_size=num_ranks)
+        at, tp, pp = self._position, self._position.tp_size, self._position.pp_size
+        tp_groups = [dist.new_group([s * tp + t for t in range(tp)]) for s in range(pp)]
+        pp_groups = [dist.new_group([s * tp + t for s in range(pp)]) for t in range(tp)]
+        self._groups = ProcessGroups(tp=tp_groups[at.pp_rank], pp=pp_groups[at.tp_rank])
+
+    def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._sender, method)(*args, **kwargs)
+
+    def gather_bucket(self, bucket_bytes: int) -> dict[str, Any]:
+        """Gather full tensors on all ranks until a bucket is full; rank 0 puts them into it.
+
+        Returns names, types and places of the tensors; none after the last.
+        """
+        if self._gathering is None:
+            self._gathering = gather_weights(
+                self._params, self._layout, self._position, self._groups
+            )
+            self._next = next(self._gathering)
+        tensors: list[tuple[str, list[int], int]] = []
+        used = 0
+        while self._next is not None and (
+            not tensors or used + self._next[1].nbytes <= bucket_bytes
+        ):
+            name, tensor = self._next
+            tensors.append((name, list(tensor.shape), used))
+            if self._rank == 0:
+                self._bucket(max(bucket_bytes, tensor.nbytes))[used : used + tensor.nbytes].copy_(
+                    tensor.view(-1).view(torch.uint8)
+                )
+            used += tensor.nbytes
+            self._next = next(self._gathering, None)
+        if not tensors:
+            self._gathering = None
+        offer = None if self._outbox is None else self._outbox.offer()
+        return {"tensors": tensors, "num_bytes": used, "offer": offer}
+
+    def _bucket(self, num_bytes: int) -> torch.Tensor:
+        if self._outbox is None or self._outbox.offer()["num_bytes"] < num_bytes:
+            if self._outbox is not None:
+                self._outbox.close()
+            self._outbox = SharedMemoryOutbox(num_bytes)
+        return self._outbox.bucket(0)
+
+    def reset_peak_memory(self) -> None:
+        """Forget the highest resident memory so far, and remember the present one."""
+        Path("/proc/self/clear_refs").write_text("5")
+        self._resident = _status_bytes("VmRSS")
+
+    def extra_memory(self) -> int:
+        """Highest resident memory since, beyond what was resident then."""
+        return max(0, _status_bytes("VmHWM") - self._resident)
+
+
+class GatheredLoad:
+    """What vLLM's worker is extended by, to load full tensors as baselines do."""
+
+    vllm_config: VllmConfig
+    model_runner: GPUModelRunner
+
+    def start_load(self) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self.model_runner.get_model())
+
+    def load(self, bucket: dict[str, Any]) -> None:
+        from vllm.config import set_current_vllm_config
+
+        offer = bucket["offer"]
+        parcel = Parcel(feeder=0, target=0, offset=0, num_bytes=offer["num_bytes"])
+        (data,) = SharedMemoryInbox([offer]).fetch(0, [parcel])
+        weights = []
+        for name, shape, offset in bucket["tensors"]:
+            num_bytes = torch.Size(shape).numel() * DTYPE.itemsize
+            # vLLM keeps what it is given until a layer is complete, longer than the bucket lasts.
+            tensor = data[offset : offset + num_bytes].clone()
+            weights.append((name, tensor.view(DTYPE).view(shape)))
+        model: Any = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            model.load_weights(weights)
+
+    def finish_load(self) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+
+
+class Engine:
+    """A vLLM engine that is only ever updated."""
+
+    def __init__(self, model: str, tensor_parallel: int) -> None:
+        os.environ |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        }
+        from vllm import LLM
+        from vllm.config import WeightTransferConfig
+
+        self._llm = LLM(
+            model,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=4,
+            kv_cache_memory_bytes=KV_CACHE_BYTES,
+            tensor_parallel_size=tensor_parallel,
+            distributed_executor_backend="mp" if tensor_parallel > 1 else "uni",
+            weight_transfer_config=WeightTransferConfig(backend="megadapo"),
+            worker_extension_cls=f"{__name__}.{GatheredLoad.__name__}",
+        )
+
+    def node(self) -> str:
+        """Address of the node."""
+        return node_address()
+
+    def call(self, method: str, *args: Any) -> None:
+        """Call a method of every vLLM worker."""
+        self._llm.collective_rpc(method, args=args)
+
+
+class Engines:
+    """One engine behind what `Publisher` asks of an engine group."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.policy_version = 0
+
+    def updatable(self) -> list[int]:
+        return [0]
+
+    def place(self, index: int) -> int:
+        return index
+
+    def gpus(self, index: int) -> tuple[str, ...]:
+        return ()
+
+    def call(self, method: str, arguments: Mapping[int, tuple[object, ...]]) -> dict[int, Any]:
+        if method == "node":
+            return {0: self.actor.node.remote()}
+        # as AsyncLLM calls it
+        name = {"init_weight_transfer": "init_weight_transfer_engine"}.get(method, method)
+        return {0: self.actor.call.remote(name, *arguments[0])}
+
+    def gather(
+        self,
+        refs: Mapping[int, Any],
+        *,
+        doing: str,
+        timeout_s: float,
+        limit: str = "",
+        forgive: bool = True,
+    ) -> dict[int, Any]:
+        import ray
+
+        return {index: ray.get(ref, timeout=TIMEOUT_S) for index, ref in refs.items()}
+
+    def finish_weight_update(
+        self, indices: Sequence[int], policy_version: int, *, timeout_s: float
+    ) -> None:
+        method = "finish_weight_update"
+        self.gather(self.call(method, {0: ()}), doing=method, timeout_s=timeout_s)
+
+
+def start_engine(model: Path, *, tensor_parallel: int) -> Engines:
+    """One vLLM engine with random weights."""
+    import ray
+
+    if not ray.is_initialized():
+        # without "local" Ray would join any cluster that this machine happens to be a node of
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+        )
+    actor: Any = ray.remote(num_cpus=0)(Engine).remote(str(model), tensor_parallel)
+    ray.get(actor.__ray_ready__.remote())
+    return Engines(actor)
+
+
+def _status_bytes(key: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    match = re.search(rf"^{key}:\s+(\d+) kB", status, re.MULTILINE)
+    assert match is not None, f"Linux says {key} of every process"
+    return 1024 * int(match[1])

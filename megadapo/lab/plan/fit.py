@@ -1,0 +1,157 @@
+"""What does not fit on a card, the keys to turn, and the longest sequence that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megadapo.config import RunConfig
+from megadapo.lab.plan.cards import GIB, Card
+from megadapo.lab.plan.engine import EngineBytes, engine_bytes
+from megadapo.lab.plan.phases import GpuKind, Models, gpu_kinds, itemsize_of, longest_sequence
+from megadapo.trainer.config import OffloadConfig, TrainerConfig
+
+STEP_TOKENS = 256
+"""The longest sequence is found to so many tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overflow:
+    """A phase that a card has no room for."""
+
+    kind: GpuKind
+    phase: str
+    total: int
+
+
+def overflows(kinds: list[GpuKind], card: Card) -> list[Overflow]:
+    """Every phase of every kind of GPU that needs more than the card has."""
+    return [
+        Overflow(kind=kind, phase=phase.name, total=phase.total)
+        for kind in kinds
+        for phase in kind.phases
+        if phase.total > card.memory_bytes
+    ]
+
+
+def problems(config: RunConfig, models: Models, card: Card) -> list[str]:
+    """What does not fit, with the keys to turn; empty if everything does."""
+    kinds = gpu_kinds(config, models, card)
+    found = []
+    for over in overflows(kinds, card):
+        missing = over.total - card.memory_bytes
+        found.append(
+            f"{over.kind.name}, {over.phase}: {over.total / GIB:.1f} GiB are "
+            f"{missing / GIB:.1f} GiB more than a {card.name} has; "
+            f"{_advice(config, models, card, over)}"
+        )
+    engine = _engine(config, models, card)
+    longest = longest_sequence(config)
+    if engine.cache_tokens < longest:
+        found.append(
+            f"engine, rollout: the KV cache holds {engine.cache_tokens:,} tokens, fewer than the "
+            f"{longest:,} of one longest sequence; raise rollout.gpu_memory_utilization or "
+            "rollout.tensor_parallel"
+        )
+    return found
+
+
+def largest_sequence(config: RunConfig, models: Models, card: Card) -> tuple[int, str]:
+    """The longest sequence, prompt included, that training and engines both have room for.
+
+    Returns:
+        Its tokens, 0 where none fits, and what bounds it.
+    """
+    cache = _engine(config, models, card).cache_tokens
+    bounds = {
+        "the KV cache of an engine": cache // STEP_TOKENS * STEP_TOKENS,
+        "max_position_embeddings of the model": models.policy.max_positions,
+    }
+    bound = min(bounds, key=lambda name: bounds[name])
+    low, high = 0, bounds[bound] // STEP_TOKENS
+    if _trains(config, models, card, high * STEP_TOKENS):
+        return bounds[bound], bound
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _trains(config, models, card, middle * STEP_TOKENS):
+            low = middle
+        else:
+            high = middle
+    return low * STEP_TOKENS, "the trainer's memory"
+
+
+def _engine(config: RunConfig, models: Models, card: Card) -> EngineBytes:
+    return engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
+
+
+def _trains(config: RunConfig, models: Models, card: Card, num_tokens: int) -> bool:
+    """Whether one sequence of so many tokens fits into a micro-batch by itself."""
+    response = max(1, num_tokens - config.data.max_prompt_tokens)
+    longer = config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update={"max_response_tokens": response}),
+            "trainer": config.trainer.model_copy(update={"tokens_per_micro_batch": num_tokens}),
+        }
+    )
+    return not any(
+        over.phase == "train" for over in overflows(gpu_kinds(longer, models, card), card)
+    )
+
+
+def _advice(config: RunConfig, models: Models, card: Card, over: Overflow) -> str:
+    remedies = _remedies(config) if over.phase == "train" else _departures(config)
+    for changes in remedies:
+        trainer = config.trainer.model_copy(update=changes)
+        other = config.model_copy(update={"trainer": trainer})
+        left = overflows(gpu_kinds(other, models, card), card)
+        if not any(one.phase == over.phase and one.kind.name == over.kind.name for one in left):
+            return "set " + ", ".join(_assignment(key, changes[key]) for key in changes)
+    if over.phase == "rollout":
+        others = over.total - int(config.rollout.gpu_memory_utilization * card.memory_bytes)
+        share = int(100 * (card.memory_bytes - others) / card.memory_bytes) / 100
+        if share > 0.0:
+            return f"lower rollout.gpu_memory_utilization to {share:.2f}"
+    return (
+        "share the model out more: raise trainer.tensor_parallel or trainer.pipeline_parallel, or "
+        "trainer.data_parallel, which shares the optimizer out"
+    )
+
+
+def _remedies(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Changes of the trainer that keep its ranks, those that cost least first."""
+    trainer, longest = config.trainer, longest_sequence(config)
+    changes: dict[str, Any] = {}
+    if trainer.tokens_per_micro_batch > longest:
+        changes["tokens_per_micro_batch"] = longest
+        yield dict(changes)
+    if trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
+        changes["sequence_parallel"] = True
+        yield dict(changes)
+    if trainer.recompute == "none":
+        yield changes | {"recompute": "selective", "recompute_modules": ("mlp",)}
+    if trainer.recompute != "full" or trainer.recompute_layers:
+        yield changes | {"recompute": "full", "recompute_layers": 0}
+
+
+def _departures(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """What may leave the GPUs between updates, and what it is that costs least."""
+    offload = config.trainer.offload
+    if config.cluster.placement == "separate":
+        return
+    for kind in ("gradients", "optimizer", "parameters"):
+        if getattr(offload, kind) == "none":
+            offload = offload.model_copy(update={kind: "cpu"})
+            yield {"offload": offload}
+
+
+def _assignment(key: str, value: object) -> str:
+    if isinstance(value, OffloadConfig):
+        return ", ".join(f'trainer.{key}.{kind} = "cpu"' for kind in value.changed())
+    assert key in TrainerConfig.model_fields
+    text = str(value).lower() if isinstance(value, bool) else value
+    if isinstance(value, str):
+        text = f'"{value}"'
+    if isinstance(value, tuple):
+        text = "[" + ", ".join(f'"{part}"' for part in value) + "]"
+    return f"trainer.{key} = {text}"

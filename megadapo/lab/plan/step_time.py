@@ -1,0 +1,148 @@
+"""How long a step would take: a roofline, with every share and length that it assumes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megadapo.config import RunConfig
+from megadapo.lab.plan.cards import Card
+from megadapo.lab.plan.engine import engine_bytes, mlp_width
+from megadapo.lab.plan.phases import itemsize_of
+from megadapo.models.description import ModelDescription
+from megadapo.trainer.config import TrainerConfig
+
+TRAIN_SHARE = 0.40
+"""Of a card's dense bf16 products that a trainer reaches over a step."""
+READ_SHARE = 0.70
+"""Of a card's memory bandwidth that an engine's step reaches."""
+LINK_SHARE = 0.70
+"""Of a link's bandwidth that a weight update reaches."""
+MEAN_SHARE = 0.25
+"""Mean response against the longest one allowed: about 5,000 of 20,480 tokens in published runs."""
+PROMPT_TOKENS = 200
+"""Of a mean prompt."""
+KEPT_SHARE = 0.35
+"""Of the groups asked for that have a signal, where only those are kept."""
+BACKWARD_PASSES = 2.0
+"""Work of a backward pass in forward passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSeconds:
+    """Seconds of a step's phases, without anything that waits for anything else."""
+
+    rollout: float
+    longest: float
+    """Of the rollout: one longest response, token after token; no number of engines shortens it."""
+    train: float
+    sync: float
+
+    @property
+    def total(self) -> float:
+        return max(self.rollout, self.longest) + self.train + self.sync
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateTraffic:
+    """Bytes that a weight update puts on its busiest links."""
+
+    inside: int
+    """Most that one trainer rank hands to engine ranks of its node."""
+    between: float
+    """What one GPU's network card brings into its node, on average."""
+
+
+def step_seconds(
+    config: RunConfig, model: ModelDescription, card: Card, traffic: UpdateTraffic
+) -> StepSeconds:
+    """By bandwidth where weights and cache are read, by products where the trainer computes."""
+    sync = traffic.inside / card.link_bandwidth + traffic.between / card.network_bandwidth
+    rollout, longest = _rollout_seconds(config, model, card)
+    return StepSeconds(
+        rollout=rollout,
+        longest=longest,
+        train=_train_seconds(config, model, card),
+        sync=sync / LINK_SHARE,
+    )
+
+
+def mean_response(config: RunConfig) -> float:
+    """Tokens of a mean response."""
+    return MEAN_SHARE * config.rollout.max_response_tokens
+
+
+def mean_context(config: RunConfig) -> float:
+    """Tokens of a mean response and its prompt while it is written, on average."""
+    return PROMPT_TOKENS + mean_response(config) / 2
+
+
+def _rollout_seconds(config: RunConfig, model: ModelDescription, card: Card) -> tuple[float, float]:
+    rollout, sampling = config.rollout, config.sampling
+    itemsize = itemsize_of(config)
+    engine = engine_bytes(model, rollout, card, itemsize=itemsize)
+    kept = KEPT_SHARE if sampling.selection == "signal" else 1.0
+    num_responses = sampling.prompts_per_step * sampling.responses_per_prompt / kept
+    per_engine = num_responses / rollout.num_engines
+    mean = mean_response(config)
+    context = mean_context(config)
+    at_once = max(1.0, min(rollout.max_num_seqs, per_engine, engine.cache_tokens / context))
+    bandwidth = READ_SHARE * card.memory_bandwidth
+    read = (engine.weights + at_once * context * engine.token) / bandwidth
+    flops = _forward_flops(model, 2 * context) / rollout.ranks_per_engine * at_once
+    products = flops / (TRAIN_SHARE * card.flops)
+    # each token passes through the stages of an engine one after the other
+    alone = engine.weights / bandwidth * rollout.pipeline_parallel
+    return (
+        per_engine * mean / at_once * max(read, products),
+        rollout.max_response_tokens * alone,
+    )
+
+
+def _train_seconds(config: RunConfig, model: ModelDescription, card: Card) -> float:
+    trainer, sampling = config.trainer, config.sampling
+    num_sequences = sampling.prompts_per_step * sampling.responses_per_prompt
+    length = PROMPT_TOKENS + mean_response(config)
+    layer, mlp = _layer_flops(model, length)
+    forward = _forward_flops(model, length)
+    again = model.shape.num_layers * _recomputed(trainer, model, layer=layer, mlp=mlp)
+    # old log-probs, the update's forward pass, and its way back
+    flops = num_sequences * length * ((2 + BACKWARD_PASSES) * forward + again)
+    seconds = flops / (trainer.num_ranks * TRAIN_SHARE * card.flops)
+    return seconds / (1.0 - _bubble(config, length))
+
+
+def _forward_flops(model: ModelDescription, length: float) -> float:
+    """Of one token of a sequence of `length` tokens, on average over it."""
+    layer, _ = _layer_flops(model, length)
+    return model.shape.num_layers * layer + 2.0 * model.shape.hidden_size * model.shape.vocab_size
+
+
+def _layer_flops(model: ModelDescription, length: float) -> tuple[float, float]:
+    """Of one token in one layer's forward pass: of all of it, and of its MLP."""
+    shape = model.shape
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    mlp = 6.0 * shape.hidden_size * mlp_width(model)
+    projections = 2.0 * shape.hidden_size * (2 * query + 2 * key)
+    # a token looks at half of its sequence on average: scores and their sum
+    return projections + 4.0 * query * length / 2 + mlp, mlp
+
+
+def _recomputed(
+    trainer: TrainerConfig, model: ModelDescription, *, layer: float, mlp: float
+) -> float:
+    if trainer.recompute == "none":
+        return 0.0
+    if trainer.recompute == "selective":
+        return mlp if "mlp" in trainer.recompute_modules else 0.0
+    per_stage = model.shape.num_layers / trainer.pipeline_parallel / trainer.virtual_pipeline
+    chosen = trainer.recompute_layers or per_stage
+    return layer * min(1.0, chosen / per_stage)
+
+
+def _bubble(config: RunConfig, length: float) -> float:
+    """Part of an update that a stage waits for others to fill and drain the pipeline."""
+    trainer = config.trainer
+    waiting = (trainer.pipeline_parallel - 1) / trainer.virtual_pipeline
+    sequences = config.algorithm.responses_per_mini_batch / trainer.data_parallel
+    num_micro_batches = max(1.0, sequences * length / trainer.tokens_per_micro_batch)
+    return waiting / (num_micro_batches + waiting)

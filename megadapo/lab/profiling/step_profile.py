@@ -1,0 +1,213 @@
+"""One training step under torch's profiler: the real ranks of a recipe on a batch of its size."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megadapo.data.batch import PackedBatch, Sample, pack_samples
+from megadapo.data.routed_experts import number_type
+from megadapo.lab.profiling.bytes_moved import bytes_moved
+from megadapo.lab.profiling.time_table import (
+    KernelTime,
+    Roofline,
+    measure_roofline,
+    phase_table,
+    profile_table,
+)
+
+if TYPE_CHECKING:
+    from megadapo.config import RunConfig
+    from megadapo.models.description import ModelDescription
+    from megadapo.trainer.rank import TrainerRank
+    from megadapo.trainer.trainer import Trainer
+
+_MAX_MEMORY_EVENTS = 1_000_000
+"""Allocations and releases that a snapshot holds; the oldest are dropped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """What one rank did in the profiled updates: one of a last stage, which has the head too."""
+
+    rank: int
+    num_tokens: int
+    """Of one update, prompts included, over all ranks."""
+    seconds_per_update: float
+    """Without the profiler."""
+    phases: dict[str, float]
+    """Milliseconds of each part of an update and of its layers, and of the head's passes, under
+    the profiler and on the host's clock: on CUDA a part is charged for what it waits for."""
+    roofline: Roofline
+    rows: list[KernelTime]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """What is profiled: all that happens to one mini-batch of random tokens."""
+
+    config: RunConfig
+    num_sequences: int
+    """Responses of the mini-batch."""
+    num_steps: int
+    memory: Path | None = None
+    """Folder for a snapshot of each rank's CUDA memory."""
+    nvtx: bool = False
+    """Whether Nsight Systems is watching, so that the profiled updates are for it alone."""
+
+
+def profile_training_step(trainer: Trainer, updates: Updates) -> StepProfile | None:
+    """Profile updates of a running trainer: old log-probs, gradients and optimizer.
+
+    Returns:
+        What the profiled rank did; None with `updates.nvtx`.
+    """
+    answers: list[StepProfile | None] = trainer.call_all("apply", _profile_updates, updates)
+    return next((answer for answer in answers if answer is not None), None)
+
+
+@contextmanager
+def trainer_alone(config: RunConfig) -> Iterator[Trainer]:
+    """The trainer of a recipe without engines."""
+    from megadapo.cluster.cluster import Cluster
+    from megadapo.run.processes import trainer_settings
+    from megadapo.trainer.trainer import Trainer
+
+    cluster = Cluster.start(
+        config.cluster,
+        num_trainer_ranks=config.trainer.num_ranks,
+        num_engines=0,
+        engine_ranks=1,
+    )
+    try:
+        with tempfile.TemporaryDirectory() as logs:
+            trainer = Trainer.start(trainer_settings(config), cluster, log_folder=Path(logs))
+            try:
+                yield trainer
+            finally:
+                trainer.shutdown()
+    finally:
+        cluster.shutdown()
+
+
+def random_batch(config: RunConfig, num_sequences: int, *, vocab_size: int) -> PackedBatch:
+    """One mini-batch of random tokens: responses between a quarter and all of the longest."""
+    rng = np.random.default_rng(config.run.seed)
+    longest = config.rollout.max_response_tokens
+    lengths = rng.integers(max(1, longest // 4), longest + 1, num_sequences)
+    prompt_length = max(1, config.data.max_prompt_tokens // 2)
+    samples = [
+        Sample(
+            prompt_ids=tuple(rng.integers(0, vocab_size, prompt_length).tolist()),
+            response_ids=rng.integers(0, vocab_size, length).astype(np.int32),
+            logprobs_rollout=np.full(length, -np.log(vocab_size), dtype=np.float32),
+            finish_reason="stop",
+            policy_versions=np.zeros(length, dtype=np.int32),
+            text="",
+        )
+        for length in lengths
+    ]
+    num_tokens = int(lengths.sum())
+    return pack_samples(
+        samples,
+        advantages=rng.normal(size=num_sequences),
+        loss_weights=np.full(num_sequences, 1.0 / num_tokens),
+        mini_batch_size=num_sequences,
+    )
+
+
+def _spread_experts(batch: PackedBatch, model: ModelDescription) -> tuple[np.ndarray, ...]:
+    """Each token's experts behind those of the token before, so that all get as much."""
+    assert model.routing is not None, "checked with the configuration"
+    per_token, num_experts = model.routing.experts_per_token, model.shape.num_experts
+    numbers = np.arange(len(batch.tokens) * per_token).reshape(-1, 1, per_token) % num_experts
+    experts = np.repeat(numbers.astype(number_type(num_experts)), model.shape.num_layers, axis=1)
+    return tuple(np.split(experts, batch.cu_seqlens[1:-1]))
+
+
+def _profile_updates(rank: TrainerRank, updates: Updates) -> StepProfile | None:
+    """Runs on every rank, as updates are collective; the profiled one returns what it saw."""
+    import torch
+
+    from megadapo.trainer.model.layer_ranges import layer_ranges
+    from megadapo.trainer.update.update import update_rank
+
+    config, num_steps = updates.config, updates.num_steps
+    batch = random_batch(config, updates.num_sequences, vocab_size=rank.layout.shape.vocab_size)
+    if config.trainer.router_replay:
+        batch = replace(batch, experts=_spread_experts(batch, rank.model))
+
+    def update() -> float:
+        started = time.perf_counter()
+        update_rank(rank, batch, policy_version=0, step=1)
+        if rank.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    update()  # compiles kernels and allocates
+    if updates.memory is not None:
+        with memory_history(updates.memory / f"rank-{torch.distributed.get_rank()}.pickle"):
+            update()
+    if updates.nvtx:
+        with layer_ranges(rank.chunks), nsight_ranges():
+            for _ in range(num_steps):
+                update()
+        return None
+    seconds = min(update() for _ in range(num_steps))
+    if not (rank.has_results and rank.data_parallel_rank == 0):
+        for _ in range(1 + num_steps):
+            update()
+        return None
+    roofline = measure_roofline(rank.device, rank.config.params_dtype)
+    with bytes_moved() as moved:
+        update()
+    with (
+        layer_ranges(rank.chunks),
+        torch.profiler.profile(with_flops=True, record_shapes=True) as profile,
+    ):
+        for _ in range(num_steps):
+            update()
+    num_bytes = {name: count * num_steps for name, count in moved.items()}
+    return StepProfile(
+        rank=torch.distributed.get_rank(),
+        num_tokens=len(batch.tokens),
+        seconds_per_update=seconds,
+        phases={name: ms / num_steps for name, ms in phase_table(profile, "megadapo::").items()},
+        roofline=roofline,
+        rows=profile_table(profile, roofline, num_bytes),
+    )
+
+
+@contextmanager
+def memory_history(file: Path) -> Iterator[None]:
+    """Write what CUDA's allocator did within, each step of it with its Python stack.
+
+    The file is torch's own, a pickle that https://pytorch.org/memory_viz opens in the browser: its
+    timeline shows the peak and what lay in it.
+    """
+    import torch
+
+    torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
+    try:
+        yield
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(file))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@contextmanager
+def nsight_ranges() -> Iterator[None]:
+    """Let `nsys profile --capture-range=cudaProfilerApi` record what runs within, with its ranges
+    and operators as NVTX ranges."""
+    import torch
+
+    with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
+        yield

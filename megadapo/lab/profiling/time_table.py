@@ -1,0 +1,175 @@
+"""Where a profiled call's time went: one row per kernel, held against the machine's roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megadapo.lab.plan.cards import card_of
+
+if TYPE_CHECKING:
+    import torch
+
+_LARGE_PRODUCT = {"cuda": 8192, "cpu": 1024}
+_LARGE_COPY = {"cuda": 2**28, "cpu": 2**27}
+"""Bytes; larger than any cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """What this machine reached on a large product and a large copy, measured in this process."""
+
+    tflops: float
+    gb_per_s: float
+    sheet_tflops: float | None = None
+    """Of bf16 products by the GPU's data sheet; None for other types and where it is not known."""
+    sheet_gb_per_s: float | None = None
+    """Of memory by the GPU's data sheet; None on a CPU and where it is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTime:
+    """One kernel or operator of a profiled call."""
+
+    name: str
+    calls: int
+    total_ms: float
+    share: float | None
+    """Of all kernels' time; None for the operator that launched a kernel listed by itself."""
+    tflops: float | None
+    """Where the profiler knows the operator's flops, as for matrix products."""
+    gb_per_s: float | None
+    """Where the bytes are known: those of torch's operators and of our own kernels."""
+    roofline_share: float | None
+    """The larger of its shares of the two; above 1 where data stays in a cache."""
+
+
+def measure_roofline(
+    device: torch.device, dtype: torch.dtype, *, size: int = 0, repeats: int = 5
+) -> Roofline:
+    """Multiply and copy large tensors; the best of a few repeats. `size` 0 chooses by device."""
+    import torch
+
+    from megadapo.lab.bench.measure import time_once
+
+    size = size or _LARGE_PRODUCT[device.type]
+    a = torch.randn(size, size, device=device).to(dtype)
+    b = torch.randn(size, size, device=device).to(dtype)
+    source = torch.zeros(_LARGE_COPY[device.type] // 4, device=device)
+    copy = torch.empty_like(source)
+    product_ms = min(time_once(lambda: torch.mm(a, b), device) for _ in range(repeats + 1))
+    copy_ms = min(time_once(lambda: copy.copy_(source), device) for _ in range(repeats + 1))
+    card = card_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return Roofline(
+        tflops=2e-9 * size**3 / product_ms,
+        gb_per_s=2e-6 * source.numel() * source.element_size() / copy_ms,
+        sheet_tflops=card.flops * 1e-12 if card and dtype == torch.bfloat16 else None,
+        sheet_gb_per_s=card.memory_bandwidth * 1e-9 if card else None,
+    )
+
+
+def profile_table(
+    profile: torch.profiler.profile,
+    roofline: Roofline,
+    bytes_moved: Mapping[str, int] | None = None,
+) -> list[KernelTime]:
+    """Sum a finished profile (made with `with_flops=True`) by name, slowest first.
+
+    On the CPU the rows are operators and our own C passes. On CUDA they are kernels, followed by
+    the operators that launched products, whose flops are known.
+
+    Args:
+        bytes_moved: Bytes of each operator over all profiled calls.
+    """
+    from torch.autograd import DeviceType
+
+    events = profile.key_averages()
+    on_cuda = [event for event in events if event.device_type == DeviceType.CUDA]
+    # what a record_function spans on the device is in its kernels already
+    kernels = [event for event in on_cuda if not event.is_user_annotation]
+    operators = [event for event in events if event.device_type == DeviceType.CPU]
+    if kernels:
+        products = [event for event in operators if event.flops]
+        times = [(event, event.self_device_time_total, True) for event in kernels]
+        times += [(event, event.self_device_time_total, False) for event in products]
+    else:
+        times = [(event, event.self_cpu_time_total, True) for event in operators]
+    total = sum(spent for _, spent, is_counted in times if is_counted) or 1.0
+    moved = bytes_moved or {}
+    return [
+        _row(event, spent, spent / total if is_counted else None, roofline, moved.get(event.key))
+        for event, spent, is_counted in sorted(times, key=lambda row: (not row[2], -row[1]))
+        if spent > 0
+    ]
+
+
+def phase_table(profile: torch.profiler.profile, prefix: str) -> dict[str, float]:
+    """Milliseconds from begin to end of every `record_function` whose name has the prefix."""
+    spans = [event for event in profile.key_averages() if event.key.startswith(prefix)]
+    return {
+        event.key.removeprefix(prefix): event.cpu_time_total * 1e-3
+        for event in sorted(spans, key=lambda event: -event.cpu_time_total)
+        if event.cpu_time_total > 0
+    }
+
+
+def _row(
+    event: torch.autograd.profiler_util.FunctionEventAvg,
+    microseconds: float,
+    share: float | None,
+    roofline: Roofline,
+    num_bytes: int | None,
+) -> KernelTime:
+    tflops = event.flops / microseconds * 1e-6 if event.flops else None
+    gb_per_s = num_bytes / microseconds * 1e-3 if num_bytes else None
+    shares = [
+        rate / limit
+        for rate, limit in ((tflops, roofline.tflops), (gb_per_s, roofline.gb_per_s))
+        if rate is not None
+    ]
+    assert event.key is not None, "averages are taken by key"
+    return KernelTime(
+        name=event.key,
+        calls=event.count,
+        total_ms=microseconds * 1e-3,
+        share=share,
+        tflops=tflops,
+        gb_per_s=gb_per_s,
+        roofline_share=max(shares, default=None),
+    )
+
+
+def format_profile(rows: Sequence[KernelTime], roofline: Roofline, *, limit: int = 25) -> str:
+    """The slowest kernels as text, below the roofline they are held against."""
+    tflops = _held_against(f"{roofline.tflops:.2f}", roofline.sheet_tflops)
+    gb_per_s = _held_against(f"{roofline.gb_per_s:.1f}", roofline.sheet_gb_per_s)
+    lines = [
+        f"roofline measured here: {tflops} TFLOP/s, {gb_per_s} GB/s",
+        f"{'kernel':44}{'calls':>7}{'ms':>10}{'share':>8}{'TFLOP/s':>9}{'GB/s':>8}{'of roof':>9}",
+    ]
+    for row in rows[:limit]:
+        cells = (
+            (row.share, "8.1%"),
+            (row.tflops, "9.3f"),
+            (row.gb_per_s, "8.1f"),
+            (row.roofline_share, "9.0%"),
+        )
+        texts = [
+            format(value, spec) if value is not None else "-".rjust(int(spec.split(".")[0]))
+            for value, spec in cells
+        ]
+        lines.append(f"{row.name[:43]:44}{row.calls:7}{row.total_ms:10.2f}{''.join(texts)}")
+    left = sum(row.total_ms for row in rows[limit:] if row.share is not None)
+    return "\n".join([*lines, f"{'everything else':51}{left:10.2f}"] if left else lines)
+
+
+def _held_against(measured: str, sheet: float | None) -> str:
+    return measured if sheet is None else f"{measured} of the data sheet's {sheet:.0f}"
+
+
+def write_trace(profile: torch.profiler.profile, path: Path) -> None:
+    """Save the profile for a trace viewer."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profile.export_chrome_trace(str(path))

@@ -1,0 +1,219 @@
+"""The ways to fill a batch that are compared: every mode of ours, and the rivals' rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from itertools import count
+from typing import ParamSpec, Protocol, TypeVar
+
+import numpy as np
+
+from megadapo.data.prompts import Prompt, PromptStream, render
+from megadapo.lab.simulate.engines import Dealing, VirtualEngines
+from megadapo.lab.simulate.task import Task, TaskTokenizer, TaskVerifier
+from megadapo.rollout.config import SamplingConfig
+from megadapo.rollout.requests import GroupRequest, SamplingSettings, response_seeds
+from megadapo.rollout.sampling.sampler import Sampler
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainedGroup:
+    """A group of a batch, as far as time, lengths and staleness go."""
+
+    order: int
+    policy_versions: tuple[np.ndarray, ...]
+    """Of the tokens of each response."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(versions) for versions in self.policy_versions)
+
+
+class FillsBatches(Protocol):
+    """One policy at work."""
+
+    def next_batch(self) -> Sequence[TrainedGroup]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A way to fill a batch."""
+
+    name: str
+    description: str
+    sampling: SamplingConfig
+    start: Callable[[SamplingConfig, VirtualEngines, Task], FillsBatches]
+    dealing: Dealing = "least_loaded"
+    versions_behind: int = 0
+    """Publications between the engines' weights and those that a batch is trained on."""
+    warm_up_epochs: int = 0
+    """Times that all prompts have been asked before the steps that count."""
+
+
+def all_policies(sampling: SamplingConfig) -> list[Policy]:
+    """Return the policies for a batch of this size, the rivals' first; `sampling` is the run's own.
+
+    With `sampling.rest_after`, our modes come with the difficulty memory and without it.
+    """
+    size = sampling.prompts_per_step
+    plain = sampling.model_copy(
+        update={
+            "mode": "sync",
+            "max_staleness": 0,
+            "reserve_limit": None,
+            "prompts_per_round": None,
+            "rest_after": None,
+            "longest_first": False,
+            "on_shortfall": "train",
+        }
+    )
+    rounds = [
+        Policy(
+            name=f"rounds-{times}x",
+            description=f"batch-and-filter, rounds of {times * size} prompts{note}",
+            sampling=plain.model_copy(
+                update={
+                    "mode": "rounds",
+                    "prompts_per_round": times * size,
+                    "max_asked_per_prompt": max(sampling.max_asked_per_prompt, 10.0 * times),
+                }
+            ),
+            start=OurSampler,
+            dealing="in_turn",
+        )
+        for times, note in ((1, ""), (3, " (verl's script)"))
+    ]
+    first = Policy(
+        name="first-finished",
+        description=f"whichever finish first of {2 * size} prompts at a time (slime)",
+        sampling=plain,
+        start=FirstFinished,
+    )
+    return [*rounds, first, *_ours(plain), *_with_memory(plain, sampling)]
+
+
+def _ours(plain: SamplingConfig) -> list[Policy]:
+    def mode(name: str, description: str, **update: object) -> Policy:
+        return Policy(
+            name=name,
+            description=description,
+            sampling=plain.model_copy(update=update),
+            start=OurSampler,
+            versions_behind=int(update.get("mode") == "one_step_off"),
+        )
+
+    return [
+        mode("sync", "asking order, strictly on-policy"),
+        mode("sync-reserve", "asking order, surplus groups used a step later", max_staleness=1),
+        mode(
+            "one-step-off",
+            "as sync, a step ahead of the trainer",
+            mode="one_step_off",
+            max_staleness=1,
+        ),
+        mode(
+            "partial", "unfinished answers go on, one step behind", mode="partial", max_staleness=1
+        ),
+        mode("partial-2", "the same, two steps behind", mode="partial", max_staleness=2),
+    ]
+
+
+def _with_memory(plain: SamplingConfig, sampling: SamplingConfig) -> Iterator[Policy]:
+    if sampling.rest_after is None:
+        return
+    rests = {"rest_after": sampling.rest_after, "rest_epochs": sampling.rest_epochs}
+    for policy in _ours(plain.model_copy(update=rests)):
+        if policy.name in ("sync", "partial"):
+            yield Policy(
+                name=f"{policy.name}-memory",
+                description=f"{policy.description}; solved prompts rest",
+                sampling=policy.sampling,
+                start=OurSampler,
+                warm_up_epochs=sampling.rest_after,
+            )
+
+
+class OurSampler:
+    """The product's own sampler."""
+
+    def __init__(self, config: SamplingConfig, engines: VirtualEngines, task: Task) -> None:
+        self._sampler = Sampler(
+            engines,
+            PromptStream(task.prompts, task.settings.seed),
+            TaskVerifier(),
+            config,
+            settings=_sampling_settings(task),
+            tokenizer=TaskTokenizer(task.settings.prompt_tokens).as_tokenizer,
+            seed=task.settings.seed,
+            scoring=ImmediateExecutor,
+        )
+
+    def next_batch(self) -> list[TrainedGroup]:
+        return [
+            TrainedGroup(group.order, tuple(sample.policy_versions for sample in group.samples))
+            for group in self._sampler.next_batch().groups
+        ]
+
+
+class FirstFinished:
+    """Asks for twice the batch, again whenever too few are left, and keeps who comes first.
+
+    What is still generated when the batch is full is stopped and thrown away.
+    """
+
+    def __init__(self, config: SamplingConfig, engines: VirtualEngines, task: Task) -> None:
+        self._config = config
+        self._engines = engines
+        self._task = task
+        self._prompts = PromptStream(task.prompts, task.settings.seed)
+        self._tokenizer = TaskTokenizer(task.settings.prompt_tokens).as_tokenizer
+        self._orders = count()
+
+    def next_batch(self) -> list[TrainedGroup]:
+        needed = self._config.prompts_per_step
+        kept: list[TrainedGroup] = []
+        while len(kept) < needed:
+            if len(kept) + self._engines.num_in_flight < needed:
+                self._engines.submit([self._request() for _ in range(2 * needed)])
+            for response in self._engines.finished():
+                if self._engines.asked[response.key].has_signal:
+                    versions = tuple(one.policy_versions for one in response.responses)
+                    kept.append(TrainedGroup(response.key, versions))
+        self._engines.stop(keep=False)
+        return kept[:needed]
+
+    def _request(self) -> GroupRequest:
+        order = next(self._orders)
+        prompt = self._prompts.at(order)
+        return GroupRequest(
+            key=order,
+            prompt_ids=tuple(render(prompt, self._tokenizer)),
+            seeds=_seeds(self._task, order, prompt),
+            settings=_sampling_settings(self._task),
+            priority=order,
+        )
+
+
+class ImmediateExecutor(Executor):
+    """Scoring takes no time on the virtual clock."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def _seeds(task: Task, order: int, prompt: Prompt) -> tuple[int, ...]:
+    """The sampler's own, so that all policies see the same answers."""
+    return response_seeds(
+        task.settings.num_responses, task.settings.seed, "train", order, prompt.id
+    )
+
+
+def _sampling_settings(task: Task) -> SamplingSettings:
+    return SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=task.settings.max_tokens)

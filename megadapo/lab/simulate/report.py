@@ -1,0 +1,160 @@
+"""A simulation as a table, a picture, and JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megadapo.errors import DataError
+from megadapo.lab.simulate.engines import EngineSettings
+from megadapo.lab.simulate.fit import RunFit
+from megadapo.lab.simulate.lengths import LogNormalLengths
+from megadapo.lab.simulate.simulation import PolicyResult
+from megadapo.lab.simulate.task import TaskSettings
+from megadapo.observe.plot import COLOURS, STYLE, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.table import Table
+
+BASELINE = "rounds-3x"
+"""The policy that times are also shown as multiples of."""
+CAPTION = (
+    f"seconds until a batch is full +- standard error, x: of {BASELINE}'s; gen.: tokens generated "
+    "per token trained; used: of the tokens of groups with a signal; bias: of their mean length; "
+    "staleness: mean/largest, in weight publications; slots: in use"
+)
+
+
+def results_table(results: Sequence[PolicyResult], title: str) -> Table:
+    """Return one line a policy."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=CAPTION,
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    table.add_column("policy", no_wrap=True)
+    for name in ("seconds", "+-", "x", "gen.", "used", "bias", "staleness", "slots"):
+        table.add_column(name, justify="right", no_wrap=True)
+    baseline = _baseline(results)
+    for one in results:
+        table.add_row(
+            one.name,
+            f"{one.seconds_per_batch:,.1f}",
+            "" if one.seconds_error is None else f"{one.seconds_error / one.seconds_per_batch:.0%}",
+            f"{one.seconds_per_batch / baseline:.2f}",
+            f"{one.generated_per_trained:.2f}",
+            f"{one.kept_tokens_trained:.0%}",
+            f"{one.length_bias:+.1%}",
+            f"{one.staleness_mean:.2f}/{one.staleness_max}",
+            f"{one.slot_use:.0%}",
+        )
+    return table
+
+
+def fit_table(fit: RunFit) -> Table:
+    """Return measured and predicted rollout times, one line a step."""
+    from rich.table import Table
+
+    fitted, rest = fit.num_fitted, len(fit.steps) - fit.num_fitted
+    table = Table(
+        title=f"rollout: speed fitted to {fitted} steps, {rest} predicted", title_justify="left"
+    )
+    for name in ("step", "measured s", "predicted s", "ratio", ""):
+        table.add_column(name, justify="right")
+    for place, step in enumerate(fit.steps):
+        measured, predicted = fit.measured[place], fit.predicted[place]
+        table.add_row(
+            str(step),
+            f"{measured:.2f}",
+            f"{predicted:.2f}",
+            f"{predicted / measured:.2f}",
+            "fitted" if place < fitted else "predicted",
+        )
+    return table
+
+
+def write_json(
+    results: Sequence[PolicyResult], engines: EngineSettings, task: TaskSettings, path: Path
+) -> None:
+    """Write what was simulated and, under "policies", one object a policy.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    document = {
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {name: metadata.version(name) for name in ("megadapo", "numpy")},
+        "engines": asdict(engines),
+        "task": _described(task),
+        "policies": [asdict(one) for one in results],
+    }
+    try:
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def draw(results: Sequence[PolicyResult], title: str, output: Path) -> None:
+    """Draw the policies beside each other into a PNG.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(14, 1.8 + 0.7 * len(results)), layout="constrained")
+        panels = list(figure.subplots(2, 2, sharey=True).flat)
+        for panel, (name, value, label) in zip(panels, _PANELS, strict=True):
+            _bars(panel, results, name, value, label)
+        figure.suptitle(title, fontsize=13)
+        save(figure, output)
+
+
+def _bars(
+    axes: Axes,
+    results: Sequence[PolicyResult],
+    name: str,
+    value: Callable[[PolicyResult], float],
+    label: str,
+) -> None:
+    values = [value(one) for one in results]
+    bars = axes.barh([one.name for one in results], values, color=COLOURS[0])
+    axes.bar_label(bars, labels=[label.format(number) for number in values], padding=3, fontsize=8)
+    axes.margins(x=0.15)
+    axes.set_title(name)
+    if not axes.yaxis_inverted():
+        axes.invert_yaxis()
+
+
+_PANELS: tuple[tuple[str, Callable[[PolicyResult], float], str], ...] = (
+    ("Seconds to a full batch", lambda one: one.seconds_per_batch, "{:,.0f}"),
+    ("Tokens generated per token trained", lambda one: one.generated_per_trained, "{:.2f}"),
+    ("Length bias (%)", lambda one: 100.0 * one.length_bias, "{:+.1f}"),
+    ("Staleness, mean (weight publications)", lambda one: one.staleness_mean, "{:.2f}"),
+)
+
+
+def _baseline(results: Sequence[PolicyResult]) -> float:
+    return next(one.seconds_per_batch for one in results if one.name == BASELINE)
+
+
+def _described(task: TaskSettings) -> dict[str, Any]:
+    """The task as JSON values; measured lengths are named, not listed."""
+    lengths = asdict(task.lengths) if isinstance(task.lengths, LogNormalLengths) else "measured"
+    fields = {name: value for name, value in vars(task).items() if name != "lengths"}
+    return {**fields, "lengths": lengths}

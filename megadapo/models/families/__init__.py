@@ -1,0 +1,1 @@
+"""One table of weights per model family."""

@@ -1,0 +1,1 @@
+"""The metrics of a step: names, records, writers."""

@@ -1,0 +1,216 @@
+"""What a run measured: `metrics.jsonl` (one object a step), `evaluations.jsonl`, other writers.
+
+A line is on the disk before `record` returns. A kill can tear at most the last line, which is
+dropped on the next open; `rewind` drops the steps after the one a run resumes from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megadapo.errors import DataError
+from megadapo.observe.config import WriterName
+from megadapo.observe.files import append_line, replace_text
+from megadapo.observe.metrics.names import METRIC_NAMES, OWN_AREAS
+from megadapo.observe.metrics.writers import MetricWriter, open_writer
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+
+MetricRecord = dict[str, int | float | None]
+
+# JSON has no such numbers, and null would hide that a loss was not finite.
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord:
+    """One held-out evaluation."""
+
+    step: int
+    """Last finished rollout step; 0 is before training."""
+    policy_version: int
+    accuracy: float
+    """Mean over problems of the share of right samples (avg@k)."""
+    standard_error: float
+    """Standard error of the accuracy over problems."""
+    num_problems: int
+    samples_per_problem: int
+    response_length: float
+    """Mean response length in tokens."""
+
+
+class MetricsLog:
+    """Appends to a run folder's metrics. Use as a context manager, or `close` at the end."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        writers: Sequence[WriterName] = (),
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Open the files of a folder, made if need be.
+
+        Args:
+            writers: where steps go besides the files, once `open_writers` was called.
+            config: of the run, as JSON values, for writers that show it.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._steps = folder / METRICS_FILE
+        self._evaluations = folder / EVALUATIONS_FILE
+        self._writer_names = writers
+        self._config = {} if config is None else config
+        self._writers: list[MetricWriter] = []
+        self._purge_step: int | None = None
+        for path in (self._steps, self._evaluations):
+            _rewrite(path, lambda entry: True)
+        records = read_metrics(folder)
+        last_step = records[-1]["step"] if records else -1
+        assert last_step is not None, "every record has its step"
+        self._last_step = int(last_step)
+
+    def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
+        """Write one step's object with every metric name, null where it is not given, and the
+        run's own names.
+
+        Raises:
+            InfraError: the disk is full or refuses; nothing of it is written.
+        """
+        own = [name for name in values if name not in METRIC_NAMES]
+        unknown = [name for name in own if not name.startswith(OWN_AREAS)]
+        assert not unknown, f"not in METRIC_NAMES: {unknown}"
+        names = (*METRIC_NAMES, *own)
+        record: MetricRecord = {name: _number(values.get(name)) for name in names}
+        step = record["step"]
+        assert isinstance(step, int), "a record needs its step"
+        assert step > self._last_step, f"step {step} after step {self._last_step}"
+        append_line(self._steps, _line(record))
+        self._last_step = step
+        for writer in self._writers:
+            writer.write(record, step)
+        return record
+
+    def record_evaluation(self, evaluation: EvaluationRecord) -> None:
+        """Write one evaluation; one of the same step, from before a resume, is replaced."""
+        _rewrite(self._evaluations, lambda entry: entry["step"] != evaluation.step)
+        entry = {k: _number(v) for k, v in asdict(evaluation).items()}
+        append_line(self._evaluations, _line(entry))
+
+    def rewind(self, step: int) -> None:
+        """Drop everything recorded after `step`, as a run that resumes there will redo it."""
+        for path in (self._steps, self._evaluations):
+            _rewrite(path, lambda entry: entry["step"] <= step)
+        self.close()
+        self._purge_step = step + 1
+        self._last_step = min(self._last_step, step)
+
+    def open_writers(self) -> None:
+        """Start to pass steps on, behind a `rewind` where there is one.
+
+        Raises:
+            ConfigError: a writer cannot be used.
+        """
+        for name in self._writer_names:
+            writer = open_writer(name, self._folder, self._config, self._purge_step)
+            self._writers.append(writer)
+
+    def close(self) -> None:
+        """Close the writers; the JSON lines are always complete."""
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(folder: Path) -> list[MetricRecord]:
+    """Read the steps of a run, oldest first; an unfinished last line is left out."""
+    return _read(folder / METRICS_FILE)
+
+
+def read_evaluations(folder: Path) -> list[EvaluationRecord]:
+    """Read the evaluations of a run, oldest first; an unfinished last line is left out."""
+    path = folder / EVALUATIONS_FILE
+    try:
+        return [EvaluationRecord(**entry) for entry in _read(path)]
+    except TypeError as error:
+        raise DataError(f"{path}: not an evaluation of this version: {error}") from error
+
+
+def unused_share(record: MetricRecord) -> float | None:
+    """Return the share of a step's generated tokens that it did not train on; None if unknown.
+
+    It is 0 where a step trained on more than it generated, as it does with a reserve.
+    """
+    generated, trained = record.get("tokens/generated"), record.get("tokens/trained")
+    if not generated or trained is None:
+        return None
+    return max(0.0, 1.0 - trained / (generated + (record.get("tokens/stopped") or 0)))
+
+
+def _number(value: object) -> int | float | None:
+    """Return a plain int, float or None; numpy scalars are turned into one."""
+    if value is None:
+        return None
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    assert isinstance(value, numbers.Real), f"a metric must be a number, not {value!r}"
+    return float(value)
+
+
+def _line(entry: Mapping[str, int | float | None]) -> str:
+    plain = {
+        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in entry.items()
+    }
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    # A complete line ends in a line break, so what follows the last one was cut off.
+    return [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1) if line]
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{path}, line {number}: not valid JSON: {error}") from error
+    if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+        raise DataError(f"{path}, line {number}: not an object with a step")
+    return {
+        key: _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+        for key, value in entry.items()
+    }
+
+
+def _rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Keep only some entries; the old file stays whole until the new one is on the disk."""
+    if not path.exists():
+        return
+    content = "".join(_line(entry) for entry in _read(path) if keep(entry))
+    if content.encode() == path.read_bytes():
+        return
+    replace_text(path, content)

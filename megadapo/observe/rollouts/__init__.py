@@ -1,0 +1,1 @@
+"""Saved rollouts: their format, files, and how a terminal shows them."""

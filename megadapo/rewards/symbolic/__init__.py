@@ -1,0 +1,1 @@
+"""The symbolic comparison of answers by math-verify, beside the string rule."""

@@ -1,0 +1,1 @@
+"""Worker processes that score responses: limits, isolation, sandbox."""

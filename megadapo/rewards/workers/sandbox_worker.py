@@ -1,0 +1,140 @@
+"""The program of a sandbox: runs Python that a model wrote, out of reach of everything else.
+
+Each run is a process without rights, a child of this one, which is the first of its world: when a
+run is over, whatever it has started is killed. A sandbox works on one response only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import secrets
+import select
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+from megadapo.rewards.workers import isolation
+from megadapo.rewards.workers.worker import CannotStart, Handler, limit_written, serve
+from megadapo.rewards.workers.worker_process import MAX_REPLY_BYTES
+
+Ending = Literal["done", "error", "timeout"]
+
+
+def main() -> None:
+    """Serve runs of a program.
+
+    `{"code", "inputs", "tests", "seconds_per_run", "seconds", "stops_early"}` to
+    `{"runs": [run, ...]}`: a run of the program for each input, or one that ends with the tests
+    where there are any; a run is `{"ending", "output"}`. What there is no time for is left out,
+    what comes after a run that did not get to its end where `stops_early`, and runs from the one
+    whose output has no room in the reply on.
+    """
+    # the texts on stdin are files, too, and are as long as the gold answers have them
+    serve(_prepare, limits_written=False)
+
+
+def _prepare(settings: Mapping[str, Any]) -> Handler:
+    try:
+        user = isolation.enter()
+    except OSError as error:
+        raise CannotStart(
+            f"this system does not let user {os.geteuid()} isolate processes ({error}), and no "
+            "generated code is run without that: allow user namespaces, or run elsewhere"
+        ) from error
+    run = partial(_run, user=user, output_bytes=settings["output_bytes"])
+
+    def handle(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        until = time.monotonic() + request["seconds"]
+        runs: list[Mapping[str, Any]] = []
+        room = MAX_REPLY_BYTES // 2
+        for text in request["inputs"] if request["tests"] is None else [""]:
+            seconds = min(request["seconds_per_run"], until - time.monotonic())
+            if seconds <= 0:
+                break
+            found = run(request["code"], request["tests"], text, seconds)
+            # as a reply has it: a character may be six bytes there
+            room -= len(json.dumps(found))
+            if room < 0:
+                break
+            runs.append(found)
+            if runs[-1]["ending"] != "done" and request["stops_early"]:
+                break
+        return {"runs": runs}
+
+    return handle
+
+
+def _run(
+    code: str, tests: str | None, text: str, seconds: float, *, user: int, output_bytes: int
+) -> Mapping[str, Any]:
+    """Run a program with a text on stdin, and tests behind it, in a child."""
+    token = secrets.token_hex(16)
+    files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "token")]
+    stdin, stdout, _, said = files
+    with os.fdopen(os.dup(stdin), "wb") as whole:
+        whole.write(text.encode(errors="replace"))
+    os.lseek(stdin, 0, os.SEEK_SET)
+    child = os.fork()
+    if child == 0:
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        limit_written(output_bytes)
+        _work(code, tests, token, seconds, user)
+    in_time = _wait(child, seconds)
+    done = os.pread(said, len(token) + 1, 0).decode(errors="replace") == token
+    result = {
+        "ending": "done" if done else "error" if in_time else "timeout",
+        "output": os.pread(stdout, output_bytes, 0).decode(errors="replace"),
+    }
+    for file in files:
+        os.close(file)
+    return result
+
+
+def _work(code: str, tests: str | None, token: str, seconds: float, user: int) -> None:
+    """Run the program in this process, which ends with it; the token says that it ended."""
+    status = 1
+    try:
+        cpu_s = math.ceil(seconds) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+        isolation.drop_privileges(user)
+        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+        names = {"__name__": "__main__"}
+        with contextlib.suppress(SystemExit) if tests is None else contextlib.nullcontext():
+            exec(compile(code, "<response>", "exec"), names)
+        if tests is not None:
+            exec(compile(tests, "<tests>", "exec"), names)
+        sys.stdout.flush()
+        os.write(3, token.encode())
+        status = 0
+    except BaseException:
+        # code that anybody wrote raises anything, and nothing of it may get further up
+        status = 1
+    finally:
+        os._exit(status)
+
+
+def _wait(child: int, seconds: float) -> bool:
+    """Wait for a run and kill all that is left of it; return whether it ended in time."""
+    handle = os.pidfd_open(child)
+    in_time = bool(select.select([handle], [], [], seconds)[0])
+    os.close(handle)
+    # everything in this world but its first process, which this is
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+    return in_time
+
+
+if __name__ == "__main__":
+    main()

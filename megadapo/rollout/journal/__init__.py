@@ -1,0 +1,1 @@
+"""Groups and answers on disk that no checkpoint holds yet."""

@@ -1,0 +1,1 @@
+"""The driver's view of the engines: start, dispatch, loss and restart."""

@@ -1,0 +1,1 @@
+"""Exports of checkpoints to Hugging Face folders, with a model card."""

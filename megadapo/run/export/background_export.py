@@ -1,0 +1,155 @@
+"""Exports of a run's checkpoints while training goes on: one child process each.
+
+Training never waits for one and never fails with one. The checkpoint that a child reads is not
+deleted before it has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from megadapo.cluster.watch.orphans import kill_after_this_process
+from megadapo.run.state.checkpoint import step_folders, step_of
+from megadapo.weights.disk.export import PARTIAL
+from megadapo.weights.disk.folders import remove_folder
+
+EXPORTS = "exports"
+"""Folder of a run's exports, in the run's folder."""
+LOGS = "logs"
+LOWEST_PRIORITY = 19
+_ENVIRONMENT = {
+    # the model's tokenizer and configuration are at hand, so nothing is to be asked of the Hub
+    "HF_HUB_OFFLINE": "1",
+    # a child that opened a GPU would take memory from engine or trainer
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    watcher: subprocess.Popen[bytes]
+    """Ends the child when this process is killed."""
+    log: Path
+
+
+class BackgroundExports:
+    """The exports of one run, in `exports/step-N` of its folder. Use as a context manager."""
+
+    def __init__(self, run_folder: Path, note: Callable[[str], None]) -> None:
+        """`note`: shows a message that must not be missed."""
+        self.folder = run_folder / EXPORTS
+        self._logs = run_folder / LOGS
+        self._note = note
+        self._children: dict[int, _Child] = {}
+        self._num_written = 0
+        self._num_failed = 0
+
+    @property
+    def steps(self) -> frozenset[int]:
+        """Steps whose checkpoints are being read."""
+        return frozenset(self._children)
+
+    def tidy(self, step: int) -> None:
+        """Remove what was never finished, and set aside exports newer than `step`, which a run
+        going on from `step` will make anew."""
+        for path in self.folder.glob(f"step-*{PARTIAL}"):
+            remove_folder(path)
+        for path in step_folders(self.folder):
+            if step_of(path) > step:
+                path.rename(path.with_name(f"aside-{path.name}-{uuid.uuid4().hex[:8]}"))
+
+    def start(self, checkpoint: Path, step: int) -> None:
+        """Begin to export a committed checkpoint, unless that has been done."""
+        destination = self.folder / f"step-{step}"
+        if destination.exists():
+            return
+        log = self._logs / f"export-step-{step}.log"
+        try:
+            self.folder.mkdir(exist_ok=True)
+            self._logs.mkdir(exist_ok=True)
+            process = _start_child(checkpoint, destination, log)
+        except OSError as error:
+            self._failed(step, f"it could not be started: {error}")
+            return
+        self._children[step] = _Child(process, kill_after_this_process([process.pid]), log)
+
+    def collect(self) -> None:
+        """Take note of the exports that have ended."""
+        for step, child in list(self._children.items()):
+            if child.process.poll() is not None:
+                self._close(step)
+
+    def wait(self) -> None:
+        """Wait for all exports that are under way, and say how many there are."""
+        for step, child in list(self._children.items()):
+            child.process.wait()
+            self._close(step)
+        if self._num_written or self._num_failed:
+            failed = f", {self._num_failed} failed" if self._num_failed else ""
+            self._note(f"exports: {self._num_written} in {self.folder}{failed}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End what is still under way; the run begins it again when it is resumed."""
+        for child in self._children.values():
+            child.process.terminate()
+        for child in self._children.values():
+            child.process.wait()
+            _end(child.watcher)
+        self._children.clear()
+
+    def _close(self, step: int) -> None:
+        child = self._children.pop(step)
+        _end(child.watcher)
+        if child.process.returncode == 0:
+            self._num_written += 1
+            return
+        code = child.process.returncode
+        self._failed(step, f"exit code {code}, {_last_line(child.log)} ({child.log})")
+
+    def _failed(self, step: int, why: str) -> None:
+        self._num_failed += 1
+        self._note(f"the export of step {step} failed, and training goes on: {why}")
+
+
+def _start_child(checkpoint: Path, destination: Path, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megadapo.cli", "export", checkpoint, destination],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | _ENVIRONMENT,
+        )
+    os.setpriority(os.PRIO_PROCESS, process.pid, LOWEST_PRIORITY)
+    return process
+
+
+def _end(watcher: subprocess.Popen[bytes]) -> None:
+    watcher.kill()
+    watcher.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,212 @@
+"""From a checkpoint to a folder that vLLM and transformers load, tensor by tensor.
+
+Reads the checkpoint as it lies on disk: no trainer, no engine and no GPU takes part.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megadapo.config.recipe import RESOLVED_FILE
+from megadapo.errors import CheckpointError, ConfigError, DataError
+from megadapo.models.folder import resolve_model_folder
+from megadapo.models.value_model import critic_config, describe_critic
+from megadapo.run.export.model_card import CARD_FILE, model_card
+from megadapo.run.state.checkpoint import CHECKPOINTS, MANIFEST, Checkpoint, CheckpointStore, load
+from megadapo.trainer.settings import CRITIC_FOLDER
+from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
+from megadapo.weights.disk.export import check_new, export_weights, new_folder
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.disk.progress import progress_bar
+from megadapo.weights.disk.quantize import quantize_folder
+from megadapo.weights.disk.sources import read_json
+from megadapo.weights.layout.layout import ModelLayout
+
+GENERATION_CONFIG = "generation_config.json"
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """A verified checkpoint, and the run it is of where that is known."""
+
+    checkpoint: Checkpoint
+    run_folder: Path | None
+    passed_over: tuple[str, ...] = ()
+    """One line for each newer checkpoint that cannot be used."""
+
+    def run_config(self) -> dict[str, Any]:
+        """The run's resolved configuration as plain values, of whatever version; empty: no run."""
+        return {} if self.run_folder is None else read_json(self.run_folder / RESOLVED_FILE)
+
+
+@dataclass(frozen=True)
+class Export:
+    """A folder that was written."""
+
+    folder: Path
+    step: int
+    num_files: int
+    """Weight files."""
+    num_bytes: int
+    """Of everything in the folder."""
+
+
+def find_source(path: Path, step: int | None = None) -> ExportSource:
+    """The checkpoint at `path`, or of a run's folder the one of `step`; None: the newest.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or the run has none of that step.
+        ConfigError: `step` is given beside a checkpoint.
+    """
+    path = path.resolve()
+    if (path / MANIFEST).is_file() or path.parent.name == CHECKPOINTS:
+        if step is not None:
+            raise ConfigError(f"--step {step}: {path} is a checkpoint already; name its run")
+        run = path.parent.parent
+        return ExportSource(_load(path), run if (run / RESOLVED_FILE).is_file() else None)
+    store = CheckpointStore(path / CHECKPOINTS, keep=1)
+    steps = store.steps()
+    if not steps:
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run that has one")
+    if step is not None and step not in steps:
+        listed = ", ".join(map(str, steps))
+        raise CheckpointError(f"{path} has no checkpoint of step {step}; it has those of {listed}")
+    run_folder = path if (path / RESOLVED_FILE).is_file() else None
+    if step is not None:
+        return ExportSource(load(store.folder / f"step-{step}"), run_folder)
+    newest, passed_over = store.newest()
+    assert newest is not None, "there is a step, so a checkpoint or an error"
+    return ExportSource(newest, run_folder, tuple(passed_over))
+
+
+def export_checkpoint(
+    source: ExportSource,
+    destination: Path,
+    *,
+    model: str | None = None,
+    quantize: str | None = None,
+    critic: bool = False,
+) -> Export:
+    """Write a checkpoint as a Hugging Face folder with tokenizer, generation config and card.
+
+    Memory: one output file and one weight; with `quantize` the whole model once. The folder appears
+    when it is complete.
+
+    Args:
+        model: folder, or name on the Hub, of the model that was trained; None: the run says.
+        quantize: "fp8", or None for the type the model was trained in.
+        critic: its critic in the place of its policy, as a sequence classifier with one label.
+
+    Raises:
+        ConfigError: nothing says which model was trained, or a critic is to be quantised.
+        DataError: that model is not at hand.
+        CheckpointError: the checkpoint cannot be read.
+        WeightError: it is not of that model, or `destination` exists.
+    """
+    if critic and quantize is not None:
+        raise ConfigError("--quantize: only a policy is quantised; leave it or --critic out")
+    check_new(destination)
+    config = source.run_config()
+    base_name = model or _trained_model(source, config, critic=critic)
+    base = _base_folder(base_name)
+    weights, layout = _open_weights(source, base, critic=critic)
+    partial = new_folder(destination)
+    written = partial / "model"
+    with progress_bar("export", len(layout.hf_shapes)) as advance:
+        export_weights(
+            weights.tensors(),
+            written,
+            layout=layout,
+            dtype=weights.dtype,
+            base_folder=base,
+            on_tensor=lambda _: advance(),
+        )
+    if critic:
+        text = json.dumps(critic_config(read_json(written / "config.json")), indent=2) + "\n"
+        (written / "config.json").write_text(text, encoding="utf-8")
+    else:
+        _complete_generation_config(written)
+    if quantize is not None:
+        quantize_folder(written, partial / quantize, quantize)
+        written = partial / quantize
+    card = model_card(
+        base_model=base_name,
+        step=source.checkpoint.step,
+        config=config,
+        run_folder=source.run_folder,
+        quantized=quantize,
+        is_critic=critic,
+    )
+    (written / CARD_FILE).write_text(card, encoding="utf-8")
+    written.rename(destination)
+    shutil.rmtree(partial)
+    return _measure(destination, source.checkpoint.step)
+
+
+def _load(path: Path) -> Checkpoint:
+    if not path.is_dir():
+        there = CheckpointStore(path.parent, keep=1).steps()
+        listed = ", ".join(f"step-{step}" for step in there) or "none"
+        raise CheckpointError(f"there is no checkpoint {path}; in that folder: {listed}")
+    return load(path)
+
+
+def _open_weights(
+    source: ExportSource, base: Path, *, critic: bool
+) -> tuple[TrainerCheckpoint, ModelLayout]:
+    folder = source.checkpoint.trainer_folder
+    if not critic:
+        layout = open_layout(base)
+        return TrainerCheckpoint(folder, layout), layout
+    if not (folder / CRITIC_FOLDER).is_dir():
+        raise CheckpointError(f"{source.checkpoint.path} has no critic: it was trained without one")
+    model = describe_critic(read_json(base / "config.json"))
+    layout = ModelLayout(model.family, model.shape)
+    return TrainerCheckpoint(folder / CRITIC_FOLDER, layout), layout
+
+
+def _trained_model(source: ExportSource, config: dict[str, Any], *, critic: bool) -> str:
+    section = config.get("model")
+    path = section.get("path") if isinstance(section, dict) else None
+    if critic and isinstance(own := config.get("critic"), dict):
+        path = own.get("path") or path
+    if not isinstance(path, str):
+        raise ConfigError(
+            f"nothing beside {source.checkpoint.path} says which model was trained (model.path of "
+            f"a run's {RESOLVED_FILE}): name its folder with --model"
+        )
+    return path
+
+
+def _base_folder(name: str) -> Path:
+    try:
+        return resolve_model_folder(name, with_weights=False)
+    except DataError as error:
+        raise DataError(
+            f"{error}\nA path is taken from the current folder: call megadapo where the run was "
+            "started, or name the model with --model"
+        ) from error
+
+
+def _complete_generation_config(folder: Path) -> None:
+    """Where the base model has no generation config, write one that says how a response ends."""
+    path = folder / GENERATION_CONFIG
+    if path.exists():
+        return
+    config = read_json(folder / "config.json")
+    tokens = {key: config[key] for key in _SPECIAL_TOKENS if config.get(key) is not None}
+    path.write_text(json.dumps(tokens, indent=2) + "\n", encoding="utf-8")
+
+
+def _measure(folder: Path, step: int) -> Export:
+    return Export(
+        folder=folder,
+        step=step,
+        num_files=len(list(folder.glob("*.safetensors"))),
+        num_bytes=sum(path.stat().st_size for path in folder.iterdir()),
+    )

@@ -1,0 +1,142 @@
+"""The README.md of an exported model: what it is, how it was trained, how good it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from megadapo import __version__
+from megadapo.observe.metrics.records import EvaluationRecord, read_evaluations
+
+CARD_FILE = "README.md"
+
+RECIPE_SECTIONS = ("run", "model", "data", "reward", "sampling", "algorithm", "evaluation")
+"""Sections of the configuration that say what was trained, and how."""
+_RECIPE_TABLES = (*((name,) for name in RECIPE_SECTIONS), ("trainer", "optimizer"))
+_OF_THE_MACHINE = ("run.folder", "run.resume")
+"""Keys of those sections that say nothing about the model."""
+
+
+def model_card(
+    *,
+    base_model: str,
+    step: int,
+    config: Mapping[str, Any],
+    run_folder: Path | None,
+    quantized: str | None,
+    is_critic: bool = False,
+) -> str:
+    """The card of one export.
+
+    Args:
+        base_model: folder or Hub name of the model that was trained.
+        step: rollout steps it was trained for.
+        config: the run's resolved configuration as plain values; may be empty.
+        run_folder: where the run's evaluations lie; None: there is no run at hand.
+        quantized: how the weights were quantised, if they were.
+        is_critic: it is the policy's critic and answers nothing.
+    """
+    evaluations = [] if run_folder is None else read_evaluations(run_folder)
+    parts = [
+        f"---\n{_front_matter(base_model, is_critic=is_critic)}\n---",
+        f"# {Path(base_model).name}, {step} steps of {'PPO, critic' if is_critic else 'DAPO'}",
+        _critic(base_model, step)
+        if is_critic
+        else _what_it_is(base_model, step, config, quantized),
+        "" if is_critic else _accuracy_table(evaluations, step, config),
+        _recipe(config),
+        f"Written by megadapo {__version__}.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _front_matter(base_model: str, *, is_critic: bool) -> str:
+    """What the Hub reads; a base model that is a folder has no name there."""
+    is_folder = Path(base_model).is_dir()
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-classification" if is_critic else "text-generation",
+        tags=["megadapo", "ppo" if is_critic else "dapo", "reinforcement-learning"],
+        base_model=None if is_folder else base_model,
+    )
+    return data.to_yaml()
+
+
+def _what_it_is(
+    base_model: str, step: int, config: Mapping[str, Any], quantized: str | None
+) -> str:
+    planned = _value(config, "run", "num_steps")
+    of_all = "" if planned is None else f" of {planned}"
+    weights = "as they were trained" if quantized is None else f"quantised to {quantized}"
+    return (
+        f"The weights of {_code(base_model)} after step {step}{of_all} of reinforcement learning "
+        f"with DAPO (Decoupled Clip and Dynamic sAmpling Policy Optimization), {weights}."
+    )
+
+
+def _critic(base_model: str, step: int) -> str:
+    return (
+        f"The critic after step {step}, which began as {_code(base_model)}. Its one label is the "
+        "value of a state: the reward that the response is expected to get from there on, as the "
+        "policy was at that step. It holds behind every token, not only the last."
+    )
+
+
+def _accuracy_table(
+    evaluations: list[EvaluationRecord], step: int, config: Mapping[str, Any]
+) -> str:
+    """Held-out accuracy of this step, and before training where it was measured."""
+    by_step = {record.step: record for record in evaluations}
+    if step not in by_step:
+        return "Not evaluated on held-out problems at this step."
+    rows = [
+        f"| {label} | {record.accuracy:.4f} ± {record.standard_error:.4f} "
+        f"| {record.response_length:.1f} |"
+        for label, record in (("before training", by_step.get(0)), ("this model", by_step[step]))
+        if record is not None
+    ]
+    record = by_step[step]
+    what = f"avg@{record.samples_per_problem} on {record.num_problems} held-out problems"
+    held_out = _value(config, "data", "held_out")
+    if held_out is not None:
+        what += f" of {_code(str(held_out))}"
+    sampling = [
+        f"{name.replace('_', '-')} {value}"
+        for name in ("temperature", "top_p")
+        if (value := _value(config, "evaluation", name)) is not None
+    ]
+    head = "| | accuracy, with standard error | mean response length (tokens) |\n|---|---|---|"
+    return "\n".join([", ".join([what, *sampling]) + ":", "", head, *rows])
+
+
+def _recipe(config: Mapping[str, Any]) -> str:
+    lines = [line for table in _RECIPE_TABLES for line in _lines(config, table)]
+    if not lines:
+        return ""
+    return "\n".join(["## Recipe", "", "```toml", *lines, "```"])
+
+
+def _lines(config: Mapping[str, Any], table: tuple[str, ...]) -> Iterator[str]:
+    """`section.key = value` for every value of a table; what is not set is left out."""
+    found = _value(config, *table)
+    for key, value in found.items() if isinstance(found, dict) else ():
+        name = ".".join((*table, key))
+        if isinstance(value, dict):
+            yield from _lines(config, (*table, key))
+        elif value is not None and name not in _OF_THE_MACHINE:
+            yield f"{name} = {json.dumps(value)}"
+
+
+def _value(config: Mapping[str, Any], *keys: str) -> Any:
+    value: Any = config
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _code(text: str) -> str:
+    return f"`{text.replace('`', chr(39))}`"

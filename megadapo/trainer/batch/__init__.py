@@ -1,0 +1,1 @@
+"""Mini-batches and micro-batches of one rank: partition, packing, off-policy weights."""

@@ -1,0 +1,162 @@
+"""Where the sequences of a packed micro-batch lie, as attention of our own reads them.
+
+Attention never sees a mask over the whole packed micro-batch: sequences of similar length are
+padded into one causal batch, so memory and work follow the sequences, not their sum squared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megadapo.trainer.batch.context_part import ALL, ContextPart
+
+SHORT_SEQUENCE = 32
+"""Sequences up to this length share a bucket: the padding costs less than another call."""
+SHORTEST_OF_BUCKET = 0.75
+"""A sequence joins a bucket if it is at least this long against the bucket's longest."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length, padded to one length, behind those of the buckets before."""
+
+    num_sequences: int
+    length: int
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
+    """Where sequences begin and end, plus what our own layers need to respect it."""
+
+    cos: Tensor | None = None  # [T, D / 2] of the rotary embedding
+    sin: Tensor | None = None  # [T, D / 2]
+    buckets: tuple[Bucket, ...] = ()
+    padded_rows: Tensor | None = None  # [T] row of the padded buffer that holds token t
+    token_of_row: Tensor | None = None  # [padded rows] the token there; 0 in the gaps
+    key_rows: Tensor | None = None
+    """[CP x T] as `padded_rows`, of all context-parallel ranks' tokens, one rank's behind
+    another's."""
+    key_of_row: Tensor | None = None  # [padded rows] as `token_of_row`, of these
+
+    def to(self, device: torch.device) -> PackedSequences:
+        """The same with every tensor on the device."""
+        return replace(self, **tensors_on(self, device))
+
+
+def tensors_on(holder: Any, device: torch.device) -> dict[str, Any]:
+    """Those fields of a dataclass's object that are tensors, copied to the device."""
+    values = {field.name: getattr(holder, field.name) for field in fields(holder) if field.init}
+    return {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def pack_sequences(
+    lengths: list[int],
+    inverse_frequencies: Tensor | None,
+    part: ContextPart = ALL,
+) -> PackedSequences:
+    """Lay out sequences of the given lengths (all positive), packed in this order, on the host.
+
+    Args:
+        inverse_frequencies: [D / 2] of the rotary embedding; None leaves out what only our own
+            layers read.
+        part: this rank's of every sequence.
+    """
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    packed = PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+    if inverse_frequencies is None:
+        return packed
+    buckets, first_rows = _buckets(lengths)
+    num_padded_rows = sum(bucket.num_sequences * bucket.length for bucket in buckets)
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    rows = torch.from_numpy(np.repeat(first_rows, lengths) + positions)
+    own = part.places(lengths)
+    angles = torch.outer(torch.from_numpy(positions[own]).float(), inverse_frequencies.cpu())
+    own_rows = rows[own]
+    token_of_row = _tokens_of_rows(own_rows, num_padded_rows)
+    key_rows, key_of_row = own_rows, token_of_row
+    if part.size > 1:
+        places = [ContextPart(rank, part.size).places(lengths) for rank in range(part.size)]
+        key_rows = rows[np.concatenate(places)]
+        key_of_row = _tokens_of_rows(key_rows, num_padded_rows)
+    return replace(
+        packed,
+        cos=angles.cos(),
+        sin=angles.sin(),
+        buckets=buckets,
+        padded_rows=own_rows,
+        token_of_row=token_of_row,
+        key_rows=key_rows,
+        key_of_row=key_of_row,
+    )
+
+
+def _tokens_of_rows(rows: Tensor, num_padded_rows: int) -> Tensor:
+    tokens = torch.zeros(num_padded_rows, dtype=torch.int64)
+    tokens[rows] = torch.arange(len(rows))
+    return tokens
+
+
+def _buckets(lengths: list[int]) -> tuple[tuple[Bucket, ...], np.ndarray]:
+    """The buckets in order, and the row of the padded buffer where each sequence begins."""
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    members: list[list[int]] = []
+    for index in order:
+        longest = lengths[members[-1][0]] if members else 0
+        joins = lengths[index] >= SHORTEST_OF_BUCKET * longest or longest <= SHORT_SEQUENCE
+        if members and joins:
+            members[-1].append(index)
+        else:
+            members.append([index])
+    buckets = tuple(Bucket(len(bucket), lengths[bucket[0]]) for bucket in members)
+    padded = np.repeat([b.length for b in buckets], [b.num_sequences for b in buckets])
+    first_rows = np.empty(len(lengths), dtype=np.int64)
+    first_rows[order] = np.cumsum(padded) - padded
+    return buckets, first_rows
+
+
+class _ToPadded(torch.autograd.Function):
+    """x [T, ...] to [padded rows, ...]; what a gap holds is not differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, token_of_row: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        # one pass over memory, where zeros in the gaps would take two
+        return x.index_select(0, token_of_row)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        return grad.index_select(0, rows), None, None
+
+
+class _FromPadded(torch.autograd.Function):
+    """The inverse: padded [num_rows, ...] to [T, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = padded.shape[0]
+        return padded.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        padded = grad.new_zeros(ctx.num_rows, *grad.shape[1:])
+        return padded.index_copy_(0, rows, grad), None
+
+
+to_padded: Callable[[Tensor, Tensor, Tensor], Tensor] = _ToPadded.apply
+from_padded: Callable[[Tensor, Tensor], Tensor] = _FromPadded.apply

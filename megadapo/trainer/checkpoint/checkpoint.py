@@ -1,0 +1,227 @@
+"""Weights and optimizer state on disk, readable at any other tensor, pipeline or data split.
+
+The learning rate follows from the step number and nothing here draws random numbers after the
+start, so weights, fp32 masters, Adam moments and the count of updates are the trainer's whole
+state. Weights are written for those who read nothing else (exports); loading makes them of the
+masters, as every update does, so each rank reads what it owns and nothing twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megadapo.errors import CheckpointError, DamageError
+from megadapo.trainer.checkpoint.pieces import (
+    OwnedRun,
+    Piece,
+    owned_runs,
+    put_masters_into_weights,
+)
+from megadapo.trainer.model.megatron_internals import num_updates, set_num_updates
+from megadapo.weights.disk.checkpoint_metadata import StoredPiece
+from megadapo.weights.disk.hashed_files import FileEntry, Files, check_files, hashed_file
+from megadapo.weights.disk.stored_tensors import StoredTensors, Window
+
+OPTIMIZER_FILE = "optimizer.json"
+"""Beside the shards: what is not a tensor, written by the first rank."""
+
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+
+
+@dataclass
+class Snapshot:
+    """A copy of what one rank writes, in memory of the host; training may go on."""
+
+    pieces: list[Piece]
+    num_updates: int
+    """Of all ranks' optimizers."""
+    checked: int
+    """Index of the piece whose hash was taken from the model itself."""
+    checked_hash: str
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.data.nbytes for piece in self.pieces)
+
+
+def take_snapshot(
+    chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, *, number: int
+) -> Snapshot:
+    """Copy what this rank owns; collective.
+
+    Args:
+        number: of the save, which decides whose hash is compared: in turn, every piece's.
+    """
+    live = _written(owned_runs(chunks, optimizer))
+    pieces = [
+        Piece(p.key, p.shape, p.offset, p.data.to("cpu", copy=True), p.is_flexible) for p in live
+    ]
+    counts = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(counts, num_updates(optimizer))
+    checked = number % max(1, len(live))
+    return Snapshot(
+        pieces=pieces,
+        num_updates=max(counts),
+        checked=checked,
+        checked_hash=_hash_of(live[checked].data) if live else "",
+    )
+
+
+def num_bytes_written(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
+    """Size of what this rank writes into a checkpoint, its files' own structure left out."""
+    return sum(piece.data.nbytes for piece in _written(owned_runs(chunks, optimizer)))
+
+
+def write_snapshot(
+    snapshot: Snapshot, folder: Path, *, rank: int
+) -> tuple[Files, list[StoredPiece]]:
+    """Write one file into `folder`, and of the first rank one more; gives the copy's memory back.
+
+    Raises:
+        CheckpointError: what lies in the file is not what was trained.
+        OSError: it could not be written.
+    """
+    files: Files = {}
+    stored = []
+    if snapshot.pieces:
+        name = f"__{rank}_0.distcp"  # as torch names them
+        with hashed_file(folder / name) as file:
+            for index, piece in enumerate(snapshot.pieces):
+                start = file.tell()
+                torch.save(piece.data, cast(IO[bytes], file))
+                stored.append(_stored(piece, name, start, file.tell() - start))
+                snapshot.pieces[index] = _without_data(piece)
+        files[name] = file.entry
+        _check_live(folder, stored[snapshot.checked], snapshot.checked_hash)
+    if rank == 0:
+        with hashed_file(folder / OPTIMIZER_FILE) as file:
+            file.write(json.dumps({"num_updates": snapshot.num_updates}).encode())
+        files[OPTIMIZER_FILE] = file.entry
+    return files, stored
+
+
+def load_checkpoint(
+    chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, folder: Path
+) -> None:
+    """Read a state that was written at any split; collective over all ranks.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or has not exactly this model's state.
+    """
+    runs = owned_runs(chunks, optimizer)
+    stored = StoredTensors(folder)
+    _check_fit(runs, stored)
+    state = [piece for run in runs for piece in run.state]
+    for piece in state:
+        if piece.is_flexible:
+            piece.data.zero_()
+    stored.read(Window(piece.key, piece.offset, piece.data) for piece in state)
+    set_num_updates(optimizer, _read_num_updates(folder))
+    put_masters_into_weights(runs, chunks)
+
+
+def check_across_ranks(folder: Path, files: Mapping[str, FileEntry]) -> None:
+    """Compare a checkpoint's files with their hashes, each on the rank that will read it.
+
+    Raises:
+        DamageError: on every rank, one or more differ.
+    """
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    own = {name: files[name] for name in files if reader_of(name, num_ranks) == rank}
+    problems: list[str] = [""] * num_ranks
+    try:
+        check_files(folder, own)
+        problem = ""
+    except DamageError as error:
+        problem = str(error)
+    torch.distributed.all_gather_object(problems, problem)
+    if found := [problem for problem in problems if problem]:
+        raise DamageError("; ".join(found))
+
+
+def reader_of(file: str, num_ranks: int) -> int:
+    """Which rank looks after a file: its writer, where there are as many ranks as then."""
+    shard = _SHARD.fullmatch(Path(file).name)
+    return 0 if shard is None else int(shard[1]) % num_ranks
+
+
+def _written(runs: Sequence[OwnedRun]) -> list[Piece]:
+    return [p for run in runs if run.is_first_replica for p in (*run.weights, *run.state)]
+
+
+def _stored(piece: Piece, file: str, start: int, num_bytes: int) -> StoredPiece:
+    return StoredPiece(
+        key=piece.key,
+        dtype=piece.data.dtype,
+        shape=piece.shape,
+        offset=piece.offset,
+        sizes=tuple(piece.data.shape),
+        file=file,
+        start=start,
+        num_bytes=num_bytes,
+    )
+
+
+def _without_data(piece: Piece) -> Piece:
+    return Piece(piece.key, piece.shape, piece.offset, torch.empty(0), piece.is_flexible)
+
+
+def _check_live(folder: Path, piece: StoredPiece, expected: str) -> None:
+    """Compare one tensor of a file with the model's at the time of the snapshot."""
+    target = torch.empty(piece.sizes, dtype=piece.dtype)
+    with (folder / piece.file).open("rb") as file:
+        file.seek(piece.start)
+        target.copy_(torch.load(io.BytesIO(file.read(piece.num_bytes)), weights_only=True))
+    if _hash_of(target) != expected:
+        raise CheckpointError(
+            f"{folder / piece.file}: {piece.key} at {piece.offset} is not what was trained"
+        )
+
+
+def _hash_of(values: Tensor) -> str:
+    # a copy: memory that numpy has seen cannot be taken away from a tensor, as trainer.offload does
+    flat = values.detach().to("cpu", copy=True).view(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).hexdigest()
+
+
+def _check_fit(runs: Sequence[OwnedRun], stored: StoredTensors) -> None:
+    """Find out on every rank whether the folder has all of the model and nothing else."""
+    pieces = [piece for run in runs for piece in (*run.weights, *run.state)]
+    shapes = {piece.key: (piece.shape, piece.is_flexible) for piece in pieces}
+    gathered = [shapes] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, shapes)
+    expected = {key: entry for of_rank in gathered for key, entry in of_rank.items()}
+    problems = [f"{key} is missing" for key in sorted(expected.keys() - stored.tensors.keys())]
+    problems += [f"{key} is unknown" for key in sorted(stored.tensors.keys() - expected.keys())]
+    for key in sorted(expected.keys() & stored.tensors.keys()):
+        (shape, is_flexible), found = expected[key], tuple(stored.tensors[key].size)
+        if found != shape and not (is_flexible and found[1:] == shape[1:]):
+            problems.append(f"{key} is {list(found)}, the model has {list(shape)}")
+    if problems:
+        listed = "; ".join(problems[:5])
+        raise CheckpointError(f"{stored.folder} cannot be loaded into this model: {listed}")
+
+
+def _read_num_updates(folder: Path) -> int:
+    path = folder / OPTIMIZER_FILE
+    try:
+        return int(json.loads(path.read_bytes())["num_updates"])
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder} was written by an earlier version, and has no {OPTIMIZER_FILE}: export it, "
+            "and begin a run from the export"
+        ) from error
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error

@@ -1,0 +1,176 @@
+"""What a rank owns of weights, masters and moments, and where it lies in the whole model.
+
+The distributed optimizer cuts the parameters of ranks with the same weights into runs of elements,
+one run of each parameter a rank. Such a run is a few boxes of the whole tensor: so every rank
+writes what it owns and no more, nothing is gathered for a checkpoint, and any other split finds the
+boxes that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megadapo.trainer.model.megatron_internals import optimizer_state_of
+
+MASTER = "fp32_param"
+"""Name of the fp32 master among a parameter's state."""
+_STATE_KEY = "optimizer.state.{name}.{key}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one tensor of the whole model, and this rank's memory of it."""
+
+    key: str
+    """Name of the tensor in checkpoints."""
+    shape: tuple[int, ...]
+    """Of the whole tensor; layers and experts are stacked in front."""
+    offset: tuple[int, ...]
+    """Where the box begins in it."""
+    data: Tensor
+    """A view: reading into it changes the model. Its shape is the box's."""
+    is_flexible: bool
+    """Whether the whole tensor may have more or fewer rows elsewhere: a padded vocabulary."""
+
+
+@dataclass(frozen=True)
+class OwnedRun:
+    """One parameter's run of elements."""
+
+    weight: Tensor
+    """The model's, flat."""
+    master: Tensor
+    """The optimizer's, flat; where weights are fp32, the same memory."""
+    weights: tuple[Piece, ...]
+    state: tuple[Piece, ...]
+    """Boxes of the master and the moments."""
+    is_first_replica: bool
+    """False where another tensor-parallel rank or pipeline stage owns the same."""
+
+
+def owned_runs(
+    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
+) -> list[OwnedRun]:
+    """Every run that this rank's optimizer updates."""
+    places: dict[Tensor, list[_Place]] = {}
+    for chunk in chunks:
+        for entry in nested_values(chunk.module.sharded_state_dict(metadata={})):
+            if isinstance(entry, ShardedTensor | ShardedTensorFactory):
+                places[entry.data] = _places(entry)
+    return [
+        _owned_run(parameter, start, stop, state, places[parameter])
+        for parameter, start, stop, state in optimizer_state_of(optimizer)
+    ]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a contiguous part of a parameter lies in the whole model."""
+
+    start: int
+    """Its first element in the flat parameter."""
+    tensor: ShardedTensor
+
+
+def _places(entry: ShardedTensor | ShardedTensorFactory) -> list[_Place]:
+    """Of all parts: gate and up projection are one parameter, whose halves lie apart."""
+    parts: Any = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
+    whole = entry.data
+    assert all(part.data.is_contiguous() for part in parts), "parts are runs of a parameter's rows"
+    return [_Place(part.data.storage_offset() - whole.storage_offset(), part) for part in parts]
+
+
+def _owned_run(
+    parameter: Tensor, start: int, stop: int, state: dict[str, Tensor], places: list[_Place]
+) -> OwnedRun:
+    weight = parameter.detach().view(-1)[start:stop]
+    replica = places[0].tensor.replica_id
+    assert isinstance(replica, tuple) and len(replica) == 3, "(pipeline, tensor, data)"
+    return OwnedRun(
+        weight=weight,
+        master=state[MASTER],
+        weights=tuple(_pieces("{key}", weight, start, places)),
+        state=tuple(
+            piece
+            for name, values in state.items()
+            for piece in _pieces(_STATE_KEY.replace("{name}", name), values, start, places)
+        ),
+        # the last coordinate is of the ranks that own different runs of it
+        is_first_replica=replica[:2] == (0, 0),
+    )
+
+
+def _pieces(key: str, values: Tensor, first: int, places: Sequence[_Place]) -> Iterator[Piece]:
+    """The boxes of a flat run that begins at the parameter's element `first`."""
+    for place in places:
+        tensor = place.tensor
+        start = max(first, place.start)
+        stop = min(first + len(values), place.start + prod(tensor.local_shape))
+        leading = (1,) * tensor.prepend_axis_num
+        for offset, sizes in boxes(
+            (*leading, *tensor.local_shape), start - place.start, stop - place.start
+        ):
+            num_values = prod(sizes)
+            yield Piece(
+                key=key.format(key=tensor.key),
+                shape=tuple(tensor.global_shape),
+                offset=tuple(a + b for a, b in zip(tensor.global_offset, offset, strict=True)),
+                data=values[start - first : start - first + num_values].view(sizes),
+                is_flexible=bool(tensor.allow_shape_mismatch),
+            )
+            start += num_values
+
+
+def boxes(
+    shape: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offset and sizes of the boxes that elements `start` to `stop` of a row-major tensor fill.
+
+    In the order of the elements; at most 2 n - 1 for n axes, none for an empty run.
+    """
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if start < first * row:
+        end = min(stop, first * row)
+        yield from _in_row(shape, first - 1, start, end)
+        start = end
+    if start < last * row:
+        zeros = (0,) * (len(shape) - 1)
+        yield (first, *zeros), (last - first, *shape[1:])
+        start = last * row
+    if start < stop:
+        yield from _in_row(shape, last, start, stop)
+
+
+def _in_row(
+    shape: Sequence[int], row: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    before = row * prod(shape[1:])
+    for offset, sizes in boxes(shape[1:], start - before, stop - before):
+        yield (row, *offset), (1, *sizes)
+
+
+@torch.no_grad()
+def put_masters_into_weights(
+    runs: Sequence[OwnedRun], chunks: Sequence[DistributedDataParallel]
+) -> None:
+    """Make the weights of all ranks those of the masters, as an update does; collective."""
+    for run in runs:
+        run.weight.copy_(run.master)
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)

@@ -1,0 +1,1 @@
+"""The critic: its model, its loss, and one step of its training."""

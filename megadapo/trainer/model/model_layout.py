@@ -1,0 +1,132 @@
+"""Which models the trainer can train, and which splits their sizes allow.
+
+Importable without torch or Megatron, so that a dry run can answer at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megadapo.errors import ConfigError
+from megadapo.models.description import ModelDescription, Routing
+from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.model.stages import divisors, stage_problems
+
+ROPE_KINDS = ("default", "linear", "llama3")
+"""Rotary scalings that the trainer knows."""
+
+
+def validate_model_layout(model: ModelDescription, trainer: TrainerConfig) -> None:
+    """Refuse a model the trainer does not know, or a split that its sizes do not allow.
+
+    The vocabulary is padded and always divides.
+
+    Raises:
+        ConfigError: names every key that does not fit and the sizes that would.
+    """
+    validate_architecture(model)
+    split_by_tensor = {
+        "num_attention_heads": model.shape.num_heads,
+        "num_key_value_heads": model.shape.num_kv_heads,
+    }
+    if not model.shape.num_experts:
+        split_by_tensor["intermediate_size"] = model.shape.ffn_size
+    problems = [
+        f"trainer.tensor_parallel = {trainer.tensor_parallel} does not divide the model's "
+        f"{name} = {size}; sizes that fit this model: "
+        f"{divisors(math.gcd(*split_by_tensor.values()))}"
+        for name, size in split_by_tensor.items()
+        if size % trainer.tensor_parallel
+    ]
+    problems += stage_problems(model.shape.num_layers, trainer)
+    problems += _expert_problems(model, trainer)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _expert_problems(model: ModelDescription, trainer: TrainerConfig) -> Iterator[str]:
+    shape = model.shape
+    splits = {
+        "expert_parallel": ("num_experts", shape.num_experts),
+        "expert_tensor_parallel": ("moe_intermediate_size", shape.expert_ffn_size),
+    }
+    for key, (name, size) in splits.items():
+        ranks = getattr(trainer, key)
+        if ranks > 1 and not shape.num_experts:
+            yield f"trainer.{key} = {ranks} is for models with experts, and this one has none"
+        elif size % ranks:
+            yield (
+                f"trainer.{key} = {ranks} does not divide the model's {name} = {size}; sizes that "
+                f"fit this model: {divisors(size)}"
+            )
+    if trainer.router_aux_loss_coef and not shape.num_experts:
+        yield "trainer.router_aux_loss_coef is for models with experts, and this one has none"
+    if trainer.router_replay and not shape.num_experts:
+        yield "trainer.router_replay is for models with experts, and this one has none"
+    if shape.num_experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
+        # else every tensor-parallel rank would send the same tokens to the experts
+        yield (
+            f"trainer.tensor_parallel = {trainer.tensor_parallel} of a model with experts needs "
+            "trainer.sequence_parallel = true"
+        )
+
+
+def validate_critic(critic: ModelDescription, policy: ModelDescription) -> None:
+    """Refuse a critic that cannot read the policy's micro-batches.
+
+    Raises:
+        ConfigError: names what differs.
+    """
+    if critic.shape.vocab_size != policy.shape.vocab_size:
+        raise ConfigError(
+            f"critic.path: vocab_size = {critic.shape.vocab_size}, but the policy's is "
+            f"{policy.shape.vocab_size}: a critic reads the policy's tokens"
+        )
+    if (critic.rope, critic.shape.head_dim) != (policy.rope, policy.shape.head_dim):
+        raise ConfigError(
+            "critic.path: its rotary embedding or head_dim is not the policy's, and the two share "
+            "their micro-batches"
+        )
+    if critic.max_positions < policy.max_positions:
+        raise ConfigError(
+            f"critic.path: max_position_embeddings = {critic.max_positions} is below the policy's "
+            f"{policy.max_positions}"
+        )
+
+
+def validate_architecture(model: ModelDescription) -> None:
+    """Refuse a model, or an option of one, that the trainer would compute wrongly.
+
+    Raises:
+        ConfigError: names the key of its config.json.
+    """
+    name = model.family.architecture
+    if model.hidden_act != "silu":
+        raise ConfigError(f"model.path: hidden_act {model.hidden_act!r} is not supported")
+    for flag in ("attention_bias", "mlp_bias"):
+        is_choice = model.family.has_optional(flag) and getattr(model.family, flag, None) is None
+        if is_choice and getattr(model.shape, flag):
+            raise ConfigError(f"model.path: {flag} is not supported for {name}")
+    if model.routing is not None:
+        _validate_routing(model.routing, model.shape.num_experts)
+    if model.sliding_window is not None:
+        raise ConfigError("model.path: attention with a sliding_window is not supported")
+    if model.rope.kind not in ROPE_KINDS:
+        raise ConfigError(
+            f"model.path: rotary scaling {model.rope.kind!r} is not supported; known are "
+            f"{', '.join(ROPE_KINDS)}"
+        )
+
+
+def _validate_routing(routing: Routing, num_experts: int) -> None:
+    if routing.experts_per_token > num_experts:
+        raise ConfigError(
+            f"model.path: num_experts_per_tok = {routing.experts_per_token} is above num_experts = "
+            f"{num_experts}"
+        )
+    if routing.experts_per_token == 1 and routing.sums_to_one:
+        raise ConfigError(
+            "model.path: norm_topk_prob with num_experts_per_tok = 1 gives every expert the weight "
+            "1, so that no router could learn"
+        )

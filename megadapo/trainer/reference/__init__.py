@@ -1,0 +1,1 @@
+"""The reference policy and the KL divergence to it."""

@@ -1,0 +1,179 @@
+"""The reference policy: a second set of weights that waits on the host.
+
+It is computed by the policy's own modules, whose weights it changes places with: same code, same
+layout, same kernels, so that equal weights give equal bits, and no second model on the device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megadapo.algorithm.config import ReferenceConfig
+from megadapo.errors import CheckpointError
+from megadapo.trainer.update.gradient_buffers import gather_weights_now
+from megadapo.weights.disk.export import carry_along
+from megadapo.weights.disk.hashed_files import Files, entry_of, sync_path
+from megadapo.weights.disk.load import import_weights, match_params
+from megadapo.weights.disk.megatron_folder import MANIFEST_NAME, manifest_of, rank_file_name
+from megadapo.weights.layout.layout import ModelLayout
+from megadapo.weights.layout.shards import ShardPosition
+
+FOLDER = "reference"
+"""Where a checkpoint of the trainer has the reference's weights, unless they are those that the run
+began with: a folder of converted shards."""
+
+
+class ReferencePolicy:
+    """One rank's part of it. Made while the policy has the weights that the run began with."""
+
+    def __init__(
+        self,
+        config: ReferenceConfig,
+        chunks: list[DistributedDataParallel],
+        parameters: Mapping[str, Tensor],
+    ) -> None:
+        """`parameters`: the policy's, by global name, which are trained in place."""
+        self._config = config
+        self._chunks = chunks
+        self._parameters = parameters
+        self._weights = {name: _on_host(value) for name, value in parameters.items()}
+        # a bf16 average would not move by a hundredth of a small update
+        self._average = (
+            {name: value.float() for name, value in self._weights.items()}
+            if config.kind == "averaged"
+            else None
+        )
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The policy's modules compute the reference within; collective, and bit-exact."""
+        self._exchange()
+        yield
+        self._exchange()
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """Take the policy's weights in, as the kind of reference says, after the updates of `step`.
+
+        The first step is 1.
+        """
+        if self._average is not None:
+            for name, average in self._average.items():
+                average.lerp_(self._parameters[name].detach().cpu().float(), 1 - self._config.decay)
+                self._weights[name].copy_(average)
+        elif self._config.kind == "refreshed" and step % self._config.refresh_every == 0:
+            for name, weight in self._weights.items():
+                weight.copy_(self._parameters[name])
+
+    def snapshot(
+        self, layout: ModelLayout, position: ShardPosition, base_folder: Path
+    ) -> Callable[[Path], Files]:
+        """Copy what `load` reads; collective.
+
+        Returns:
+            Writes it into the trainer's checkpoint, while the reference may change.
+        """
+        if self._config.kind == "fixed":
+            return lambda folder: {}
+        positions: list[ShardPosition] = [position] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(positions, position)
+        shards = {}
+        if mpu.get_data_parallel_rank(with_context_parallel=True) == 0:
+            pairs = match_params(self._kept, layout, position)
+            shards = {shard.name: value.clone() for shard, value in pairs}
+        is_first = torch.distributed.get_rank() == 0
+        return partial(
+            _write_copy,
+            shards,
+            own_name=rank_file_name(position),
+            positions=list(dict.fromkeys(positions)),
+            base_folder=base_folder if is_first else None,
+            dtype=next(iter(self._kept.values())).dtype,
+        )
+
+    def load(self, folder: Path, layout: ModelLayout, position: ShardPosition) -> None:
+        """Read what a snapshot was written as, at whatever split it was written.
+
+        Raises:
+            CheckpointError: the checkpoint has no reference.
+            WeightError: it is damaged, or of another model.
+        """
+        if self._config.kind == "fixed":
+            return
+        if not (folder / FOLDER).is_dir():
+            raise CheckpointError(
+                f"{folder} has no weights of a reference that algorithm.reference.kind = "
+                f'"{self._config.kind}" could go on with: set the kind back to "fixed"'
+            )
+        import_weights(folder / FOLDER, self._kept, layout, position)
+        for name, kept in self._kept.items():
+            self._weights[name].copy_(kept)
+
+    @property
+    def _kept(self) -> dict[str, Tensor]:
+        """What the reference is made of from step to step."""
+        return self._weights if self._average is None else self._average
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        # weights that are still on their way would overwrite those that are put in
+        gather_weights_now(self._chunks)
+        for name, kept in self._weights.items():
+            parameter = self._parameters[name]
+            present = parameter.detach().clone()
+            parameter.copy_(kept)
+            kept.copy_(present)
+
+
+def _write_copy(
+    shards: dict[str, Tensor],
+    folder: Path,
+    *,
+    own_name: str,
+    positions: list[ShardPosition],
+    base_folder: Path | None,
+    dtype: torch.dtype,
+) -> Files:
+    """One rank's shards, where it has any, and what belongs to them from the first rank.
+
+    `base_folder`: the model's, on the first rank only.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    target = folder / FOLDER
+    target.mkdir(exist_ok=True)
+    written = []
+    if shards:
+        try:
+            save_file(shards, target / own_name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{target / own_name}: {error}") from error
+        written.append(own_name)
+    if base_folder is not None:
+        carry_along(base_folder, target, dtype)
+        manifest = manifest_of(positions)
+        (target / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
+        of_ranks = {rank_file_name(position) for position in positions}
+        written += sorted({path.name for path in target.iterdir()} - of_ranks)
+    for name in written:
+        sync_path(target / name)
+    sync_path(target)
+    return {f"{FOLDER}/{name}": entry_of(target / name) for name in written}
+
+
+def _on_host(value: Tensor) -> Tensor:
+    """A copy in memory of the host that the device reads and writes without another copy."""
+    copy = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
+    return copy.copy_(value.detach())

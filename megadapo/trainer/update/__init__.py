@@ -1,0 +1,1 @@
+"""One update on one rank: the schedule's passes, the optimizer, and the measured sums."""

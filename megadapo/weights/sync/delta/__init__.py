@@ -1,0 +1,1 @@
+"""Weight updates that carry only changed elements."""

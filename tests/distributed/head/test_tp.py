@@ -1,0 +1,178 @@
+"""The policy head over 1, 2, 4 and 8 gloo ranks: the same bits, and slices of one gradient."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
+from tests.support.processes.forked import run_processes
+
+TP_SIZES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to call the head; every one runs at every TP size."""
+
+    num_tokens: int = 104
+    hidden_size: int = 40
+    vocab_size: int = 957
+    padded: int = 1024
+    dtype: torch.dtype = torch.float32
+    masked: float = 0.4
+    chunk_tokens: int = 64
+    objective: PolicyObjective = PolicyObjective()
+    sequence_parallel: bool = False
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The same on every rank and for every TP size."""
+        generator = torch.Generator().manual_seed(7)
+        size = self.num_tokens
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        weights = (torch.rand(size, generator=generator) >= self.masked).float() / size
+        if self.masked == 0.5:
+            # a rank whose part of the sequence has no response token at all
+            weights[: size // 2] = 0.0
+        return {
+            "hidden": normal(size, self.hidden_size).to(self.dtype),
+            "weight": (normal(self.padded, self.hidden_size) * 0.3).to(self.dtype),
+            "targets": torch.randint(0, self.vocab_size, (size,), generator=generator),
+            "logprobs_old": -7.0 + normal(size),
+            "advantages": normal(size),
+            "loss_weights": weights,
+            "logprobs_ref": -7.0 + normal(size),
+        }
+
+
+SETTINGS = {
+    "plain": Setting(),
+    "entropy_and_kl": Setting(objective=PolicyObjective(entropy_coef=0.1, kl_coef=0.2)),
+    "all_rows": Setting(masked=0.0),
+    "one_token": Setting(num_tokens=8, masked=0.97),
+    "bf16": Setting(dtype=torch.bfloat16, hidden_size=64, num_tokens=160),
+    "sequence_parallel": Setting(sequence_parallel=True),
+    "sequence_parallel_all_rows": Setting(sequence_parallel=True, masked=0.0, chunk_tokens=24),
+    "sequence_parallel_empty_rank": Setting(sequence_parallel=True, masked=0.5),
+    "no_rows": Setting(masked=1.1),
+    "sequence_parallel_no_rows": Setting(masked=1.1, sequence_parallel=True),
+    # too small to be cut in 8 shards at every TP size
+    "not_invariant": Setting(vocab_size=250, padded=256),
+}
+
+
+def run_rank(
+    setting: Setting, process_group: dist.ProcessGroup, rank: int, tp: int
+) -> dict[str, Tensor]:
+    inputs = setting.inputs()
+    rows = setting.padded // tp
+    weight = inputs["weight"][rank * rows : (rank + 1) * rows].clone().requires_grad_()
+    hidden = inputs["hidden"]
+    if setting.sequence_parallel:
+        hidden = hidden.chunk(tp)[rank]
+    hidden = hidden.clone().requires_grad_()
+    options = {
+        "process_group": process_group,
+        "vocab_size": setting.vocab_size,
+        "chunk_tokens": setting.chunk_tokens,
+        "sequence_parallel": setting.sequence_parallel,
+        "temperature": 0.9,
+    }
+    rest = {k: v for k, v in inputs.items() if k not in ("hidden", "weight", "targets")}
+    output = policy_head_loss(
+        hidden, weight, inputs["targets"], objective=setting.objective, **rest, **options
+    )
+    (output.loss * 2.0).backward()
+    result = {name: value.detach() for name, value in vars(output).items()}
+    result |= {"d_hidden": hidden.grad, "d_weight": weight.grad}
+
+    hidden.grad = weight.grad = None
+    logprobs, entropy = token_logprobs(
+        hidden, weight, inputs["targets"], rows=inputs["loss_weights"].nonzero()[:, 0], **options
+    )
+    (logprobs * inputs["advantages"] + 0.1 * entropy).sum().backward()
+    result |= {"old": logprobs.detach(), "r_d_hidden": hidden.grad, "r_d_weight": weight.grad}
+    return result
+
+
+def run_process(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=max(TP_SIZES))
+    for tp in TP_SIZES:
+        # not the first ranks of the world, so that group and global ranks differ
+        members = list(range(max(TP_SIZES) - tp, max(TP_SIZES)))
+        process_group = dist.new_group(members)
+        if rank in members:
+            me = members.index(rank)
+            results = {name: run_rank(s, process_group, me, tp) for name, s in SETTINGS.items()}
+            torch.save(results, Path(folder) / f"tp{tp}_rank{me}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
+    """results[tp][rank][setting], from one start of eight processes."""
+    folder = tmp_path_factory.mktemp("policy_head_tp")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    run_processes(run_process, (port, str(folder)), max(TP_SIZES))
+    yield {
+        tp: [torch.load(folder / f"tp{tp}_rank{rank}.pt") for rank in range(tp)] for tp in TP_SIZES
+    }
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    scale = expected.double().norm().item()
+    error = (got.double() - expected.double()).norm().item()
+    return error / scale if scale else error
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "not_invariant"])
+def test_values_have_the_same_bits_at_every_tp_size(results: dict, name: str) -> None:
+    expected = results[1][0][name]
+    for tp in TP_SIZES:
+        for rank in range(tp):
+            got = results[tp][rank][name]
+            for value in vars_of_output(expected):
+                assert torch.equal(got[value], expected[value]), (tp, rank, value)
+            assert torch.equal(got["old"], expected["logprobs"]), (tp, rank)
+
+
+def vars_of_output(result: dict) -> list[str]:
+    return [name for name in result if name != "old" and "d_" not in name[:4]]
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+@pytest.mark.parametrize("tp", TP_SIZES[1:])
+def test_gradients_are_slices_of_the_whole(results: dict, name: str, tp: int) -> None:
+    """d_hidden is summed over the group exactly once, d_weight is the shard's own."""
+    expected, setting = results[1][0][name], SETTINGS[name]
+    tolerance = 2e-6 if setting.dtype == torch.float32 else 6e-3
+    for prefix in ("", "r_"):
+        parts = [results[tp][rank][name][prefix + "d_weight"] for rank in range(tp)]
+        assert relative(torch.cat(parts), expected[prefix + "d_weight"]) <= tolerance
+        hidden = [results[tp][rank][name][prefix + "d_hidden"] for rank in range(tp)]
+        if setting.sequence_parallel:
+            hidden = [torch.cat(hidden)]
+        for got in hidden:
+            assert relative(got, expected[prefix + "d_hidden"]) <= tolerance
+
+
+def test_without_the_mode_values_agree_to_rounding(results: dict) -> None:
+    expected = results[1][0]["not_invariant"]
+    for tp in TP_SIZES:
+        got = results[tp][0]["not_invariant"]
+        for value in ("loss", "logprobs", "entropy"):
+            torch.testing.assert_close(got[value], expected[value], rtol=1e-6, atol=2e-6)

@@ -1,0 +1,302 @@
+"""A checkpoint continues the same training at another split, moments included."""
+
+from __future__ import annotations
+
+import re
+import resource
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megadapo.errors import CheckpointError, DamageError
+from megadapo.weights.disk.hashed_files import check_files
+from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.probes import build, save_at, train, update, weights
+from tests.support.trainer.ranks import Ranks, settings_for
+
+TP2 = {"tensor": 2}
+PP2 = {"pipeline": 2}
+DP2_TP2 = {"tensor": 2, "data": 2, "sequence": True}
+CP2_PP2 = {"context": 2, "pipeline": 2}
+VPP2 = {"pipeline": 2, "virtual": 2}
+UNEVEN = {"pipeline": 2, "last": 1}
+VPP2_DP2 = {**VPP2, "data": 2, "overlap": True, "bucket": 3000}
+"""Every chunk has its own buffers, the first one several buckets, the tied embedding its own."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(ranks: Ranks, models: Path, tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
+    """Three steps at TP 2, saved; and the weights a fourth step would give."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    settings = settings_for(str(models / "qwen2-tied"), **TP2)
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    ranks.run(2, _train_and_save, settings, batch, folder)
+    _, expected = ranks.run(2, train, settings, batch, 4)[0]
+    return folder, expected
+
+
+def _train_and_save(rendezvous, settings, batch, folder):
+    return train(rendezvous, settings, batch, 3, save=folder)
+
+
+def _load_and_train(rendezvous, settings, batch, folder):
+    return train(rendezvous, settings, batch, 1, load=folder, first_step=4)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [TP2, CP2_PP2, DP2_TP2, {}],
+    ids=["tp2", "cp2-pp2", "dp2-tp2-sp", "one"],
+)
+def test_loading_at_another_split_continues_the_training(
+    ranks: Ranks, models: Path, checkpoint: tuple[Path, dict[str, np.ndarray]], layout: dict
+) -> None:
+    """One update moves a weight by about the learning rate, 1e-3: without its moments by another
+    amount of that size."""
+    folder, expected = checkpoint
+    settings = settings_for(str(models / "qwen2-tied"), **layout)
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    _, found = ranks.run(settings.trainer.num_ranks, _load_and_train, settings, batch, folder)[0]
+    for name, weight in expected.items():
+        if layout is TP2:
+            assert found[name].tobytes() == weight.tobytes(), name
+        np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_moments_that_ranks_with_the_same_weights_share_are_saved_whole(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    """Each such rank holds a slice of every moment, and a tied embedding a bucket of its own:
+    megatron-core alone would save masters and moments behind that bucket shifted."""
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    shared = settings_for(str(models / "qwen2-tied"), **CP2_PP2)
+    ranks.run(4, _train_and_save, shared, batch, tmp_path / "saved")
+    _, expected = ranks.run(4, train, shared, batch, 4)[0]
+    alone = settings_for(str(models / "qwen2-tied"))
+    for settings in (shared, alone):
+        num_ranks = settings.trainer.num_ranks
+        _, found = ranks.run(num_ranks, _load_and_train, settings, batch, tmp_path / "saved")[0]
+        for name, weight in expected.items():
+            np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_bf16_weights_continue_from_their_fp32_masters(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    """Masters made anew from bf16 weights would lose every update smaller than a rounding step."""
+    tensor = settings_for(str(models / "qwen2-tied"), dtype="bfloat16", lr=1e-4, **TP2)
+    batch = random_batch(RAGGED)
+    ranks.run(2, _train_and_save, tensor, batch, tmp_path / "saved")
+    results, expected = ranks.run(2, train, tensor, batch, 4)[0]
+    again, found = ranks.run(2, _load_and_train, tensor, batch, tmp_path / "saved")[0]
+    assert results[0]["ratio_first_max_error"] == 0.0
+    assert again[0] == results[3]
+    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+    pipeline = settings_for(str(models / "qwen2-tied"), dtype="bfloat16", lr=1e-4, **PP2)
+    _, moved = ranks.run(2, _load_and_train, pipeline, batch, tmp_path / "saved")[0]
+    for name, weight in expected.items():
+        np.testing.assert_allclose(moved[name], weight, rtol=2**-7, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        pytest.param(VPP2, id="vpp2", marks=[pytest.mark.full, pytest.mark.slow]),
+        pytest.param(VPP2_DP2, id="vpp2-dp2"),
+        pytest.param(UNEVEN, id="uneven", marks=[pytest.mark.full, pytest.mark.slow]),
+    ],
+)
+def test_stages_of_chunks_or_of_unequal_size_leave_no_trace_in_a_checkpoint(
+    ranks: Ranks, models: Path, tmp_path: Path, origin: dict
+) -> None:
+    """Moments and layers under the numbers of their chunk would come back to other layers."""
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    settings = settings_for(str(models / "deep-tied"), **origin)
+    num_ranks = settings.trainer.num_ranks
+    ranks.run(num_ranks, _train_and_save, settings, batch, tmp_path / "saved")
+    _, expected = ranks.run(num_ranks, train, settings, batch, 4)[0]
+    for layout in ({}, TP2, origin):
+        settings = settings_for(str(models / "deep-tied"), **layout)
+        num_ranks = settings.trainer.num_ranks
+        _, found = ranks.run(num_ranks, _load_and_train, settings, batch, tmp_path / "saved")[0]
+        for name, weight in expected.items():
+            if layout is origin:
+                assert found[name].tobytes() == weight.tobytes(), name
+            np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_a_checkpoint_of_one_rank_is_read_into_chunks(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    alone = settings_for(str(models / "deep-untied"))
+    ranks.run(1, _train_and_save, alone, batch, tmp_path / "saved")
+    _, expected = ranks.run(1, train, alone, batch, 4)[0]
+    for layout in (VPP2_DP2, UNEVEN):
+        settings = settings_for(str(models / "deep-untied"), **layout)
+        num_ranks = settings.trainer.num_ranks
+        _, found = ranks.run(num_ranks, _load_and_train, settings, batch, tmp_path / "saved")[0]
+        for name, weight in expected.items():
+            np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_experts_are_saved_once_and_read_at_another_split(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    """Catches moments of one rank's experts that are lost, or come back to another's."""
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    origin = {"tensor": 2, "sequence": True, "data": 2, "expert": 2}
+    settings = settings_for(str(models / "qwen3-moe"), **origin)
+    ranks.run(4, _train_and_save, settings, batch, tmp_path / "saved")
+    _, expected = ranks.run(4, train, settings, batch, 4)[0]
+    for layout in ({"pipeline": 2, "data": 2, "expert": 2}, origin):
+        settings = settings_for(str(models / "qwen3-moe"), **layout)
+        num_ranks = settings.trainer.num_ranks
+        _, found = ranks.run(num_ranks, _load_and_train, settings, batch, tmp_path / "saved")[0]
+        for name, weight in expected.items():
+            if layout is origin:
+                assert found[name].tobytes() == weight.tobytes(), name
+            np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_damage_of_any_file_is_named_and_the_ranks_look_at_each(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    """torch reads a flipped byte, and another step's file, without an error."""
+    settings = settings_for(str(models / "qwen2-tied"), tensor=2, data=2)
+    files = ranks.run(4, _save_twice, settings, tmp_path)[0]
+    saved, elsewhere = tmp_path / "1", tmp_path / "0"
+    assert {".metadata", "optimizer.json", *(f"__{rank}_0.distcp" for rank in range(4))} == set(
+        files
+    )
+    check_files(saved, files)
+    for name in files:
+        victim, content = saved / name, (saved / name).read_bytes()
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        for damaged in (content[:-1], flipped, (elsewhere / name).read_bytes(), None):
+            victim.unlink()
+            if damaged is not None:
+                victim.write_bytes(damaged)
+            if damaged != content:
+                with pytest.raises(DamageError, match=re.escape(str(victim))):
+                    check_files(saved, files)
+        victim.write_bytes(content)
+    victim = saved / "__3_0.distcp"
+    victim.write_bytes(victim.read_bytes()[:3000] + bytes(1) + victim.read_bytes()[3001:])
+    refusals = ranks.run(
+        2, _check, settings_for(str(models / "qwen2-tied"), **TP2), tmp_path / "1", files
+    )
+    assert all(str(victim) in refusal for refusal in refusals)
+
+
+def test_a_rank_that_cannot_write_is_named_and_the_next_save_is_whole(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    """One rank's disk may be full, or its folder another's; the others must not wait for it."""
+    settings = settings_for(str(models / "qwen2-tied"), data=2)
+    (tmp_path / "0").mkdir()
+    (alone, files), (refused, _) = ranks.run(2, _save_where_one_cannot_write, settings, tmp_path)
+    assert alone == "" and refused.startswith("rank 1: ") and "File too large" in refused
+    check_files(tmp_path / "1", files)
+
+
+def _save_where_one_cannot_write(rendezvous, settings, folder):
+    rank = build(rendezvous, settings)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rendezvous.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+    rank.begin_save(folder / "0")
+    error = rank.writer.report(wait=True).error
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return error, save_at(rank, folder / "1")
+
+
+def _save_twice(rendezvous, settings, folder):
+    rank = build(rendezvous, settings)
+    batch = random_batch(RAGGED)
+    files = []
+    for number in range(2):
+        update(rank, batch, policy_version=0, step=number + 1)
+        files.append(save_at(rank, folder / str(number)))
+    return files[1]
+
+
+def _check(rendezvous, settings, folder, files):
+    from megadapo.trainer.checkpoint.checkpoint import check_across_ranks
+
+    build(rendezvous, settings)
+    with pytest.raises(DamageError) as caught:
+        check_across_ranks(folder, files)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "other model"])
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
+    ranks: Ranks,
+    models: Path,
+    checkpoint: tuple[Path, dict[str, np.ndarray]],
+    damage: str,
+    tmp_path,
+) -> None:
+    """Loading what is there and going on with the rest would train a half-random model."""
+    folder = tmp_path / "copy"
+    shutil.copytree(checkpoint[0], folder)
+    if damage == "deleted":
+        (folder / "__1_0.distcp").unlink()
+    elif damage == "truncated":
+        part = folder / "__0_0.distcp"
+        part.write_bytes(part.read_bytes()[:-5000])
+    model = "qwen3" if damage == "other model" else "qwen2-tied"
+    message = ranks.run(1, _refusal, settings_for(str(models / model)), folder)[0]
+    assert str(folder) in message
+
+
+def _refusal(rendezvous, settings, folder):
+    try:
+        build(rendezvous, settings).load(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_ranks_write_equal_parts_and_training_does_not_reach_them(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    """One rank that gathers and writes all would take as long as one disk, and as much memory.
+
+    The third save is begun before an update and written after it, so a save that kept the first
+    one's tensors, or looked at the live ones, would come back as another step.
+    """
+    settings = settings_for(str(models / "qwen2-untied"), data=4)
+    answers = ranks.run(4, _save_while_training, settings, tmp_path)
+    expected, num_bytes = answers[0][0], [answer[1] for answer in answers]
+    assert max(num_bytes) <= 1.2 * sum(num_bytes) / len(num_bytes)
+    for number in (1, 2):
+        found = ranks.run(
+            2, _loaded, settings_for(settings.model.path, **TP2), tmp_path / str(number)
+        )[0]
+        for name, weight in expected[number].items():
+            assert found[name].tobytes() == weight.tobytes(), (number, name)
+
+
+def _save_while_training(rendezvous, settings, folder):
+    rank = build(rendezvous, settings)
+    batch, expected = random_batch(RAGGED), []
+    for number in range(3):
+        update(rank, batch, policy_version=0, step=number + 1)
+        expected.append(weights(rank))
+        files = save_at(
+            rank,
+            folder / str(number),
+            meanwhile=lambda: update(rank, batch, policy_version=0, step=9),
+        )
+    return expected, files[f"__{rendezvous.rank}_0.distcp"].bytes
+
+
+def _loaded(rendezvous, settings, folder):
+    rank = build(rendezvous, settings)
+    rank.load(folder)
+    return weights(rank)

@@ -1,0 +1,203 @@
+"""The critic keeps the trainer's promises: no split changes it, what is saved is all of it, and
+while it warms up the policy stays where it is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.errors import CheckpointError
+from megadapo.run.export.export import ExportSource, export_checkpoint
+from megadapo.run.state.checkpoint import Checkpoint
+from megadapo.trainer.settings import CRITIC_FOLDER
+from tests.distributed.trainer.test_layouts import assert_close_by_block
+from tests.support.trainer import critics, probes
+from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.ranks import Ranks, settings_for
+
+LAYOUTS = {
+    "small-budget": {"tokens_per_micro_batch": 64},
+    "tp2": {"tensor": 2},
+    "dp2-overlap": {"data": 2, "overlap": True, "bucket": 3000},
+    "cp2-tp2-sp": {"context": 2, "tensor": 2, "sequence": True},
+    "cp2-vpp2": {"context": 2, "pipeline": 2, "virtual": 2, "tokens_per_micro_batch": 64},
+}
+
+
+def _batch():
+    """A response of one token, one without a loss, and one that has lost a token in its middle."""
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    batch.loss_weights[batch.cu_seqlens[1] : batch.cu_seqlens[2]] = 0.0
+    batch.loss_weights[batch.cu_seqlens[4] - 10] = 0.0
+    return batch
+
+
+def _observe(ranks: Ranks, folder: Path, **layout: Any) -> dict[str, Any]:
+    settings = critics.with_critic(settings_for(str(folder), **layout))
+    return ranks.run(settings.trainer.num_ranks, critics.observe, settings, _batch())[0]
+
+
+_TWO_UPDATES = random_batch(RAGGED, num_mini_batches=2)
+ORIGIN = {"tensor": 2, "sequence": True}
+
+
+@pytest.fixture(scope="module")
+def saved(
+    ranks: Ranks, models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any], dict[str, np.ndarray]]:
+    """Three steps, saved; and what the fourth gives: its result and the critic's weights."""
+    folder = tmp_path_factory.mktemp("critic") / "step-3" / "trainer"
+    settings = critics.with_critic(settings_for(str(models / "deep-tied"), **ORIGIN))
+    steps = range(1, 5)
+    results, _, critic = ranks.run(
+        2, critics.train, settings, _TWO_UPDATES, steps, None, folder, 3
+    )[0]
+    return folder, results[3], critic
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, models: Path) -> dict[str, Any]:
+    """One rank, one micro-batch an update."""
+    return _observe(ranks, models / "deep-tied", tokens_per_micro_batch=100_000)
+
+
+def test_each_token_pays_for_its_own_divergence_and_is_credited_with_those_behind_it(
+    ranks: Ranks, models: Path
+) -> None:
+    """GAE is linear in the rewards, so what a KL divergence changes is its own discounted sum."""
+    batch = _batch()
+    kl = np.where(batch.loss_weights != 0, np.sin(np.arange(len(batch.tokens))), 0.0)
+    objective = PolicyObjective(kl_coef=0.3, kl_in="reward", kl_value="k1")
+    settings = settings_for(str(models / "deep-tied"), objective=objective)
+    found = ranks.run(1, critics.returns_with_kl, critics.with_critic(settings), batch, kl)[0]
+    for start, stop in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+        own = [t for t in range(start, stop) if batch.loss_weights[t] != 0]
+        behind = 0.0
+        for t in reversed(own):
+            behind = -0.3 * kl[t] + critics.DISCOUNT * critics.GAE_LAMBDA * behind
+            assert found[t] == pytest.approx(behind, abs=1e-6)
+
+
+def test_advantages_loss_and_gradients_are_those_of_the_definition(
+    models: Path, alone: dict[str, Any]
+) -> None:
+    """All layouts could agree on a wrong number: a transformers model and plain loops in fp64."""
+    expected = critics.definition(models / "deep-tied", _batch())
+    np.testing.assert_allclose(alone["advantages"], expected["advantages"], rtol=0, atol=1e-5)
+    assert alone["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert alone["clipped"] > 0
+    assert_close_by_block(alone["gradients"], expected["gradients"], 1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_changes_neither_advantages_nor_the_critics_gradient(
+    ranks: Ranks, models: Path, alone: dict[str, Any], layout: str
+) -> None:
+    """Whitening over one rank's tokens, or a value head whose gradient counts twice."""
+    found = _observe(ranks, models / "deep-tied", **LAYOUTS[layout])
+    np.testing.assert_allclose(found["advantages"], alone["advantages"], rtol=0, atol=2e-6)
+    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert found["norm"] == pytest.approx(alone["norm"], rel=1e-6)
+    assert_close_by_block(found["gradients"], alone["gradients"], 1e-6)
+
+
+def test_a_step_is_made_of_advantages_of_tokens_and_improves_the_critic(
+    ranks: Ranks, models: Path
+) -> None:
+    """The first ratio is 1, values begin at 0, the policy is trained on other numbers than the
+    batch's, and the value loss falls."""
+    settings = critics.with_critic(settings_for(str(models / "qwen2-tied")))
+    batch = _TWO_UPDATES
+    results, policy, _ = ranks.run(1, critics.train, settings, batch, range(1, 5))[0]
+    plain, without = ranks.run(1, probes.train, settings_for(str(models / "qwen2-tied")), batch, 4)[
+        0
+    ]
+    assert [step["ratio_first_max_error"] for step in results] == [0.0] * 4
+    assert results[0]["critic"]["value_mean"] == 0.0
+    losses = [step["critic"]["loss"] for step in results]
+    assert losses == sorted(losses, reverse=True)
+    assert results[-1]["critic"]["explained_variance"] > 0.0
+    assert any(policy[name].tobytes() != weight.tobytes() for name, weight in without.items())
+    assert plain[0]["critic"]["loss"] is None
+
+
+def test_the_policy_stays_bit_equal_while_the_critic_warms_up(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    """Moments that had moved, too, would show in the first step behind the warm-up."""
+    batch = _TWO_UPDATES
+    plain = settings_for(str(models / "qwen2-tied"))
+    settings = critics.with_critic(plain, warmup=2)
+    before = ranks.run(1, probes.initial_weights, plain)[0]
+    results, policy, critic = ranks.run(
+        1, critics.train, settings, batch, range(1, 3), None, tmp_path / "saved"
+    )[0]
+    for name, weight in before.items():
+        assert policy[name].tobytes() == weight.tobytes(), name
+    assert [(step["lr"], step["skipped_updates"]) for step in results] == [(0.0, 0)] * 2
+    assert float(np.abs(critic["score.weight"]).max()) > 0.0
+    _, moved, _ = ranks.run(1, critics.train, settings, batch, range(3, 4), tmp_path / "saved")[0]
+    # two updates of AdamW from zero moments move a weight by at most twice the learning rate
+    assert max(float(np.abs(moved[n] - before[n]).max()) for n in before) == pytest.approx(
+        2e-3, rel=0.1
+    )
+
+
+def test_saved_critics_go_on_at_every_split(
+    ranks: Ranks, models: Path, saved: tuple[Path, dict[str, Any], dict[str, np.ndarray]]
+) -> None:
+    """One update moves a weight by about the learning rate, 1e-3: without its moments, or with
+    those of another layer, by another amount of that size."""
+    folder, result, expected = saved
+    for layout in (ORIGIN, {"context": 2, "pipeline": 2, "virtual": 2}):
+        settings = critics.with_critic(settings_for(str(models / "deep-tied"), **layout))
+        num_ranks = settings.trainer.num_ranks
+        again, _, found = ranks.run(
+            num_ranks, critics.train, settings, _TWO_UPDATES, range(4, 5), folder
+        )[0]
+        for name, weight in expected.items():
+            if layout is ORIGIN:
+                assert found[name].tobytes() == weight.tobytes(), name
+            np.testing.assert_allclose(found[name], weight, rtol=0, atol=5e-6, err_msg=name)
+        if layout is ORIGIN:
+            assert again[0] == result
+
+
+def test_a_state_without_a_critic_is_refused(
+    ranks: Ranks, models: Path, saved: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    """A new critic beside an old policy would train on noise."""
+    shutil.copytree(saved[0], tmp_path / "copy", ignore=shutil.ignore_patterns(CRITIC_FOLDER))
+    settings = critics.with_critic(settings_for(str(models / "deep-tied")))
+    assert "without a critic" in ranks.run(1, _refusal, settings, tmp_path / "copy")[0]
+
+
+def test_an_exported_critic_is_a_classifier_that_a_run_can_begin_from(
+    ranks: Ranks, models: Path, saved: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    source = ExportSource(Checkpoint(saved[0].parent, 3, {}), None)
+    exported = tmp_path / "critic"
+    export_checkpoint(source, exported, model=str(models / "deep-tied"), critic=True)
+    model = AutoModelForSequenceClassification.from_pretrained(exported)
+    theirs = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    assert theirs["score.weight"].shape == (1, model.config.hidden_size)
+    settings = critics.with_critic(settings_for(str(models / "deep-tied")), path=str(exported))
+    _, _, ours = ranks.run(1, critics.train, settings, _TWO_UPDATES, range(1, 1))[0]
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+    assert float(np.abs(ours["score.weight"]).max()) > 0.0
+
+
+def _refusal(rendezvous, settings, folder):
+    try:
+        probes.build(rendezvous, settings).load(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"

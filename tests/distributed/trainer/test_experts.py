@@ -1,0 +1,123 @@
+"""Models with experts: the split does not matter either, and the gradients are the definition's.
+
+Catches tokens that reach another expert than their own, gradients of experts that are added up
+over too many or too few ranks, and a gradient norm that counts an expert twice or never; of the
+load-balancing loss one that counts padding, or whose shares are those of a micro-batch or a rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.trainer.test_layouts import (
+    OVERLAP,
+    assert_close_by_block,
+    assert_same,
+    measure,
+)
+from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.probes import Gradients, build, update
+from tests.support.trainer.ranks import Ranks, settings_for
+
+LAYOUTS = {
+    "tp1-small-budget": {"tokens_per_micro_batch": 64},
+    "ep2": {"data": 2, "expert": 2},
+    "tp2": {"tensor": 2, "sequence": True},
+    "tp2-etp2": {"tensor": 2, "sequence": True, "expert_tensor": 2},
+    "tp2-ep2": {"tensor": 2, "sequence": True, "expert": 2},
+    "tp2-cp2-ep4": {"tensor": 2, "sequence": True, "context": 2, "expert": 4},
+    "cp2-ep2": {"context": 2, "expert": 2},
+    "pp2-ep2": {"pipeline": 2, "data": 2, "expert": 2},
+    "ep2-recompute": {"data": 2, "expert": 2, "recompute": "full"},
+}
+FURTHER = {
+    "dp2": {"data": 2},
+    "ep4-overlap": {"data": 4, "expert": 4, **OVERLAP},
+    "tp2-dp2-ep2": {"tensor": 2, "sequence": True, "data": 2, "expert": 2},
+    "tp2-vpp2-ep2": {"tensor": 2, "sequence": True, "pipeline": 2, "virtual": 2, "expert": 2},
+    "ep2-recompute-parts": {"data": 2, "expert": 2, "recompute": "selective"},
+}
+
+
+AUX_LOSS = 5.0
+"""So much that most of a gradient is of the load-balancing loss."""
+BALANCED = {
+    "small-budget": {"tokens_per_micro_batch": 64},
+    "tp2-cp2-ep4": LAYOUTS["tp2-cp2-ep4"],
+    "tp2-pp2-recompute": {"tensor": 2, "sequence": True, "pipeline": 2, "recompute": "full"},
+    "cp2-dp2-ep2": {"context": 2, "data": 2, "expert": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Ranks, models: Path) -> dict[float, Gradients]:
+    """One rank, one micro-batch; by the coefficient of the load-balancing loss."""
+    return {
+        coef: measure(
+            ranks,
+            models / "qwen3-moe",
+            random_batch(RAGGED),
+            tokens_per_micro_batch=100_000,
+            aux_loss=coef,
+        )
+        for coef in (0.0, AUX_LOSS)
+    }
+
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in FURTHER)]
+)
+def test_layout_changes_neither_loss_nor_gradient(
+    ranks: Ranks, models: Path, reference: dict[float, Gradients], layout: str
+) -> None:
+    found = measure(
+        ranks, models / "qwen3-moe", random_batch(RAGGED), **(LAYOUTS | FURTHER)[layout]
+    )
+    assert_same(found, reference[0.0])
+    assert found.experts.max_load == reference[0.0].experts.max_load
+    balance = reference[0.0].experts.balance_loss
+    assert found.experts.balance_loss == pytest.approx(balance, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", BALANCED)
+def test_layout_does_not_change_the_load_balancing_loss(
+    ranks: Ranks, models: Path, reference: dict[float, Gradients], layout: str
+) -> None:
+    batch = random_batch(RAGGED)
+    found = measure(ranks, models / "qwen3-moe", batch, aux_loss=AUX_LOSS, **BALANCED[layout])
+    assert_same(found, reference[AUX_LOSS])
+    assert found.loss == pytest.approx(reference[0.0].loss, rel=1e-6), "it is in the gradient alone"
+    assert found.grad_norm > 2 * reference[0.0].grad_norm
+
+
+@pytest.mark.parametrize("coef", [0.0, AUX_LOSS])
+def test_gradients_are_those_of_the_definition(
+    models: Path, reference: dict[float, Gradients], coef: float
+) -> None:
+    from tests.support.trainer.definition import balance_loss, loss_and_gradients
+
+    found, batch = reference[coef], random_batch(RAGGED)
+    loss, by_name = loss_and_gradients(models / "qwen3-moe", batch)
+    balance, max_load, of_balance = balance_loss(models / "qwen3-moe", batch)
+    expected = {
+        name: gradient + coef * of_balance.get(name, 0.0) for name, gradient in by_name.items()
+    }
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+    assert found.experts.balance_loss == pytest.approx(balance, rel=1e-5)
+    assert found.experts.max_load == pytest.approx(max_load)
+    assert_close_by_block(found.by_name, expected, 1e-5)
+
+
+def _threads_after_an_update(rendezvous, settings, batch) -> int:
+    update(build(rendezvous, settings), batch, policy_version=0, step=1)
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_a_trainer_that_is_gone_leaves_no_threads(ranks: Ranks, models: Path) -> None:
+    """Catches experts whose last micro-batch's graph keeps the model and its process groups."""
+    settings = settings_for(str(models / "qwen3-moe"), expert=2, data=2)
+    batch = random_batch(RAGGED)
+    first, *later = (ranks.run(2, _threads_after_an_update, settings, batch)[0] for _ in range(3))
+    assert max(later) <= first

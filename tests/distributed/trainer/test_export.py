@@ -1,0 +1,90 @@
+"""A checkpoint on disk and the trainer's own gathering give the same Hugging Face folder.
+
+Catches layers and experts under another number (stages, chunks), heads of q, k and v in another
+order, gate and up exchanged, padded vocabulary rows, a head that is tied over stages, masters in
+place of weights.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
+from megadapo.weights.disk.megatron_folder import open_layout
+from tests.support.models.tiny_models import TRAINED, make_model
+from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.probes import build, save_at, update
+from tests.support.trainer.ranks import Ranks, settings_for
+
+TP2_PP2 = {"tensor": 2, "pipeline": 2, "sequence": True}
+VPP2_DP2 = {"pipeline": 2, "virtual": 2, "data": 2, "overlap": True, "bucket": 3000}
+TP2_EP4 = {"tensor": 2, "sequence": True, "data": 2, "expert": 4}
+PP2_EP2 = {"pipeline": 2, "data": 2, "expert": 2}
+UNEVEN = {"pipeline": 2, "last": 1}
+
+
+def _train_save_and_export(rendezvous, settings, batch, folder):
+    rank = build(rendezvous, settings)
+    update(rank, batch, policy_version=0, step=1)
+    save_at(rank, folder / "trainer")
+    rank.export(folder / "gathered")
+
+
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [
+        pytest.param("qwen2-tied", {}, id="tied-one", marks=pytest.mark.full),
+        pytest.param("qwen2-tied", TP2_PP2, id="tied-tp2-pp2"),
+        pytest.param("qwen3", TP2_PP2, id="qwen3-tp2-pp2"),
+        pytest.param("llama3", {"tensor": 2, "context": 2}, id="llama3-tp2-cp2"),
+        pytest.param("deep-untied", VPP2_DP2, id="untied-vpp2-dp2"),
+        pytest.param("deep-tied", VPP2_DP2, id="tied-vpp2-dp2", marks=pytest.mark.full),
+        pytest.param("deep-untied", UNEVEN, id="untied-uneven"),
+        pytest.param("qwen2-untied", TP2_PP2 | {"dtype": "bfloat16"}, id="bf16-tp2-pp2"),
+        pytest.param("qwen3-moe", TP2_EP4, id="experts-tp2-ep4"),
+        pytest.param("qwen3-moe", PP2_EP2, id="experts-pp2-ep2"),
+    ],
+)
+def test_a_checkpoint_of_any_split_reads_as_the_weights_that_the_ranks_hold(
+    ranks: Ranks, models: Path, tmp_path: Path, model: str, split: dict
+) -> None:
+    settings = settings_for(str(models / model), **split)
+    batch = random_batch(RAGGED)
+    ranks.run(settings.trainer.num_ranks, _train_save_and_export, settings, batch, tmp_path)
+    gathered = load_file(tmp_path / "gathered" / "model.safetensors")
+    before = load_file(models / model / "model.safetensors")
+    checkpoint = TrainerCheckpoint(tmp_path / "trainer", open_layout(models / model))
+    read = dict(checkpoint.tensors())
+    assert checkpoint.dtype == getattr(torch, settings.model.dtype)
+    assert read.keys() == gathered.keys()
+    for name, tensor in read.items():
+        bits = [one.contiguous().view(torch.uint8) for one in (tensor, gathered[name])]
+        assert torch.equal(*bits), name
+        assert not torch.equal(tensor.float(), before[name]), f"{name} was not trained"
+
+
+def _save(rendezvous, settings, folder):
+    save_at(build(rendezvous, settings), folder)
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_by_a_file_not_by_the_model(ranks: Ranks, tmp_path: Path) -> None:
+    """Stacked layers invite to read all of a kind at once, and moments are twice the model."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    model = make_model(tmp_path / "model", "Qwen2", sizes=TRAINED, std=None, **sizes)
+    settings = settings_for(str(model), tensor=2, pipeline=2)
+    ranks.run(4, _save, settings, tmp_path / "trainer")
+    folders = (tmp_path / "trainer", model, tmp_path / "out")
+    program = [sys.executable, "-m", "tests.support.processes.peak_memory", *folders, str(8 << 20)]
+    taken = int(subprocess.run(program, capture_output=True, check=True, text=True).stdout)
+    written = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert written > 120 << 20
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 10
+    # the stacked gates and ups alone, read at once and taken apart, would be more than all of it
+    assert taken < written / 2

@@ -1,0 +1,109 @@
+"""A number that is not finite, on one rank only, must leave every rank's weights alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megadapo.algorithm.objective import PolicyObjective
+from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.critics import with_critic
+from tests.support.trainer.probes import steps_with_losses, train, update_with_fault
+from tests.support.trainer.ranks import Ranks, settings_for
+
+IN_REWARD = PolicyObjective(kl_coef=0.3, kl_in="reward", kl_value="k1")
+LAYOUTS = {
+    "dp2": {"data": 2},
+    "dp2-overlap": {"data": 2, "overlap": True, "bucket": 3000},
+    "tp2": {"tensor": 2},
+    "pp2-dp2": {"pipeline": 2, "data": 2},
+}
+
+
+@pytest.mark.parametrize("where", ["activation", "gradient"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_non_finite_on_one_rank_skips_the_update_on_all(
+    ranks: Ranks, models: Path, layout: str, where: str
+) -> None:
+    settings = settings_for(str(models / "qwen2-tied"), **LAYOUTS[layout])
+    reports = ranks.run(
+        settings.trainer.num_ranks, update_with_fault, settings, random_batch(RAGGED), where
+    )
+    for report in reports:
+        assert report["faulty"]["skipped_updates"] == 1
+        assert math.isnan(report["faulty"]["grad_norm"])
+        assert report["unchanged"], "weights, masters or moments moved in a skipped update"
+        assert report["healthy"]["skipped_updates"] == 0
+        assert report["changed_after"] and report["finite"]
+
+
+@pytest.mark.parametrize(("where", "layout"), [("activation", "dp2"), ("value", "tp2")])
+def test_advantages_that_are_not_finite_skip_the_update_and_not_the_run(
+    ranks: Ranks, models: Path, layout: str, where: str
+) -> None:
+    """A KL divergence in the rewards, or a critic, carries one rank's NaN to every advantage."""
+    settings = settings_for(str(models / "qwen2-tied"), objective=IN_REWARD, **LAYOUTS[layout])
+    if where == "value":
+        settings = with_critic(settings)
+    reports = ranks.run(2, update_with_fault, settings, random_batch(RAGGED), where)
+    for report in reports:
+        assert report["faulty"]["skipped_updates"] == 1 and report["unchanged"]
+        assert report["healthy"]["skipped_updates"] == 0
+        assert report["changed_after"] and report["finite"]
+        of_critic = [report[step]["critic"]["skipped_updates"] for step in ("faulty", "healthy")]
+        assert of_critic == ([1, 0] if where == "value" else [None, None])
+
+
+def test_a_non_finite_loss_skips_the_update_although_the_gradients_are_finite(
+    ranks: Ranks, models: Path
+) -> None:
+    """A guard that looked at the gradient norm alone would train on."""
+    settings = settings_for(str(models / "qwen2-tied"), data=2)
+    losses = [math.nan, math.inf, -math.inf, 0.5]
+    for answers in ranks.run(2, steps_with_losses, settings, random_batch(RAGGED), losses):
+        assert all(math.isfinite(step["grad_norm"]) for step, _ in answers)
+        assert [step["applied"] for step, _ in answers] == [False, False, False, True]
+        assert [changed for _, changed in answers] == [False, False, False, True]
+
+
+def test_tokens_without_an_engine_logprob_are_dropped_and_counted(
+    ranks: Ranks, models: Path
+) -> None:
+    """Filling them with 0.0 would claim probability 1; the rest must train as if they were gone."""
+    batch = random_batch(RAGGED)
+    holes = np.flatnonzero(np.isfinite(batch.logprobs_rollout))[::7]
+    batch.logprobs_rollout[holes] = np.nan
+    without = random_batch(RAGGED)
+    without.loss_weights[holes] = 0.0
+    settings = settings_for(str(models / "qwen2-tied"))
+    (results, weights) = ranks.run(1, train, settings, batch, 1)[0]
+    (expected, expected_weights) = ranks.run(1, train, settings, without, 1)[0]
+    assert results[0]["num_dropped_tokens"] == len(holes)
+    assert results[0]["tokens_trained"] == expected[0]["tokens_trained"]
+    assert results[0]["loss"] == expected[0]["loss"]
+    assert all(np.array_equal(weights[name], expected_weights[name]) for name in weights)
+
+
+def test_a_mini_batch_without_any_loss_is_no_error(ranks: Ranks, models: Path) -> None:
+    """All responses left out (overlong filtering): a defined, finite result on every rank."""
+    batch = random_batch([30, 20])
+    batch.loss_weights[:] = 0.0
+    settings = settings_for(str(models / "qwen2-tied"), tensor=2, sequence=True)
+    for results, _ in ranks.run(2, train, settings, batch, 1):
+        assert results[0]["tokens_trained"] == 0
+        assert results[0]["loss"] == 0.0
+        assert results[0]["skipped_updates"] == 0
+
+
+def test_parity_is_measured_on_tokens_of_the_present_weights_only(
+    ranks: Ranks, models: Path
+) -> None:
+    settings = settings_for(str(models / "qwen2-tied"), data=2)
+    batch = random_batch(RAGGED)
+    (stale,) = ranks.run(2, train, settings, random_batch(RAGGED, policy_version=3), 1)[0][0]
+    (fresh,) = ranks.run(2, train, settings, batch, 1)[0][0]
+    assert math.isnan(stale["logprob_abs_max"]) and math.isnan(stale["logprob_abs_mean"])
+    assert fresh["logprob_abs_max"] > fresh["logprob_abs_mean"] > 0.0

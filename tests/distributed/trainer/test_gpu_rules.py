@@ -1,0 +1,181 @@
+"""What GPUs ask of a trainer rank and a CPU does not, seen from a rank on the CPU."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.probes import build, update
+from tests.support.trainer.ranks import Ranks, settings_for
+
+
+def _entered_before_any_message(rendezvous, settings) -> dict[str, int]:
+    import torch
+    from megatron.core import parallel_state as mpu
+
+    from megadapo.trainer.model.parallel import join_groups
+
+    join_groups(rendezvous, settings.trainer, None, seed=0)
+    groups = {
+        "world": torch.distributed.group.WORLD,
+        "stages": mpu.get_pipeline_model_parallel_group(),
+        "context": mpu.get_context_parallel_group(),
+    }
+    return {name: group._get_sequence_number_for_group() for name, group in groups.items()}
+
+
+def test_every_rank_enters_a_group_before_some_of_them_exchange_messages(
+    ranks: Ranks, models: Path
+) -> None:
+    """Catches NCCL waiting forever for the ranks that have no part in a group's first message."""
+    settings = settings_for(str(models / "qwen2-tied"), pipeline=2, context=2)
+    for entered in ranks.run(4, _entered_before_any_message, settings):
+        assert min(entered.values()) > 0, entered
+
+
+def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]:
+    import torch
+
+    from megadapo.trainer.checkpoint.save_report import complete_save
+    from megadapo.trainer.worker import TrainerWorker
+
+    seen = []
+    folder.mkdir()
+    empty_cache = torch.cuda.empty_cache
+    torch.cuda.empty_cache = lambda: seen.append(call)
+    try:
+        worker = TrainerWorker(rendezvous.rank)
+        call = "start"
+        worker.start(settings, rendezvous, uses_cuda=False)
+        for call, arguments in {
+            "update": (batch, 0, 1, None, None, []),
+            "begin_save": (folder,),
+            "load": (folder, {}),
+        }.items():
+            getattr(worker, call)(*arguments)
+            if call == "begin_save":
+                while (report := worker.save_report()) is None:
+                    time.sleep(0.01)
+                complete_save(folder, [report])
+    finally:
+        torch.cuda.empty_cache = empty_cache
+    return seen
+
+
+def test_memory_goes_back_to_the_gpu_after_every_long_call(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    """Catches a trainer that keeps the memory of a step while engines wake up into it."""
+    settings = settings_for(str(models / "qwen2-tied"))
+    arguments = (settings, random_batch(RAGGED), tmp_path / "state")
+    (seen,) = ranks.run(1, _calls_that_release_memory, *arguments)
+    assert seen == ["update", "begin_save", "load"]
+
+
+def _passes_of_each_mlp(rendezvous, settings, batch) -> list[int]:
+    """How often each layer's MLP computed during one step."""
+    rank = build(rendezvous, settings)
+    (chunk,) = rank.chunks
+    layers = chunk.module.decoder.layers
+    passes = [0] * len(layers)
+
+    def count(index: int) -> None:
+        passes[index] += 1
+
+    for index, layer in enumerate(layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, index=index: count(index))
+    update(rank, batch, policy_version=0, step=1)
+    return passes
+
+
+@pytest.mark.parametrize(
+    ("choice", "again"),
+    [
+        ({"recompute": "full"}, [1, 1]),
+        ({"recompute": "full", "recompute_layers": 1}, [1, 0]),
+        ({"recompute": "selective"}, [1, 1]),
+        ({"recompute": "selective", "recompute_modules": ("core_attn",)}, [0, 0]),
+    ],
+)
+def test_what_is_to_be_recomputed_is(
+    ranks: Ranks, models: Path, choice: dict, again: list[int]
+) -> None:
+    """Gradients are the same either way: catches a choice that megatron-core is not told of."""
+    folder, batch = str(models / "qwen2-tied"), random_batch(RAGGED)
+    sizes = {"tokens_per_micro_batch": 4096}
+    (once,) = ranks.run(1, _passes_of_each_mlp, settings_for(folder, **sizes), batch)
+    (passes,) = ranks.run(1, _passes_of_each_mlp, settings_for(folder, **sizes, **choice), batch)
+    assert [more - less for more, less in zip(passes, once, strict=True)] == again
+
+
+def _places_of_a_step(rendezvous, settings, batch) -> dict[str, set[str]]:
+    import torch
+
+    from megadapo.trainer.batch.micro_batch import MicroBatchBuilder, trained_tokens
+    from megadapo.trainer.batch.mini_batch import MiniBatchCutter
+    from megadapo.trainer.model.parallel import join_groups
+
+    join_groups(rendezvous, settings.trainer, None, seed=0)
+    # where a model turns queries and keys by itself
+    builder = MicroBatchBuilder(inverse_frequencies=None, token_multiple=1)
+    cutter = MiniBatchCutter(builder, settings.trainer, hidden_size=8, device=torch.device("meta"))
+    cut = cutter.cut(batch, predicted=trained_tokens(batch)[0], policy_version=0)
+    assert len(cut) > 1
+    waiting = [micro_batch for part in cut for micro_batch in part._waiting]
+    held = [micro_batch for part in cut for micro_batch in part]
+
+    def places(micro_batches) -> set[str]:
+        parts = [part for found in micro_batches for part in (found, found.packed)]
+        tensors = [value for part in parts for value in vars(part).values()]
+        return {value.device.type for value in tensors if isinstance(value, torch.Tensor)}
+
+    tables = {
+        name
+        for micro_batch in held
+        for name, value in vars(micro_batch.packed).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return {"waiting": places(waiting), "held": places(held), "tables": tables}
+
+
+def test_a_step_waits_in_host_memory(ranks: Ranks, models: Path) -> None:
+    """Catches tensors of all of a step's mini-batches on the GPU at once, or of one in host memory
+    when its turn comes, and rotary tables that no layer of a GPU reads."""
+    settings = settings_for(str(models / "qwen2-tied"))
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    (found,) = ranks.run(1, _places_of_a_step, settings, batch)
+    assert found["waiting"] == {"cpu"}
+    assert found["held"] == {"meta"}
+    assert found["tables"] == {"cu_seqlens_q", "cu_seqlens_kv"}
+
+
+def _graphs_that_are_handed_back(rendezvous, settings, batch) -> int:
+    from megadapo.trainer.update import step
+
+    seen = []
+    run_schedule = step.run_schedule
+
+    def watch(*args, **kwargs):
+        outputs = run_schedule(*args, **kwargs)
+        if not kwargs["forward_only"]:
+            seen.extend(output.loss.grad_fn is not None for output in outputs)
+        return outputs
+
+    step.run_schedule = watch
+    try:
+        update(build(rendezvous, settings), batch, policy_version=0, step=1)
+    finally:
+        step.run_schedule = run_schedule
+    assert seen or rendezvous.rank == 0
+    return sum(seen)
+
+
+def test_a_micro_batch_leaves_no_graph_behind(ranks: Ranks, models: Path) -> None:
+    """Catches a last stage that keeps what it received, and its gradient, of every micro-batch of
+    a mini-batch: 3 GiB of the 32B recipe."""
+    settings = settings_for(str(models / "qwen2-tied"), pipeline=2)
+    arguments = (settings, random_batch(RAGGED))
+    assert ranks.run(2, _graphs_that_are_handed_back, *arguments) == [0, 0]

@@ -1,0 +1,157 @@
+"""The driver's side over real Ray actors: results, errors that keep their type, dead ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megadapo.cluster.watch.heartbeat import read_pulse
+from megadapo.errors import ConfigError, DataError, Hung, ProcessDied
+from megadapo.trainer.trainer import Trainer, rank_environment
+from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.ranks import expected_megatron, megatron_version, settings_for
+
+
+@pytest.fixture(scope="module")
+def ray_started() -> Iterator[None]:
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()
+
+
+def start(settings, log_folder: Path) -> Trainer:
+    options = [{"num_cpus": 0}] * settings.trainer.num_ranks
+    return Trainer.start_ranks(settings, options, log_folder=log_folder, uses_cuda=False)
+
+
+def pid_of(trainer) -> int:
+    return os.getpid()
+
+
+def stop_the_second_in_an_update(trainer, path: Path) -> None:
+    """By itself, in a forward pass: to who reads its pulse from outside, the update may be over."""
+    import torch
+
+    def stop(*_: object) -> None:
+        pulse = read_pulse(path)
+        if pulse is not None and pulse.doing == "update":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    if torch.distributed.get_rank() == 1:
+        trainer.chunks[0].register_forward_pre_hook(stop)
+
+
+def version_in(trainer) -> str:
+    return megatron_version()
+
+
+def test_two_ranks_train_save_load_and_die(ray_started: None, models: Path, tmp_path: Path) -> None:
+    """One life of a trainer; starting one costs seconds, so it is one test."""
+    batch = random_batch(RAGGED, num_mini_batches=2, policy_version=4)
+    group = start(settings_for(str(models / "qwen2-tied"), data=2), tmp_path / "logs")
+    pids = group.call_all("apply", pid_of)
+    assert group.call_all("apply", version_in) == [expected_megatron()] * 2
+
+    first = group.update(batch, policy_version=4, step=1)
+    assert first.ratio_first_max_error == 0.0
+    assert first.tokens_trained == np.isfinite(batch.logprobs_rollout).sum()
+    logprobs = group.logprobs(batch)
+    assert (np.isfinite(logprobs) == np.isfinite(batch.logprobs_rollout)).all()
+    assert sum(share.num_tokens for share in first.shares) == len(batch.tokens)
+    assert all(share.logprobs_seconds > 0 for share in first.shares)
+    assert first.recorded is None
+
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    begun = group.begin_save(saved)
+    second = group.update(batch, policy_version=4, step=2, record=[3, 10])
+    places = np.r_[batch.cu_seqlens[3] : batch.cu_seqlens[4]]
+    places = np.r_[places, batch.cu_seqlens[10] : batch.cu_seqlens[11]]
+    asked = logprobs[places]
+    assert second.recorded is not None
+    assert np.array_equal(second.recorded.old, asked[np.isfinite(asked)])
+    files = begun()
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= files.keys()
+    assert sum(file.bytes for file in files.values()) > group.checkpoint_bytes() > 0
+    group.load(saved, files)
+    assert np.array_equal(group.logprobs(batch), logprobs, equal_nan=True)
+    assert replace(group.update(batch, policy_version=4, step=2), lr=second.lr) == second
+
+    os.kill(pids[1], signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(ProcessDied, match="trainer rank 1 died .*trainer-rank-1.log"):
+        group.update(batch, policy_version=4, step=3)
+    assert time.monotonic() - started < 30
+    assert group.ranks == [], "the surviving rank waits for a dead one: it must be ended too"
+    group.shutdown()
+    wait_until_gone(pids)
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a rank outlived its group"
+        time.sleep(0.1)
+
+
+def test_errors_of_a_rank_keep_their_type_and_message(ray_started: None, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="model.path = 'no/such/folder'"):
+        start(settings_for("no/such/folder"), tmp_path)
+
+
+@pytest.mark.full
+def test_an_error_of_every_rank_is_one(ray_started: None, models: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.tensor_parallel = 3 .*num_attention_heads = 4"):
+        start(settings_for(str(models / "qwen2-tied"), tensor=3), tmp_path)
+
+
+def test_a_rank_stopped_in_an_update_is_named_within_the_deadline(
+    ray_started: None, models: Path, tmp_path: Path
+) -> None:
+    """SIGKILL closes sockets; a process that merely stands still is found by its silence alone.
+
+    The other rank waits for it in a collective, and is as late.
+    """
+    settings = settings_for(str(models / "qwen2-tied"), data=2)
+    limits = {"progress_timeout_s": 4.0, "timeout_s": 60.0}
+    settings = replace(settings, trainer=settings.trainer.model_copy(update=limits))
+    group = start(settings, tmp_path)
+    pids = group.call_all("apply", pid_of)
+    group.call_all("apply", stop_the_second_in_an_update, tmp_path / "trainer-rank-1.pulse")
+    began = time.monotonic()
+    batch = random_batch(RAGGED * 4, num_mini_batches=8)
+    with pytest.raises(Hung) as caught:
+        for step in range(1, 200):
+            group.update(batch, policy_version=0, step=step)
+    assert time.monotonic() - began < 30
+    message = str(caught.value)
+    assert message.startswith("trainer rank 1 gave no sign of life for 4 s in update")
+    assert message.endswith(f"stacks: {tmp_path}/trainer-rank-1.log")
+    wait_until_gone(pids)
+    for rank in (0, 1):
+        assert "update" in (tmp_path / f"trainer-rank-{rank}.log").read_text()
+
+
+def test_threads_are_shared_out_unless_given() -> None:
+    """More threads than cores make ranks wait for each other."""
+    trainer = settings_for("x", tensor=2).trainer
+    shared = rank_environment(trainer, uses_cuda=False, dtype="float32", num_cores=2)
+    assert shared["OMP_NUM_THREADS"] == "2"
+    three = trainer.model_copy(update={"num_threads": 3})
+    given = rank_environment(three, uses_cuda=False, dtype="float32", num_cores=2)
+    assert given["OMP_NUM_THREADS"] == "3"

@@ -1,0 +1,199 @@
+"""The split does not matter: one batch under every layout gives one loss and one gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.probes import Gradients, gradients, initial_weights, logprobs, train
+from tests.support.trainer.ranks import Ranks, settings_for
+
+OVERLAP = {"overlap": True, "bucket": 3000}
+"""Buckets of about a matrix, so that a tiny model has several."""
+LAYOUTS = {
+    "tp1": {},
+    "tp1-small-budget": {"tokens_per_micro_batch": 64},
+    "tp1-large-budget": {"tokens_per_micro_batch": 4096},
+    "tp2": {"tensor": 2},
+    "tp2-sp": {"tensor": 2, "sequence": True},
+    "pp2": {"pipeline": 2},
+    "dp2": {"data": 2, "tokens_per_micro_batch": 64},
+    "tp2-pp2-sp": {"tensor": 2, "pipeline": 2, "sequence": True},
+    "recompute": {"recompute": "full"},
+    "recompute-layers": {"recompute": "full", "recompute_layers": 1},
+    "recompute-parts": {"recompute": "selective", "recompute_modules": ("core_attn", "mlp")},
+    "tp2-pp2-sp-recompute": {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": "full"},
+    "dp2-overlap": {"data": 2, **OVERLAP},
+    "pp2-dp2-overlap": {"pipeline": 2, "data": 2, **OVERLAP},
+    "tp2-dp2-sp-overlap": {"tensor": 2, "data": 2, "sequence": True, **OVERLAP},
+    "cp2": {"context": 2},
+    "cp4-small-budget": {"context": 4, "tokens_per_micro_batch": 64},
+    "cp2-tp2-sp-recompute": {
+        **{"context": 2, "tensor": 2, "sequence": True},
+        **{"recompute": "selective", "recompute_modules": ("core_attn",)},
+    },
+    "cp2-dp2-overlap": {"context": 2, "data": 2, **OVERLAP},
+}
+DEEP_LAYOUTS = {
+    "tp2": {"tensor": 2},
+    "vpp2": {"pipeline": 2, "virtual": 2},
+    "tp2-vpp2-sp": {"tensor": 2, "pipeline": 2, "virtual": 2, "sequence": True},
+    "vpp2-dp2-overlap": {"pipeline": 2, "virtual": 2, "data": 2, **OVERLAP},
+    "pp2-short-last": {"pipeline": 2, "last": 1},
+    "cp2-vpp2-recompute": {"context": 2, "pipeline": 2, "virtual": 2, "recompute": "selective"},
+    "pp3-long-first": {"pipeline": 3, "first": 2},
+}
+
+
+BOTH = ("tp2", "tp2-pp2-sp", "cp2", "vpp2-dp2-overlap")
+"""Splits at which an output layer of its own makes the greatest difference."""
+
+
+def cases(layouts: dict[str, dict], model: str) -> list:
+    """Every layout with tied embeddings, some with untied ones as well, in `make test-all` all."""
+    return [
+        pytest.param(layout, f"{model}-{kind}", id=f"{layout}-{model}-{kind}", marks=marks)
+        for layout in layouts
+        for kind in ("tied", "untied")
+        for marks in [[] if kind == "tied" or layout in BOTH else [pytest.mark.full]]
+    ]
+
+
+def measure(ranks: Ranks, folder: Path, batch, **layout) -> Gradients:
+    settings = settings_for(str(folder), **layout)
+    return ranks.run(settings.trainer.num_ranks, gradients, settings, batch)[0]
+
+
+def assert_same(found: Gradients, expected: Gradients) -> None:
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+    assert found.sizes == pytest.approx(expected.sizes, rel=1e-6)
+    assert_close_by_block(found.by_name, expected.by_name, 1e-6)
+
+
+def assert_close_by_block(found: dict, expected: dict, tolerance: float) -> None:
+    """Relative error of the gradient of each decoder layer, of the embedding, final norm and head.
+
+    Not of each tensor: a key bias or a norm gets a difference of nearly equal terms, whose rounding
+    only its layer's size can be held against.
+    """
+    assert found.keys() == expected.keys()
+    squares: dict[str, list[float]] = {}
+    for name, gradient in expected.items():
+        block = ".".join(name.split(".")[:3])
+        error = found[name].astype(np.float64) - gradient
+        sums = squares.setdefault(block, [0.0, 0.0])
+        sums[0] += float((error**2).sum())
+        sums[1] += float((gradient.astype(np.float64) ** 2).sum())
+        assert sums[1] > 0.0, f"{name} gets no gradient, so nothing is compared"
+    errors = {block: (error / size) ** 0.5 for block, (error, size) in squares.items()}
+    assert {block: error for block, error in errors.items() if error > tolerance} == {}
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Ranks, models: Path) -> dict[str, Gradients]:
+    """One rank, one micro-batch."""
+    batch = random_batch(RAGGED)
+    return {
+        name: measure(ranks, models / name, batch, tokens_per_micro_batch=100_000)
+        for name in ("qwen2-tied", "qwen2-untied", "deep-tied", "deep-untied")
+    }
+
+
+@pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS, "qwen2"))
+def test_layout_changes_neither_loss_nor_gradient(
+    ranks: Ranks, models: Path, reference: dict[str, Gradients], model: str, layout: str
+) -> None:
+    found = measure(ranks, models / model, random_batch(RAGGED), **LAYOUTS[layout])
+    assert_same(found, reference[model])
+
+
+@pytest.mark.parametrize(("layout", "model"), cases(DEEP_LAYOUTS, "deep"))
+def test_neither_interleaved_nor_uneven_stages_change_loss_or_gradient(
+    ranks: Ranks, models: Path, reference: dict[str, Gradients], model: str, layout: str
+) -> None:
+    found = measure(ranks, models / model, random_batch(RAGGED), **DEEP_LAYOUTS[layout])
+    assert_same(found, reference[model])
+
+
+def test_layout_changes_nothing_with_query_and_key_norms(ranks: Ranks, models: Path) -> None:
+    """Their gradients are partial sums over heads on each tensor-parallel rank."""
+    batch = random_batch(RAGGED)
+    expected = measure(ranks, models / "qwen3", batch)
+    assert_same(measure(ranks, models / "qwen3", batch, tensor=2), expected)
+    assert_same(measure(ranks, models / "qwen3", batch, tensor=2, sequence=True), expected)
+
+
+def test_gradients_are_those_of_the_definition(
+    ranks: Ranks, models: Path, reference: dict[str, Gradients]
+) -> None:
+    """All layouts could agree on a wrong number: a dense transformers model and DAPO's formula."""
+    from tests.support.trainer.definition import loss_and_gradients
+
+    loss, by_name = loss_and_gradients(models / "qwen2-tied", random_batch(RAGGED))
+    found = reference["qwen2-tied"]
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+    assert_close_by_block(found.by_name, by_name, 1e-5)
+
+
+def test_a_rank_without_sequences_takes_part(ranks: Ranks, models: Path) -> None:
+    """Fewer sequences than data-parallel ranks, or tokens than context-parallel ones, must neither
+    hang nor change the gradient."""
+    batch = random_batch([40])
+    expected = measure(ranks, models / "qwen2-tied", batch)
+    assert_same(measure(ranks, models / "qwen2-tied", batch, data=2), expected)
+    assert_same(measure(ranks, models / "qwen2-tied", batch, data=2, **OVERLAP), expected)
+    assert_same(
+        measure(ranks, models / "qwen2-tied", batch, data=2, tensor=2, sequence=True), expected
+    )
+    short = random_batch([2])
+    expected = measure(ranks, models / "qwen2-tied", short)
+    assert_same(measure(ranks, models / "qwen2-tied", short, data=2, context=2), expected)
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_first_ratio_is_exactly_one_and_the_same_run_gives_the_same_bits(
+    ranks: Ranks, models: Path, virtual: int
+) -> None:
+    settings = settings_for(
+        str(models / "deep-tied"),
+        tensor=2,
+        pipeline=2,
+        virtual=virtual,
+        sequence=True,
+        tokens_per_micro_batch=100,
+    )
+    batch = random_batch(RAGGED, num_mini_batches=3)
+    first, weights = ranks.run(4, train, settings, batch, 2)[0]
+    again, same_weights = ranks.run(4, train, settings, batch, 2)[0]
+    assert [step["ratio_first_max_error"] for step in first] == [0.0, 0.0]
+    # later mini-batches see other weights than the old log-probs: the ratio is really measured
+    assert all(abs(step["ratio_mean"] - 1.0) > 1e-6 for step in first)
+    assert first == again
+    for name, weight in weights.items():
+        assert weight.tobytes() == same_weights[name].tobytes(), name
+
+
+def test_logprobs_of_all_ranks_fill_the_batch(ranks: Ranks, models: Path) -> None:
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    settings = settings_for(str(models / "qwen2-untied"), data=2, pipeline=2)
+    parts = [p for p in ranks.run(4, logprobs, settings, batch) if p is not None]
+    known = np.array([np.isfinite(part) for part in parts])
+    assert len(parts) == 2
+    assert (known.sum(axis=0) == np.isfinite(batch.logprobs_rollout)).all()
+
+
+def test_random_weights_do_not_depend_on_the_split(ranks: Ranks, models: Path) -> None:
+    folder = str(models / "qwen2-untied")
+    whole = ranks.run(1, initial_weights, settings_for(folder, init="random", seed=5))[0]
+    settings = settings_for(folder, init="random", seed=5, tensor=2, pipeline=2)
+    split = ranks.run(4, initial_weights, settings)[0]
+    other = ranks.run(1, initial_weights, settings_for(folder, init="random", seed=6))[0]
+    for name, weight in whole.items():
+        assert weight.tobytes() == split[name].tobytes(), name
+    drawn = "model.layers.0.mlp.up_proj.weight"
+    assert not np.array_equal(whole[drawn], other[drawn])
+    assert not np.array_equal(whole[drawn], whole["model.layers.1.mlp.up_proj.weight"])

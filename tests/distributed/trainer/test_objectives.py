@@ -1,0 +1,230 @@
+"""Every objective under every split: the same loss and gradient, and those of the definition.
+
+The batch has ragged responses of both signs of the advantage, one of them masked as a whole and one
+in part, as what a tool put out, which must stay out of the sums that reach over tokens: a
+sequence's ratio, BAPO's shares.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megadapo.algorithm.advantages import process_advantages
+from megadapo.algorithm.bapo import BapoConfig
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.data.batch import PackedBatch
+from megadapo.data.policy_versions import NO_VERSION
+from tests.distributed.trainer.test_layouts import OVERLAP, assert_close_by_block, assert_same
+from tests.support.trainer.batches import RAGGED, random_batch, random_texts
+from tests.support.trainer.definition import loss_and_gradients_of
+from tests.support.trainer.probes import (
+    Gradients,
+    gradients_by_objective,
+    train,
+    updates_with_texts,
+)
+from tests.support.trainer.ranks import Ranks, settings_for
+
+BAPO = BapoConfig(
+    target_share=0.435,
+    low_min=0.88,
+    low_max=0.98,
+    low_step=0.01,
+    high_min=1.01,
+    high_max=1.15,
+    high_step=0.01,
+)
+"""A grid over the few ratios of a tiny batch, and a target within it."""
+CASES = {
+    "gspo": PolicyObjective(ratio="sequence", clip_low=0.01, clip_high=0.01),
+    "gspo-soft": PolicyObjective(ratio="sequence", gate="soft"),
+    "bapo": PolicyObjective(gate="bapo"),
+    "sapo": PolicyObjective(gate="soft"),
+    "cispo": PolicyObjective(gate="weight", weight_max=1.05),
+    "dppo": PolicyObjective(gate="dppo", mask_low=1e-4, mask_high=1e-4),
+    "ipo": PolicyObjective(gate="ipo", mask_low=2e-4, mask_high=2e-4),
+    "no-gate": PolicyObjective(gate="none"),
+    "reinforce": PolicyObjective(ratio="none", gate="none", entropy_coef=0.1),
+    "kl": PolicyObjective(kl_coef=0.5, kl_gradient="corrected-k3", clip_high=0.05, dual_clip=1.1),
+}
+TEXT_LENGTHS = [2, 77, 3, 40, 130, 9]
+LAYOUTS = {
+    "tp2": {"tensor": 2},
+    "pp2": {"pipeline": 2},
+    "cp2-dp2-small-budget": {"context": 2, "data": 2, "tokens_per_micro_batch": 64},
+    "middle-budget": {"tokens_per_micro_batch": 160},
+    "cp2-tp2-sp": {"context": 2, "tensor": 2, "sequence": True},
+}
+
+
+def make_batch(num_mini_batches: int = 1) -> PackedBatch:
+    batch = random_batch(RAGGED, num_mini_batches=num_mini_batches)
+    for index, (start, stop) in enumerate(
+        zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)
+    ):
+        first = start + batch.prompt_lengths[index]
+        batch.advantages[first:stop] = (0.9, -1.4, -0.3, 0.5)[index % 4]
+        if index == 3:
+            batch.loss_weights[start:stop] = 0.0
+        if index == 7:
+            output = slice(first + 10, first + 25)
+            batch.loss_weights[output] = 0.0
+            batch.logprobs_rollout[output] = np.nan
+            batch.policy_versions[output] = NO_VERSION
+    return batch
+
+
+def measure(ranks: Ranks, models: Path, **layout: Any) -> dict[str, Gradients]:
+    settings = settings_for(
+        str(models / "qwen2-tied"), objective=CASES["bapo"], bapo=BAPO, **layout
+    )
+    world = settings.trainer.num_ranks
+    texts = random_texts(TEXT_LENGTHS)
+    return ranks.run(world, gradients_by_objective, settings, make_batch(), CASES, texts)[0]
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Ranks, models: Path) -> dict[str, Gradients]:
+    """One rank, one micro-batch."""
+    return measure(ranks, models, tokens_per_micro_batch=100_000)
+
+
+def test_loss_and_gradients_are_those_of_the_definition(
+    models: Path, reference: dict[str, Gradients]
+) -> None:
+    """In float64 with a dense transformers model; every case must give numbers of its own."""
+    batch = make_batch()
+    for name, objective in CASES.items():
+        loss, by_name = loss_and_gradients_of(models / "qwen2-tied", batch, objective, BAPO)
+        assert reference[name].loss == pytest.approx(loss, rel=1e-5), name
+        assert_close_by_block(reference[name].by_name, by_name, 1e-5)
+    norms = [round(found.grad_norm, 5) for found in reference.values()]
+    assert len(set(norms)) == len(reference), "two cases that give the same are no two tests"
+
+
+def test_the_loss_of_texts_adds_to_the_objectives_own(
+    models: Path, reference: dict[str, Gradients]
+) -> None:
+    """Whatever the objective's temperature is, and normalised by the texts' own tokens."""
+    folder, texts = models / "qwen2-tied", random_texts(TEXT_LENGTHS)
+    likelihood = PolicyObjective(ratio="none", gate="none")
+    loss, by_name = loss_and_gradients_of(folder, texts, likelihood, BAPO)
+    assert reference["texts"].loss == pytest.approx(loss, rel=1e-6)
+    assert_close_by_block(reference["texts"].by_name, by_name, 1e-5)
+    own, own_by_name = loss_and_gradients_of(folder, make_batch(), PolicyObjective(), BAPO)
+    both = {name: gradient + by_name[name] for name, gradient in own_by_name.items()}
+    assert reference["ptx"].loss == pytest.approx(own + loss, rel=1e-6)
+    assert_close_by_block(reference["ptx"].by_name, both, 1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_split_changes_neither_loss_nor_gradient(
+    ranks: Ranks, models: Path, reference: dict[str, Gradients], layout: str
+) -> None:
+    """Not the mean of a sequence's ratios, nor a share that is searched for over the batch."""
+    found = measure(ranks, models, **LAYOUTS[layout])
+    for name, gradients in found.items():
+        assert_same(gradients, reference[name])
+
+
+def process_batch() -> PackedBatch:
+    """Responses of four to a group, with none to five steps of their own lengths."""
+    batch = random_batch(RAGGED)
+    rng = np.random.default_rng(5)
+    starts = batch.cu_seqlens[:-1] + batch.prompt_lengths
+    lengths = (batch.cu_seqlens[1:] - starts).tolist()
+    for first in range(0, len(lengths), 4):
+        own = lengths[first : first + 4]
+        ends = [rng.integers(1, n + 1, size=rng.integers(0, 6)).tolist() for n in own]
+        scored = [tuple((end, float(rng.integers(0, 2))) for end in sorted(of)) for of in ends]
+        for place, values in enumerate(process_advantages(scored, own), start=first):
+            batch.advantages[starts[place] : batch.cu_seqlens[place + 1]] = values
+    return batch
+
+
+def test_steps_of_a_response_are_where_they_are_under_every_split(
+    ranks: Ranks, models: Path
+) -> None:
+    """Tokens with advantages of their own, against the definition: one that is moved by a token, or
+    given to another sequence of the micro-batch, changes every gradient."""
+    batch = process_batch()
+    assert len(np.unique(batch.advantages)) > len(RAGGED)
+    cases = {"dapo": PolicyObjective(), "gspo": CASES["gspo"]}
+    for layout in ("pp2", "cp2-dp2-small-budget", "cp2-tp2-sp"):
+        settings = settings_for(str(models / "qwen2-tied"), **LAYOUTS[layout])
+        found = ranks.run(
+            settings.trainer.num_ranks, gradients_by_objective, settings, batch, cases
+        )[0]
+        for name, objective in cases.items():
+            loss, by_name = loss_and_gradients_of(models / "qwen2-tied", batch, objective, BAPO)
+            assert found[name].loss == pytest.approx(loss, rel=1e-5), (layout, name)
+            assert_close_by_block(found[name].by_name, by_name, 1e-5)
+
+
+def many_texts(coef: float) -> PackedBatch:
+    """Of three updates."""
+    return random_texts(TEXT_LENGTHS, [5], [11, 9], coef=coef)
+
+
+def steps(ranks: Ranks, models: Path, **settings: Any) -> list[list[dict[str, Any]]]:
+    """Two steps of three updates each, as every rank reports them."""
+    trainer = settings_for(str(models / "qwen2-tied"), **settings)
+    results = ranks.run(trainer.trainer.num_ranks, train, trainer, make_batch(3), 2)
+    return [steps for steps, _ in results]
+
+
+@pytest.mark.parametrize(("scope", "first"), [("minibatch", 1.15), ("lagged", 1.01)])
+def test_bounds_are_searched_over_all_ranks_before_each_update(
+    ranks: Ranks, models: Path, scope: str, first: float
+) -> None:
+    """For a share that nothing reaches: up to the grid's end, but for an update that has none
+    before it to look at. A search of a rank's own part would find other shares."""
+    bapo = BAPO.model_copy(update={"scope": scope, "target_share": 0.9})
+    options = {"objective": CASES["bapo"], "bapo": bapo}
+    ((alone, _),) = steps(ranks, models, **options)
+    layout = {"data": 2, "context": 2, "tokens_per_micro_batch": 64, **OVERLAP}
+    split = steps(ranks, models, **layout, **options)
+    for found, _ in [(alone, None), *split]:
+        bounds = found["searched_bounds"]
+        assert found["ratio_first_max_error"] == 0.0
+        assert bounds["clip_high"] == pytest.approx((first + 1.15 + 1.15) / 3)
+        assert bounds["share_min"] == pytest.approx(alone["searched_bounds"]["share_min"], rel=1e-3)
+        assert bounds == split[0][0]["searched_bounds"] or found is alone
+    assert 0.0 < alone["searched_bounds"]["share_before"] < 0.9
+
+
+def test_texts_change_the_updates_and_the_objectives_own_numbers_stay(
+    ranks: Ranks, models: Path
+) -> None:
+    """Their loss goes down and is reported alone; one that is measured only moves no bit."""
+    folder = str(models / "qwen2-tied")
+    plain, measured, mixed = (
+        ranks.run(1, updates_with_texts, settings_for(folder), make_batch(3), texts, 3)[0]
+        for texts in (None, many_texts(0.0), many_texts(5.0))
+    )
+    nothing = {"loss": None, "tokens": None}
+    assert [found["pretraining"] for found, _ in plain] == [nothing] * 3
+    for (found, weights), (alone, own_weights) in zip(measured, plain, strict=True):
+        assert found | {"pretraining": nothing} == alone
+        assert found["pretraining"]["tokens"] == sum(TEXT_LENGTHS) + 25 - 9
+        assert all((weights[name] == own_weights[name]).all() for name in own_weights)
+    losses, untrained = (
+        [found["pretraining"]["loss"] for found, _ in steps] for steps in (mixed, measured)
+    )
+    assert losses[0] < untrained[0] and losses[2] < losses[1] < untrained[2]
+    assert mixed[0][0]["ratio_first_max_error"] == 0.0
+
+
+def test_the_first_sequence_ratio_is_one(ranks: Ranks, models: Path) -> None:
+    """Measured by the extra pass of the head, whose bits must be the loss's; later ones are not."""
+    objective = PolicyObjective(ratio="sequence", clip_low=3e-4, clip_high=4e-4)
+    for found in steps(ranks, models, tensor=2, sequence=True, objective=objective)[0]:
+        assert found["ratio_first_max_error"] == 0.0
+        assert abs(found["ratio_mean"] - 1.0) > 1e-6
+        assert found["clip_low_fraction"] + found["clip_high_fraction"] > 0.0
+        assert set(found["searched_bounds"].values()) == {None}
+        assert np.isfinite(found["loss"])

@@ -1,0 +1,160 @@
+"""Tokens that earlier weights sampled: each way to weight them, under every split, in one update.
+
+A batch holds fresh responses, responses one and three versions old, and partial answers that three
+versions wrote one after another.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megadapo.algorithm.importance import ImportanceConfig
+from megadapo.data.batch import PackedBatch
+from tests.distributed.trainer.test_layouts import assert_close_by_block, assert_same
+from tests.support.trainer.batches import RAGGED, random_batch, stale_batch
+from tests.support.trainer.definition import loss_and_gradients
+from tests.support.trainer.probes import Gradients, gradients_by_case, logprobs, train
+from tests.support.trainer.ranks import Ranks, settings_for
+
+PRESENT = 7
+CASES = {
+    "token-truncate": ImportanceConfig(low=0.5, high=1.5),
+    "token-mask": ImportanceConfig(bound="mask", low=0.5, high=1.5),
+    "sequence-truncate": ImportanceConfig(level="sequence", low=0.9, high=1.1),
+    "sequence-mask": ImportanceConfig(level="sequence", bound="mask", low=0.8, high=1.25),
+    "unbounded": ImportanceConfig(bound="none"),
+    "all": ImportanceConfig(level="sequence", low=0.9, high=1.1, scope="all"),
+    "rollout": ImportanceConfig(stale_logprobs="rollout"),
+    "rollout-all": ImportanceConfig(stale_logprobs="rollout", scope="all"),
+}
+LAYOUTS = {
+    "tp2": {"tensor": 2},
+    "cp2-dp2-small-budget": {"context": 2, "data": 2, "tokens_per_micro_batch": 64},
+    "cp2-pp2": {"context": 2, "pipeline": 2},
+    "tp2-pp2-sp": {"tensor": 2, "pipeline": 2, "sequence": True},
+}
+
+
+def measure(ranks: Ranks, folder: Path, **layout: Any) -> dict[str, Gradients]:
+    settings = settings_for(str(folder), **layout)
+    batch = stale_batch(RAGGED, present=PRESENT)
+    return ranks.run(settings.trainer.num_ranks, gradients_by_case, settings, batch, CASES)[0]
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Ranks, models: Path) -> dict[str, Gradients]:
+    """One rank, one micro-batch."""
+    return measure(ranks, models / "qwen2-tied", tokens_per_micro_batch=100_000)
+
+
+def test_loss_and_gradients_are_those_of_the_definition(
+    models: Path, reference: dict[str, Gradients]
+) -> None:
+    """In float64 with a dense transformers model; every case must give numbers of its own."""
+    batch = stale_batch(RAGGED, present=PRESENT)
+    for name, importance in CASES.items():
+        loss, by_name = loss_and_gradients(models / "qwen2-tied", batch, importance)
+        assert reference[name].loss == pytest.approx(loss, rel=1e-5), name
+        assert_close_by_block(reference[name].by_name, by_name, 1e-5)
+    losses = [round(found.loss, 5) for found in reference.values()]
+    assert len(set(losses)) == len(CASES), "two cases that give the same are no two tests"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_split_changes_neither_loss_nor_gradient(
+    ranks: Ranks, models: Path, reference: dict[str, Gradients], layout: str
+) -> None:
+    """A sequence's ratio is of the whole sequence, wherever its micro-batch is computed."""
+    found = measure(ranks, models / "qwen2-tied", **LAYOUTS[layout])
+    for name, gradients in found.items():
+        assert_same(gradients, reference[name])
+
+
+def step(ranks: Ranks, models: Path, batch: PackedBatch, **settings: Any) -> dict[str, Any]:
+    """One step's result on a rank; every rank has the same."""
+    trainer = settings_for(str(models / "qwen2-tied"), **settings)
+    run = partial(train, policy_version=PRESENT)
+    return ranks.run(trainer.trainer.num_ranks, run, trainer, batch, 1)[0][0][0]
+
+
+def test_a_step_measures_how_stale_its_tokens_are(ranks: Ranks, models: Path) -> None:
+    """On two ranks: sums and maxima are those of the whole batch."""
+    batch = stale_batch(RAGGED, present=PRESENT)
+    folder = models / "qwen2-tied"
+    trained = np.isfinite(batch.logprobs_rollout)
+    gaps = PRESENT - batch.policy_versions[trained]
+    proximal = ranks.run(1, logprobs, settings_for(str(folder)), batch)[0][trained]
+    difference = np.abs(proximal - batch.logprobs_rollout[trained])
+    ratios = np.exp(proximal - batch.logprobs_rollout[trained])[gaps > 0]
+    found = step(ranks, models, batch, context=2, importance=CASES["token-truncate"])
+    staleness = found["staleness"]
+    assert staleness["token_share"] == pytest.approx((gaps > 0).mean())
+    assert (staleness["mean"], staleness["max"]) == (pytest.approx(gaps.mean()), 3)
+    assert staleness["logprob_drift_mean"] == pytest.approx(difference[gaps > 0].mean(), rel=1e-4)
+    assert staleness["logprob_drift_max"] == pytest.approx(difference[gaps > 0].max(), rel=1e-4)
+    outside = ((ratios < 0.5) | (ratios > 1.5)).mean()
+    assert 0.0 < staleness["weight_truncated_share"] == pytest.approx(outside)
+    assert staleness["weight_masked_share"] == 0.0
+    # parity stays about what the present weights sampled
+    assert found["logprob_abs_max"] == pytest.approx(difference[gaps == 0].max(), rel=1e-4)
+    masked = step(ranks, models, batch, importance=CASES["token-mask"])
+    assert masked["staleness"]["weight_masked_share"] == staleness["weight_truncated_share"]
+
+
+@pytest.mark.parametrize("name", ["token-truncate", "rollout"])
+def test_the_first_ratio_of_recomputed_tokens_is_one(ranks: Ranks, models: Path, name: str) -> None:
+    """Stale tokens against the rollout's log-probs are not at 1, and must not hide who is."""
+    found = step(ranks, models, stale_batch(RAGGED, present=PRESENT), importance=CASES[name])
+    assert found["ratio_first_max_error"] == 0.0
+    assert (abs(found["ratio_mean"] - 1.0) > 0.01) == (name == "rollout")
+
+
+def test_a_fresh_batch_trains_to_the_same_bits_whatever_stale_tokens_would_get(
+    ranks: Ranks, models: Path
+) -> None:
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    folder = str(models / "qwen2-tied")
+    _, expected = ranks.run(1, train, settings_for(folder), batch, 1)[0]
+    settings = settings_for(folder, importance=CASES["sequence-mask"])
+    (found,), weights = ranks.run(1, train, settings, batch, 1)[0]
+    assert found["staleness"]["token_share"] == 0.0
+    assert found["staleness"]["weight_masked_share"] is None
+    assert all(weights[name].tobytes() == expected[name].tobytes() for name in weights)
+
+
+def test_stale_tokens_can_be_left_out_and_the_rest_weighs_no_more(
+    ranks: Ranks, models: Path
+) -> None:
+    batch, without = stale_batch(RAGGED, present=PRESENT), stale_batch(RAGGED, present=PRESENT)
+    without.loss_weights[without.policy_versions != PRESENT] = 0.0
+    left_out = ImportanceConfig(stale_logprobs="none")
+    found = step(ranks, models, batch, importance=left_out)
+    expected = step(ranks, models, without)
+    for name in ("loss", "tokens_trained", "grad_norm"):
+        assert found[name] == expected[name], name
+    assert found["staleness"]["token_share"] > 0.3
+    assert found["staleness"]["logprob_drift_mean"] is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gap_to_the_engine_is_split_by_cause(ranks: Ranks, models: Path, dtype: str) -> None:
+    """A trainer that rounds otherwise at another shape would be blamed on the engine."""
+    batch = random_batch(RAGGED, policy_version=PRESENT)
+    whole = step(ranks, models, batch, dtype=dtype, tokens_per_micro_batch=4096)
+    causes = whole["parity_causes"]
+    # the engine's log-probs are made up: nothing of their gap is the trainer's
+    assert causes["engine_abs_max"] > 1e-2
+    assert causes["batch_shape_abs_max"] < (1e-5 if dtype == "float32" else 0.2)
+    assert (causes["batch_shape_abs_mean"] > 1e-4) == (dtype == "bfloat16")
+    stale = random_batch(RAGGED, policy_version=PRESENT - 1)
+    causes = step(ranks, models, stale, dtype=dtype, data=2, context=2)["parity_causes"]
+    assert causes["batch_shape_abs_max"] is not None and causes["engine_abs_max"] is None
+    # a sequence that is alone in its micro-batch has no other shape
+    alone = random_batch([30], policy_version=PRESENT)
+    causes = step(ranks, models, alone, dtype=dtype)["parity_causes"]
+    assert set(causes.values()) == {None}

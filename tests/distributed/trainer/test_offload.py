@@ -1,0 +1,180 @@
+"""What leaves the device between updates comes back to the bit, and leaves nothing behind.
+
+Would catch: a tensor that is not moved, or not to where others look for it; gradients that are not
+zeros when they come back; weights that are sent while they are away, and are not the trained ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.trainer.config import OffloadConfig
+from megadapo.trainer.settings import TrainerSettings
+from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.critics import with_critic
+from tests.support.trainer.probes import build, save_at, state_bits, update
+from tests.support.trainer.ranks import Ranks, settings_for
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megadapo.trainer.rank import TrainerRank
+
+ALL = OffloadConfig(optimizer="cpu", gradients="cpu", parameters="cpu")
+KINDS = tuple(OffloadConfig.model_fields)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor, bf16": {"tensor": 2, "sequence": True, "dtype": "bfloat16"},
+    "data, overlap": {"data": 2, "overlap": True, "bucket": 3000},
+    "stages, reference": {"pipeline": 2, "objective": PolicyObjective(kl_coef=0.1)},
+}
+SLOW_LAYOUTS = {"virtual stages, bf16": {"pipeline": 2, "virtual": 2, "dtype": "bfloat16"}}
+BATCH = random_batch(RAGGED, num_mini_batches=2)
+
+
+def offloading(settings: TrainerSettings, offload: OffloadConfig) -> TrainerSettings:
+    trainer = settings.trainer.model_copy(update={"offload": offload})
+    return replace(settings, trainer=trainer)
+
+
+def held(rank: TrainerRank) -> dict[str, int]:
+    """Bytes of each kind that its models have on the device."""
+    models = [rank] if rank.critic is None else [rank, rank.critic]
+    chunks = [chunk for model in models for chunk in model.chunks]
+    buffers = [one for chunk in chunks for one in chunk.buffers + chunk.expert_parallel_buffers]
+    parts = [part for model in models for part in model.optimizer.chained_optimizers]
+    states = [state for part in parts for state in part.optimizer.state.values()]
+    groups = [group for part in parts for group in part.optimizer.param_groups]
+    masters = [] if rank.config.params_dtype.itemsize == 4 else groups
+    return {
+        "parameters": _num_bytes(one for chunk in chunks for one in chunk.parameters()),
+        "gradients": _num_bytes(buffer.grad_data for buffer in buffers),
+        "optimizer": _num_bytes(state[name] for state in states for name in state if name != "step")
+        + _num_bytes(master for group in masters for master in group["params"]),
+    }
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+def steps(rendezvous, settings: TrainerSettings, folder: Path) -> dict[str, Any]:
+    """Three steps with engines' turns between them, a save and a load; what came of them."""
+    rank = build(rendezvous, settings)
+    sizes = {"built": held(rank)}
+    results = [repr(update(rank, BATCH, policy_version=0, step=1))]
+    sizes["updated"] = held(rank)
+    sums = [rank.weight_sender.fingerprint(), sent(rank)]
+    rank.leave_to_engines()
+    sizes["left"] = held(rank)
+    # an engine that is started again while others generate, an evaluation, a checkpoint
+    sums += [rank.weight_sender.fingerprint(), sent(rank)]
+    logprobs = rank.logprobs(BATCH)
+    save_at(rank, folder / "saved")
+    sizes["saved"] = held(rank)
+    results.append(repr(update(rank, BATCH, policy_version=0, step=2)))
+    rank.load(folder / "saved")
+    results.append(repr(update(rank, BATCH, policy_version=0, step=2)))
+    rank.leave_to_engines()
+    rank.offload.bring(*KINDS)
+    sizes["brought"] = held(rank)
+    zeros = all(
+        not buffer.grad_data.any()
+        for chunk in rank.chunks
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers
+    )
+    return {
+        "bits": state_bits(rank),
+        "results": results,
+        "logprobs": None if logprobs is None else logprobs.tobytes(),
+        "sums": sums,
+        "sizes": sizes,
+        "zeros": zeros,
+    }
+
+
+def sent(rank: TrainerRank) -> list[int]:
+    """Checksums of what an update puts into this rank's buckets."""
+    import torch.distributed as dist
+
+    from megadapo.weights.sync.plan import EngineShape
+    from megadapo.weights.sync.planning import make_plan
+    from megadapo.weights.sync.transports.buckets import num_rounds, pack
+
+    positions: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(positions, rank.position)
+    dtype, size = rank.config.params_dtype, 1 << 14
+    engine = EngineShape(tp_size=1, nodes=("",))
+    plan = make_plan(rank.layout, positions, engine, itemsize=dtype.itemsize, max_bundle_bytes=size)
+    sender = rank.weight_sender
+    sender.prepare(plan, bucket_bytes=size, dtype=dtype, transport="shared_memory")
+    sums = [
+        one
+        for number in range(num_rounds(pack(plan, size)))
+        for one in sender.fill(number, with_checksums=True)
+    ]
+    sender.close()
+    return sums
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(pytest.param(layout, id=name) for name, layout in LAYOUTS.items()),
+        *(
+            pytest.param(layout, id=name, marks=pytest.mark.full)
+            for name, layout in SLOW_LAYOUTS.items()
+        ),
+    ],
+)
+def test_training_has_the_same_bits_and_the_memory_is_free(
+    ranks: Ranks, models: Path, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    settings = settings_for(str(models / "deep-tied"), **layout)
+    stayed = ranks.run(2, steps, settings, tmp_path / "stayed")
+    moved = ranks.run(2, steps, offloading(settings, ALL), tmp_path / "moved")
+    for before, after in zip(stayed, moved, strict=True):
+        sizes, free = before.pop("sizes"), after.pop("sizes")
+        whole = sizes["built"]
+        assert all(whole.values()) and all(size == whole for size in sizes.values())
+        only = dict.fromkeys(KINDS, 0) | {"parameters": whole["parameters"]}
+        assert free["built"] == free["updated"] == only
+        assert free["left"] == free["saved"] == dict.fromkeys(KINDS, 0)
+        assert free["brought"] == whole
+        assert not before.pop("zeros") and after.pop("zeros")
+        assert before == after
+        fingerprint, slices, fingerprint_away, slices_away = after["sums"]
+        assert (fingerprint, slices) == (fingerprint_away, slices_away) and slices
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_leaves_alone(ranks: Ranks, models: Path, tmp_path: Path, kind: str) -> None:
+    settings = with_critic(settings_for(str(models / "deep-tied")))
+    one = OffloadConfig.model_validate({kind: "cpu"})
+    (found,) = ranks.run(1, steps, offloading(settings, one), tmp_path)
+    assert {name for name, size in found["sizes"]["left"].items() if size == 0} == {kind}
+    assert found["sizes"]["brought"] == found["sizes"]["left"] | {
+        kind: found["sizes"]["brought"][kind]
+    }
+
+
+def test_pieces_of_main_memory_do_not_overlap_and_are_used_again() -> None:
+    from megadapo.trainer.offload import BLOCK_BYTES, _MainMemory
+
+    memory = _MainMemory(pinned=False)
+    sizes = [1, 63, BLOCK_BYTES - 64, 100, BLOCK_BYTES + 1, 7]
+    pieces = [memory.take(size) for size in sizes]
+    assert [len(piece) for piece in pieces] == sizes
+    places = sorted((piece.data_ptr(), len(piece)) for piece in pieces)
+    ends = [start + size for start, size in places]
+    assert all(end <= start for end, (start, _) in zip(ends, places[1:], strict=False))
+    assert all(start % 64 == 0 for start, _ in places)
+    memory.forget()
+    assert [memory.take(size).data_ptr() for size in sizes] == [one.data_ptr() for one in pieces]

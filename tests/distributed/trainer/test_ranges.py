@@ -1,0 +1,73 @@
+"""Ranges of layers in a profile: that are not there, or overlap so that NVTX would end the wrong
+one, that change what is computed, or that two ranks cannot be told apart in one trace."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from megadapo.lab.profiling.merged_trace import TracePart, merge_traces
+from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.profile_probes import profiled_update_of, update_of
+from tests.support.trainer.ranks import Ranks, settings_for
+
+HEAD = {"head logits", "head rows", "head d_hidden", "head d_weight"}
+PASSES = {"logprobs", "gradients", "optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "mlp"),
+    [
+        ("qwen2-untied", {"pipeline": 2, "recompute": "full"}, "mlp"),
+        pytest.param("qwen3-moe", {"data": 2, "expert": 2}, "experts", marks=pytest.mark.full),
+    ],
+    ids=["stages", "experts"],
+)
+def test_layers_and_head_passes_of_all_ranks_are_in_one_trace(
+    ranks: Ranks, models: Path, tmp_path: Path, model: str, layout: dict, mlp: str
+) -> None:
+    batch = random_batch(RAGGED)
+    settings = settings_for(str(models / model), tokens_per_micro_batch=10_000, **layout)
+    plain = ranks.run(2, update_of, settings, batch)
+    profiled = ranks.run(2, profiled_update_of, settings, batch, tmp_path)
+    assert [asdict(one) for one in profiled] == [asdict(one) for one in plain]
+
+    parts = [TracePart(name=f"rank {r}", file=tmp_path / f"rank-{r}.json") for r in range(2)]
+    merge_traces(parts, tmp_path / "both.json")
+    events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    rows = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert rows == {0: "rank 0", 1: "rank 1"}
+    ours = [e for e in events if e["ph"] == "X" and e["name"].startswith("megadapo::")]
+    assert nest(ours)
+    found = Counter((e["pid"], e["name"].removeprefix("megadapo::")) for e in ours)
+    kinds = {"norm", "attention", mlp, *(f"backward {k}" for k in ("norm", "attention", mlp))}
+    has_stages = "pipeline" in layout
+    for rank in range(2):
+        names = {name for owner, name in found if owner == rank}
+        assert names >= kinds | PASSES
+        assert ("embedding" in names) == (not has_stages or rank == 0)
+        assert (names >= HEAD) == (not has_stages or rank == 1)
+    if has_stages:
+        # one layer a stage: old log-probs and the probe of their shape, the forward pass, and that
+        # again for the backward pass
+        assert found[0, "attention"] == 4 and found[0, "backward attention"] == 1
+
+
+def nest(ranges: list[dict]) -> bool:
+    """Whether those of each thread lie within or beside each other."""
+    by_thread = defaultdict(list)
+    for one in ranges:
+        by_thread[one["pid"], one["tid"]].append((one["ts"], one["ts"] + one["dur"]))
+    for spans in by_thread.values():
+        open_ends: list[float] = []
+        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while open_ends and open_ends[-1] <= start:
+                open_ends.pop()
+            if open_ends and end > open_ends[-1] + 0.002:
+                return False
+            open_ends.append(end)
+    return True

@@ -1,0 +1,82 @@
+"""What an update remembers of some sequences: the wrong token's log-prob, one of another update, or
+a step that computes something else because it was asked to remember, would all go unnoticed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.critics import DISCOUNT, GAE_LAMBDA, with_critic
+from tests.support.trainer.probes import logprobs, recorded_update
+from tests.support.trainer.ranks import Ranks, settings_for
+
+SEQUENCES = [0, 2, 4, 7, 11]
+"""Of both mini-batches of six; sequence 2 has a single response token."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data": 2, "tokens_per_micro_batch": 64},
+        {"context": 2, "pipeline": 2},
+    ],
+    ids=["dp2", "cp2-pp2"],
+)
+def test_an_update_remembers_what_it_computed(ranks: Ranks, models: Path, layout: dict) -> None:
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    # one token without a loss: nothing is computed for it
+    batch.logprobs_rollout[batch.cu_seqlens[8] - 1] = np.nan
+    settings = settings_for(str(models / "qwen2-tied"), **layout)
+    num_ranks = settings.trainer.num_ranks
+    before = ranks.run(num_ranks, logprobs, settings, batch)
+    updates = ranks.run(num_ranks, recorded_update, settings, batch, SEQUENCES)
+    silent = ranks.run(num_ranks, recorded_update, settings, batch, [])
+
+    assert [asdict(u.result) for u in updates] == [asdict(u.result) for u in silent]
+    parts = [u.recorded for u in updates if u.recorded is not None]
+    assert len(parts) == layout.get("data", 1) * layout.get("context", 1)
+    recorded = parts[0].merged(parts[1:])
+    starts = batch.cu_seqlens[:-1] + batch.prompt_lengths
+    pieces = [np.arange(starts[i], batch.cu_seqlens[i + 1]) for i in SEQUENCES]
+    places = np.concatenate(pieces)
+    expected = np.full(len(batch.tokens), np.nan, dtype=np.float32)
+    for part in before:
+        if part is not None:
+            np.copyto(expected, part, where=np.isfinite(part))
+    lost = places == batch.cu_seqlens[8] - 1
+    assert lost.sum() == 1 and np.isnan(recorded.old[lost]).all()
+    assert np.isnan(recorded.update[lost]).all()
+    assert np.isnan(recorded.advantages).all(), "those of the batch are known"
+    assert np.array_equal(recorded.old[~lost], expected[places][~lost])
+    in_first = np.repeat([i < 6 for i in SEQUENCES], [len(piece) for piece in pieces])
+    first, second = in_first & ~lost, ~in_first & ~lost
+    assert np.array_equal(recorded.update[first], recorded.old[first])
+    assert not np.array_equal(recorded.update[second], recorded.old[second])
+    assert np.abs(recorded.update[second] - recorded.old[second]).max() < 0.5
+
+    replicas = layout.get("tensor", 1) * layout.get("pipeline", 1)
+    total = sum(update.share.num_tokens for update in updates)
+    assert total == replicas * len(batch.tokens)
+
+
+def test_advantages_that_the_ranks_made_come_back(ranks: Ranks, models: Path) -> None:
+    """A critic that begins at 0 leaves of each response its score, discounted from its last token
+    on, and whitened over the tokens of both updates and both ranks."""
+    batch = random_batch(RAGGED, num_mini_batches=2)
+    layout = {"data": 2, "tokens_per_micro_batch": 64}
+    settings = with_critic(settings_for(str(models / "qwen2-tied"), **layout))
+    updates = ranks.run(2, recorded_update, settings, batch, SEQUENCES)
+    recorded = updates[0].recorded.merged([updates[1].recorded])
+    stops, starts = batch.cu_seqlens[1:], batch.cu_seqlens[:-1] + batch.prompt_lengths
+    decay = DISCOUNT * GAE_LAMBDA
+    raw = [
+        batch.advantages[stop - 1] * decay ** np.arange(stop - start - 1, -1, -1.0)
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+    everything = np.concatenate(raw)
+    expected = np.concatenate([raw[i] for i in SEQUENCES]) - everything.mean()
+    np.testing.assert_allclose(recorded.advantages, expected / everything.std(ddof=1), atol=1e-5)

@@ -1,0 +1,259 @@
+"""The KL divergence to a reference policy: its gradient, under every split, and what it is to.
+
+Policy and reference differ by a factor on all weights, which is the same under every split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megadapo.algorithm.bapo import BapoConfig
+from megadapo.algorithm.config import ReferenceConfig
+from megadapo.algorithm.kl_reward import advantages_with_kl
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.data.batch import PackedBatch
+from tests.distributed.trainer.test_layouts import assert_close_by_block, assert_same
+from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.definition import loss_and_gradients_of, scaled_model, sequence_logprobs
+from tests.support.trainer.probes import Gradients, train
+from tests.support.trainer.ranks import Ranks, settings_for
+from tests.support.trainer.reference_probes import (
+    advantages_by_rule,
+    follow,
+    gradients_by_estimator,
+    load_refusal,
+)
+
+SCALE = 0.9
+"""Below 1: larger weights make a model that rounding sways more."""
+FULL = [pytest.mark.full, pytest.mark.slow]
+ESTIMATORS = {
+    "k1": ("k1", "k1"),
+    "k2": ("k2", "k2"),
+    "k3": ("k3", "k3"),
+    "corrected-k3": ("corrected-k3", "corrected-k3"),
+    "k3-with-k2's-gradient": ("k3", "k2"),
+}
+CASES = {
+    name: PolicyObjective(kl_coef=0.5, kl_value=value, kl_gradient=gradient)
+    for name, (value, gradient) in ESTIMATORS.items()
+}
+LAYOUTS = {
+    "tp2-sp": {"tensor": 2, "sequence": True},
+    "cp2-dp2-small-budget": {"context": 2, "data": 2, "tokens_per_micro_batch": 64},
+    "pp2-large-budget": {"pipeline": 2, "tokens_per_micro_batch": 4096},
+    "vpp2-dp2-overlap": {"pipeline": 2, "virtual": 2, "data": 2, "overlap": True, "bucket": 3000},
+}
+IN_LOSS = PolicyObjective(kl_coef=0.5)
+IN_REWARD = PolicyObjective(kl_coef=0.3, kl_in="reward", kl_value="k1")
+RULES = ["grpo", "rloo", "reinforce++"]
+AVERAGED = ReferenceConfig(kind="averaged", decay=0.75)
+REFRESHED = ReferenceConfig(kind="refreshed", refresh_every=2)
+
+
+def step_batch(**changes: Any) -> PackedBatch:
+    """Responses in groups of four."""
+    return replace(random_batch(RAGGED, **changes), group_sizes=np.array([4, 4, 4]))
+
+
+def run(ranks: Ranks, function: Callable[..., Any], folder: Path, *args: Any, **layout: Any) -> Any:
+    """What rank 0 answers; or all ranks, for a function of parts."""
+    settings = settings_for(str(folder), **{"objective": IN_LOSS, **layout})
+    answers = ranks.run(settings.trainer.num_ranks, function, settings, *args)
+    return answers if function is advantages_by_rule else answers[0]
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks: Ranks, models: Path) -> dict[str, dict[str, Gradients]]:
+    """One rank, one micro-batch."""
+    run_one = partial(run, ranks, gradients_by_estimator, tokens_per_micro_batch=100_000)
+    return {
+        name: run_one(models / name, random_batch(RAGGED), CASES, SCALE)
+        for name in ("qwen2-tied", "deep-untied")
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_the_definition(
+    models: Path, one_rank: dict[str, dict[str, Gradients]], case: str
+) -> None:
+    """In float64 with two dense transformers models; ratios are not 1."""
+    loss, by_name = loss_and_gradients_of(
+        models / "qwen2-tied", random_batch(RAGGED), CASES[case], BapoConfig(), scale=SCALE
+    )
+    found = one_rank["qwen2-tied"][case]
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+    assert_close_by_block(found.by_name, by_name, 1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_split_changes_neither_loss_nor_gradient(
+    ranks: Ranks, models: Path, one_rank: dict[str, dict[str, Gradients]], layout: str
+) -> None:
+    model = "deep-untied" if "virtual" in LAYOUTS[layout] else "qwen2-tied"
+    found = run(
+        ranks,
+        gradients_by_estimator,
+        models / model,
+        random_batch(RAGGED),
+        CASES,
+        SCALE,
+        **LAYOUTS[layout],
+    )
+    for case, gradients in found.items():
+        assert_same(gradients, one_rank[model][case])
+
+
+@pytest.fixture(scope="module")
+def k1_by_hand(models: Path) -> np.ndarray:
+    """[N] of the response tokens in float64, as the probes shift the policy's log-probs."""
+    folder, batch, parts = models / "deep-untied", step_batch(), []
+    policy, reference = scaled_model(folder, SCALE), scaled_model(folder, 1.0)
+    for index, prompt_length in enumerate(batch.prompt_lengths):
+        start, stop = batch.cu_seqlens[index], batch.cu_seqlens[index + 1]
+        tokens = torch.from_numpy(batch.tokens[start:stop])
+        with torch.no_grad():
+            gap = sequence_logprobs(policy, tokens) - sequence_logprobs(reference, tokens)
+        shift = 0.15 * np.sin(np.arange(start + 1, stop))
+        parts.append((gap.numpy() + shift)[prompt_length - 1 :])
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("name", ["tp2-sp", "cp2-dp2-small-budget", "vpp2-dp2-overlap"])
+def test_rewards_pay_for_the_divergence_of_whole_responses_under_every_split(
+    ranks: Ranks, models: Path, k1_by_hand: np.ndarray, name: str
+) -> None:
+    """A sum over one rank's tokens, or over one update's, would compare unequal responses."""
+    folder, batch = models / "deep-untied", step_batch(num_mini_batches=2)
+    parts = run(
+        ranks, advantages_by_rule, folder, batch, RULES, SCALE, objective=IN_REWARD, **LAYOUTS[name]
+    )
+    trained = batch.loss_weights != 0
+    num_tokens = np.diff(batch.cu_seqlens) - batch.prompt_lengths
+    for rule in RULES:
+        expected = advantages_with_kl(
+            batch.rewards,
+            k1_by_hand,
+            num_tokens,
+            batch.group_sizes,
+            kl_coef=0.3,
+            rule=rule,
+            normalize_by_std=True,
+        )
+        known = np.full(len(batch.tokens), np.nan)
+        for part in parts:
+            np.copyto(known, part[rule], where=np.isfinite(part[rule]))
+        np.testing.assert_allclose(known[trained], expected, atol=2e-5)
+
+
+def test_an_update_learns_from_rewards_that_paid(ranks: Ranks, models: Path) -> None:
+    """On one rank and on four; without the penalty the batch's own advantages would hold."""
+    folder, batch = models / "deep-untied", step_batch(num_mini_batches=2)
+    four = {"pipeline": 2, "data": 2, "tokens_per_micro_batch": 64}
+    one, split = (
+        run(ranks, follow, folder, batch, 2, objective=IN_REWARD, **layout) for layout in ({}, four)
+    )
+    for step, truth in zip(split, one, strict=True):
+        for name, weight in truth[1].items():
+            # a weight whose gradient is nothing but rounding goes either way in AdamW, so not the
+            # largest difference of a tensor
+            assert np.sqrt(np.mean((step[1][name] - weight) ** 2)) < 2e-6, name
+    first, second = one[1][0], one[2][0]
+    assert first["kl"] == {"mean": 0.0, "max": 0.0, "coef": 0.3} and second["kl"]["max"] > 0.0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=FULL)])
+def test_the_first_kl_is_exactly_zero_and_leaves_the_first_update_as_it_is(
+    ranks: Ranks, models: Path, dtype: str
+) -> None:
+    """Equal weights in equal shapes give equal bits; and the policy comes back bit by bit."""
+    layout = {"tensor": 2, "pipeline": 2, "sequence": True, "tokens_per_micro_batch": 100}
+    batch, folder = random_batch(RAGGED), models / "qwen2-tied"
+    seen = run(ranks, follow, folder, batch, 2, dtype=dtype, **layout)
+    plain = settings_for(str(folder), dtype=dtype, **layout)
+    (expected,), trained = ranks.run(4, train, plain, batch, 1)[0]
+    assert seen[1][0]["kl"] == {"mean": 0.0, "max": 0.0, "coef": 0.5}
+    assert seen[1][0] | {"kl": expected["kl"]} == expected
+    for name, weight in trained.items():
+        assert seen[1][1][name].tobytes() == weight.tobytes(), name
+    assert 0.0 < seen[2][0]["kl"]["mean"] < seen[2][0]["kl"]["max"]
+    assert seen[2][0]["ratio_first_max_error"] == 0.0
+
+
+def test_what_a_reference_is_after_some_steps(ranks: Ranks, models: Path) -> None:
+    """Against the same in plain numbers from the policy's weights after each step."""
+    batch, folder = random_batch(RAGGED, num_mini_batches=2), models / "qwen2-tied"
+    for reference in (REFRESHED, AVERAGED):
+        seen = run(ranks, follow, folder, batch, 3, reference=reference, data=2)
+        for name, first in seen[0][1].items():
+            expected = first.astype(np.float64)
+            for step, (_, policy, found) in enumerate(seen):
+                if step and reference.kind == "averaged":
+                    expected = 0.75 * expected + 0.25 * policy[name].astype(np.float64)
+                elif step == 2 and reference.kind == "refreshed":
+                    expected = policy[name].astype(np.float64)
+                np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-7)
+        if reference.kind == "refreshed":
+            assert [result["kl"]["max"] == 0.0 for result, *_ in seen[1:]] == [True, False, True]
+
+
+def test_a_bf16_average_moves_by_less_than_a_rounding_step(ranks: Ranks, models: Path) -> None:
+    """Kept in bf16, an average that gives way by a hundredth a step would stand still."""
+    slow = ReferenceConfig(kind="averaged", decay=0.99)
+    batch, folder = random_batch(RAGGED), models / "qwen2-tied"
+    seen = run(ranks, follow, folder, batch, 6, reference=slow, dtype="bfloat16", lr=3e-3)
+    name = "model.layers.0.mlp.down_proj.weight"
+    expected = seen[0][1][name].astype(np.float64)
+    for _, policy, _ in seen[1:]:
+        expected = 0.99 * expected + 0.01 * policy[name]
+    rounded = torch.from_numpy(expected).float().bfloat16().float().numpy()
+    assert (seen[-1][2][name] != seen[0][2][name]).any()
+    assert (seen[-1][2][name] == rounded).mean() > 0.999  # but for ties in float32
+
+
+@pytest.mark.parametrize(
+    ("reference", "dtype"),
+    [(AVERAGED, "bfloat16"), pytest.param(REFRESHED, "float32", marks=FULL)],
+    ids=["averaged-bf16", "refreshed"],
+)
+def test_a_reference_goes_on_from_a_checkpoint_at_any_split(
+    ranks: Ranks, models: Path, tmp_path: Path, reference: ReferenceConfig, dtype: str
+) -> None:
+    """Made anew from the policy's weights, it would forget what it had been."""
+    batch, folder = random_batch(RAGGED, num_mini_batches=2), models / "deep-tied"
+    usual = {"reference": reference, "dtype": dtype}
+    split = {"tensor": 2, "context": 2, **usual}
+    whole = run(ranks, partial(follow, save=(3, tmp_path / "saved")), folder, batch, 4, **split)
+    go_on = partial(follow, load=tmp_path / "saved", first_step=4)
+    for layout in (split, {"pipeline": 2, "virtual": 2, "data": 2, **usual}):
+        loaded, then = run(ranks, go_on, folder, batch, 1, **layout)
+        for name, weight in whole[3][2].items():
+            assert loaded[2][name].tobytes() == weight.tobytes(), name
+        if layout is split:
+            assert then[0] == whole[4][0]
+            for name, weight in whole[4][2].items():
+                assert then[2][name].tobytes() == weight.tobytes(), name
+
+
+def test_a_fixed_reference_is_read_from_the_model_again(
+    ranks: Ranks, models: Path, tmp_path: Path
+) -> None:
+    """It is in no checkpoint; and another kind has nothing there to go on with."""
+    batch, folder = random_batch(RAGGED), models / "qwen2-tied"
+    saving = partial(follow, save=(2, tmp_path / "saved"))
+    seen = run(ranks, saving, folder, batch, 2, data=2)
+    assert not (tmp_path / "saved" / "reference").exists()
+    again = run(ranks, partial(follow, load=tmp_path / "saved"), folder, batch, 0, tensor=2)
+    for name, weight in seen[0][1].items():
+        assert again[0][2][name].tobytes() == weight.tobytes(), name
+        assert again[0][1][name].tobytes() == seen[2][1][name].tobytes(), name
+    message = run(ranks, load_refusal, folder, tmp_path / "saved", reference=AVERAGED)
+    assert 'algorithm.reference.kind = "averaged"' in message

@@ -1,0 +1,174 @@
+"""Routers that are told: the experts of a batch are taken over, and the split does not matter.
+
+Catches choices that reach another token, layer or micro-batch than their own, most of all where a
+layer is computed a second time for the backward pass; routers that go on choosing; a reference
+policy that is told as well; and batches whose choices are of another model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.data.batch import PackedBatch
+from megadapo.errors import DataError
+from megadapo.models.description import describe_model
+from megadapo.models.folder import read_hf_config
+from tests.distributed.trainer.test_layouts import assert_same, measure
+from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.probes import Gradients, build, logprobs, update
+from tests.support.trainer.ranks import Ranks, settings_for
+
+LAYOUTS = {
+    "tp2-cp2-ep4": {"tensor": 2, "sequence": True, "context": 2, "expert": 4},
+    "pp2-dp2-ep2-recompute": {"pipeline": 2, "data": 2, "expert": 2, "recompute": "full"},
+}
+FURTHER = {
+    "small-budget": {"tokens_per_micro_batch": 64},
+    "tp2-vpp2-recompute-experts": {
+        **{"tensor": 2, "sequence": True, "pipeline": 2, "virtual": 2, "recompute": "selective"},
+        "tokens_per_micro_batch": 64,
+    },
+    "recompute-some": {"recompute": "full", "recompute_layers": 1, "tokens_per_micro_batch": 64},
+}
+AUX_LOSS = 5.0
+
+
+@pytest.fixture(scope="module")
+def told(models: Path) -> PackedBatch:
+    """With choices that no router would make: of any experts, in any order."""
+    model = describe_model(read_hf_config(models / "qwen3-moe"))
+    assert model.routing is not None
+    every = np.arange(model.shape.num_experts, dtype=np.uint8)
+    draw = np.random.default_rng(3)
+    rows = [np.tile(every, (n - 1, model.shape.num_layers, 1)) for n in RAGGED]
+    chosen = [draw.permuted(one, axis=-1)[..., : model.routing.experts_per_token] for one in rows]
+    return replace(random_batch(RAGGED), experts=tuple(chosen))
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Ranks, models: Path, told: PackedBatch) -> Gradients:
+    """One rank, one micro-batch."""
+    layout = {"tokens_per_micro_batch": 100_000, "aux_loss": AUX_LOSS, "router_replay": True}
+    return measure(ranks, models / "qwen3-moe", told, **layout)
+
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in FURTHER)]
+)
+def test_layout_changes_neither_loss_nor_gradient(
+    ranks: Ranks, models: Path, told: PackedBatch, reference: Gradients, layout: str
+) -> None:
+    settings = {"aux_loss": AUX_LOSS, "router_replay": True, **(LAYOUTS | FURTHER)[layout]}
+    found = measure(ranks, models / "qwen3-moe", told, **settings)
+    assert_same(found, reference)
+    assert found.experts.max_load == reference.experts.max_load
+
+
+def test_routers_are_told_only_where_the_configuration_says_so(
+    ranks: Ranks, models: Path, told: PackedBatch
+) -> None:
+    folder = models / "qwen3-moe"
+    free, plain = measure(ranks, folder, told), measure(ranks, folder, random_batch(RAGGED))
+    assert all((free.by_name[name] == plain.by_name[name]).all() for name in plain.by_name)
+    replayed = measure(ranks, folder, told, router_replay=True).by_name
+    difference = sum(((replayed[name] - free.by_name[name]) ** 2).sum() for name in replayed)
+    assert difference > 0.01 * free.grad_norm**2
+
+
+def _own_choices(rendezvous, settings, batch: PackedBatch) -> list[np.ndarray]:
+    """[tokens, layers, K] of each sequence, as the routers choose."""
+    from megadapo.trainer.model.expert_balance import BalancedRouter
+
+    rank, chosen = build(rendezvous, settings), []
+    for module in rank.chunks[0].modules():
+        if isinstance(module, BalancedRouter):
+            module.register_forward_hook(lambda module, inputs, output: chosen.append(output[1]))
+    (mini_batch,) = rank.cutter.cut_responses(batch)
+    (micro_batch,) = mini_batch
+    rank.logprobs_of(mini_batch)
+    num_tokens, topk = len(batch.tokens), rank.config.moe_router_topk
+    by_row = np.stack(
+        [one.nonzero()[:, 1].reshape(-1, topk).numpy()[:num_tokens] for one in chosen], axis=1
+    )
+    parts = np.split(by_row, np.cumsum(micro_batch.lengths)[:-1])
+    return [parts[list(micro_batch.members).index(i)] for i in range(batch.num_sequences)]
+
+
+def test_a_routers_own_choices_replayed_change_no_bit(ranks: Ranks, models: Path) -> None:
+    """And a last token without experts has no part in anything that is learned from."""
+    folder, batch = models / "qwen3-moe", random_batch(RAGGED)
+    settings = settings_for(str(folder), tokens_per_micro_batch=100_000)
+    (own,) = ranks.run(1, _own_choices, settings, batch)
+    for kind, missing in ((np.uint8, 0), (np.uint16, 1)):
+        chosen = tuple(one[: len(one) - missing].astype(kind) for one in own)
+        found, free = [
+            measure(ranks, folder, replace(batch, experts=chosen), router_replay=replays)
+            for replays in (True, False)
+        ]
+        assert found.loss == free.loss
+        assert all((found.by_name[name] == free.by_name[name]).all() for name in free.by_name)
+
+
+def _first_update(rendezvous, settings, batch: PackedBatch):
+    """Log-probs of the batch, and what the first update says of them."""
+    rank = build(rendezvous, settings)
+    before = rank.logprobs(batch)
+    return before, update(rank, batch, policy_version=0, step=1)
+
+
+def test_old_logprobs_and_updates_are_of_one_routing(
+    ranks: Ranks, models: Path, told: PackedBatch
+) -> None:
+    """And a reference policy with the same weights is of another: it routes for itself."""
+    settings = settings_for(
+        str(models / "qwen3-moe"),
+        router_replay=True,
+        recompute="full",
+        objective=PolicyObjective(kl_coef=0.1),
+    )
+    ((replayed, update),) = ranks.run(1, _first_update, settings, told)
+    free_settings = settings_for(str(models / "qwen3-moe"))
+    (free,) = ranks.run(1, logprobs, free_settings, told)
+    assert update.ratio_first_max_error == 0.0
+    assert np.nanmax(np.abs(replayed - free)) > 1e-4
+    assert update.kl.max > 0.0
+
+
+def test_choices_of_another_model_are_refused_by_name(models: Path, told: PackedBatch) -> None:
+    from megadapo.trainer.model.router_replay import check_choices
+
+    model = describe_model(read_hf_config(models / "qwen3-moe"))
+    check_choices(told, model)
+    first, *others = told.experts
+    longest = max(range(len(RAGGED)), key=lambda i: RAGGED[i])
+    cases = {
+        "some responses have none": (),
+        "sequence 0 .* shape": (first[:, 1:], *others),
+        "experts per token": (first[..., :1], *others),
+        "sequence 0 of the batch goes to expert 200": (np.full_like(first, 200), *others),
+        f"sequence {longest} .* must be .89 to 90 tokens": tuple(
+            one[:-1] if i == longest else one for i, one in enumerate(told.experts)
+        ),
+    }
+    for message, experts in cases.items():
+        with pytest.raises(DataError, match=message):
+            check_choices(replace(told, experts=experts), model)
+
+
+def test_megatron_asks_for_experts_as_it_is_answered() -> None:
+    """The hook is not among what megatron-core documents."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    from megadapo.trainer.model.router_replay import ReplayedChoice
+
+    asked, answered = (
+        list(inspect.signature(one.get_replay_topk).parameters)
+        for one in (RouterReplay, ReplayedChoice)
+    )
+    assert asked == answered

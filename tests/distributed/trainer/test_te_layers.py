@@ -1,0 +1,87 @@
+"""The layers of a GPU, from megatron-core's own spec of them, against those of a CPU.
+
+Would catch: a parameter that weights are never read into, sums that two ranks count twice, packed
+sequences that see each other, an activation or rotary embedding turned the other way.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes.forked import run_processes
+
+LENGTHS = [8, 4, 12, 20]
+"""Sequences that two context-parallel ranks can share."""
+TENSORS = {"tensor_parallel": 2, "sequence_parallel": True}
+SPLITS = {
+    "qwen2-tied": TENSORS,
+    "qwen3": TENSORS,
+    "llama3": {"context_parallel": 2},
+    "qwen3-moe": TENSORS | {"expert_parallel": 2},
+}
+"""Model -> what its two ranks share."""
+SAVED = "qwen3-moe"
+
+
+def _compare(rank: int, ports: dict[str, int], models: str, answers: str) -> None:
+    from tests.support.trainer import te_stand_in
+
+    te_stand_in.install()
+    # megatron-core must find it
+    from megadapo.trainer.model.cpu_platform import install_cpu_platform
+
+    install_cpu_platform()
+    import torch
+
+    from megadapo.trainer.settings import Rendezvous
+    from tests.support.trainer.te_layers import compare
+
+    torch.set_num_threads(1)
+    found = {}
+    for name, split in SPLITS.items():
+        place = Rendezvous(address="127.0.0.1", port=ports[name], rank=rank, world_size=2)
+        checkpoint = Path(answers) / name if name == SAVED else None
+        found[name] = compare(Path(models) / name, place, split, LENGTHS, checkpoint)
+    (Path(answers) / f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def answers(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of both ranks, by model."""
+    folder = tmp_path_factory.mktemp("answers")
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in SPLITS]
+        ports = [server.getsockname()[1] for server in servers]
+    arguments = (dict(zip(SPLITS, ports, strict=True)), str(models), str(folder))
+    run_processes(_compare, arguments, 2, fresh=True)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("model", SPLITS)
+def test_layers_of_a_gpu_compute_what_those_of_a_cpu_do(
+    answers: list[dict[str, Any]], model: str
+) -> None:
+    for answer in answers:
+        found = answer[model]
+        assert "tests.support.trainer.te_stand_in" in found["layers"]
+        assert max(found["errors"].values()) < 1e-12, found["errors"]
+
+
+@pytest.mark.parametrize("model", SPLITS)
+def test_marks_by_which_gradients_are_added_up_are_the_same(
+    answers: list[dict[str, Any]], model: str
+) -> None:
+    for answer in answers:
+        local, of_te = answer[model]["marks"]
+        assert of_te == local
+
+
+def test_a_checkpoint_keeps_the_layers_of_a_gpu(answers: list[dict[str, Any]]) -> None:
+    """They have a state beside their weights, and experts are one layer of many."""
+    assert [answer[SAVED]["kept"] for answer in answers] == [True, True]

@@ -1,0 +1,247 @@
+"""What trainer ranks do together: gathering full tensors, and relaying slices between nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megadapo.weights.disk.export import export_weights
+from megadapo.weights.disk.gather import ProcessGroups, gather_weights
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.sync.delta.sent import delta_of
+from megadapo.weights.sync.plan import EngineShape, plan_bytes
+from megadapo.weights.sync.planning import Hosts, make_plan
+from megadapo.weights.sync.receiver import WeightReceiver
+from megadapo.weights.sync.sender import WeightSender
+from megadapo.weights.sync.transports.buckets import num_rounds, pack, repack, room_of
+from megadapo.weights.sync.transports.shared_memory import SharedMemoryInbox
+from megadapo.weights.sync.transports.transports import open_inbox
+from tests.support.models.tiny_models import make_model
+from tests.support.weights.message_order import Message, stuck_ranks
+from tests.support.weights.ranks import Kept, rank_params, run_ranks
+
+BUCKET = 4096
+
+
+def groups_by(rank: int, positions, *same: str):
+    """The group of ranks that agree with this one on everything but one axis."""
+    keys = [tuple(getattr(position, name) for name in same) for position in positions]
+    mine = None
+    for key in dict.fromkeys(keys):
+        ranks = [other for other, its in enumerate(keys) if its == key]
+        group = dist.new_group(ranks)
+        mine = group if keys[rank] == key else mine
+    return mine
+
+
+def gather_and_compare(rank: int, folder: Path, sizes: dict, exported: Path) -> None:
+    layout = open_layout(folder)
+    positions = replica_positions(layout, **sizes)
+    position = positions[rank]
+    groups = ProcessGroups(
+        tp=groups_by(rank, positions, "pp_rank", "ep_rank"),
+        pp=groups_by(rank, positions, "tp_rank", "ep_rank"),
+        ep=groups_by(rank, positions, "pp_rank", "tp_rank"),
+    )
+    params = rank_params(folder, layout, position)
+    expected = load_file(folder / "model.safetensors")
+    seen = []
+    for name, tensor in gather_weights(params, layout, position, groups):
+        assert torch.equal(tensor, expected[name]), name
+        seen.append(name)
+    assert sorted(seen) == sorted(expected)
+    tensors = gather_weights(params, layout, position, groups)
+    if rank == 0:
+        export_weights(
+            tensors, exported, layout=layout, dtype=torch.float32, base_folder=folder,
+            max_file_bytes=20_000,
+        )  # fmt: skip
+    else:
+        list(tensors)
+    dist.barrier()
+
+
+CASES = [
+    ("Qwen2", {"tie_word_embeddings": True}, {"tp_size": 2, "pp_size": 2}),
+    ("Qwen3", {}, {"tp_size": 4}),
+    ("Qwen3Moe", {}, {"tp_size": 2, "ep_size": 2, "num_dp": 2}),
+    ("Qwen3Moe", {}, {"pp_size": 2, "vpp_size": 2, "ep_size": 2, "num_dp": 2}),
+]
+
+
+def gather_all(rank: int, folders: list[Path]) -> None:
+    for folder, (_, _, sizes) in zip(folders, CASES, strict=True):
+        gather_and_compare(rank, folder, sizes, folder.with_name(folder.name + "-exported"))
+
+
+def test_ranks_gather_and_export_what_was_imported(tmp_path):
+    """Catches ranks that are out of step, and a tensor put together from the wrong ranks."""
+    folders = [
+        make_model(tmp_path / str(number), family, **changes)
+        for number, (family, changes, _) in enumerate(CASES)
+    ]
+    run_ranks(gather_all, 4, tmp_path, folders)
+    for folder in folders:
+        files = sorted(folder.with_name(folder.name + "-exported").glob("*.safetensors"))
+        assert len(files) > 2 and all(path.stat().st_size < 40_000 for path in files)
+        after = {name: one for path in files for name, one in load_file(path).items()}
+        before = load_file(folder / "model.safetensors")
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def relay_and_compare(rank: int, folder: Path, engine: EngineShape, places: list[str]) -> None:
+    """Two nodes of two ranks; engines on the second node, and half of the model on the first."""
+    layout = open_layout(folder)
+    positions = replica_positions(layout, tp_size=2, pp_size=2)
+    hosts = Hosts(["a", "a", "b", "b"], ["b"] * len(engine.nodes))
+    plan = make_plan(
+        layout, positions, engine, itemsize=4, max_bundle_bytes=BUCKET, source_nodes=places,
+        hosts=hosts,
+    )  # fmt: skip
+    assert any(one.is_forwarded for one in plan.transfers) == (len(engine.nodes) > 1)
+    params = rank_params(folder, layout, positions[rank])
+    sender = WeightSender(params, layout, positions[rank], rank)
+    entered = record_batches()
+    offer = sender.prepare(
+        plan, bucket_bytes=BUCKET, dtype=torch.float32, transport="shared_memory", deltas=True
+    )
+    offers = [None] * 4
+    dist.all_gather_object(offers, offer)
+    # one engine of two ranks, or two of one
+    place = divmod(rank - 2, engine.num_ranks)
+    receiver, inbox, target = None, None, Kept()
+    if rank >= 2:
+        inbox = SharedMemoryInbox(offers)
+        receiver = WeightReceiver(
+            plan, layout.engine_shards(engine.position(place[1])), engine=place[0],
+            engine_rank=place[1], bucket_bytes=BUCKET, dtype=torch.float32,
+        )  # fmt: skip
+    sender.begin(None)
+    relay_rounds(sender, receiver, inbox, target, pack(plan, BUCKET), version=1)
+    if receiver is not None:
+        target.compare(folder, layout, engine.position(place[1]))
+    for param in params.values():
+        param.view(-1)[::50] += 1.0
+    encoded = [None] * 4
+    mine = sender.encode(base=1, version=2, max_share=0.9, with_checksums=True)
+    dist.all_gather_object(encoded, mine)
+    delta = delta_of(plan, encoded, base=1)
+    assert sum(delta.sizes) < 0.5 * plan_bytes(plan)
+    sender.begin(delta.sizes)
+    schedule = repack(plan, room_of(plan, pack(plan, BUCKET)), delta.sizes)
+    target.old, target.done = target.done, {}
+    relay_rounds(sender, receiver, inbox, target, schedule, version=2, delta=delta)
+    batches = [None] * 4
+    dist.all_gather_object(batches, entered)
+    assert all(batches) and stuck_ranks(dict(enumerate(batches))) == {}
+    batches[rank] = batches[rank][:-1]
+    assert stuck_ranks(dict(enumerate(batches))) != {}
+
+
+def record_batches() -> list[list[Message]]:
+    """The messages of every batch that this process enters from now on."""
+    issue, batches = dist.batch_isend_irecv, []
+
+    def record(operations):
+        batches.append([(one.peer, one.op is dist.isend, one.tensor.nbytes) for one in operations])
+        return issue(operations)
+
+    dist.batch_isend_irecv = record
+    return batches
+
+
+def relay_rounds(sender, receiver, inbox, target, schedule, *, version, delta=None) -> None:
+    """One update; with a delta its checksums are compared with the origin's."""
+    if receiver is not None:
+        receiver.start(target, inbox, with_checksums=False, version=version, delta=delta)
+    for number in range(num_rounds(schedule)):
+        sender.fill(number)
+        dist.barrier()
+        if receiver is not None:
+            receiver.take(number)
+        dist.barrier()
+    if receiver is not None:
+        receiver.finish()
+
+
+def send_and_compare(rank: int, folder: Path, engine: EngineShape) -> None:
+    """Two trainer ranks, and an engine of two ranks or two engines of one, joined by messages."""
+    layout = open_layout(folder)
+    positions = replica_positions(layout, pp_size=2)
+    plan = make_plan(layout, positions, engine, itemsize=4, max_bundle_bytes=BUCKET)
+    rounds = range(num_rounds(pack(plan, BUCKET)))
+    offers = [None] * 4
+    if rank < 2:
+        position = positions[rank]
+        params = rank_params(folder, layout, position)
+        sender = WeightSender(params, layout, position, rank)
+        offer = sender.prepare(plan, bucket_bytes=BUCKET, dtype=torch.float32, transport="nccl")
+        dist.all_gather_object(offers, offer)
+        sender.connect(offers)
+        sent = count_sent(sender._prepared.outbox)
+        for _ in range(2):
+            for number in rounds:
+                sender.fill(number)
+            dist.barrier()
+        # once for all engines of the node, in each update
+        planned = [plan.bundle(one).num_bytes for one in plan.transfers if one.feeder == rank]
+        assert sum(sent) == 2 * sum(planned)
+        return
+    dist.all_gather_object(offers, None)
+    place = (rank - 2, 0) if engine.num_ranks == 2 else (0, rank - 2)
+    position = engine.position(place[0])
+    receiver = WeightReceiver(
+        plan, layout.engine_shards(position), engine=0, engine_rank=place[0],
+        bucket_bytes=BUCKET, dtype=torch.float32,
+    )  # fmt: skip
+    inbox = open_inbox(
+        "nccl", offers, feeders=receiver.feeders, num_bytes=receiver.largest_wave,
+        device=torch.device("cpu"), seat=plan.seat(0, place[0], place[1]),
+    )  # fmt: skip
+    for _ in range(2):
+        target = Kept()
+        receiver.start(target, inbox, with_checksums=False)
+        for number in rounds:
+            receiver.take(number)
+        receiver.finish()
+        target.compare(folder, layout, position)
+        dist.barrier()
+
+
+def count_sent(outbox) -> list[int]:
+    """Bytes of every message that an outbox sends from now on."""
+    group, sent = outbox._group, []
+
+    class Counting:
+        def send(self, tensors, peer, tag):
+            sent.extend(one.nbytes for one in tensors)
+            return group.send(tensors, peer, tag)
+
+    outbox._group = Counting()
+    return sent
+
+
+@pytest.mark.parametrize("engine", [
+    EngineShape(tp_size=2), EngineShape(copies=(2,)),
+], ids=["two ranks", "two engines of a node"])  # fmt: skip
+def test_separate_devices_are_joined_by_messages_in_plan_order(tmp_path, engine):
+    """Catches a bucket overwritten before it was received, messages taken for one another, and a
+    second engine of a node that is sent everything again."""
+    run_ranks(send_and_compare, 4, tmp_path, make_model(tmp_path / "model", "Qwen2"), engine)
+
+
+@pytest.mark.parametrize("engine,places", [
+    (EngineShape(tp_size=2, nodes=("b",)), ["a", "a", "b", "b"]),
+    (EngineShape(nodes=("engine 0", "engine 1")), ["", "", "engine 0", "engine 1"]),
+], ids=["one engine", "two engines"])  # fmt: skip
+def test_slices_from_another_node_reach_the_engine_through_a_feeder(tmp_path, engine, places):
+    """Catches a relay that waits for a message nobody sends, or fills the wrong place; and what is
+    handed on to a second engine before it has come, or from the wrong place of a bucket."""
+    folder = make_model(tmp_path / "model", "Qwen2")
+    run_ranks(relay_and_compare, 4, tmp_path, folder, engine, places)

@@ -1,0 +1,125 @@
+"""Updates that send only what changed, into a real engine of two ranks, and by way of files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+import torch
+from ray.actor import ActorHandle
+
+from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.pool.engines import Engines
+from megadapo.weights.config import WeightsConfig
+from megadapo.weights.sync.publish import Publisher
+from tests.support.models.tiny_models import ENGINE, make_model
+from tests.support.rollout.engine_checks import call_all
+from tests.support.weights.actors import ray_on_this_machine, start_senders, start_silent_engine
+
+NUM_UPDATES = 20
+DENSITY = 0.046
+STEP = 1.52e-6
+"""Moves so many elements of weights of 0.02 as 16 updates at a learning rate of 1e-6 do."""
+CONFIG = RolloutConfig(tensor_parallel=2, max_response_tokens=16, max_num_seqs=8)
+WEIGHTS = WeightsConfig(verify="every", mode="delta", full_every=100)
+SIZES = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "num_hidden_layers": 4, "tie_word_embeddings": True,
+}  # fmt: skip
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray() -> Iterator[None]:
+    yield from ray_on_this_machine()
+
+
+@pytest.fixture(scope="module")
+def parties(tmp_path_factory) -> Iterator[tuple[Engines, list[ActorHandle]]]:
+    """An engine of two ranks, and four trainer ranks."""
+    root = tmp_path_factory.mktemp("deltas")
+    folder = make_model(
+        root / "model", "Qwen2", sizes=ENGINE, std=0.02, seed=1, tokenizer=True, **SIZES
+    )
+    engines = start_silent_engine(folder, root, CONFIG, dtype="bfloat16")
+    yield engines, start_senders(folder, tp_size=2, pp_size=2)
+    engines.shutdown()
+
+
+def test_after_many_updates_of_what_changed_the_engine_has_the_bits_of_a_full_one(parties):
+    """Catches an element that an update forgets, changes twice or puts elsewhere, an engine that
+    goes on with the weights it packed before, and one that takes changes of what it has not."""
+    engines, senders = parties
+    publisher = Publisher(
+        senders, engines, WEIGHTS, tensor_parallel=2, dtype=torch.bfloat16, deltas=True
+    )
+    first = publisher.publish(0)
+    assert first.in_full and first.verified and first.density is None
+
+    reports = []
+    for number in range(1, NUM_UPDATES + 1):
+        train(senders, number)
+        reports.append(publisher.publish(number))
+    densities = [report.density for report in reports]
+    shares = [report.num_bytes / first.num_bytes for report in reports]
+    assert not any(report.in_full for report in reports) and engines.policy_version == NUM_UPDATES
+    assert max(abs(density - DENSITY) for density in densities) < 0.004, densities
+    assert max(shares) <= 0.05, list(zip(densities, shares, strict=True))
+    after_changes = call_all(engines, "fingerprints")
+
+    assert publisher.take_notes() == []
+    other = Publisher(senders, engines, WeightsConfig(), tensor_parallel=2, dtype=torch.bfloat16)
+    assert other.publish(0).in_full
+    assert call_all(engines, "fingerprints") == after_changes
+
+    # the engine has the right bits, but of a connection that this publisher knows nothing of
+    train(senders, 77)
+    again = publisher.publish(NUM_UPDATES + 1)
+    (note,) = publisher.take_notes()
+    assert again.in_full and "all weights are sent" in note
+    assert call_all(engines, "fingerprints") != after_changes
+
+
+def test_an_engine_that_reads_files_gets_the_same_bits_and_notices_one_that_is_torn(
+    parties, tmp_path
+):
+    """Catches bytes that take another way than the folder, an update that is half read before it is
+    found to be damaged, and files that pile up."""
+    engines, senders = parties
+    by_files = WeightsConfig(
+        transport="folder", folder=tmp_path, mode="delta", deadline_s=8.0, verify="first"
+    )
+    publisher = Publisher(
+        senders, engines, by_files, tensor_parallel=2, dtype=torch.bfloat16, deltas=True
+    )
+    first = publisher.publish(1)
+    assert first.in_full and first.verified and first.num_rounds >= 1
+    train(senders, 101)
+    assert not publisher.publish(2).in_full
+    read = call_all(engines, "fingerprints")
+    assert fingerprints_in_full(senders, engines) == read != []
+
+    # this publisher's last update is not what the engine has now
+    train(senders, 102)
+    assert publisher.publish(3).in_full and len(publisher.take_notes()) == 1
+    train(senders, 103)
+    ray.get(senders[1].tear_at.remote(0))
+    torn = publisher.publish(4)
+    (note,) = publisher.take_notes()
+    assert torn.in_full and "of" in note and "bytes. All weights are sent." in note
+    (kept,) = (tmp_path / "live").iterdir()
+    read = call_all(engines, "fingerprints")
+    assert fingerprints_in_full(senders, engines) == read != []
+
+
+def fingerprints_in_full(senders, engines):
+    """What the engine has after a full update that goes through memory."""
+    config = WeightsConfig(verify="off")
+    Publisher(senders, engines, config, tensor_parallel=2, dtype=torch.bfloat16).publish(0)
+    return call_all(engines, "fingerprints")
+
+
+def train(senders, seed) -> None:
+    ray.get([sender.train.remote(seed, STEP) for sender in senders])

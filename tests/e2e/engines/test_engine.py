@@ -1,0 +1,341 @@
+"""One real engine, shared by all tests of this file: a start costs 20 seconds of a core."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from megadapo.data.policy_versions import NO_VERSION
+from megadapo.data.prompts import Prompt, PromptStream
+from megadapo.errors import InfraError
+from megadapo.rewards.dapo_math import Score
+from megadapo.rollout.branching_config import BranchingConfig
+from megadapo.rollout.config import EvaluationConfig, SamplingConfig
+from megadapo.rollout.requests import SamplingSettings, response_seeds
+from megadapo.rollout.sampling.evaluation import EvaluationUnderWay, HeldOut
+from megadapo.rollout.sampling.interleaving import InterleavedEngines
+from megadapo.rollout.sampling.reserve import encode_group
+from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.tools import ToolsConfig
+from tests.support.rollout.engine_checks import (
+    EOS,
+    MAX_PROMPT_TOKENS,
+    MAX_RESPONSE_TOKENS,
+    SETTINGS,
+    Reference,
+    all_finished,
+    ask,
+    bits,
+    call_all,
+    group_request,
+    make_requests,
+    running_engines,
+    worst_error,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model, tmp_path_factory):
+    """The tiny model, with a generation config that asks for another way of sampling."""
+    folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("models") / "model")
+    path = folder / "generation_config.json"
+    settings = {"do_sample": True, "top_k": 3, "temperature": 0.2, "repetition_penalty": 1.5}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engines(model, tmp_path_factory):
+    with running_engines(model, tmp_path_factory.mktemp("logs"), num_threads=2) as engines:
+        yield engines
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return Reference(model)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_the_models_at_the_sampling_temperature(engines, reference, temperature):
+    """Taken before the temperature, they would be another distribution's than the trainer's."""
+    groups = make_requests(12, 3)
+    answers = ask(engines, groups, temperature=temperature)
+    assert worst_error(reference, groups, answers, temperature) < 1e-5
+
+
+def test_first_tokens_follow_the_models_distribution(engines, reference):
+    """The generation config's top-k, temperature and repetition penalty must not be applied."""
+    prompt, num_draws = (7, 9, 11, 30), 4000
+    group = group_request(0, prompt, response_seeds(num_draws, "first"))
+    (answers,) = ask(engines, [group], max_tokens=1).values()
+    counts = np.bincount([response.token_ids[0] for response in answers], minlength=50)
+    expected = num_draws * reference.distribution(prompt)[-1].double().exp().numpy()
+    # 49 degrees of freedom: above 98 with probability 4e-5
+    assert ((counts - expected) ** 2 / expected).sum() < 98
+
+
+def test_a_response_does_not_depend_on_its_company(engines):
+    """On order, priority, the rest of the batch, or what is cached: to the last bit."""
+    groups = make_requests(40, 4)
+    expected = bits(ask(engines, groups))
+    assert bits(ask(engines, groups)) == expected
+    call_all(engines, "reset_prefix_cache")
+    urgent = [replace(group, priority=-group.key % 3) for group in groups[::-1]]
+    assert bits(ask(engines, urgent)) == expected
+    for some in (groups[30:33], groups[4:5]):
+        assert bits(ask(engines, some)) == {group.key: expected[group.key] for group in some}
+
+
+def test_groups_come_as_they_finish_and_make_room(engines):
+    """A driver that waits for the whole round, or does not see free slots, keeps engines idle."""
+    slots = engines.room
+    groups = make_requests(30, 4)
+    engines.submit(groups)
+    assert engines.room == slots - 120
+    calls = [engines.finished() for _ in range(3)]
+    assert engines.num_in_flight == 30 - sum(map(len, calls)) > 0
+    assert slots - 120 < engines.room < slots
+    assert engines.finished(timeout_s=0.0) is not None
+    last = list(all_finished(engines))[-1]
+    assert engines.room == slots and engines.finished() == []
+    assert last.seconds > 0
+
+
+def test_stopped_groups_are_continued(engines, reference):
+    """Catches tokens that are lost or counted twice, log-probs of another position, noise that
+    repeats itself, and a continuation that exceeds the limit or has no end."""
+    groups = make_requests(40, 4)
+    whole = ask(engines, groups)
+    engines.submit(groups)
+    early = engines.finished()
+    stopped = engines.stop(keep=True)
+    assert engines.num_in_flight == 0
+    assert {one.key for one in early} | set(stopped.keys) == set(whole)
+    parts = {one.key: one.responses for one in stopped.unfinished}
+    responses = [response for group in parts.values() for response in group]
+    assert stopped.num_tokens == sum(len(response.token_ids) for response in responses)
+    assert {"unfinished"} <= {response.finish_reason for response in responses}
+    for key, group in parts.items():
+        for part, full in zip(group, whole[key], strict=True):
+            assert (full.token_ids[: len(part.token_ids)] == part.token_ids).all()
+
+    again = [replace(group, begun=parts[group.key]) for group in groups if group.key in parts]
+    answers = ask(engines, again)
+    assert worst_error(reference, again, answers) < 1e-5
+    assert bits(ask(engines, again)) == bits(answers)
+    for key, group in answers.items():
+        for part, full in zip(parts[key], group, strict=True):
+            assert (full.token_ids[: len(part.token_ids)] == part.token_ids).all()
+            assert full.finish_reason in ("stop", "length")
+            assert (full.finish_reason == "length") == (
+                len(full.token_ids) == MAX_RESPONSE_TOKENS and full.token_ids[-1] != EOS
+            )
+            assert len(full.policy_versions) == len(full.token_ids) == len(full.logprobs)
+
+
+def test_only_the_chosen_groups_are_stopped(engines):
+    """Also catches a stop that loses groups which finished before the engine heard of it."""
+    groups = make_requests(30, 4)
+    engines.submit(groups)
+    stopped = engines.stop({3, 4, 5, 99}, keep=False)
+    assert stopped.keys == (3, 4, 5) and stopped.unfinished == () and stopped.num_tokens >= 0
+    assert len(list(all_finished(engines))) == 27
+    activity = engines.activity()[0]
+    assert 0 < activity.busy_seconds <= activity.seconds
+    assert 0 < activity.mean_running <= 1 and activity.num_tokens > 27 * 4
+
+
+def test_only_a_response_that_ends_itself_has_an_end_token(engines, model):
+    answers = ask(engines, make_requests(40, 4))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    reasons = set()
+    for response in (r for group in answers.values() for r in group):
+        ids = response.token_ids.tolist()
+        reasons.add(response.finish_reason)
+        assert EOS not in ids[:-1]
+        assert (ids[-1] == EOS) == (response.finish_reason == "stop")
+        assert response.finish_reason == "stop" or len(ids) == MAX_RESPONSE_TOKENS
+        assert response.text == tokenizer.decode(ids, skip_special_tokens=True)
+    assert reasons == {"stop", "length"}
+
+
+def test_the_seed_alone_decides(engines):
+    seeds = response_seeds(6, "seeds")
+    groups = [group_request(key, (5, 6, 7), seeds) for key in (0, 1)]
+    answers = bits(ask(engines, groups))
+    assert answers[0] == answers[1]
+    assert len({tokens for tokens, *_ in answers[0]}) == 6
+
+
+def test_a_prompt_that_does_not_fit_is_an_error_and_not_the_engines_end(engines):
+    too_long = group_request(0, (3,) * (MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS + 1), (1,))
+    with pytest.raises(InfraError, match="engine 0 failed while generating: .*length"):
+        ask(engines, [too_long])
+    assert engines.num_in_flight == 0
+    groups = make_requests(3, 2)
+    assert len(ask(engines, groups)) == 3
+
+
+CALCULATOR = ToolsConfig(
+    tool="calculator", start="1", stop="2", output="<{}1+>", max_calls=2, max_output_tokens=7
+)
+"""Calls that a random model makes often. What is put out holds a call's beginning and is cut."""
+
+
+def test_a_tools_output_is_in_the_response_and_not_the_models(engines, reference, model):
+    """Catches output with a log-prob or a version, tokens behind it that were not computed from
+    it, calls beyond the limits, and a part of the response that is generated twice."""
+    groups = make_requests(24, 4)
+    answers = ask(engines, groups, tools=CALCULATOR)
+    assert bits(ask(engines, groups[7:9], tools=CALCULATOR)) == {
+        key: value for key, value in bits(answers).items() if key in (7, 8)
+    }
+    assert worst_error(reference, groups, answers) < 1e-5
+    responses = [response for group in answers.values() for response in group]
+    num_calls = [len(response.calls) for response in responses]
+    assert min(num_calls) == 0 and max(num_calls) == 2, "else nothing was tested"
+    for response in responses:
+        is_output = response.policy_versions == NO_VERSION
+        assert (np.isnan(response.logprobs) == is_output).all()
+        ends = [call.end for call in response.calls]
+        assert ends == (np.flatnonzero(np.diff(is_output, append=False) & is_output) + 1).tolist()
+        assert is_output.sum() <= 7 * len(ends)
+        assert len(response.token_ids) <= MAX_RESPONSE_TOKENS
+    full = [r for r in responses if r.calls and r.calls[-1].end == MAX_RESPONSE_TOKENS]
+    assert all(response.finish_reason == "length" for response in full)
+
+
+def test_stopped_responses_go_on_behind_a_tools_output(engines, reference):
+    """Calls that were made count, and nothing that was put out is taken for the model's."""
+    groups = make_requests(24, 4)
+    settings = replace(SETTINGS, tools=CALCULATOR)
+    engines.submit([replace(group, settings=settings) for group in groups])
+    engines.finished()
+    parts = {one.key: one.responses for one in engines.stop(keep=True).unfinished}
+    begun = [
+        replace(group, begun=parts[group.key], settings=settings)
+        for group in groups
+        if group.key in parts
+    ]
+    answers = ask(engines, begun, tools=CALCULATOR)
+    assert begun and worst_error(reference, begun, answers) < 1e-5
+    assert bits(ask(engines, begun, tools=CALCULATOR)) == bits(answers)
+    for key, group in answers.items():
+        for part, full in zip(parts[key], group, strict=True):
+            kept = full.calls[: len(part.calls)]
+            assert [call.end for call in kept] == [call.end for call in part.calls]
+            # NaN where a call is a response's last token, which is not equal to itself
+            entropies = [[call.entropy for call in calls] for calls in (kept, part.calls)]
+            np.testing.assert_array_equal(*entropies)
+            assert len(full.calls) <= 2
+            assert (full.policy_versions[: len(part.token_ids)] == part.policy_versions).all()
+
+
+@pytest.mark.parametrize("tools", [CALCULATOR, ToolsConfig(tool="mark", stop="2")])
+def test_responses_branch_alike_in_any_company(engines, reference, tools):
+    """The whole tree to the last bit; a branch has its parent's beginning and its own end."""
+    branching = BranchingConfig(initial_rollouts=3, num_tokens=4, top_logprobs=5)
+    groups, settings = make_requests(10, 8), {"tools": tools, "branching": branching}
+    slots = engines.room
+    answers = ask(engines, groups, **settings)
+    assert engines.room == slots
+    assert bits(ask(engines, groups[4:6], **settings)) == {
+        key: value for key, value in bits(answers).items() if key in (4, 5)
+    }
+    assert worst_error(reference, groups, answers) < 1e-5
+    depths = set()
+    for group in answers.values():
+        assert len(group) == 8 and not any(response.branch for response in group[:3])
+        for place, response in enumerate(group):
+            if (branch := response.branch) is None:
+                continue
+            parent, n = group[branch.parent], branch.num_tokens
+            depths.add(parent.branch is not None)
+            assert branch.parent < place
+            assert n in [call.end for call in parent.calls]
+            assert (response.token_ids[:n] == parent.token_ids[:n]).all()
+            assert response.logprobs[:n].tobytes() == parent.logprobs[:n].tobytes()
+            assert response.entropy == parent.entropy > 0.0
+        tails = [response.token_ids.tobytes() for response in group]
+        assert len(set(tails)) > 5
+    assert False in depths and (True in depths or tools.tool != "mark"), "else less was tested"
+
+
+class RightIfOddLength:
+    """Calls a response right where its length is an odd number (the limit is even)."""
+
+    num_threads = 1
+
+    def score_group(self, prompt, texts, token_ids):
+        right = [len(text) % 2 == 1 for text in texts]
+        return [Score(1.0 if ok else -1.0, ok, "", None) for ok in right]
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [Prompt(f"p{i}", (("user", f"{i * 37 % 100}+{i}=?"),), "", "test") for i in range(60)]
+
+
+def make_sampler(engines, model, prompts):
+    return Sampler(
+        engines,
+        PromptStream(prompts, 0),
+        RightIfOddLength(),
+        SamplingConfig(prompts_per_step=12, responses_per_prompt=4),
+        settings=SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_RESPONSE_TOKENS),
+        tokenizer=AutoTokenizer.from_pretrained(model),
+        seed=3,
+    )
+
+
+def test_resumed_sampling_equals_uninterrupted_sampling(engines, model, prompts):
+    """Tokens and log-probs, after the state went through JSON; what was surplus is asked again."""
+    sampler = make_sampler(engines, model, prompts)
+    sampler.next_batch()
+    state = json.loads(json.dumps(sampler.state_dict(), allow_nan=False))
+    expected = sampler.next_batch()
+    resumed = make_sampler(engines, model, prompts)
+    resumed.load_state_dict(state)
+    again = resumed.next_batch()
+    assert [encode_group(g) for g in again.groups] == [encode_group(g) for g in expected.groups]
+    assert resumed.state_dict() == sampler.state_dict()
+
+
+@pytest.fixture(scope="module")
+def held_out(model, prompts):
+    return HeldOut.of(
+        prompts,
+        EvaluationConfig(samples_per_problem=4),
+        tokenizer=AutoTokenizer.from_pretrained(model),
+        max_response_tokens=MAX_RESPONSE_TOKENS,
+        seed=0,
+    )
+
+
+def evaluate(engines, held_out):
+    with EvaluationUnderWay(engines, RightIfOddLength(), held_out) as under_way:
+        return under_way.finish()
+
+
+def test_evaluation_on_a_real_engine(engines, held_out):
+    result = evaluate(engines, held_out)
+    assert result == evaluate(engines, replace(held_out, questions=held_out.questions[::-1]))
+    assert 0.05 < result.accuracy < 0.5
+    assert result.standard_error == pytest.approx(0.03, rel=0.5)
+
+
+def test_an_evaluation_beside_rollouts_changes_neither(engines, model, prompts, held_out):
+    """In one batch of an engine with answers to other questions, a bit could come out otherwise."""
+    expected = make_sampler(engines, model, prompts).next_batch()
+    shared = InterleavedEngines(engines)
+    with EvaluationUnderWay(engines, RightIfOddLength(), held_out) as under_way:
+        shared.evaluation = under_way
+        under_way.ask(room=8)
+        batch = make_sampler(shared, model, prompts).next_batch()
+        assert under_way.finish() == evaluate(engines, held_out)
+    assert [encode_group(g) for g in batch.groups] == [encode_group(g) for g in expected.groups]

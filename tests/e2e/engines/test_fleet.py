@@ -1,0 +1,180 @@
+"""The driver's side of lost engines, with real processes that are killed and stopped.
+
+vLLM is not in them (`test_engines_come_back.py` has it): starts take a second.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from megadapo.errors import InfraError
+from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.requests import GroupRequest
+from tests.support.processes.scripted_processes import TOO_LONG, start_scripted_engines
+from tests.support.rollout.engine_checks import actor_pid, all_finished, bits, group_request
+from tests.support.weights.actors import ray_on_this_machine
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
+
+NUM_SLOTS = 10
+"""Of an engine, with what waits for a slot."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray() -> Iterator[None]:
+    yield from ray_on_this_machine()
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Engines]:
+    started = start_scripted_engines(3, tmp_path)
+    yield started
+    started.shutdown()
+
+
+def requests(count: int) -> list[GroupRequest]:
+    return [group_request(key, (1,), tuple(range(key, key + 4))) for key in range(count)]
+
+
+def answers(engines: Engines) -> dict:
+    found = list(all_finished(engines))
+    assert len({one.key for one in found}) == len(found), "a group was handed over twice"
+    return bits({one.key: one.responses for one in found})
+
+
+def wait_for_room(engines: Engines, num_engines: int) -> None:
+    deadline = time.monotonic() + 60
+    while engines.room < num_engines * NUM_SLOTS:
+        assert time.monotonic() < deadline, "a lost engine did not come back"
+        engines.submit(requests(3))
+        answers(engines)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_groups_of_a_lost_engine_are_answered_and_it_comes_back(engines, how):
+    """Catches lost, doubled or changed groups, a load that never gets free, processes that stay."""
+    engines.submit(requests(60))
+    expected = answers(engines)
+    place, others = engines.place(1), [engines.place(0), engines.place(2)]
+    pid = actor_pid(engines, 1)
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    assert len(processes) == 2
+    engines.submit(requests(60))
+    early = engines.finished()
+    os.kill(pid, how)
+    late = answers(engines)
+    assert late | bits({one.key: one.responses for one in early}) == expected
+    wait_for_room(engines, 3)
+    assert engines.place(1) != place and [engines.place(0), engines.place(2)] == others
+    (note,) = engines.take_notes()
+    cause = "died" if how == signal.SIGKILL else "no token for 6 s"
+    assert note.startswith("rollout engine 1 ") and cause in note and "restart 1 of 3" in note
+    assert engines.take_notes() == []
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert alive == []
+
+
+def test_an_engine_that_is_stopped_without_work_is_found_and_its_stack_kept(engines, tmp_path):
+    """Catches one that is waited for in the next step, while the trainer works in this one."""
+    place, pid = engines.place(2), actor_pid(engines, 2)
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while engines.place(2) == place:
+        assert time.monotonic() < deadline, "a stopped engine was not found"
+        engines.check()
+        time.sleep(0.5)
+    notes = engines.take_notes()
+    assert len(notes) == 1, notes
+    (note,) = notes
+    log = tmp_path / "engine-2.log"
+    assert note.startswith("rollout engine 2 gave no sign of life for 6 s")
+    assert f"stacks: {log}; it is started again" in note
+    assert "most recent call first" in log.read_text()
+
+
+def test_what_is_stopped_is_accounted_for(engines):
+    """Also where its engine dies at that moment: what was begun can be asked for again."""
+    engines.submit(requests(30))
+    report = engines.stop(keep=True)
+    assert report.keys == tuple(range(30)) and engines.num_in_flight == 0
+    assert {one.key for one in report.unfinished} == set(range(30))
+    engines.submit(requests(30))
+    assert engines.stop({1, 2, 99}, keep=False).keys == (1, 2)
+    assert sorted(answers(engines)) == [0, *range(3, 30)]
+    engines.submit(requests(30))
+    os.kill(actor_pid(engines, 0), signal.SIGKILL)
+    report = engines.stop(keep=True)
+    assert {one.key for one in report.unfinished} == set(range(30))
+    assert all(len(one.responses) == 4 for one in report.unfinished)
+    assert engines.num_in_flight == 0
+    wait_for_room(engines, 3)
+
+
+def test_a_refused_request_is_an_error_and_not_a_loss(engines):
+    """Restarting for it would end all engines, one after the other."""
+    engines.submit([*requests(3), group_request(9, (1,) * (TOO_LONG + 1), (1, 2))])
+    with pytest.raises(InfraError, match="too long"):
+        answers(engines)
+    engines.stop(keep=False)
+    assert engines.take_notes() == [] and engines.num_in_flight == 0
+    wait_for_room(engines, 3)
+
+
+def test_no_weights_are_published_while_the_trainer_changes_them(engines):
+    """What it has in mid-step are nobody's weights: a new engine waits for the next update."""
+    engines.weights_will_change()
+    os.kill(actor_pid(engines, 2), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while not (engines.take_notes() or time.monotonic() > deadline):
+        engines.check()
+    while 2 not in engines.updatable():
+        assert time.monotonic() < deadline, "the engine did not start"
+        engines.check()
+        time.sleep(0.05)
+    engines.submit(requests(30))
+    assert len(answers(engines)) == 30
+    assert engines.room == 2 * NUM_SLOTS
+    engines.finish_weight_update(engines.updatable(), 2, timeout_s=30)
+    assert engines.room == 3 * NUM_SLOTS
+    engines.submit(requests(30))
+    versions = {
+        v for one in all_finished(engines) for r in one.responses for v in r.policy_versions
+    }
+    assert versions == {2}
+
+
+def test_after_the_last_restart_the_others_go_on_and_the_last_loss_is_the_end(tmp_path):
+    engines = start_scripted_engines(2, tmp_path, max_engine_restarts=0)
+    engines.submit(requests(20))
+    os.kill(actor_pid(engines, 1), signal.SIGKILL)
+    assert len(answers(engines)) == 20
+    (note,) = engines.take_notes()
+    assert note.endswith("it stays away") and engines.updatable() == [0]
+    engines.submit(requests(20))
+    os.kill(actor_pid(engines, 0), signal.SIGKILL)
+    with pytest.raises(InfraError, match="rollout engine 0 .*no engine is left"):
+        answers(engines)
+    engines.shutdown()
+
+
+def test_the_driver_looks_at_the_trainer_while_it_waits(engines):
+    """A trainer that dies in a long rollout would be noticed only when it is needed."""
+
+    def died() -> None:
+        raise InfraError("trainer rank 1 died")
+
+    engines.watch = died
+    engines.submit(requests(30))
+    with pytest.raises(InfraError, match="trainer rank 1 died"):
+        answers(engines)
+    engines.watch = None
+    assert len(answers(engines)) == 30
+    assert ray.is_initialized()

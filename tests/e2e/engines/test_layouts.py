@@ -1,0 +1,65 @@
+"""Several engines, and one engine over several ranks, on one machine."""
+
+import pytest
+
+from megadapo.rollout.requests import response_seeds
+from tests.support.rollout.engine_checks import (
+    Reference,
+    ask,
+    bits,
+    group_request,
+    make_requests,
+    running_engines,
+    worst_error,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+
+def test_two_engines_share_a_machine_and_agree(tiny_model, tmp_path):
+    """Pinned to the same core they would be half as fast; here both must at least answer alike."""
+    with running_engines(tiny_model, tmp_path, num_engines=2) as engines:
+        seeds = response_seeds(8, "both")
+        twins = [group_request(key, (9, 8, 7, 6), seeds) for key in (0, 1)]
+        answers = bits(ask(engines, twins))
+        assert answers[0] == answers[1]
+        groups = make_requests(9, 2)
+        answers = ask(engines, groups)
+        assert worst_error(Reference(tiny_model), groups, answers) < 1e-5
+        assert bits(ask(engines, groups[::-1])) == bits(answers)
+    assert {path.name for path in tmp_path.iterdir()} == {"engine-0.log", "engine-1.log"}
+
+
+def test_an_engine_over_two_ranks_computes_the_same_model(tiny_model, tmp_path):
+    with running_engines(tiny_model, tmp_path, tensor_parallel=2) as engines:
+        groups = make_requests(9, 2)
+        answers = ask(engines, groups)
+        assert worst_error(Reference(tiny_model), groups, answers) < 1e-5
+        assert bits(ask(engines, groups)) == bits(answers)
+
+
+BLOCK_TOKENS, TOKEN_BYTES = 128, 1024
+"""Of the CPU's key-value cache, and of the tiny model in it."""
+
+
+def test_a_cache_that_is_too_small_is_seen_and_changes_no_response(tiny_model, tmp_path):
+    """Catches preemptions that are not counted, and a response that goes on otherwise after one.
+
+    Eight responses begin with one block each, and soon want another.
+    """
+    cache_gib = 9 * BLOCK_TOKENS * TOKEN_BYTES / 2**30
+    prompt = (7,) * (BLOCK_TOKENS - 8)
+    seeds = [response_seeds(8, "small", key) for key in range(2)]
+    crowd = [group_request(key, prompt, seeds[key]) for key in range(2)]
+    few = [group_request(key, prompt, seeds[key][:2]) for key in range(2)]
+    with running_engines(tiny_model, tmp_path, kv_cache_gib=cache_gib) as engines:
+        crowded = ask(engines, crowd)
+        (activity,) = engines.activity()
+        assert activity.num_preemptions > 0 and activity.max_kv_use > 0.9
+        alone = ask(engines, few)
+        (activity,) = engines.activity()
+        assert activity.num_preemptions == 0
+    assert worst_error(Reference(tiny_model), crowd, crowded) < 1e-5
+    for key, responses in alone.items():
+        for before, after in zip(responses, crowded[key], strict=False):
+            assert before.token_ids.tolist() == after.token_ids.tolist()

@@ -1,0 +1,79 @@
+"""Would catch: trainings side by side that disturb each other, a stop that leaves processes or
+loses a run, a run that is trained again although it was finished."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megadapo.errors import RunInterrupted
+from tests.support import REPOSITORY
+from tests.support.runs.whole_runs import SMALL, descendants, marked, metrics, wait_for_step
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
+
+ROWS = """
+[overrides]
+run.num_steps = 2
+trainer.optimizer.warmup_steps = 2
+[[row]]
+name = "all groups"
+overrides.sampling.selection = "all"
+[[row]]
+name = "with a signal"
+overrides.sampling.selection = "signal"
+expects = [{ measure = "no_signal_trained", change = "lower" }]
+"""
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    rows = folder / "rows.toml"
+    rows.write_text(ROWS)
+    words = ["ablate", "configs/quickstart.toml", "--rows", str(rows), "--seeds", "2"]
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "megadapo.cli", *words, "--jobs", "2"),
+            *("--folder", str(folder / "runs"), *SMALL),
+        ],
+        cwd=REPOSITORY,
+        env=marked(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_an_ablation_that_was_stopped_goes_on_and_reports_all_runs(tmp_path: Path) -> None:
+    first = tmp_path / "runs" / "all-groups" / "seed-1"
+    stopped = start(tmp_path)
+    wait_for_step(stopped, first, 2)
+    stopped.send_signal(signal.SIGTERM)
+    output, _ = stopped.communicate(timeout=200)
+    assert stopped.returncode == RunInterrupted.exit_code, output
+    assert descendants(tmp_path) == []
+    assert not (tmp_path / "runs" / "ablation.json").exists()
+
+    process = start(tmp_path)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    assert "Rows" in output and "with a signal" in output
+    result = json.loads((tmp_path / "runs" / "ablation.json").read_text())
+    assert [sorted(row["runs"]) for row in result["rows"]] == [["1", "2"], ["1", "2"]]
+    assert result["rows"][1]["measures"]["no_signal_trained"]["mean"] == 0.0
+    for row in ("all-groups", "with-a-signal"):
+        for seed in (1, 2):
+            folder = tmp_path / "runs" / row / f"seed-{seed}"
+            assert [record["step"] for record in metrics(folder)] == [1, 2]
+            assert json.loads((folder / "config.json").read_text())["run"]["seed"] == seed
+    for name in ("ablation.md", "ablation.png", "report.html"):
+        assert (tmp_path / "runs" / name).stat().st_size > 0
+
+    again = start(tmp_path)
+    output, _ = again.communicate(timeout=100)
+    assert again.returncode == 0, output
+    assert "begins" not in output and "goes on:" not in output

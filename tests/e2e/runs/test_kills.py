@@ -1,0 +1,89 @@
+"""Would catch: a run that does not go on by itself from where a kill left it, goes on to other
+numbers, or leaves processes, shared memory or files behind.
+
+MEGADAPO_KILLS sets how many random kills there are; tests/support/runs/kills.py goes on with them over
+several sittings.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megadapo.observe.metrics.records import read_evaluations
+from tests.support import REPOSITORY
+from tests.support.runs.kills import campaign, table
+from tests.support.runs.whole_runs import (
+    NUM_STEPS,
+    command,
+    descendants,
+    marked,
+    metrics,
+    untimed,
+    with_traps,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.full]
+
+NUM_KILLS = int(os.environ.get("MEGADAPO_KILLS", "50"))
+POINTS = {
+    "sync and journal": (
+        "megadapo.weights.sync.sender:WeightSender.fill",
+        "megadapo.rollout.journal.record_log:RecordLog.append",
+    ),
+    "save": (
+        "megadapo.trainer.checkpoint.writer:write_snapshot",
+        "megadapo.trainer.checkpoint.checkpoint:_check_live",
+        "megadapo.trainer.checkpoint.save_report:complete_save",
+        "megadapo.run.state.checkpoint:_check_present",
+        "megadapo.run.state.checkpoint:_digest",
+        "megadapo.run.state.checkpoint:sync_path",
+        "megadapo.run.state.checkpoint:_delete",
+    ),
+    "record": (
+        "megadapo.observe.metrics.records:append_line",
+        "megadapo.run.run:Run.complete",
+    ),
+}
+"""What is about to be called, in a rank or the driver; of a save: when it is copied, written,
+reported, has its state, its manifest, is renamed, and pruned."""
+
+
+@pytest.mark.timeout(7200)
+def test_random_kills_of_every_kind_of_process_change_no_number(tmp_path):
+    problems = campaign(tmp_path, num_kills=NUM_KILLS, budget_s=7000)
+    print(table(tmp_path / "kills.json"))
+    assert problems == []
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", POINTS)
+def test_a_kill_at_each_point_of_a_step_changes_no_number(uninterrupted, tmp_path, part):
+    folder, points = tmp_path / "killed", tmp_path / "points"
+    points.mkdir()
+    for point in POINTS[part]:
+        (points / point).touch()
+    output = supervised(folder, points, "--checkpoint.every=1")
+    assert list(points.iterdir()) == [], output
+    assert untimed(metrics(folder)) == untimed(metrics(uninterrupted))
+    assert read_evaluations(folder) == read_evaluations(uninterrupted)
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == [f"step-{NUM_STEPS - 1}", f"step-{NUM_STEPS}"]
+    assert descendants(folder) == []
+
+
+def supervised(folder: Path, points: Path, *overrides: str) -> str:
+    """Run to the end with processes that kill themselves; returns what was said."""
+    done = subprocess.run(
+        command(folder, "--restarts=20", *overrides),
+        cwd=REPOSITORY,
+        env=with_traps(marked(folder), points),
+        capture_output=True,
+        text=True,
+        timeout=1100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr

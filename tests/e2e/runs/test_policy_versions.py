@@ -1,0 +1,160 @@
+"""One real engine under several weights: whose log-probs a token has, and whose cached keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.engine.engine import RolloutEngine
+from megadapo.rollout.pool.engine_spec import EngineSpec
+from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.engine.platform import EnginePlatform
+from megadapo.rollout.pool.remote_engine import RemoteEngine
+from megadapo.rollout.requests import GroupRequest, Response, SamplingSettings
+from megadapo.weights.config import WeightsConfig
+from megadapo.weights.sync.publish import Publisher
+from tests.support.rollout.engine_checks import (
+    Reference,
+    all_finished,
+    ask,
+    bits,
+    call_all,
+    make_requests,
+)
+from tests.support.models.tiny_models import make_engine_model
+from tests.support.weights.actors import ray_on_this_machine, start_senders
+
+MAX_RESPONSE_TOKENS = 120
+CONFIG = RolloutConfig(max_response_tokens=MAX_RESPONSE_TOKENS, max_num_seqs=48)
+SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_RESPONSE_TOKENS)
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+
+class KeepingEngine(RolloutEngine):
+    """An engine whose updates leave the prefix cache as it is, so that its salt alone protects."""
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget nothing."""
+
+    async def forget(self) -> None:
+        """Forget everything."""
+        await super().reset_prefix_cache()
+
+
+class Started(NamedTuple):
+    engines: Engines
+    publisher: Publisher
+    sender: ray.actor.ActorHandle
+    folders: list[Path]
+
+    def publish(self, model: int, version: int) -> None:
+        ray.get(self.sender.load.remote(self.folders[model]))
+        self.publisher.publish(version)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    """An engine, and a trainer rank with the weights of the first of three models."""
+    root = tmp_path_factory.mktemp("versions")
+    folders = [make_engine_model(root / f"model-{seed}", seed=seed) for seed in (1, 2, 3)]
+    cluster = ray_on_this_machine()
+    next(cluster)
+    spec = EngineSpec(
+        index=0,
+        model=str(folders[0]),
+        dtype="float32",
+        max_model_len=200 + MAX_RESPONSE_TOKENS,
+        weights_from="trainer",
+        config=CONFIG,
+        platform=EnginePlatform(gpus=(), shares_gpus=True),
+        log_file=root / "engine.log",
+    )
+    engines = Engines([RemoteEngine(spec, {"num_cpus": 0}, KeepingEngine)])
+    engines.wait_until_ready()
+    (sender,) = start_senders(folders[0])
+    publisher = Publisher(
+        [sender], engines, WeightsConfig(), tensor_parallel=1, dtype=torch.float32
+    )
+    yield Started(engines, publisher, sender, folders)
+    engines.shutdown()
+    next(cluster, None)
+
+
+def stopped_after(count: int, engines: Engines, groups: list[GroupRequest]) -> list[GroupRequest]:
+    """Groups that were unfinished when so many others had finished, to go on with."""
+    engines.submit(groups)
+    while count > 0:
+        count -= len(engines.finished())
+    begun = {one.key: one.responses for one in engines.stop(keep=True).unfinished}
+    return [replace(group, begun=begun[group.key]) for group in groups if group.key in begun]
+
+
+def test_each_token_of_an_answer_has_the_log_prob_of_its_own_version(started: Started) -> None:
+    """Catches an answer that goes on with cached keys of the weights before, versions that are off
+    by a token, and log-probs that a continuation puts in another place."""
+    engines = started.engines
+    groups = [replace(group, settings=SETTINGS) for group in make_requests(48, 1)]
+    for model, version in ((0, 1), (1, 2)):
+        started.publish(model, version)
+        groups = stopped_after(8, engines, groups)
+    started.publish(2, 3)
+    prompts = {group.key: group.prompt_ids for group in groups}
+    engines.submit(groups)
+    answers = [
+        (prompts[one.key], response) for one in all_finished(engines) for response in one.responses
+    ]
+    assert all((np.diff(response.policy_versions) >= 0).all() for _, response in answers)
+    of_three = [one for one in answers if set(one[1].policy_versions) == {1, 2, 3}]
+    assert len(of_three) >= 8
+    references = {v: Reference(started.folders[v - 1]) for v in (1, 2, 3)}
+    for prompt, response in answers:
+        own, others = errors(references, prompt, response)
+        assert own < 1e-5
+        assert len(set(response.policy_versions)) == 1 or others > 1e-2
+
+
+def errors(
+    references: dict[int, Reference], prompt: tuple[int, ...], response: Response
+) -> tuple[float, float]:
+    """Largest error of a response's log-probs against each token's own version; and against the
+    version that follows, so that a wrong one would show."""
+    tables = {
+        version: reference.logprobs(prompt, response.token_ids.tolist())
+        for version, reference in references.items()
+    }
+    places = np.arange(len(response.token_ids))
+    table = np.stack([tables[version] for version in (1, 2, 3)])
+    own = table[response.policy_versions - 1, places]
+    other = table[response.policy_versions % 3, places]
+    return (
+        float(np.abs(response.logprobs - own).max()),
+        float(np.abs(response.logprobs - other).max()),
+    )
+
+
+def test_a_repeated_prompt_after_an_update_scores_as_from_a_cold_engine(started: Started) -> None:
+    """The prompts are in the prefix cache, with the keys of the weights before."""
+    engines, groups = started.engines, make_requests(12, 4)
+    started.publish(0, 10)
+    before = bits(ask(engines, groups))
+    assert bits(ask(engines, groups)) == before
+    started.publish(1, 11)
+    repeated = bits(ask(engines, groups))
+    call_all(engines, "forget")
+    cold = bits(ask(engines, groups))
+    assert repeated == cold != before
+
+    # the cache is in use: under the same salt, other weights find what it holds
+    started.publish(2, 11)
+    mixed = bits(ask(engines, groups))
+    call_all(engines, "forget")
+    assert bits(ask(engines, groups)) != mixed

@@ -1,0 +1,141 @@
+"""Would catch: a replay that is not the training it replays, and rollouts without a trainer that
+are not those of training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megadapo.errors import CheckpointError, ConfigError
+from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, read_rollouts, rollouts_path, saved_steps
+from megadapo.observe.rollouts.saved_group import SavedGroup, encode_saved
+from tests.support import REPOSITORY
+from tests.support.runs.whole_runs import SMALL, metrics, run, untimed
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
+
+NUM_STEPS = 3
+NEEDS_ENGINES = {"tokens/generated", "eval/accuracy", "eval/policy_version"}
+WARMUP = "--trainer.optimizer.warmup_steps=2"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that saved every group."""
+    folder = tmp_path_factory.mktemp("runs") / "source"
+    result = run(folder, "--observe.saved_groups=all", WARMUP, num_steps=NUM_STEPS)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+def replay(
+    source: Path, folder: Path, *overrides: str, num_steps: int = NUM_STEPS
+) -> subprocess.CompletedProcess[str]:
+    saved = f"--replay={source / ROLLOUTS_FOLDER}"
+    return run(folder, saved, "--observe.saved_groups=all", WARMUP, *overrides, num_steps=num_steps)
+
+
+def groups(folder: Path, step: int) -> list[SavedGroup]:
+    return list(read_rollouts(rollouts_path(folder, step)))
+
+
+def test_a_replay_has_the_numbers_of_the_run_and_goes_on_after_a_stop(
+    source: Path, tmp_path: Path
+) -> None:
+    """Losses, gradient norms, entropies, ratios and parities, to the last digit; two halves."""
+    folder = tmp_path / "replay"
+    for num_steps in (2, NUM_STEPS):
+        result = replay(source, folder, num_steps=num_steps)
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert "resuming after step 2" in result.stdout
+    expected = [r | dict.fromkeys(NEEDS_ENGINES) for r in untimed(metrics(source))]
+    assert untimed(metrics(folder)) == expected
+    for record in metrics(folder):
+        times = ("time/sync_s", "time/reward_s", "time/engine_max_s", "tokens_per_s")
+        assert [record[name] for name in times] == [None] * 4
+        one, two = groups(source, record["step"]), groups(folder, record["step"])
+        assert [encode_saved(group) for group in one] == [encode_saved(group) for group in two]
+    # a run with engines cannot go on from there: it would not know which prompts come next
+    result = run(folder, WARMUP, num_steps=NUM_STEPS + 1)
+    assert result.returncode == CheckpointError.exit_code
+    assert "go on with --replay" in result.stderr
+
+
+def test_texts_and_an_adaptive_kl_coefficient_go_on_after_a_stop(
+    source: Path, tmp_path: Path
+) -> None:
+    """Where the texts stand and what the coefficient is are the driver's, and no rank's state."""
+    options = [
+        "--algorithm.pretraining={data = 'arithmetic:train:32', coef = 0.3, "
+        "tokens_per_mini_batch = 300, max_text_tokens = 20}",
+        "--algorithm.advantage=rloo",
+        "--algorithm.objective={kl_coef = 0.1, kl_in = 'reward', kl_value = 'k1'}",
+        "--algorithm.kl_control={target = 0.01, horizon = 1000}",
+        # after a step of another objective the weights are not those that sampled
+        "--oracles.logprob_abs_max=none",
+    ]
+    for name, stops in (("whole", [NUM_STEPS]), ("stopped", [2, NUM_STEPS])):
+        for num_steps in stops:
+            result = replay(source, tmp_path / name, *options, num_steps=num_steps)
+            assert result.returncode == 0, result.stdout + result.stderr
+    whole, stopped = (untimed(metrics(tmp_path / name)) for name in ("whole", "stopped"))
+    assert whole == stopped
+    assert len({record["kl/coef"] for record in whole}) == NUM_STEPS
+    assert len({record["pretraining/loss"] for record in whole}) == NUM_STEPS
+
+
+def test_a_replay_starts_from_a_checkpoint_of_the_run_at_another_split(
+    source: Path, tmp_path: Path
+) -> None:
+    """One step of a long run is looked into without the steps before, or its machines."""
+    folder = tmp_path / "split"
+    result = replay(
+        source,
+        folder,
+        f"--run.resume={source / 'checkpoints' / 'step-2'}",
+        "--trainer.tensor_parallel=2",
+        "--trainer.pipeline_parallel=2",
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (split,), whole = metrics(folder), metrics(source)[-1]
+    assert split["step"] == NUM_STEPS
+    assert split["policy/loss"] == pytest.approx(whole["policy/loss"], rel=1e-4, abs=1e-6)
+    assert split["policy/grad_norm"] == pytest.approx(whole["policy/grad_norm"], rel=1e-4)
+    assert split["parity/logprob_abs_max"] < 1e-4
+
+
+def test_rollouts_without_a_trainer_are_those_of_training(source: Path, tmp_path: Path) -> None:
+    """Other prompts, seeds or weights would be debugged than those that training uses."""
+    argv = [sys.executable, "-m", "megadapo.cli", "rollout", "configs/quickstart.toml"]
+    options = (f"--run.folder={tmp_path / 'x'}", "--observe.saved_groups=all", "--steps=2", *SMALL)
+    done = subprocess.run(
+        [*argv, *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "x-rollout"
+    assert f"megadapo show {folder}" in done.stdout
+    assert "step=1 sampled=" in done.stdout and "step=2 sampled=" in done.stdout
+    assert saved_steps(folder) == [1, 2] and not (tmp_path / "x").exists()
+    assert not (folder / "metrics.jsonl").exists() and not (folder / "checkpoints").exists()
+    for mine, trained in zip(groups(folder, 1), groups(source, 1), strict=True):
+        assert (mine.order, mine.fate, mine.prompt) == (trained.order, trained.fate, trained.prompt)
+        for one, two in zip(mine.responses, trained.responses, strict=True):
+            assert one.token_ids.tolist() == two.token_ids.tolist()
+            assert (one.reward, one.advantage) == (two.reward, two.advantage)
+            assert one.logprobs_old is None
+    result = replay(folder, tmp_path / "replay", num_steps=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    first, second = metrics(tmp_path / "replay")
+    assert first["policy/loss"] == metrics(source)[0]["policy/loss"]
+    # no token of the second step is of the weights after the first
+    assert second["parity/logprob_abs_max"] is None and second["policy/loss"] is not None
+
+
+def test_the_replayed_run_itself_is_refused_and_stays(source: Path) -> None:
+    result = replay(source, source)
+    assert result.returncode == ConfigError.exit_code
+    assert "choose another run.folder" in result.stderr
+    assert saved_steps(source) == [1, 2, 3]

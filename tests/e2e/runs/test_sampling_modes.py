@@ -1,0 +1,110 @@
+"""Whole runs that train on what earlier weights sampled, `partial` and `one_step_off`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
+from megadapo.observe.rollouts.saved_group import SavedResponse
+from tests.support.runs.whole_runs import (
+    NUM_STEPS,
+    metrics,
+    run,
+    start,
+    untimed,
+    wait_for_step,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
+
+PARTIAL = (
+    "--sampling.mode=partial",
+    "--sampling.max_staleness=2",
+    "--observe.saved_groups=all",
+)
+AHEAD = (
+    "--sampling.mode=one_step_off",
+    "--sampling.max_staleness=1",
+    "--cluster.placement=separate",
+    "--observe.saved_groups=all",
+)
+
+
+def trained_responses(folder: Path, step: int) -> Iterator[SavedResponse]:
+    for group in read_rollouts(rollouts_path(folder, step)):
+        if group.fate == "trained":
+            yield from group.responses
+
+
+def check_numbers(folder: Path, *, max_staleness: int) -> None:
+    """What the metrics say of staleness is so of the tokens that were trained on; and they were
+    trained on as the oracles ask for, with nothing stale behind the bound."""
+    records = metrics(folder)
+    assert [record["step"] for record in records] == list(range(1, NUM_STEPS + 1))
+    for record in records:
+        responses = list(trained_responses(folder, record["step"]))
+        versions = np.concatenate([response.policy_versions for response in responses])
+        staleness = record["step"] - 1 - versions
+        assert record["groups/kept"] == 8 and len(responses) == 64
+        assert record["tokens/trained"] == len(staleness)
+        assert staleness.min() >= 0 and staleness.max() <= max_staleness
+        assert record["staleness/token_share"] == pytest.approx((staleness > 0).mean())
+        assert record["staleness/mean"] == pytest.approx(staleness.mean())
+        assert record["staleness/max"] == staleness.max()
+        assert record["policy/ratio_first_max_error"] == 0.0
+        assert record["policy/skipped_updates"] == 0
+        check_log_probs(record, responses, staleness)
+
+
+def check_log_probs(record: dict, responses: list[SavedResponse], staleness: np.ndarray) -> None:
+    """Fresh tokens have the trainer's own log-probs, stale ones those of weights that are gone."""
+    gaps = np.abs(np.concatenate([r.logprobs_old - r.logprobs_rollout for r in responses]))
+    for name, chosen in (
+        ("parity/logprob_abs_max", staleness == 0),
+        ("staleness/logprob_drift_max", staleness > 0),
+    ):
+        expected = gaps[chosen].max() if chosen.any() else None
+        assert record[name] == (expected and pytest.approx(expected, rel=1e-4)), name
+    assert not (staleness == 0).any() or record["parity/logprob_abs_max"] < 1e-4
+
+
+def test_partial_rollouts_train_answers_of_several_versions(tmp_path: Path) -> None:
+    """Would catch tokens that are counted as of the present weights or of another step's, and a
+    run that ends with answers under way."""
+    folder = tmp_path / "partial"
+    result = run(folder, *PARTIAL)
+    assert result.returncode == 0, result.stdout + result.stderr
+    check_numbers(folder, max_staleness=2)
+    records = metrics(folder)
+    assert records[0]["staleness/token_share"] == 0.0
+    assert all(record["groups/carried"] > 0 for record in records)
+    mixed = 0
+    for step in range(2, NUM_STEPS + 1):
+        for response in trained_responses(folder, step):
+            steps_up = np.diff(response.policy_versions)
+            assert (steps_up >= 0).all()
+            mixed += bool(steps_up.any())
+    assert mixed > 0, "no answer was continued with other weights"
+
+
+def test_one_step_off_is_one_version_behind_and_a_killed_run_equals_another(tmp_path: Path) -> None:
+    """The batch that waits when a checkpoint is written is part of it: sampled anew after the kill
+    it would be of other weights."""
+    folder, killed = tmp_path / "ahead", tmp_path / "killed"
+    result = run(folder, *AHEAD)
+    assert result.returncode == 0, result.stdout + result.stderr
+    check_numbers(folder, max_staleness=1)
+    assert [record["staleness/mean"] for record in metrics(folder)] == [0.0, 1.0, 1.0, 1.0]
+
+    process = start(killed, *AHEAD)
+    wait_for_step(process, killed, 3)
+    process.kill()
+    process.communicate(timeout=60)
+    result = run(killed, *AHEAD)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "resuming after step 2" in result.stdout
+    assert untimed(metrics(killed)) == untimed(metrics(folder))

@@ -1,0 +1,118 @@
+"""Batches from real engines: neither their number nor their speed may change a token of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ray
+from transformers import AutoTokenizer
+
+from megadapo.cluster.watch.reaper import marked_processes
+from megadapo.data.prompts import Prompt, PromptStream
+from megadapo.rewards.dapo_math import Score
+from megadapo.rollout.config import SamplingConfig
+from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.requests import SamplingSettings
+from megadapo.rollout.sampling.reserve import encode_group
+from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.sampler import Sampler
+from tests.support.rollout.engine_checks import MAX_RESPONSE_TOKENS, running_engines
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
+
+NUM_STEPS = 3
+PROMPTS = [Prompt(f"p{i}", (("user", f"{i * 37 % 100}+{i}=?"),), "", "test") for i in range(60)]
+
+
+class RightIfOddLength:
+    """Calls a response right where its length is an odd number (the limit is even)."""
+
+    num_threads = 1
+
+    def score_group(self, prompt: Prompt, texts: list[str], token_ids: object) -> list[Score]:
+        right = [len(text) % 2 == 1 for text in texts]
+        return [Score(1.0 if ok else -1.0, ok, "", None) for ok in right]
+
+
+def sample(engines: Engines, model: Path, **config: object) -> list[SampledBatch]:
+    sampler = Sampler(
+        engines,
+        PromptStream(PROMPTS, 0),
+        RightIfOddLength(),
+        SamplingConfig(**{"prompts_per_step": 8, "responses_per_prompt": 4, **config}),
+        settings=SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_RESPONSE_TOKENS),
+        tokenizer=AutoTokenizer.from_pretrained(model),
+        seed=3,
+    )
+    return [sampler.next_batch() for _ in range(NUM_STEPS)]
+
+
+def tokens(batches: list[SampledBatch]) -> list[list[dict[str, object]]]:
+    """Every token, log-prob bit and score of the batches."""
+    return [[encode_group(group) for group in batch.groups] for batch in batches]
+
+
+@contextmanager
+def delays(engines: Engines) -> Iterator[None]:
+    """Stop all processes of one engine after the other for a moment, as a slow node would."""
+    marks = [ray.get(actor.__ray_call__.remote(lambda one: one._mark)) for actor in engines.actors]
+    source, over = random.Random(0), threading.Event()
+
+    def disturb() -> None:
+        while not over.wait(0.05):
+            processes = marked_processes(source.choice(marks))
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for process in processes:
+                    os.kill(process, number)
+                time.sleep(source.uniform(0.05, 0.4))
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def by_one_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list:
+    with running_engines(tiny_model, tmp_path_factory.mktemp("logs"), num_threads=1) as engines:
+        return tokens(sample(engines, tiny_model))
+
+
+@pytest.mark.parametrize("num_engines", [2, 3])
+def test_the_batches_are_those_of_one_engine(
+    num_engines: int, by_one_engine: list, tiny_model: Path, tmp_path: Path
+) -> None:
+    settings = {"num_engines": num_engines, "num_threads": 1, "max_num_seqs": 8}
+    with running_engines(tiny_model, tmp_path, **settings) as engines, delays(engines):
+        assert tokens(sample(engines, tiny_model)) == by_one_engine
+
+
+def test_partial_answers_go_on_where_they_stood(
+    by_one_engine: list, tiny_model: Path, tmp_path: Path
+) -> None:
+    """A group that is stopped and continued keeps what it had: no token twice, none missing."""
+    settings = {"num_engines": 2, "num_threads": 1, "max_num_seqs": 16}
+    with running_engines(tiny_model, tmp_path, **settings) as engines:
+        batches = sample(engines, tiny_model, mode="partial", max_staleness=2)
+    assert sum(batch.num_carried for batch in batches) > 0
+    orders = [group.order for batch in batches for group in batch.groups]
+    assert len(orders) == len(set(orders)) == 8 * NUM_STEPS
+    whole = {entry["order"]: entry for batch in by_one_engine for entry in batch}
+    for batch in batches:
+        for group in batch.groups:
+            assert 0 < sum(group.correct) < 4
+            for sample_ in group.samples:
+                assert len(sample_.policy_versions) == len(sample_.response_ids)
+                assert sample_.finish_reason in ("stop", "length")
+    assert whole.keys() & set(orders), "no group in common, so nothing was compared"

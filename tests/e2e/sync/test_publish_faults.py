@@ -1,0 +1,136 @@
+"""Processes that stop or die in the middle of a weight update."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+
+from megadapo.errors import InfraError
+from megadapo.weights.config import WeightsConfig
+from megadapo.weights.sync.publish import Publisher
+from tests.support.models.tiny_models import make_engine_model
+from tests.support.weights.actors import (
+    greedy,
+    ray_on_this_machine,
+    start_engines,
+    start_senders,
+)
+
+DEADLINE_S = 20.0
+CONFIG = WeightsConfig(bucket_mib=0.05, verify="off", deadline_s=DEADLINE_S)
+
+pytestmark = [pytest.mark.fault, pytest.mark.full, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray() -> Iterator[None]:
+    yield from ray_on_this_machine()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_engine_model(tmp_path_factory.mktemp("model"), seed=1)
+
+
+@pytest.fixture
+def engines(folder, tmp_path):
+    started = start_engines(folder, tmp_path)
+    yield started
+    started.shutdown()
+
+
+def connect(folder, engines):
+    senders = start_senders(folder, pp_size=2)
+    publisher = Publisher(senders, engines, CONFIG, tensor_parallel=1, dtype=torch.float32)
+    publisher.publish(1)
+    return senders, publisher
+
+
+def assert_fails_in_time(publisher: Publisher, message: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(InfraError, match=message):
+        publisher.publish(2)
+    assert time.monotonic() - started < 3 * DEADLINE_S
+
+
+def test_a_stopped_sender_leaves_the_old_weights_then_a_dead_one_takes_the_engine_out(
+    folder, engines
+):
+    """Catches an update that waits for ever, and an engine that serves half of two versions."""
+    senders, publisher = connect(folder, engines)
+    before = greedy(engines)
+
+    pid = ray.get(senders[1].pid.remote())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert_fails_in_time(publisher, r"bucket 0 of \d+: trainer rank 1 did not finish .* within")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert engines.policy_version == 1
+    after = greedy(engines)
+    assert [tokens for tokens, _ in before[0]] == [tokens for tokens, _ in after[0]]
+    publisher.publish(2)
+
+    ray.get(senders[1].signal_at.remote(2, signal.SIGKILL))
+    assert_fails_in_time(publisher, r"bucket 2 of \d+: trainer rank 1 died")
+    with pytest.raises(InfraError, match="unfinished weight update"):
+        greedy(engines)
+    assert engines.policy_version == 2
+
+    # The trainer starts anew, from its checkpoint; so do its engines, and everything works again.
+    for sender in senders:
+        ray.kill(sender)
+
+
+def test_a_sender_stopped_in_mid_update_is_named_with_its_bucket(folder, engines):
+    """Catches a deadline that covers the first bucket only."""
+    senders, publisher = connect(folder, engines)
+    pid = ray.get(senders[0].pid.remote())
+    ray.get(senders[0].signal_at.remote(1, signal.SIGSTOP))
+    try:
+        assert_fails_in_time(publisher, r"bucket 1 of \d+: trainer rank 0 did not finish .* within")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    with pytest.raises(InfraError, match="unfinished weight update"):
+        greedy(engines)
+
+
+def test_an_engine_of_two_ranks_that_fails_in_an_update_is_started_again(folder, tmp_path):
+    """Catches answers of one rank that are taken for those of the next call: an update would count
+    as done while a rank still reads it. There is no other engine to go on with."""
+    engines = start_engines(folder, tmp_path, tensor_parallel=2)
+    senders = start_senders(folder)
+    publisher = Publisher(senders, engines, CONFIG, tensor_parallel=2, dtype=torch.float32)
+    publisher.publish(1)
+    engines.republish_with(publisher.republish)
+    expected = greedy(engines)
+    processes = engine_processes(engines)
+    workers = [process for process in processes if "Worker" in " ".join(process.cmdline())]
+    assert len(processes) >= 3 and len(workers) == 2
+
+    ray.get(senders[0].signal_at.remote(1, signal.SIGKILL, workers[1].pid))
+    publisher.publish(2)
+    assert engines.updatable() == [] and engines.policy_version == 2
+    (after,), (before,) = greedy(engines), expected
+    assert [tokens for tokens, _ in after] == [tokens for tokens, _ in before]
+    (note,) = engines.take_notes()
+    assert "rollout engine 0" in note and "restart 1 of 3" in note
+    _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
+    assert alive == []
+    engines.shutdown()
+
+
+def engine_processes(engines) -> list[psutil.Process]:
+    """The processes that vLLM runs the model in."""
+    (actor,) = engines.actors
+    actor_pid = ray.get(actor.__ray_call__.remote(lambda actor: os.getpid()))
+    children = psutil.Process(actor_pid).children(recursive=True)
+    return [child for child in children if "VLLM" in " ".join(child.cmdline())]

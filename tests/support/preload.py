@@ -1,8 +1,0 @@
-"""Loads what every trainer process of the tests needs, before they are forked."""
-
-from megadapo.trainer.cpu_platform import install_cpu_platform
-
-NUM_THREADS = 1
-
-install_cpu_platform()
-import megadapo.trainer.update  # noqa: E402, F401 - the platform comes first

@@ -1,0 +1,136 @@
+"""Engines whose processes are real and whose answers are scripted: a start takes a second."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.engine.engine import RolloutEngine
+from megadapo.rollout.engine.platform import EnginePlatform
+from megadapo.rollout.pool.engine_spec import EngineSpec
+from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.pool.remote_engine import RemoteEngine
+from megadapo.rollout.requests import (
+    EngineReport,
+    GroupRequest,
+    GroupResponse,
+    Response,
+    StopReport,
+)
+
+LONGEST_S = 0.4
+TOO_LONG = 50
+"""Prompts of more tokens are refused."""
+
+
+class ScriptedGeneration:
+    """Each response is one token, a function of its seed; a group takes a while that its key says.
+
+    It takes the place of `megadapo.rollout.engine.generation.Generation`.
+    """
+
+    def __init__(self, engine: int) -> None:
+        self._engine = engine
+        self._due: dict[int, tuple[float, GroupRequest, int]] = {}
+        self._num_ended = 0
+        self.num_tokens = 0
+
+    async def submit(self, groups: Sequence[GroupRequest], policy_version: int) -> None:
+        if any(len(group.prompt_ids) > TOO_LONG for group in groups):
+            raise ValueError("the prompt is too long")
+        for group in groups:
+            due = time.monotonic() + LONGEST_S * (1 + group.key * 7 % 10) / 10
+            self._due[group.key] = (due, group, policy_version)
+
+    async def collect(self, max_wait_s: float, num_for_report: int) -> EngineReport:
+        deadline = time.monotonic() + max_wait_s
+        while not (ended := self._ended()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        return self.report(tuple(self._take(key, "stop") for key in ended))
+
+    def report(self, groups: tuple[GroupResponse, ...] = ()) -> EngineReport:
+        return EngineReport(groups=groups, num_ended=self._num_ended, num_tokens=self.num_tokens)
+
+    async def stop(self, keys: Collection[int], *, keep: bool) -> StopReport:
+        stopped = [self._take(key, "unfinished") for key in list(self._due) if key in keys]
+        return StopReport(
+            keys=tuple(group.key for group in stopped),
+            unfinished=tuple(stopped) if keep else (),
+            num_tokens=sum(group.num_tokens for group in stopped),
+        )
+
+    def _ended(self) -> list[int]:
+        now = time.monotonic()
+        return [key for key, (due, _, _) in self._due.items() if due < now]
+
+    def _take(self, key: int, reason: Any) -> GroupResponse:
+        _, group, version = self._due.pop(key)
+        self._num_ended += len(group.seeds)
+        self.num_tokens += len(group.seeds)
+        responses = tuple(
+            Response(
+                token_ids=np.array([seed % 97], dtype=np.int32),
+                logprobs=np.array([-(seed % 89) / 10], dtype=np.float32),
+                finish_reason=reason,
+                text=str(seed % 97),
+                policy_versions=np.array([version], dtype=np.int32),
+            )
+            for seed in group.seeds
+        )
+        return GroupResponse(key=key, responses=responses, engine=self._engine, seconds=0.1)
+
+
+class ScriptedEngine(RolloutEngine):
+    """A real actor with its reaper and a child process, which holds nothing."""
+
+    async def _start_vllm(self) -> None:
+        self._child = subprocess.Popen(["sleep", "600"])
+        self._begin_to_count()
+
+    def _begin_to_count(self) -> None:
+        self._generation = ScriptedGeneration(self._spec.index)
+
+    async def _call(self, method: str, *args: object) -> bool:
+        """Weight updates end at once."""
+        return True
+
+    def child(self) -> int:
+        return self._child.pid
+
+
+def start_scripted_engines(num_engines: int, log_folder: Path, **settings: Any) -> Engines:
+    """Engines that hold version 1, and are given the present one when they come back."""
+    limits = {"engine_progress_timeout_s": 6.0, "start_timeout_s": 60.0}
+    config = RolloutConfig(num_engines=num_engines, max_num_seqs=8, **{**limits, **settings})
+    engines = Engines(
+        [
+            RemoteEngine(
+                EngineSpec(
+                    index=index,
+                    model="none",
+                    dtype="float32",
+                    max_model_len=64,
+                    weights_from="trainer",
+                    config=config,
+                    platform=EnginePlatform(gpus=(), shares_gpus=False),
+                    log_file=log_folder / f"engine-{index}.log",
+                ),
+                {"num_cpus": 0},
+                ScriptedEngine,
+            )
+            for index in range(num_engines)
+        ]
+    )
+    engines.wait_until_ready()
+    engines.finish_weight_update(range(num_engines), 1, timeout_s=30)
+    engines.republish_with(
+        lambda index: engines.finish_weight_update([index], engines.policy_version, timeout_s=30)
+    )
+    return engines

@@ -1,0 +1,166 @@
+"""What the engine tests share: starting engines, asking them, and transformers' own answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from transformers import AutoModelForCausalLM
+
+from megadapo.cluster.cluster import Cluster
+from megadapo.cluster.config import ClusterConfig
+from megadapo.data.policy_versions import NO_VERSION
+from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.requests import (
+    GroupRequest,
+    GroupResponse,
+    Response,
+    SamplingSettings,
+    response_seeds,
+)
+
+MAX_PROMPT_TOKENS = 192
+MAX_RESPONSE_TOKENS = 48
+EOS = 1
+SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_RESPONSE_TOKENS)
+
+
+@contextmanager
+def running_engines(model: Path, log_folder: Path, **config: Any) -> Iterator[Engines]:
+    """Engines on a cluster of their own; all of it ends with the block."""
+    rollout = RolloutConfig(**{"max_response_tokens": MAX_RESPONSE_TOKENS, **config})
+    cluster = Cluster.start(
+        ClusterConfig(device="cpu"),
+        num_trainer_ranks=1,
+        num_engines=rollout.num_engines,
+        engine_ranks=rollout.ranks_per_engine,
+    )
+    try:
+        engines = Engines.start(
+            rollout,
+            cluster,
+            model=str(model),
+            dtype="float32",
+            max_prompt_tokens=MAX_PROMPT_TOKENS,
+            log_folder=log_folder,
+            weights_from="folder",
+        )
+        try:
+            yield engines
+        finally:
+            engines.shutdown()
+    finally:
+        cluster.shutdown()
+
+
+def group_request(key: int, prompt_ids: tuple[int, ...], seeds: tuple[int, ...]) -> GroupRequest:
+    return GroupRequest(key=key, prompt_ids=prompt_ids, seeds=seeds, settings=SETTINGS)
+
+
+def make_requests(num_groups: int, num_responses: int, *, name: str = "test") -> list[GroupRequest]:
+    """Groups with prompts of 1 to 170 tokens, some of them longer than a cache block."""
+    source = np.random.default_rng(5)
+    return [
+        group_request(
+            key,
+            tuple(source.integers(2, 50, size=1 + key * 37 % 170).tolist()),
+            response_seeds(num_responses, name, key),
+        )
+        for key in range(num_groups)
+    ]
+
+
+def ask(
+    engines: Engines,
+    groups: Sequence[GroupRequest],
+    *,
+    temperature: float = 1.0,
+    max_tokens: int = MAX_RESPONSE_TOKENS,
+    **tools: Any,
+) -> dict[int, tuple[Response, ...]]:
+    """The responses of each group, by its key."""
+    settings = SamplingSettings(temperature=temperature, top_p=1.0, max_tokens=max_tokens, **tools)
+    engines.submit([replace(group, settings=settings) for group in groups])
+    answers = {answer.key: answer.responses for answer in all_finished(engines)}
+    assert sorted(answers) == sorted(group.key for group in groups)
+    return answers
+
+
+def all_finished(engines: Engines) -> Iterator[GroupResponse]:
+    """What is in flight, as it finishes."""
+    while engines.num_in_flight:
+        yield from engines.finished()
+
+
+def bits(answers: dict[int, tuple[Response, ...]]) -> dict[int, list[tuple[Any, ...]]]:
+    """Everything that was answered, log-probs to their last bit."""
+    return {
+        key: [(r.token_ids.tobytes(), r.logprobs.tobytes(), r.finish_reason, r.text) for r in group]
+        for key, group in answers.items()
+    }
+
+
+def call_all(engines: Engines, method: str) -> list[Any]:
+    """The results of a method without arguments, by engine."""
+    refs = engines.call(method, dict.fromkeys(engines.updatable(), ()))
+    return list(engines.gather(refs, doing=method, timeout_s=60, forgive=False).values())
+
+
+def actor_pid(engines: Engines, index: int) -> int:
+    import ray
+
+    pid: int = ray.get(engines.actors[index].whereabouts.remote()).pid
+    return pid
+
+
+def vllm_process(engines: Engines, index: int, title: str) -> psutil.Process:
+    """The process of vLLM's under an engine's actor whose title contains `title`."""
+    children = psutil.Process(actor_pid(engines, index)).children(recursive=True)
+    (found,) = [child for child in children if title in " ".join(child.cmdline())]
+    return found
+
+
+class Reference:
+    """The same model in transformers, fp32."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def distribution(self, token_ids: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+        """Log-probs of the next token after each position, [n, V]."""
+        logits = self._model(torch.tensor([list(token_ids)])).logits[0]
+        return torch.log_softmax(logits / temperature, dim=-1)
+
+    def logprobs(
+        self, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
+    ) -> np.ndarray:
+        """Log-prob of each response token, [n]."""
+        tokens = [*prompt, *response]
+        table = self.distribution(tokens[:-1], temperature)[len(prompt) - 1 :]
+        return table[torch.arange(len(response)), torch.tensor(response)].numpy()
+
+
+def worst_error(
+    reference: Reference,
+    groups: Sequence[GroupRequest],
+    answers: dict[int, tuple[Response, ...]],
+    temperature: float = 1.0,
+) -> float:
+    """Largest difference of a sampled token's log-prob from the reference's."""
+    errors = [
+        np.abs(
+            response.logprobs
+            - reference.logprobs(group.prompt_ids, response.token_ids.tolist(), temperature)
+        )[response.policy_versions != NO_VERSION].max()
+        for group in groups
+        for response in answers[group.key]
+    ]
+    return float(max(errors))

@@ -1,0 +1,193 @@
+"""A stand-in for the engines: responses are a function of the seed, and finish in any order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from concurrent.futures import Executor, Future
+from pathlib import Path
+
+import numpy as np
+
+from megadapo.data.prompts import Prompt
+from megadapo.rewards.dapo_math import Score
+from megadapo.rollout.engine.activity import EngineActivity
+from megadapo.rollout.requests import (
+    GroupRequest,
+    GroupResponse,
+    Response,
+    SamplingSettings,
+    StopReport,
+)
+
+POLICY_VERSION = 3
+
+
+class ScriptedEngines:
+    """Answers each request with random digits drawn from its seeds, in any order of finishing."""
+
+    def __init__(
+        self, finish: str = "in order", *, slots: int = 64, num_engines: int = 1, at_once: int = 1
+    ) -> None:
+        """Start idle.
+
+        Args:
+            finish: who is handed back first: "in order", "last first", "short first", "at random".
+            slots: responses that run at once.
+            at_once: groups handed back by one call.
+        """
+        self.asked: list[int] = []
+        self.policy_version = POLICY_VERSION
+        self.num_handed_back = 0
+        self._finish = finish
+        self._slots = slots
+        self._num_engines = num_engines
+        self._at_once = at_once
+        self._random = random.Random(finish)
+        self._in_flight: dict[int, GroupRequest] = {}
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def room(self) -> int:
+        return self.room_without(())
+
+    def room_without(self, keys: Collection[int]) -> int:
+        others = [group for key, group in self._in_flight.items() if key not in keys]
+        return max(0, self._slots - sum(len(group.seeds) for group in others))
+
+    def submit(self, groups: Sequence[GroupRequest]) -> None:
+        assert not {group.key for group in groups} & self._in_flight.keys(), "asked twice at once"
+        self.asked += [group.key for group in groups]
+        self._in_flight.update((group.key, group) for group in groups)
+
+    def finished(self, timeout_s: float | None = None) -> list[GroupResponse]:
+        keys = list(self._in_flight)
+        lengths = {key: sum(_lengths(group)) for key, group in self._in_flight.items()}
+        match self._finish:
+            case "last first":
+                keys.reverse()
+            case "short first":
+                keys.sort(key=lengths.__getitem__)
+            case "at random":
+                self._random.shuffle(keys)
+        done = keys[: self._at_once]
+        self.num_handed_back += len(done)
+        return [self._answer(self._in_flight.pop(key)) for key in done]
+
+    def stop(self, keys: Collection[int] | None = None, *, keep: bool) -> StopReport:
+        """Unfinished responses have the first half of their tokens."""
+        stopped = [
+            group for key, group in list(self._in_flight.items()) if keys is None or key in keys
+        ]
+        for group in stopped:
+            del self._in_flight[group.key]
+        cut = [self._answer(group, cut=True) for group in stopped]
+        num_tokens = sum(len(r.token_ids) for answer in cut for r in answer.responses)
+        return StopReport(
+            keys=tuple(group.key for group in stopped),
+            unfinished=tuple(cut) if keep else (),
+            num_tokens=num_tokens,
+        )
+
+    def activity(self) -> list[EngineActivity]:
+        return []
+
+    def check(self) -> None:
+        """They are never lost."""
+
+    def _answer(self, group: GroupRequest, *, cut: bool = False) -> GroupResponse:
+        begun = group.begun or (None,) * len(group.seeds)
+        responses = tuple(
+            respond(seed, group.settings, self.policy_version, begun=before, cut=cut)
+            for seed, before in zip(group.seeds, begun, strict=True)
+        )
+        return GroupResponse(
+            key=group.key, responses=responses, engine=group.key % self._num_engines, seconds=0.5
+        )
+
+
+def _lengths(group: GroupRequest) -> list[int]:
+    return [len(respond(seed, group.settings, 0).token_ids) for seed in group.seeds]
+
+
+def respond(
+    seed: int,
+    settings: SamplingSettings,
+    policy_version: int = POLICY_VERSION,
+    *,
+    begun: Response | None = None,
+    cut: bool = False,
+) -> Response:
+    """One response of 1 to max_tokens digits; the longest ones count as cut at the limit.
+
+    A response that was begun goes on where it stood, with tokens of this version.
+    """
+    source = random.Random(seed)
+    length = source.randint(1, settings.max_tokens)
+    ids = np.array([source.randint(3, 12) for _ in range(length)], dtype=np.int32)
+    logprobs = np.array([-source.random() for _ in ids], dtype=np.float32)
+    logprobs[:: settings.max_tokens] = np.nan
+    num_begun = 0 if begun is None else len(begun.token_ids)
+    versions = np.full(length, policy_version, dtype=np.int32)
+    if begun is not None:
+        versions[:num_begun] = begun.policy_versions
+    end = num_begun + (length - num_begun) // 2 if cut else length
+    whole = "length" if length == settings.max_tokens else "stop"
+    return Response(
+        token_ids=ids[:end],
+        logprobs=logprobs[:end],
+        finish_reason=whole if end == length else "unfinished",
+        text="".join(str(i - 3) for i in ids[:end]),
+        policy_versions=versions[:end],
+    )
+
+
+class AtOnce(Executor):
+    """Runs each call before `submit` returns: what is scored when does not depend on threads."""
+
+    def submit(self, call, /, *args, **kwargs) -> Future:
+        future: Future = Future()
+        future.set_result(call(*args, **kwargs))
+        return future
+
+
+class RightAtLeast:
+    """Calls a response right where its digits sum to `bound` or more."""
+
+    num_threads = 1
+
+    def __init__(self, bound: int) -> None:
+        self._bound = bound
+
+    def score_group(
+        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
+    ) -> list[Score]:
+        right = [sum(map(int, text)) >= self._bound for text in texts]
+        return [
+            Score(1.0 if ok else -1.0, ok, text[-1:], None)
+            for ok, text in zip(right, texts, strict=True)
+        ]
+
+
+class PlainTokenizer:
+    """Encodes characters as their code points; it has no chat template."""
+
+    chat_template = None
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+
+def make_prompts(num_prompts: int) -> list[Prompt]:
+    return [
+        Prompt(f"id-{i}", (("user", f"{i}+{i}=?"),), str(2 * i), "test") for i in range(num_prompts)
+    ]
+
+
+def example_log(folder: Path, text: str) -> Path:
+    path = folder / "engine-0.log"
+    path.write_text(text)
+    return path

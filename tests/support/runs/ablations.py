@@ -1,0 +1,93 @@
+"""Ablations over tiny recipes, and folders that look like their finished runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megadapo.lab.ablation.plan import Plan, PlannedRun, plan_ablation
+from megadapo.lab.ablation.rows import read_rows
+from megadapo.config import to_dict
+from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
+from megadapo.run.state.checkpoint import CHECKPOINTS
+from tests.support import REPOSITORY
+
+ROWS = """
+cumulative = true
+accuracy = 0.7
+[overrides]
+run.num_steps = 6
+[[row]]
+name = "plain"
+overrides.sampling.selection = "all"
+source = "Table 1: 30"
+[[row]]
+name = "+ clip | higher"
+overrides.algorithm.objective.clip_high = 0.3
+[[row.expects]]
+measure = "entropy"
+change = "higher"
+source = "Figure 2"
+"""
+
+
+def plan_of(
+    folder: Path, *overrides: str, rows: str = ROWS, num_seeds: int = 2, name: str = "rows.toml"
+) -> Plan:
+    """Plan an ablation of the quickstart whose rows file and runs lie below `folder`."""
+    path = folder / name
+    path.write_text(rows, encoding="utf-8")
+    # its model lies beside the recipe, wherever the test is run from
+    model = f"--model.path={REPOSITORY / 'configs' / 'quickstart-base'}"
+    return plan_ablation(
+        str(REPOSITORY / "configs" / "quickstart.toml"),
+        path,
+        read_rows(path),
+        num_seeds=num_seeds,
+        folder=folder / "runs",
+        overrides=[model, *overrides],
+    )
+
+
+def finish(
+    run: PlannedRun, *, accuracy: float = 0.9, entropy: float = 0.5, seconds: float = 2.0
+) -> None:
+    """Make the folder of a run as one that took all of its steps leaves it."""
+    num_steps = run.config.run.num_steps
+    with MetricsLog(run.folder) as log:
+        for step in range(num_steps + 1):
+            if step % 2 == 0:
+                log.record_evaluation(_evaluation(step, accuracy * step / num_steps))
+            if step:
+                log.record(
+                    {
+                        "step": step,
+                        "policy_version": step,
+                        "policy/entropy": entropy,
+                        "response_length/mean": 10.0 + step,
+                        "policy/clip_high_fraction": 0.001 * step,
+                        "groups/sampled": 8,
+                        "groups/kept": 8,
+                        "groups/all_correct": step,
+                        "groups/all_wrong": 1,
+                        "groups/from_reserve": 0,
+                        "tokens/generated": 100,
+                        "time/step_s": seconds,
+                    }
+                )
+    (run.folder / "config.json").write_text(json.dumps(to_dict(run.config)))
+    checkpoint = run.folder / CHECKPOINTS / f"step-{num_steps}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+
+
+def _evaluation(step: int, accuracy: float) -> EvaluationRecord:
+    return EvaluationRecord(
+        step=step,
+        policy_version=step,
+        accuracy=accuracy,
+        standard_error=0.02,
+        num_problems=64,
+        samples_per_problem=8,
+        response_length=16.0,
+    )

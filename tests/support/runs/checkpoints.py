@@ -1,0 +1,23 @@
+"""A trainer's part of a checkpoint, written by whatever a test likes to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megadapo.run.state.checkpoint import WriteTrainer
+from megadapo.weights.disk.hashed_files import Files, entry_of
+
+
+def written_by(write: Callable[[Path], object]) -> WriteTrainer:
+    """`write` fills the folder; all that it leaves there is reported."""
+
+    def begin(folder: Path) -> Callable[[], Files]:
+        write(folder)
+        return lambda: {
+            str(path.relative_to(folder)): entry_of(path)
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
+
+    return begin

@@ -1,0 +1,109 @@
+"""A small run whose groups each have one feature that a filter looks for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from megadapo.data.prompts import Prompt
+from megadapo.observe.metrics.names import METRIC_NAMES
+from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
+from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
+from megadapo.observe.rollouts.saved_group import Fate, SavedGroup, SavedResponse
+
+HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\u2028<!--<script"
+
+
+def demo_run(folder: Path, *, num_steps: int = 6, long_tokens: int = 4) -> Path:
+    """Write a run of which steps 1 to 3 have saved groups, the last with a long response."""
+    with MetricsLog(folder) as log:
+        for step in range(1, num_steps + 1):
+            values: dict[str, int | float | None] = dict.fromkeys(METRIC_NAMES, 0.5)
+            log.record(values | {"step": step, "policy_version": step, "time/step_s": 2.0})
+        for step in (0, num_steps):
+            log.record_evaluation(
+                EvaluationRecord(
+                    step=step,
+                    policy_version=step,
+                    accuracy=0.5,
+                    standard_error=0.02,
+                    num_problems=64,
+                    samples_per_problem=8,
+                    response_length=16.0,
+                )
+            )
+    (folder / "config.json").write_text(json.dumps({"run": {"num_steps": num_steps}}))
+    for step, groups in enumerate(_steps(long_tokens), start=1):
+        write_rollouts(rollouts_path(folder, step), groups)
+    return folder
+
+
+def _steps(long_tokens: int) -> list[list[SavedGroup]]:
+    clipped = _response("up down", ratios=[1.5, 0.5, 1.1, 1.0, 1.0, 1.0, 1.0])
+    lowered = _response("up down", ratios=[1.5, 0.5, 1.1, 1.0, 1.0, 1.0, 1.0], correct=False)
+    return [
+        [
+            _group(1, clipped, lowered),
+            _group(2, _response("all good", trained=False), fate="all_correct"),
+        ],
+        [
+            _group(3, _response("needle in hay"), _response("hay", correct=False)),
+            _group(4, _response("7"), _response("never ends", correct=False, cut=True)),
+            _group(5, _response(HOSTILE), _response("no", correct=False, symbolic_correct=True)),
+        ],
+        [
+            _group(
+                6,
+                _response(("late" * long_tokens)[:long_tokens], version=1),
+                _response("fresh", correct=False, version=2),
+            )
+        ],
+    ]
+
+
+def _group(order: int, *responses: SavedResponse, fate: Fate = "trained") -> SavedGroup:
+    question = HOSTILE if order == 5 else f"question {order}"
+    return SavedGroup(
+        step=1 + (order > 2) + (order > 5),
+        order=order,
+        fate=fate,
+        from_reserve=False,
+        prompt=Prompt(f"id-{order}", (("user", question),), "2", "test"),
+        prompt_ids=(1, 2),
+        responses=responses,
+    )
+
+
+def _response(
+    text: str,
+    *,
+    correct: bool = True,
+    cut: bool = False,
+    symbolic_correct: bool | None = None,
+    trained: bool = True,
+    ratios: list[float] | None = None,
+    version: int = 0,
+) -> SavedResponse:
+    """A response whose tokens are its characters; `ratios` are update over old."""
+    old = np.full(len(text), -0.5, dtype=np.float32)
+    change = np.log(ratios or [1.0] * len(text)).astype(np.float32)
+    return SavedResponse(
+        text=text,
+        token_ids=np.array([ord(character) for character in text], dtype=np.int32),
+        tokens=tuple(text),
+        logprobs_rollout=old,
+        logprobs_old=old if trained else None,
+        logprobs_update=old + change if trained else None,
+        finish_reason="length" if cut else "stop",
+        policy_versions=np.full(len(text), version, dtype=np.int32),
+        reward=1.0 if correct else -1.0,
+        penalty=0.0,
+        shaped_reward=1.0 if correct else -1.0,
+        advantage=(1.0 if correct else -1.0) if trained else None,
+        correct=correct,
+        answer=text[-1:],
+        rule_correct=correct,
+        symbolic_correct=symbolic_correct,
+    )

@@ -1,0 +1,81 @@
+"""Run folders with real checkpoints of a small model, written in the trainer's names and stacking.
+
+`tests/distributed/trainer/test_export.py` has checkpoints that megatron-core itself wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
+from megadapo.run.state.checkpoint import CheckpointStore
+from megadapo.weights.disk.load import fill_shard
+from megadapo.weights.disk.megatron_folder import open_layout, open_source
+from megadapo.weights.layout.shards import ShardPosition
+from tests.support.runs.checkpoints import written_by
+
+PADDED_ROWS = 64
+
+
+def trainer_tensors(model: Path, scale: float) -> dict[str, torch.Tensor]:
+    """What a trainer holds of a model whose weights were all multiplied by `scale`."""
+    layout, source = open_layout(model), open_source(model)
+    layers = tuple(range(layout.shape.num_layers))
+    position = ShardPosition(layer_indices=layers, padded_vocab_size=PADDED_ROWS)
+    stacks, tensors = defaultdict(list), {}
+    for shard in layout.megatron_shards(position):
+        param = torch.empty(shard.shape)
+        fill_shard(param, shard, source)
+        prefix, _, rest = (shard.alias or shard.name).partition("decoder.layers.")
+        if rest:
+            stacks["decoder.layers." + rest.partition(".")[2]].append(param * scale)
+        else:
+            tensors[prefix] = param * scale
+    tensors |= {name: torch.stack(stack) for name, stack in stacks.items()}
+    # rows beyond the vocabulary are padding, whatever is in them
+    tensors["embedding.word_embeddings.weight"][layout.shape.vocab_size :] = 7.0
+    return tensors | {f"optimizer.state.exp_avg.{name}": -one for name, one in tensors.items()}
+
+
+def write_run(folder: Path, model: Path, *steps: int, tensors: dict | None = None) -> Path:
+    """A run with one checkpoint a step, the weights of step N being the base model's times N."""
+    store = CheckpointStore(folder / "checkpoints", keep=len(steps))
+    for step in steps:
+        state = tensors or trainer_tensors(model, step)
+        store.save(
+            step,
+            write_trainer=written_by(
+                lambda path, state=state: dcp.save(state, checkpoint_id=path, no_dist=True)
+            ),
+            state={},
+        )
+    config = {
+        "run": {"folder": str(folder), "num_steps": 9},
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"held_out": "arithmetic:held_out:64"},
+        "algorithm": {"objective": {"clip_high": 0.28, "dual_clip": None}},
+        "evaluation": {"temperature": 1.0, "top_p": 0.7},
+        "trainer": {"optimizer": {"lr": 1e-6}},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    with MetricsLog(folder) as log:
+        for step in (0, *steps):
+            log.record_evaluation(_evaluation(step))
+    return folder
+
+
+def _evaluation(step: int) -> EvaluationRecord:
+    return EvaluationRecord(
+        step=step,
+        policy_version=step,
+        accuracy=step / 10,
+        standard_error=0.0123,
+        num_problems=64,
+        samples_per_problem=8,
+        response_length=20.0 + step,
+    )

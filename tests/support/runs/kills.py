@@ -1,0 +1,350 @@
+"""Kills processes of supervised runs at random instants, and says what became of each run.
+
+    python -m tests.support.runs.kills FOLDER --kills 50 --budget_s 500
+
+goes on for so long, or until there have been so many kills; called again it goes on from there.
+FOLDER/kills.json has every kill. Each run goes on by itself; in the end its metrics are those of a
+run that nobody disturbed, and no process, shared memory or temporary file of it is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from megadapo.cluster.watch.orphans import descendants as below
+from megadapo.errors import DataError, RunInterrupted
+from megadapo.observe.metrics.records import read_evaluations
+from megadapo.run.state.status import Status, read_status
+from tests.support import COMPILED, REPOSITORY
+from tests.support.runs.whole_runs import command, descendants, marked, metrics, untimed
+
+NUM_STEPS = 8
+KILLS_PER_RUN = 5
+OVERRIDES = ("--trainer.data_parallel=2", "--trainer.num_threads=1")
+"""Two ranks: one that is killed leaves the other waiting for it."""
+DEADLINES = (
+    "--rollout.engine_progress_timeout_s=20",
+    "--trainer.progress_timeout_s=20",
+    "--weights.deadline_s=20",
+)
+"""For processes that are stopped; Ray's and the driver's are constants: 60 and 120 s."""
+TARGETS = ("engine", "rank", "verifier", "everything", "raylet", "vllm", "gcs", "driver")
+MOMENTS = ("start", "rollout", "train", "sync", "any", "checkpoint")
+NAMES = {
+    "rank": r"ray::TrainerWorker",
+    "engine": r"ray::RolloutEngine",
+    "vllm": r"VLLM::",
+    "verifier": r"symbolic_worker",
+    "raylet": r"/raylet/raylet\b",
+    "gcs": r"gcs_server",
+}
+"""How the command line of each kind of process looks."""
+REGISTRATION = "/dev/shm/__KMP_REGISTERED_LIB_"
+"""One page by which OpenMP finds a second copy of itself; it stays where a process is killed."""
+TINY_BYTES = 1 << 20
+"""vLLM leaves sockets and a rendezvous of 2 KB in the temporary folder, and Ray its logs."""
+POLL_S = 0.05
+LOOK_S = 2.0
+"""Between two looks at all shared memory."""
+
+
+@dataclass
+class Kill:
+    """One process or more that got a signal, and what became of the run."""
+
+    seed: int
+    signal: str
+    target: str
+    moment: str
+    """What was waited for."""
+    phase: str = ""
+    """What the driver said it was at."""
+    step: int = -1
+    """Last step that was complete."""
+    command: str = ""
+    outcome: str = ""
+    """"went on": the same driver; "started again": another one."""
+    lost_s: float | None = None
+    """Until another step was complete, less what a step takes."""
+
+
+@dataclass
+class DisturbedRun:
+    """A supervised run of which processes are killed."""
+
+    folder: Path
+    how: signal.Signals
+    overrides: Sequence[str]
+    step_s: float
+    """What a step takes that nobody disturbs."""
+    seed: int
+    until: float
+    """On the monotonic clock, when the run is to be stopped."""
+    kills: list[Kill] = field(default_factory=list)
+    segments: set[str] = field(default_factory=set)
+    """Shared memory that any process of the run has had."""
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._looked = 0.0
+        # short: paths of sockets have an end
+        self._temporary = Path("/tmp") / f"k{os.getpid()}-{self.seed}"
+        self._temporary.mkdir()
+        environment = marked(self.folder)
+        environment |= {"TMPDIR": str(self._temporary), "RAY_TMPDIR": str(self._temporary)}
+        # what was compiled before need not be compiled again
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._process = subprocess.Popen(
+            command(self.folder, "--restarts=30", *self.overrides, num_steps=NUM_STEPS),
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=(self.folder / "output.txt").open("a"),
+            stderr=subprocess.STDOUT,
+        )
+
+    def disturb(self, targets: Iterator[str], num_kills: int) -> None:
+        """Kill one after the other, each when the run has recovered from the one before."""
+        was_start = False
+        while len(self.kills) < num_kills:
+            # two in a row could be the end: a run that completes no step is given up
+            moment = self._random.choice(MOMENTS[1:] if was_start else MOMENTS)
+            was_start = moment == "start"
+            kill = Kill(self.seed, self.how.name, next(targets), moment)
+            if not self._wait_for(moment) or not self._strike(kill):
+                return
+            self.kills.append(kill)
+            self._see_what_becomes_of(kill)
+
+    def end(self) -> int:
+        """Wait for the end, or stop the run where its time is up; returns the exit code."""
+        try:
+            left_s = max(1.0, self.until - time.monotonic())
+            return self._process.wait(timeout=left_s)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            return self._process.wait(timeout=120)
+
+    def leftovers(self) -> list[str]:
+        """What is still there of a run that has ended."""
+        left = [name.replace("\0", " ") for _, name in descendants(self.folder)]
+        left += [name for name in sorted(self.segments) if Path(name).exists()]
+        # what was compiled is for the next run on this machine
+        entries = (path for path in self._temporary.iterdir() if path.name != COMPILED.name)
+        files = (path for entry in entries for path in (entry, *entry.rglob("*")) if path.is_file())
+        left += [str(path) for path in files if path.stat().st_size > TINY_BYTES]
+        shutil.rmtree(self._temporary)
+        for pid, _ in descendants(self.folder):
+            _signal(pid, signal.SIGKILL)
+        return left
+
+    @property
+    def _status(self) -> Status | None:
+        try:
+            return read_status(self.folder)
+        except DataError:
+            return None
+
+    def _wait_for(self, moment: str) -> bool:
+        """Wait until the run is there; False where it has ended before."""
+        delay = self._random.uniform(0.0, 1.0)
+        if moment == "start":
+            time.sleep(20.0 * delay)
+            return self._process.poll() is None
+
+        def is_there(status: Status) -> bool:
+            completed = status.step > status.resumed_from
+            return completed and status.state == "running" and moment in ("any", status.phase)
+
+        if not self._until(is_there):
+            return False
+        time.sleep(delay * (2 * self.step_s if moment == "any" else 0.3))
+        return self._process.poll() is None
+
+    def _until(self, is_there: Callable[[Status], bool]) -> bool:
+        while self._process.poll() is None and time.monotonic() < self.until:
+            self._note_segments()
+            status = self._status
+            if status is not None and is_there(status):
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def _strike(self, kill: Kill) -> bool:
+        """Signal a process of the kind, waiting for there to be one."""
+        while self._process.poll() is None and time.monotonic() < self.until:
+            victims = self._victims(kill.target)
+            status = self._status
+            if victims:
+                kill.phase = "" if status is None else status.phase
+                kill.step = 0 if status is None else status.step
+                kill.command = " ".join(victims[0][1].replace("\0", " ").split())[:60]
+                for pid, _ in victims:
+                    _signal(pid, self.how)
+                self._killed_at = time.monotonic()
+                self._killed_pid = None if status is None else status.pid
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def _victims(self, target: str) -> list[tuple[int, str]]:
+        found = [(pid, _name_of(pid)) for pid in below(self._process.pid)]
+        if target == "everything":
+            return found
+        if target == "driver":
+            return [
+                (pid, name)
+                for pid, name in found
+                if "megadapo.cli" in name and _is_child(pid, self._process.pid)
+            ]
+        found = [(pid, name) for pid, name in found if re.search(NAMES[target], name)]
+        return [self._random.choice(sorted(found))] if found else []
+
+    def _see_what_becomes_of(self, kill: Kill) -> None:
+        went_on = self._until(lambda status: status.step > kill.step)
+        status = self._status
+        if status is None or not (went_on or status.state == "finished"):
+            kill.outcome = "out of time" if self._process.poll() is None else "given up"
+            return
+        kill.outcome = "went on" if status.pid == self._killed_pid else "started again"
+        kill.lost_s = round(time.monotonic() - self._killed_at - self.step_s, 1)
+
+    def _note_segments(self) -> None:
+        if time.monotonic() < self._looked + LOOK_S:
+            return
+        self._looked = time.monotonic()
+        for pid, _ in descendants(self.folder):
+            try:
+                maps = Path(f"/proc/{pid}/maps").read_text()
+            except OSError:
+                continue
+            found = re.findall(r"(/dev/shm/\S+)$", maps, re.M)
+            self.segments.update(name for name in found if not name.startswith(REGISTRATION))
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _is_child(pid: int, parent: int) -> bool:
+    try:
+        return f"PPid:\t{parent}\n" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def undisturbed(folder: Path, overrides: Sequence[str]) -> Path:
+    """The same run without kills; made once."""
+    if not (folder / "plot.png").exists():
+        done = subprocess.run(
+            command(folder, *overrides, num_steps=NUM_STEPS), cwd=REPOSITORY, timeout=500
+        )
+        assert done.returncode == 0
+    return folder
+
+
+def campaign(
+    folder: Path,
+    *,
+    num_kills: int,
+    budget_s: float,
+    how: signal.Signals = signal.SIGKILL,
+    targets: Sequence[str] = TARGETS,
+    overrides: Sequence[str] = OVERRIDES,
+) -> list[str]:
+    """Go on with the kills in FOLDER/kills.json; returns what is wrong with a run that ended."""
+    if how == signal.SIGSTOP:
+        overrides = (*overrides, *DEADLINES)
+    until = time.monotonic() + budget_s
+    expected = undisturbed(folder / "undisturbed", overrides)
+    step_s = sorted(record["time/step_s"] for record in metrics(expected))[NUM_STEPS // 2]
+    log = folder / "kills.json"
+    runs: list[dict[str, Any]] = json.loads(log.read_text()) if log.exists() else []
+    while time.monotonic() < until:
+        so_far = sum(len(run["kills"]) for run in runs)
+        if so_far >= num_kills and (not runs or runs[-1]["ended"]):
+            break
+        if not runs or runs[-1]["ended"]:
+            runs.append({"folder": f"run-{len(runs)}", "ended": False, "kills": [], "problems": []})
+        entry, wanted = runs[-1], min(KILLS_PER_RUN, num_kills - so_far)
+        kinds = cycle(targets[so_far % len(targets) :] + targets[: so_far % len(targets)])
+        run = DisturbedRun(folder / entry["folder"], how, overrides, step_s, so_far, until)
+        try:
+            run.disturb(kinds, wanted)
+        finally:
+            code = run.end()
+            entry["kills"] += [asdict(kill) for kill in run.kills]
+            entry["problems"] += [f"left: {name}" for name in run.leftovers()]
+            entry["ended"] = code != RunInterrupted.exit_code
+            if code == 0:
+                entry["problems"] += _differences(folder / entry["folder"], expected)
+            elif entry["ended"]:
+                entry["problems"].append(f"exit code {code}")
+            log.write_text(json.dumps(runs, indent=1) + "\n")
+    return [problem for run in runs for problem in run["problems"]]
+
+
+def _differences(folder: Path, expected: Path) -> list[str]:
+    problems = []
+    pairs = zip(untimed(metrics(folder)), untimed(metrics(expected)), strict=False)
+    for found, wanted in pairs:
+        names = [name for name in wanted if found.get(name) != wanted[name]]
+        problems += [f"step {wanted['step']}: {n} {found.get(n)} != {wanted[n]}" for n in names]
+    if len(metrics(folder)) != NUM_STEPS:
+        problems.append(f"{len(metrics(folder))} of {NUM_STEPS} steps")
+    if read_evaluations(folder) != read_evaluations(expected):
+        problems.append("evaluations differ")
+    return problems
+
+
+def table(path: Path) -> str:
+    """FOLDER/kills.json for people."""
+    lines = ["| signal | target | phase | after step | outcome | seconds lost |", "|-|-|-|-|-|-|"]
+    for run in json.loads(path.read_text()):
+        for kill in run["kills"]:
+            values = (kill[k] for k in ("signal", "target", "phase", "step", "outcome", "lost_s"))
+            lines.append("| " + " | ".join(str(value) for value in values) + " |")
+        lines += [f"{run['folder']}: {problem}" for problem in run["problems"]]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--budget_s", type=float, default=1e9)
+    parser.add_argument("--signal", default="SIGKILL")
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS))
+    arguments = parser.parse_args()
+    found = campaign(
+        arguments.folder,
+        num_kills=arguments.kills,
+        budget_s=arguments.budget_s,
+        how=signal.Signals[arguments.signal],
+        targets=arguments.targets,
+    )
+    print(table(arguments.folder / "kills.json"))
+    sys.exit(1 if found else 0)

@@ -1,0 +1,56 @@
+"""Runs with nothing behind them: no process is started, and steps are done at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megadapo.config import RunConfig, from_dict
+from megadapo.observe.metrics.records import EvaluationRecord
+from megadapo.run.run import Run
+from tests.support.runs.checkpoints import written_by
+
+
+def config_of(folder: Path, **run: object) -> RunConfig:
+    return from_dict(
+        {
+            "run": {"folder": str(folder), "num_steps": 5, **run},
+            "model": {"path": "somewhere"},
+            "data": {"train": "arithmetic:train:64", "held_out": "arithmetic:held_out:8"},
+            "evaluation": {"every": 2},
+            "checkpoint": {"every": 2},
+            "trainer": {"optimizer": {"warmup_steps": 2}},
+        }
+    )
+
+
+def evaluation(step: int) -> EvaluationRecord:
+    return EvaluationRecord(
+        step=step,
+        policy_version=step,
+        accuracy=0.5,
+        standard_error=0.1,
+        num_problems=8,
+        samples_per_problem=8,
+        response_length=9.0,
+    )
+
+
+def advance(run: Run, num_steps: int) -> None:
+    """Do steps as the loop does them, with nothing behind them."""
+    for step in run.steps():
+        record_step(run, step)
+        if run.checkpoints.is_due(step):
+            run.save(written_by(lambda folder: (folder / "shard").write_bytes(b"shard")))
+        if step == num_steps:
+            return
+
+
+def saved_steps(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "checkpoints").iterdir())
+
+
+def record_step(run: Run, step: int) -> None:
+    with run.phase("rollout"):
+        pass
+    run.log.record({"step": step, "tokens/generated": 10})
+    run.complete(step, {"cursor": step})

@@ -1,0 +1,202 @@
+"""What tests let a trainer rank's critic do and report; runs inside the trainer processes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from megadapo.algorithm.reference import generalized_advantages
+from megadapo.data.batch import PackedBatch
+from megadapo.trainer.config import CriticConfig, CriticOptimizerConfig
+from megadapo.trainer.settings import Rendezvous, TrainerSettings
+from tests.support.trainer import probes
+
+if TYPE_CHECKING:
+    from megadapo.trainer.critic.critic import Critic
+
+DISCOUNT, GAE_LAMBDA, VALUE_CLIP = 0.99, 0.95, 0.05
+
+
+def with_critic(settings: TrainerSettings, **keys: Any) -> TrainerSettings:
+    """The same trainer with a critic."""
+    optimizer = CriticOptimizerConfig(lr=1e-3, warmup_steps=0, weight_decay=0.01)
+    critic = CriticConfig(**{"value_clip": VALUE_CLIP, "optimizer": optimizer, **keys})
+    return replace(settings, critic=critic, discount=DISCOUNT, gae_lambda=GAE_LAMBDA)
+
+
+def head_weight(hidden_size: int) -> np.ndarray:
+    """A value head that is not 0, so that a gradient reaches the layers."""
+    return np.random.default_rng(5).normal(0.0, 0.3, (1, hidden_size)).astype(np.float32)
+
+
+def observe(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch
+) -> dict[str, Any] | None:
+    """Advantages of the step's tokens by place, loss and full gradients of the first mini-batch.
+
+    Values of the old critic are moved by an amount that depends on the token's place only, so that
+    some are clipped.
+    """
+    from megadapo.trainer.batch.micro_batch import trained_tokens
+    from megadapo.trainer.critic.step import CriticStep
+    from megadapo.trainer.critic.value_loss import ValueTargets
+
+    rank = probes.build(rendezvous, settings)
+    critic = rank.critic
+    assert critic is not None
+    set_head(critic)
+    predicted, _ = trained_tokens(batch)
+    cut = rank.cutter.cut(batch, predicted=predicted, policy_version=0)
+    old = [probes.held_against(rank, micro_batches) for micro_batches in cut]
+    step = CriticStep(critic, cut, old, 1, kl_coef=0.0)
+    places = [micro_batch.source for micro_batches in cut for micro_batch in micro_batches]
+    found = [policy.advantages for parts in step.old for policy in parts]
+    rows = [micro_batch.rows for micro_batches in cut for micro_batch in micro_batches]
+    advantages = {
+        int(place): float(value)
+        for source, values, at in zip(places, found, rows, strict=False)
+        for place, value in zip(source, values[at].tolist(), strict=True)
+    }
+    targets = [
+        ValueTargets(
+            values_old=target.values_old + _moves(micro_batch.source).float(),
+            returns=target.returns,
+        )
+        for micro_batch, target in zip(cut[0], step.targets[0], strict=False)
+    ]
+    # megatron-core learns in the first pass what to wait for, and overlaps from the second on
+    for _ in range(1 + settings.trainer.overlap_grad_reduce):
+        sums = critic.gradients(cut[0], targets)
+    critic.optimizer.prepare_grads()
+    norm = float(critic.optimizer.get_grad_norm())
+    probes.gather_gradients(critic.chunks)
+    sums = sums.reduced(contributes=rank.has_results, device=rank.device)
+    full = gathered(critic, rank.groups, attribute="main_grad")
+    everyone: list[dict[int, float]] = [{} for _ in range(rendezvous.world_size)]
+    torch.distributed.all_gather_object(everyone, advantages)
+    merged = {place: value for part in everyone for place, value in part.items()}
+    return {"loss": sums.loss, "clipped": sums.clipped, "gradients": full, "norm": norm} | {
+        "advantages": [merged[place] for place in sorted(merged)]
+    }
+
+
+def returns_with_kl(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, kl: np.ndarray
+) -> np.ndarray:
+    """[T] what the critic's values should be where rewards pay for `kl`, less the same where they
+    pay for none; 0 on tokens out of the loss. On one rank."""
+    from megadapo.trainer.batch.micro_batch import trained_tokens
+    from megadapo.trainer.critic.step import CriticStep
+
+    rank = probes.build(rendezvous, settings)
+    predicted, _ = trained_tokens(batch)
+    cut = rank.cutter.cut(batch, predicted=predicted, policy_version=0)
+    old = [probes.held_against(rank, micro_batches) for micro_batches in cut]
+    difference = np.zeros(len(batch.tokens))
+    for sign, values in ((1.0, kl), (-1.0, np.zeros_like(kl))):
+        held = [
+            [
+                replace(policy, kl=torch.from_numpy(values[micro_batch.source]))
+                for micro_batch, policy in zip(*pair, strict=True)
+            ]
+            for pair in zip(cut, old, strict=True)
+        ]
+        step = CriticStep(rank.critic, cut, held, 1, kl_coef=settings.objective.kl_reward_coef)
+        for micro_batches, targets in zip(cut, step.targets, strict=True):
+            for micro_batch, target in zip(micro_batches, targets, strict=True):
+                difference[micro_batch.source] += sign * target.returns.double().numpy()
+    return difference
+
+
+def gathered(critic: Critic, groups: Any, *, attribute: str = "data") -> dict[str, np.ndarray]:
+    """Full weights of the critic, or another tensor of each, by Hugging Face name; collective."""
+    from megadapo.weights.disk.gather import gather_weights
+
+    tensors = {name: getattr(param, attribute) for name, param in critic.parameters.items()}
+    full = gather_weights(tensors, critic.layout, critic.position, groups)
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in full}
+
+
+def set_head(critic: Critic) -> None:
+    """Give the value head weights."""
+    head = critic.parameters.get("output_layer.weight")
+    if head is not None:
+        head.data.copy_(torch.from_numpy(head_weight(head.shape[1])))
+
+
+def definition(folder: Path, batch: PackedBatch) -> dict[str, Any]:
+    """What `observe` must find, on a transformers model one sequence at a time in fp64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).model
+    head = torch.from_numpy(head_weight(model.config.hidden_size)).double().requires_grad_()
+    edges = batch.cu_seqlens.tolist()
+    values, raw, places = [], [], []
+    for start, stop, prompt in zip(edges, edges[1:], batch.prompt_lengths, strict=False):
+        own = [t for t in range(start + prompt, stop) if batch.loss_weights[t] != 0]
+        hidden = model(torch.from_numpy(batch.tokens[start:stop])[None]).last_hidden_state[0]
+        states = torch.tensor([t - 1 - start for t in own], dtype=torch.int64)
+        values.append((hidden[states] @ head[0]) if own else hidden.new_zeros(0))
+        rewards = [0.0] * len(own)
+        if own:
+            rewards[-1] = float(batch.advantages[own[-1]])
+        raw += generalized_advantages(
+            rewards,
+            values[-1].tolist(),
+            [0, len(own)],
+            discount=DISCOUNT,
+            gae_lambda=GAE_LAMBDA,
+        )
+        places += own
+    new, advantages = torch.cat(values), np.array(raw)
+    returns = new.detach() + torch.from_numpy(advantages)
+    old = new.detach() + _moves(np.array(places))
+    weights = torch.from_numpy(batch.loss_weights[places]).double()
+    in_first = np.isin(_sequence_of(batch)[places], batch.mini_batches[0])
+    clipped = new.clamp(old - VALUE_CLIP, old + VALUE_CLIP)
+    worst = torch.maximum((new - returns) ** 2, (clipped - returns) ** 2)
+    loss = (weights * 0.5 * worst)[torch.from_numpy(in_first)].sum()
+    loss.backward()
+    gradients = {f"model.{name}": p.grad.numpy() for name, p in model.named_parameters()}
+    assert head.grad is not None
+    return {
+        "loss": loss.item(),
+        "gradients": gradients | {"score.weight": head.grad.numpy()},
+        "advantages": (advantages - advantages.mean()) / advantages.std(ddof=1),
+    }
+
+
+def _sequence_of(batch: PackedBatch) -> np.ndarray:
+    return np.repeat(np.arange(batch.num_sequences), np.diff(batch.cu_seqlens))
+
+
+def _moves(places: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(0.1 * np.sin(places))
+
+
+def train(
+    rendezvous: Rendezvous,
+    settings: TrainerSettings,
+    batch: PackedBatch,
+    steps: range,
+    load: Path | None = None,
+    save: Path | None = None,
+    save_after: int | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Results of the steps, and the full weights of policy and critic after them.
+
+    `save_after`: the step whose state is saved; None: the last one's.
+    """
+    rank = probes.build(rendezvous, settings)
+    assert rank.critic is not None
+    if load is not None:
+        rank.load(load)
+    results = []
+    for step in steps:
+        results.append(asdict(probes.update(rank, batch, policy_version=0, step=step)))
+        if save is not None and step == (save_after or steps[-1]):
+            probes.save_at(rank, save)
+    return results, probes.weights(rank), gathered(rank.critic, rank.groups)

@@ -1,0 +1,407 @@
+"""What tests let a trainer rank do and report; runs inside the trainer processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megadapo.algorithm.importance import ImportanceConfig
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.data.batch import PackedBatch
+from megadapo.trainer.result import ExpertResult, RankUpdate, UpdateResult
+from megadapo.trainer.settings import Rendezvous, TrainerSettings
+from tests.support.trainer.batches import TEXT_COEF
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megadapo.trainer.batch.micro_batch import MicroBatch
+    from megadapo.trainer.batch.off_policy import OldPolicy
+    from megadapo.trainer.model.head import PolicyHead
+    from megadapo.trainer.rank import TrainerRank
+    from megadapo.weights.disk.hashed_files import Files
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of one mini-batch, with old log-probs a little off so that ratios differ from 1."""
+
+    loss: float
+    by_name: dict[str, np.ndarray]
+    """Full gradients under their Hugging Face names."""
+    grad_norm: float
+    sizes: tuple[float, float]
+    """Of the policy term's gradient over the log-probs: of positive tokens, and of all."""
+    experts: ExpertResult = ExpertResult()
+
+
+def build(rendezvous: Rendezvous, settings: TrainerSettings) -> TrainerRank:
+    from megadapo.trainer.rank import TrainerRank
+
+    return TrainerRank(settings, rendezvous)
+
+
+def update(rank: TrainerRank, batch: PackedBatch, **how: Any) -> UpdateResult:
+    """`update_rank`, which only a trainer process may import: the platform comes first."""
+    from megadapo.trainer.update.update import update_rank
+
+    return update_rank(rank, batch, **how)
+
+
+def gradients(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch
+) -> Gradients | None:
+    """Loss and full gradients of the first mini-batch, from rank 0."""
+    found = _gradients(build(rendezvous, settings), batch, settings.importance)
+    return found if rendezvous.rank == 0 else None
+
+
+def gradients_by_case(
+    rendezvous: Rendezvous,
+    settings: TrainerSettings,
+    batch: PackedBatch,
+    cases: dict[str, ImportanceConfig],
+) -> dict[str, Gradients] | None:
+    """`gradients` for several ways to weight stale tokens, on one and the same trainer."""
+    rank = build(rendezvous, settings)
+    found = {name: _gradients(rank, batch, importance) for name, importance in cases.items()}
+    return found if rendezvous.rank == 0 else None
+
+
+def gradients_by_objective(
+    rendezvous: Rendezvous,
+    settings: TrainerSettings,
+    batch: PackedBatch,
+    cases: dict[str, PolicyObjective],
+    texts: PackedBatch | None = None,
+) -> dict[str, Gradients] | None:
+    """`gradients` under several objectives, on one and the same trainer; with a reference policy
+    where there is a KL divergence, and with the clip bounds that are searched for `bapo`.
+
+    With texts also `texts`: of these alone, beside a head of another temperature; and `ptx`: of
+    them beside the default objective.
+    """
+    from megadapo.trainer.batch.micro_batch import trained_tokens
+    from megadapo.trainer.batch.off_policy import OldPolicy
+    from megadapo.trainer.update.update import bound_search
+
+    rank = build(rendezvous, settings)
+    cut, *_ = rank.cutter.cut(batch, predicted=trained_tokens(batch)[0], policy_version=0)
+    present = rank.logprobs_of(cut)
+    found = {}
+    for name, objective in cases.items():
+        old = [
+            OldPolicy(
+                proximal=values,
+                logprobs=shifted(micro_batch, values),
+                logprobs_ref=shifted(micro_batch, values, 0.7) if objective.kl_coef else None,
+            )
+            for micro_batch, values in zip(cut, present, strict=False)
+        ]
+        head = replace(rank.head, objective=objective)
+        if objective.gate == "bapo":
+            head = replace(head, objective=bound_search(rank).bounds(cut, old).put_into(objective))
+        found[name] = gradients_under(rank, head, cut, old)
+    if texts is not None:
+        (parts,) = rank.cutter.cut_responses(texts)
+        found["texts"] = gradients_under(rank, replace(rank.head, temperature=0.5), [], [], parts)
+        head = replace(rank.head, objective=PolicyObjective())
+        old = [replace(policy, logprobs_ref=None) for policy in old]
+        found["ptx"] = gradients_under(rank, head, cut, old, parts)
+    return found if rendezvous.rank == 0 else None
+
+
+def _gradients(rank: TrainerRank, batch: PackedBatch, importance: ImportanceConfig) -> Gradients:
+    from megadapo.trainer.batch.micro_batch import trained_tokens
+    from megadapo.trainer.batch.off_policy import old_policy
+
+    predicted, _ = trained_tokens(batch)
+    present = int(batch.policy_versions.max())
+    cut, *_ = rank.cutter.cut(batch, predicted=predicted, policy_version=present)
+    with rank.experts.counted():
+        logprobs = rank.logprobs_of(cut)
+    rank.experts.prepare(int(np.diff(batch.cu_seqlens)[batch.mini_batches[0]].sum()))
+    old = [
+        old_policy(micro_batch, shifted(micro_batch, values), importance)
+        for micro_batch, values in zip(cut, logprobs, strict=False)
+    ]
+    return replace(gradients_under(rank, rank.head, cut, old), experts=rank.experts.result())
+
+
+def gradients_under(
+    rank: TrainerRank,
+    head: PolicyHead,
+    cut: Sequence[MicroBatch],
+    old: list[OldPolicy],
+    texts: Sequence[MicroBatch] = (),
+) -> Gradients:
+    """Loss and full gradients of one mini-batch, held against `old`, with its texts."""
+    from megadapo.trainer.update.step import compute_gradients
+
+    # megatron-core learns in the first pass what to wait for, and overlaps from the second on
+    for _ in range(1 + rank.settings.trainer.overlap_grad_reduce):
+        sums, _ = compute_gradients(rank.chunks, head, cut, old, texts)
+    rank.optimizer.prepare_grads()
+    norm = float(rank.optimizer.get_grad_norm())
+    gather_gradients(rank.chunks)
+    sums = sums.reduced(contributes=rank.has_results, device=rank.device)
+    full = gathered(rank, {name: param.main_grad for name, param in rank.parameters.items()})
+    loss = sums.loss
+    if sums.num_text_tokens:
+        loss += TEXT_COEF * sums.text_loss / sums.num_text_tokens
+    return Gradients(loss, full, norm, (sums.positive_gradient, sums.gradient))
+
+
+def held_against(rank: TrainerRank, cut: Sequence[MicroBatch]) -> list[OldPolicy]:
+    """What an update of the present weights is held against."""
+    from megadapo.trainer.batch.off_policy import old_policy
+
+    pairs = zip(cut, rank.logprobs_of(cut), strict=False)
+    return [old_policy(*pair, rank.settings.importance) for pair in pairs]
+
+
+def gather_gradients(chunks: list[Any]) -> None:
+    """Join the parts of the sums, of which every data-parallel rank has its own."""
+    import torch
+
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
+    buffers += [buffer for chunk in chunks for buffer in chunk.expert_parallel_buffers]
+    for buffer in buffers:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=group)
+
+
+def shifted(micro_batch: MicroBatch, logprobs: Tensor, pace: float = 1.0) -> Tensor:
+    """Log-probs moved by an amount that depends on the token's place in the batch only."""
+    import torch
+
+    moved = logprobs.clone()
+    moved[micro_batch.rows] += torch.from_numpy(0.15 * np.sin(pace * micro_batch.source)).float()
+    return moved
+
+
+def gathered(rank: TrainerRank, tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    """Full tensors by Hugging Face name; collective."""
+    from megadapo.weights.disk.gather import gather_weights
+
+    full = gather_weights(tensors, rank.layout, rank.position, rank.groups)
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in full}
+
+
+def weights(rank: TrainerRank) -> dict[str, np.ndarray]:
+    return gathered(rank, rank.parameters)
+
+
+def train(
+    rendezvous: Rendezvous,
+    settings: TrainerSettings,
+    batch: PackedBatch,
+    num_steps: int,
+    *,
+    load: Path | None = None,
+    save: Path | None = None,
+    first_step: int = 1,
+    policy_version: int = 0,
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Results of the steps and the full weights after them; on every rank."""
+    rank = build(rendezvous, settings)
+    if load is not None:
+        rank.load(load)
+    steps = range(first_step, first_step + num_steps)
+    results = [
+        asdict(update(rank, batch, policy_version=policy_version, step=step)) for step in steps
+    ]
+    if save is not None:
+        save_at(rank, save)
+    return results, weights(rank)
+
+
+def save_at(
+    rank: TrainerRank, folder: Path, *, meanwhile: Callable[[], object] = lambda: None
+) -> Files:
+    """Save and wait for it, as the driver does; the files are the same on every rank.
+
+    `meanwhile`: is called while the files are being written, or before.
+    """
+    import torch
+
+    from megadapo.trainer.checkpoint.save_report import RankReport, complete_save
+
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    rank.begin_save(folder)
+    meanwhile()
+    reports: list[RankReport] = [RankReport()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reports, rank.writer.report(wait=True))
+    files = [complete_save(folder, reports) if torch.distributed.get_rank() == 0 else {}]
+    torch.distributed.broadcast_object_list(files, src=0)
+    return files[0]
+
+
+def updates_with_texts(
+    rendezvous: Rendezvous,
+    settings: TrainerSettings,
+    batch: PackedBatch,
+    texts: PackedBatch | None,
+    num_steps: int,
+) -> list[tuple[dict[str, Any], dict[str, np.ndarray]]]:
+    """Results of the steps, all with the same texts, and the full weights after each."""
+    rank = build(rendezvous, settings)
+    return [
+        (asdict(update(rank, batch, policy_version=0, step=step, texts=texts)), weights(rank))
+        for step in range(1, num_steps + 1)
+    ]
+
+
+def recorded_update(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, sequences: list[int]
+) -> RankUpdate:
+    """What a step remembers of some sequences, on every rank."""
+    from megadapo.trainer.update.recorder import UpdateRecorder
+
+    rank = build(rendezvous, settings)
+    recorder = UpdateRecorder(batch, sequences)
+    result = update(rank, batch, policy_version=0, step=1, recorder=recorder)
+    tokens = recorder.tokens() if rank.has_results else None
+    return RankUpdate(result=result, share=recorder.share(), recorded=tokens)
+
+
+def logprobs(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch
+) -> np.ndarray | None:
+    return build(rendezvous, settings).logprobs(batch)
+
+
+def train_and_export(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, folder: Path
+) -> np.ndarray | None:
+    """Two steps, then a Hugging Face folder and the log-probs of the same weights."""
+    rank = build(rendezvous, settings)
+    for step in (1, 2):
+        update(rank, batch, policy_version=0, step=step)
+    rank.export(folder)
+    return rank.logprobs(batch)
+
+
+def initial_weights(rendezvous: Rendezvous, settings: TrainerSettings) -> dict[str, np.ndarray]:
+    return weights(build(rendezvous, settings))
+
+
+def traffic(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch
+) -> tuple[int, int, bool]:
+    """Buckets whose sum had been started when the last backward pass ended, all buckets, and
+    whether the optimizer step left weights to be gathered."""
+    from megadapo.trainer.batch.micro_batch import trained_tokens
+    from megadapo.trainer.update.gradient_buffers import gather_weights_now
+    from megadapo.trainer.update.optimizer import step_if_finite
+    from megadapo.trainer.update.step import compute_gradients
+
+    rank = build(rendezvous, settings)
+    groups = [group for chunk in rank.chunks for group in chunk.bucket_groups]
+    started: list[int] = []
+    finalize = rank.config.finalize_model_grads_func
+
+    def look_and_finalize(*args: Any, **kwargs: Any) -> None:
+        started.append(sum(group.grad_reduce_handle is not None for group in groups))
+        finalize(*args, **kwargs)
+
+    rank.config.finalize_model_grads_func = look_and_finalize
+    cut, *_ = rank.cutter.cut(batch, predicted=trained_tokens(batch)[0], policy_version=0)
+    for _ in range(2):
+        sums, _ = compute_gradients(rank.chunks, rank.head, cut, held_against(rank, cut))
+    step_if_finite(rank.optimizer, loss=sums.loss, lr=1e-3)
+    before = [param.detach().clone() for param in rank.parameters.values()]
+    gather_weights_now(rank.chunks)
+    after = rank.parameters.values()
+    waits = any(bool((old != new).any()) for old, new in zip(before, after, strict=True))
+    return started[-1], len(groups), waits
+
+
+def state_bits(rank: TrainerRank) -> list[bytes]:
+    """Every bit of weights, master weights and moments this rank holds."""
+    import torch
+
+    tensors = list(rank.parameters.values())
+    for optimizer in rank.optimizer.chained_optimizers:
+        for state in optimizer.optimizer.state.values():
+            tensors += [value for value in state.values() if hasattr(value, "numpy")]
+        for group in optimizer.optimizer.param_groups:
+            tensors += group["params"]
+    # numpy has no bfloat16
+    flat = (tensor.detach().reshape(-1) for tensor in tensors)
+    return [tensor.view(torch.uint8).numpy().tobytes() for tensor in flat]
+
+
+def steps_with_losses(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, losses: list[float]
+) -> list[tuple[dict[str, Any], bool]]:
+    """The optimizer's answer to each loss beside good gradients, and whether it changed a bit."""
+    from megadapo.trainer.batch.micro_batch import trained_tokens
+    from megadapo.trainer.update.optimizer import step_if_finite
+    from megadapo.trainer.update.step import compute_gradients
+
+    rank = build(rendezvous, settings)
+    cut, *_ = rank.cutter.cut(batch, predicted=trained_tokens(batch)[0], policy_version=0)
+    answers = []
+    for loss in losses:
+        compute_gradients(rank.chunks, rank.head, cut, held_against(rank, cut))
+        before = state_bits(rank)
+        step = step_if_finite(rank.optimizer, loss=loss, lr=1e-3)
+        answers.append((asdict(step), state_bits(rank) != before))
+    return answers
+
+
+def update_with_fault(
+    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, where: str
+) -> dict[str, Any]:
+    """A good step, one with NaN on the last rank only, and a good one; with what changed."""
+    import torch
+
+    rank = build(rendezvous, settings)
+    update(rank, batch, policy_version=0, step=1)
+    before = state_bits(rank)
+    is_victim = rendezvous.rank == rendezvous.world_size - 1
+    heal = _poison(rank, where) if is_victim else None
+    faulty = update(rank, batch, policy_version=0, step=2)
+    if heal is not None:
+        heal()
+    unchanged = state_bits(rank) == before
+    healthy = update(rank, batch, policy_version=0, step=3)
+    return {
+        "faulty": asdict(faulty),
+        "unchanged": unchanged,
+        "healthy": asdict(healthy),
+        "changed_after": state_bits(rank) != before,
+        "finite": all(bool(torch.isfinite(p).all()) for p in rank.parameters.values()),
+    }
+
+
+def _poison(rank: TrainerRank, where: str) -> Any:
+    """Make one number non-finite on this rank; returns the function that stops it."""
+    if where != "gradient":
+        chunks = rank.chunks if where == "activation" or rank.critic is None else rank.critic.chunks
+        layer = chunks[0].module.decoder.layers[0]
+
+        def overflow(module: Any, inputs: Any, output: Any) -> Any:
+            hidden, *rest = output
+            scale = hidden.new_ones(hidden.shape[0], 1, 1)
+            scale[0] = float("inf")
+            return (hidden * scale, *rest)
+
+        return layer.register_forward_hook(overflow).remove
+    parameter = next(iter(rank.parameters.values()))
+
+    def nan_gradient(gradient: Any) -> Any:
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = float("nan")
+        return gradient
+
+    return parameter.register_hook(nan_gradient).remove

@@ -1,0 +1,228 @@
+"""Four trainer processes that tests borrow: importing torch and Megatron once, not once a test."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib.metadata
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import psutil
+
+from megadapo.algorithm.bapo import BapoConfig
+from megadapo.algorithm.config import AdvantageRule, ReferenceConfig
+from megadapo.algorithm.importance import ImportanceConfig
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
+from megadapo.trainer.settings import Rendezvous, TrainerSettings
+from tests.support.processes.forked import fork_context
+
+MEGATRON_VARIABLE = "MEGADAPO_TEST_MEGATRON"
+"""Version of megatron-core that the ranks must run on, where it is not the installed one."""
+NUM_PROCESSES = 4
+ANSWER_TIMEOUT_S = 240
+DEATH_TIMEOUT_S = 5
+"""From a closed connection to an exit code."""
+
+
+@dataclass(frozen=True)
+class Task:
+    function: Callable[..., Any]
+    rendezvous: Rendezvous
+    args: tuple[Any, ...]
+
+
+class Ranks:
+    """Runs `function(rendezvous, *args)` on the first n processes at once."""
+
+    def __init__(self) -> None:
+        self._ends: list[Connection] = []
+        self._processes: list[Any] = []
+        self._start()
+
+    def _start(self) -> None:
+        context = fork_context()
+        for _ in range(NUM_PROCESSES):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=False)
+            process.start()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Results by rank; an error on any rank is raised here with its traceback.
+
+        The processes start anew after whatever went wrong, a test's time limit included.
+        """
+        try:
+            return self._run(world_size, function, args)
+        except BaseException:
+            # the other ranks may still wait for the one that failed
+            self.close()
+            self._start()
+            raise
+
+    def _run(
+        self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> list[Any]:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        for rank in range(world_size):
+            rendezvous = Rendezvous(
+                address="127.0.0.1", port=port, rank=rank, world_size=world_size
+            )
+            with self._naming_a_death(rank):
+                self._ends[rank].send(Task(function, rendezvous, args))
+        waiting = {self._ends[rank]: rank for rank in range(world_size)}
+        answers: list[Any] = [None] * world_size
+        while waiting:
+            ready = wait(list(waiting), timeout=ANSWER_TIMEOUT_S)
+            assert ready, f"ranks {sorted(waiting.values())} did not answer"
+            for end in ready:
+                rank = waiting.pop(end)
+                with self._naming_a_death(rank):
+                    succeeded, answers[rank] = end.recv()
+                assert succeeded, f"rank {rank} failed:\n{answers[rank]}"
+        return answers
+
+    @contextlib.contextmanager
+    def _naming_a_death(self, rank: int) -> Iterator[None]:
+        """A rank that died, or was killed for its memory, is known by its closed connection."""
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            process = self._processes[rank]
+            process.join(timeout=DEATH_TIMEOUT_S)
+            raise AssertionError(
+                f"rank {rank} died with exit code {process.exitcode}: {error!r}"
+            ) from None
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        for process in self._processes:
+            # a checkpoint's writer leaves a server process behind, which nobody else would end
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+            process.kill()
+            process.join()
+        for end in self._ends:
+            end.close()
+        self._processes, self._ends = [], []
+
+
+def _serve(end: Connection) -> None:
+    import torch
+
+    from tests.support.processes import preload  # does nothing where the fork server has done it
+
+    # all that the tests see of a death is a closed connection
+    faulthandler.enable()
+    torch.set_num_threads(preload.NUM_THREADS)
+    from megadapo.trainer.model.parallel import leave_groups
+
+    while True:
+        try:
+            task = end.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, task.function(task.rendezvous, *task.args))
+        except BaseException:  # whatever it was, the test must see it
+            answer = (False, traceback.format_exc())
+        leave_groups()
+        # a trainer is full of cycles, and holds its groups' threads until they are collected
+        gc.collect()
+        end.send(answer)
+
+
+def expected_megatron() -> str:
+    """Version of megatron-core that this test run is about."""
+    return os.environ.get(MEGATRON_VARIABLE) or importlib.metadata.version("megatron-core")
+
+
+def megatron_version() -> str:
+    """Version of megatron-core that this process has imported."""
+    import megatron.core
+
+    # later versions append the commit of the git repository that they lie in, here ours
+    return megatron.core.__version__.partition("+")[0]
+
+
+def settings_for(
+    folder: str,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual: int = 1,
+    first: int = 0,
+    last: int = 0,
+    data: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    expert_tensor: int = 1,
+    aux_loss: float = 0.0,
+    router_replay: bool = False,
+    sequence: bool = False,
+    overlap: bool = False,
+    bucket: int = 0,
+    tokens_per_micro_batch: int = 160,
+    init: str = "pretrained",
+    lr: float = 1e-3,
+    seed: int = 0,
+    temperature: float = 1.0,
+    grad_clip: float = 1.0,
+    recompute: str = "none",
+    recompute_modules: tuple[str, ...] = ("mlp",),
+    recompute_layers: int = 0,
+    dtype: str = "float32",
+    importance: ImportanceConfig | None = None,
+    objective: PolicyObjective | None = None,
+    bapo: BapoConfig | None = None,
+    reference: ReferenceConfig | None = None,
+    advantage: AdvantageRule = "grpo",
+) -> TrainerSettings:
+    """Settings of a trainer over a tiny model."""
+    return TrainerSettings(
+        model=ModelConfig(path=folder, dtype=dtype, init=init),
+        trainer=TrainerConfig(
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
+            virtual_pipeline=virtual,
+            first_stage_layers=first,
+            last_stage_layers=last,
+            data_parallel=data,
+            context_parallel=context,
+            expert_parallel=expert,
+            expert_tensor_parallel=expert_tensor,
+            router_aux_loss_coef=aux_loss,
+            router_replay=router_replay,
+            sequence_parallel=sequence,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap,
+            bucket_parameters=bucket,
+            tokens_per_micro_batch=tokens_per_micro_batch,
+            recompute=recompute,
+            recompute_modules=recompute_modules,
+            recompute_layers=recompute_layers,
+            timeout_s=120,
+            optimizer=OptimizerConfig(
+                lr=lr, warmup_steps=0, weight_decay=0.01, grad_clip=grad_clip
+            ),
+        ),
+        objective=objective or PolicyObjective(),
+        bapo=bapo or BapoConfig(),
+        importance=importance or ImportanceConfig(),
+        reference=reference or ReferenceConfig(),
+        advantage=advantage,
+        normalize_by_std=True,
+        temperature=temperature,
+        seed=seed,
+    )

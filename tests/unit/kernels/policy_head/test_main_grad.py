@@ -1,0 +1,107 @@
+"""The weight's gradient in Megatron's convention: fp32 main_grad, a dummy gradient, a hook."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
+from tests.support.trainer.head_cases import HeadCase, make_case, relative_error
+
+
+def megatron_parameter(weight: Tensor) -> torch.nn.Parameter:
+    """A parameter as Megatron's DistributedDataParallel leaves it."""
+    parameter = torch.nn.Parameter(weight.clone())
+    parameter.main_grad = torch.zeros(weight.shape)
+    parameter.grad_added_to_main_grad = False
+    return parameter
+
+
+def run_into(case: HeadCase, weight: Tensor, scale: float = 1.0, **options) -> Tensor:
+    hidden = case.hidden.clone().requires_grad_()
+    output = policy_head_loss(hidden, weight, case.targets, **case.kwargs, **options)
+    (output.loss * scale).backward()
+    return hidden.grad
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    [
+        pytest.param(torch.float32, 2e-6, id="fp32"),
+        pytest.param(torch.bfloat16, 4e-3, id="bf16_grads"),
+    ],
+)
+def test_main_grad_accumulates_over_micro_batches(dtype: torch.dtype, tolerance: float) -> None:
+    """Two micro-batches of different loss scale, one of them interleaved as in 1F1B."""
+    first, second = make_case(60, 24, 304, dtype=dtype), make_case(41, 24, 304, dtype=dtype, seed=1)
+    second.weight = first.weight
+    weight = megatron_parameter(first.weight)
+    hidden = [case.hidden.clone().requires_grad_() for case in (first, second)]
+    losses = [
+        policy_head_loss(h, weight, case.targets, chunk_tokens=64, **case.kwargs).loss
+        for h, case in zip(hidden, (first, second), strict=True)
+    ]
+    (losses[1] * 0.5).backward()
+    (losses[0] * 4.0).backward()
+    expected = first.reference(4.0).d_weight + second.reference(0.5).d_weight
+    assert weight.main_grad.dtype == torch.float32
+    assert relative_error(weight.main_grad, expected) <= tolerance
+    assert weight.grad_added_to_main_grad
+    assert relative_error(hidden[0].grad, first.reference(4.0).d_hidden) <= tolerance
+
+
+def test_nothing_reaches_main_grad_before_backward() -> None:
+    """An evaluation forward, or zero_grad between forward and backward, must not corrupt it."""
+    case = make_case(30, 24, 304)
+    weight = megatron_parameter(case.weight)
+    loss = policy_head_loss(case.hidden, weight, case.targets, **case.kwargs).loss
+    assert not weight.main_grad.any()
+    loss.backward()
+    assert weight.main_grad.any()
+
+
+def test_hook_fires_with_a_gradient() -> None:
+    """Megatron's overlapped reduction starts in this hook and asserts that grad is there."""
+    case = make_case(30, 24, 304)
+    for loss_weights in (case.loss_weights, torch.zeros(30)):
+        weight = megatron_parameter(case.weight)
+        seen = []
+        weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad))
+        case.kwargs["loss_weights"] = loss_weights
+        run_into(case, weight)
+        assert len(seen) == 1 and seen[0] is not None and seen[0].shape == weight.shape
+
+
+def test_tied_embedding_keeps_its_own_gradient() -> None:
+    """With zero_out_wgrad Megatron adds param.grad to main_grad: it must hold the rest only."""
+    case = make_case(30, 24, 304)
+    weight = megatron_parameter(case.weight)
+    weight.zero_out_wgrad = True
+    embedded = torch.nn.functional.embedding(torch.tensor([3, 7]), weight).sum()
+    hidden = case.hidden.clone().requires_grad_()
+    loss = policy_head_loss(hidden, weight, case.targets, **case.kwargs).loss
+    (loss + embedded).backward()
+    assert weight.grad[[3, 7]].eq(1).all() and weight.grad.sum() == 2 * 24
+    assert relative_error(weight.main_grad, case.reference().d_weight) <= 2e-6
+
+
+def test_second_backward_is_refused() -> None:
+    """The gradient was handed over; a silent second one would be zeros or doubled."""
+    case = make_case(20, 16, 200)
+    loss = policy_head_loss(case.hidden.requires_grad_(), case.weight, case.targets, **case.kwargs)
+    loss.loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.loss.backward()
+
+
+def test_recomputing_path_into_main_grad() -> None:
+    case = make_case(70, 24, 304)
+    plain = case.weight.clone().requires_grad_()
+    weight = megatron_parameter(case.weight)
+    weight.main_grad.fill_(2.0)
+    for parameter in (plain, weight):
+        values, entropy = token_logprobs(case.hidden, parameter, case.targets, chunk_tokens=64)
+        (values.sum() + 0.3 * entropy.sum()).backward()
+    assert relative_error(weight.main_grad - 2.0, plain.grad.double()) <= 2e-6
+    assert weight.grad_added_to_main_grad

@@ -1,0 +1,90 @@
+"""The head's bf16 products with fp32 results on a CPU: by torch's inner kernels, and widened."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megadapo.kernels.cpu import native
+from megadapo.kernels.policy_head.products import mm_fp32, widened_like
+from megadapo.kernels.policy_head.products_cpu import has_fp32_product, load_product
+from megadapo.kernels.torch_internals import find_brgemm
+
+ROUTES = ["widened"]
+if find_brgemm() is not None:
+    ROUTES.append("inner kernels")
+
+
+@pytest.fixture(params=ROUTES)
+def route(request, monkeypatch):
+    """Both ways; a processor without bf16 instructions has the first one only."""
+    monkeypatch.setenv(native.SWITCH, "1" if request.param == "inner kernels" else "0")
+    native.load_native.cache_clear()
+    load_product.cache_clear()
+    assert (load_product() is not None) == (request.param == "inner kernels")
+    yield request.param
+    native.load_native.cache_clear()
+    load_product.cache_clear()
+
+
+def product(a, b, out=None):
+    out = torch.full((len(a), len(b)), torch.nan) if out is None else out
+    scratch = widened_like(b)
+    mm_fp32(a if scratch is None else a.float(), b, out=out, scratch=scratch)
+    return out
+
+
+def operands(rows, columns, inner):
+    return torch.randn(rows, inner).bfloat16(), torch.randn(columns, inner).bfloat16()
+
+
+@pytest.mark.parametrize("rows", [1, 15, 64, 65, 300])
+@pytest.mark.parametrize("columns", [1, 17, 64, 129, 1000])
+@pytest.mark.parametrize("inner", [1, 2, 30, 33, 896])
+def test_every_shape_equals_fp64(route, rows, columns, inner):
+    """Blocks have ends, and an odd length has half a pair; bf16 results would be off by 1e-3."""
+    a, b = operands(rows, columns, inner)
+    exact = a.double() @ b.double().t()
+    scale = a.double().abs() @ b.double().abs().t()
+    assert ((product(a, b).double() - exact).abs() <= 1e-6 * scale + 1e-30).all()
+
+
+def test_a_row_has_the_same_bits_in_every_tile_split_and_thread(route):
+    """Old log-probs and the update may cut rows, and ranks the vocabulary, as they like.
+
+    Widened in multiples of 64 rows, which tiles are: another height may take another path of
+    oneDNN. The inner kernels do not care, nor for where the columns are cut.
+    """
+    a, b = operands(256, 512, 128)
+    whole = product(a, b)
+    threads = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(product(a, b), whole)
+            assert torch.equal(product(a[64:192], b), whole[64:192])
+            if route == "inner kernels":
+                assert torch.equal(product(a[5:78], b[33:300]), whole[5:78, 33:300])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_strided_operands_and_a_slice_of_the_result(route):
+    """The result is a column slice of the tile; weights may be a slice of a wider matrix."""
+    wide = torch.randn(70, 200).bfloat16()
+    a, b = operands(40, 70, 64)
+    b = wide[:, :64]
+    tile = torch.zeros(40, 300)
+    product(a, b, out=tile[:, 100:170])
+    torch.testing.assert_close(
+        tile[:, 100:170].double(), a.double() @ b.double().t(), rtol=0, atol=1e-4
+    )
+    assert (tile[:, :100] == 0).all() and (tile[:, 170:] == 0).all()
+
+
+def test_without_onednn_the_inner_kernels_are_left_alone():
+    """They would throw where nothing can catch it."""
+    a, b = operands(8, 8, 8)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not has_fp32_product(a, b)
+        assert product(a, b).isfinite().all()

@@ -1,0 +1,305 @@
+"""The CPU's row passes, compiled and in torch, against fp64 at the sizes where loops have ends."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadapo.kernels.cpu import native
+from megadapo.kernels.policy_head.rows import merge_stats
+from megadapo.kernels.policy_head.rows_cpu import SOURCE, RowGradients, row_grads_cpu, row_stats_cpu
+from megadapo.kernels.policy_head.tiles import NEVER, Tile, VocabShards
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def passes(request, monkeypatch):
+    """Both implementations; the compiled one must really be there."""
+    monkeypatch.setenv(native.SWITCH, "1" if request.param == "compiled" else "0")
+    native.load_native.cache_clear()
+    assert (native.load_native(SOURCE) is not None) == (request.param == "compiled")
+    yield
+    native.load_native.cache_clear()
+
+
+def shards_of(columns: int, *, num_local: int = 1, first: int = 0, vocab_size: int | None = None):
+    size = columns // num_local
+    total = first + num_local
+    return VocabShards(
+        size=size,
+        num_local=num_local,
+        num_total=total,
+        first=first,
+        vocab_size=total * size if vocab_size is None else vocab_size,
+    )
+
+
+def run(
+    logits,
+    targets,
+    shards,
+    *,
+    temperature=1.0,
+    d_logprobs=None,
+    d_entropy=None,
+    dtype=None,
+    in_place=False,
+):
+    """Log-probs, entropy and d_logits of a tile that is the whole vocabulary."""
+    tile = Tile(logits=logits, targets=targets, shards=shards, temperature=temperature)
+    stats = row_stats_cpu(tile)
+    maximum, log_total, logprobs, entropy = merge_stats(stats)
+    terms = RowGradients(
+        maximum=maximum,
+        log_total=log_total,
+        entropy=entropy,
+        d_logprobs=torch.ones_like(logprobs) if d_logprobs is None else d_logprobs,
+        d_entropy=d_entropy,
+    )
+    d_logits = logits if in_place else torch.empty_like(logits, dtype=dtype)
+    row_grads_cpu(tile, terms, d_logits)
+    return logprobs, entropy, d_logits
+
+
+def truth(logits, targets, num_valid, *, temperature, d_logprobs, d_entropy):
+    log_p = (logits.double()[:, :num_valid] / temperature).log_softmax(-1)
+    p = log_p.exp()
+    logprobs = log_p.gather(1, targets[:, None])[:, 0]
+    entropy = -torch.special.xlogy(p, p).sum(-1)
+    through_entropy = torch.special.xlogy(p, p) + p * entropy[:, None]
+    grads = -p * d_logprobs.double()[:, None] - through_entropy * d_entropy.double()[:, None]
+    grads.scatter_add_(1, targets[:, None], d_logprobs.double()[:, None])
+    padding = grads.new_zeros(len(grads), logits.shape[1] - num_valid)
+    return logprobs, entropy, torch.cat([grads / temperature, padding], dim=1)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 63, 64, 65, 130, 2047, 2049, 6145])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_every_length_of_a_row_equals_fp64(passes, columns, temperature):
+    """A loop's last columns are the ones that a vectorised pass forgets or reads twice."""
+    rows = 5
+    logits = torch.randn(rows, columns) * 4.0
+    targets = torch.arange(rows) * 7 % columns
+    d_logprobs, d_entropy = torch.randn(rows), torch.randn(rows)
+    shards = shards_of(columns)
+    got = run(
+        logits, targets, shards, temperature=temperature, d_logprobs=d_logprobs, d_entropy=d_entropy
+    )
+    expected = truth(
+        logits,
+        targets,
+        columns,
+        temperature=temperature,
+        d_logprobs=d_logprobs,
+        d_entropy=d_entropy,
+    )
+    for value, exact in zip(got[:2], expected[:2], strict=True):
+        torch.testing.assert_close(value.double(), exact, rtol=0, atol=5e-6)
+    assert (got[2].double() - expected[2]).norm() <= 2e-6 * expected[2].norm() + 1e-9
+
+
+@pytest.mark.parametrize("scale", [1e-3, 30.0, 1e4])
+@pytest.mark.parametrize("shift", [-1e5, 0.0])
+def test_peaked_flat_and_very_negative_rows(passes, scale, shift):
+    """Exponentials that overflow, vanish or lose their digits behind a large common term."""
+    logits = torch.randn(4, 1024) * scale + shift
+    targets = logits.argmax(-1)
+    got = run(logits, targets, shards_of(1024, num_local=8))
+    ones, zeros = torch.ones(4), torch.zeros(4)
+    expected = truth(logits, targets, 1024, temperature=1.0, d_logprobs=ones, d_entropy=zeros)
+    assert got[2].isfinite().all()
+    torch.testing.assert_close(got[0].double(), expected[0], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(got[1].double(), expected[1], rtol=1e-6, atol=1e-5)
+    assert (got[2].double() - expected[2]).abs().amax() <= 2e-6
+
+
+def test_padding_never_enters_and_gets_no_gradient(passes):
+    """Two shards of padding alone, one cut in two by the vocabulary's end."""
+    logits = torch.randn(3, 256) * 3.0
+    logits[:, 150:] = 50.0
+    targets = torch.tensor([0, 149, 77])
+    shards = shards_of(256, num_local=8, vocab_size=150)
+    logprobs, entropy, d_logits = run(logits, targets, shards)
+    expected = truth(
+        logits, targets, 150, temperature=1.0, d_logprobs=torch.ones(3), d_entropy=torch.zeros(3)
+    )
+    torch.testing.assert_close(logprobs.double(), expected[0], rtol=0, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=0, atol=2e-6)
+    assert (d_logits[:, 150:] == 0).all()
+    torch.testing.assert_close(d_logits.double(), expected[2], rtol=0, atol=1e-6)
+
+
+def test_targets_of_other_ranks_are_left_to_them(passes):
+    shards = shards_of(128, first=1)
+    logits = torch.randn(2, 128)
+    targets = torch.tensor([5, 130])
+    tile = Tile(logits=logits, targets=targets, shards=shards, temperature=1.0)
+    stats = row_stats_cpu(tile)
+    assert stats[0, 2, 0] == NEVER
+    assert stats[0, 2, 1] == logits[1, 2]
+    terms = RowGradients(
+        maximum=stats[0, 0],
+        log_total=stats[0, 1].log(),
+        entropy=torch.zeros(2),
+        d_logprobs=torch.ones(2),
+        d_entropy=None,
+    )
+    d_logits = torch.empty_like(logits)
+    row_grads_cpu(tile, terms, d_logits)
+    expected = -logits.double().softmax(-1)
+    expected[1, 2] += 1.0
+    torch.testing.assert_close(d_logits.double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_gradients_are_the_fp32_ones_rounded_once(passes, dtype):
+    logits = torch.randn(6, 1000) * 3.0
+    targets = torch.randint(0, 1000, (6,))
+    exact = run(logits.clone(), targets, shards_of(1000))[2]
+    rounded = run(logits.clone(), targets, shards_of(1000), dtype=dtype)[2]
+    assert torch.equal(rounded, exact.to(dtype))
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, -0x400000, 0x7FC00001, 0x7FFFFFFF])
+def test_a_broken_row_says_so_and_stays_alone(passes, bits):
+    """0 x NaN would carry one broken row into every weight; a NaN that looks finite, worse."""
+    logits = torch.randn(3, 100)
+    logits[1, 50] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    d_logprobs = torch.tensor([1.0, 0.0, -1.0])
+    logprobs, entropy, d_logits = run(
+        logits, torch.tensor([1, 2, 3]), shards_of(100), d_logprobs=d_logprobs
+    )
+    assert logprobs[1].isnan() and entropy[1].isnan()
+    assert logprobs[[0, 2]].isfinite().all()
+    assert (d_logits[1] == 0).all() and d_logits.isfinite().all()
+
+
+def test_logits_of_minus_infinity_have_no_probability(passes):
+    """Behind the ends of a row stand fillers, which must not count where nothing else does."""
+    logits = torch.randn(3, 40)
+    logits[0, ::2] = -torch.inf
+    logits[1, 7] = -torch.inf
+    logits[2] = -torch.inf
+    targets = torch.tensor([1, 7, 0])
+    d_logprobs = torch.tensor([1.0, 1.0, 0.0])
+    logprobs, entropy, d_logits = run(logits, targets, shards_of(40), d_logprobs=d_logprobs)
+    expected = logits[0, 1::2].double().log_softmax(-1)
+    assert logprobs[0].item() == pytest.approx(expected[0].item(), abs=1e-6)
+    assert entropy[0].item() == pytest.approx(-(expected.exp() * expected).sum().item(), abs=1e-6)
+    assert logprobs[1] <= NEVER and not logprobs[2].isfinite()
+    assert d_logits.isfinite().all() and (d_logits[0, ::2] == 0).all()
+    assert d_logits[1, 7] == 1.0
+
+
+def test_a_gradient_in_the_logits_own_memory(passes):
+    """How fp32 hidden states are trained: every logit must be read before it is overwritten."""
+    logits, targets = torch.randn(5, 333) * 3.0, torch.randint(0, 333, (5,))
+    apart = run(logits.clone(), targets, shards_of(333))[2]
+    assert torch.equal(run(logits, targets, shards_of(333), in_place=True)[2], apart)
+
+
+def test_a_row_has_the_same_bits_in_every_tile_and_on_every_thread(passes):
+    """Otherwise the first ratio would not be exactly 1."""
+    logits, targets = torch.randn(33, 4096) * 3.0, torch.randint(0, 4096, (33,))
+    shards = shards_of(4096, num_local=8)
+
+    def stats_of(part, shards):
+        return row_stats_cpu(Tile(logits=part, targets=targets, shards=shards, temperature=1.0))
+
+    stats = stats_of(logits, shards)
+    whole = run(logits, targets, shards)
+    threads = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            for rows in (slice(0, 1), slice(1, 4), slice(4, 33)):
+                for part, all_rows in zip(
+                    run(logits[rows].clone(), targets[rows], shards), whole, strict=True
+                ):
+                    assert torch.equal(part, all_rows[rows])
+    finally:
+        torch.set_num_threads(threads)
+    halves = [
+        stats_of(logits[:, first * 512 :][:, :2048].contiguous(), part)
+        for first, part in (
+            (0, shards_of(2048, num_local=4)),
+            (4, shards_of(2048, num_local=4, first=4)),
+        )
+    ]
+    assert torch.equal(torch.cat(halves), stats)
+
+
+@pytest.fixture
+def fresh_cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.load_native.cache_clear()
+    yield tmp_path
+    native.load_native.cache_clear()
+
+
+def test_a_broken_compiler_is_said_and_torch_takes_over(fresh_cache, monkeypatch, caplog):
+    monkeypatch.setenv("CC", "false")
+    with caplog.at_level(logging.WARNING):
+        assert native.load_native(SOURCE) is None
+    assert "policy_head_rows.c was not compiled" in caplog.text
+    assert list(fresh_cache.rglob("*.so")) == []
+
+
+def compile_in_a_process() -> subprocess.Popen:
+    program = (
+        "from megadapo.kernels.cpu.native import load_native\n"
+        "from megadapo.kernels.policy_head.rows_cpu import SOURCE\n"
+        "assert load_native(SOURCE).megadapo_row_stats\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", program])
+
+
+def test_processes_that_start_together_share_one_whole_library(fresh_cache):
+    """Ranks start together, on an empty cache; none may find half a file."""
+    started = [compile_in_a_process() for _ in range(3)]
+    assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
+    (library,) = fresh_cache.rglob("*.so")
+    made = library.stat().st_mtime_ns
+    assert native.load_native(SOURCE) is not None
+    assert library.stat().st_mtime_ns == made, "it was there already"
+    assert [path for path in library.parent.iterdir() if path != library] == []
+
+
+def test_a_damaged_library_is_made_again(fresh_cache):
+    """A power loss after the rename leaves a file without its bytes."""
+    assert compile_in_a_process().wait(timeout=120) == 0
+    (library,) = fresh_cache.rglob("*.so")
+    library.write_bytes(b"")
+    assert native.load_native(SOURCE) is not None
+    assert library.stat().st_size > 0
+
+
+def test_a_folder_that_others_can_write_is_not_trusted(fresh_cache):
+    """Whoever can write there could put code into every run."""
+    folder = fresh_cache / "megadapo" / "kernels"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert native.load_native(SOURCE) is not None
+    assert list(folder.iterdir()) == []
+
+
+def test_a_user_without_a_home_gets_the_passes_too(monkeypatch, tmp_path):
+    """Containers run under numbers that no passwd file knows."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    native.load_native.cache_clear()
+    assert native.load_native(SOURCE) is not None
+    native.load_native.cache_clear()
+
+
+def test_a_compiler_command_that_cannot_be_read_is_passed_over(monkeypatch):
+    monkeypatch.setenv("CC", 'gcc "x')
+    assert native.find_compiler() == ["gcc"]

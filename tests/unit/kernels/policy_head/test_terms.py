@@ -1,0 +1,330 @@
+"""Each token's loss and derivative against the definition's autograd in fp64, far outside too.
+
+The torch form here, the Triton form when test_triton_interpreter.py runs this file again.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
+from megadapo.algorithm.reference import token_losses
+from megadapo.kernels.launch import uses_triton
+from megadapo.kernels.policy_head.terms import (
+    CLIPPED_HIGH,
+    CLIPPED_LOW,
+    DROPPED,
+    DUAL_CLIPPED,
+    GATES,
+    TokenTerms,
+    describe_terms,
+    policy_terms,
+    token_terms,
+)
+from megadapo.kernels.policy_head.tiles import PolicyInputs
+
+UNCLIPPED = {"clip_low": 1.0 - 1e-10, "clip_high": 1e10}
+"""A window that e^-20 and e^20 lie in: no clip cuts a gradient that the clamp must cut."""
+LOG_RATIOS = (
+    -200.0,
+    -30.0,
+    -20.5,
+    -20.0,
+    -19.5,
+    -3.0,
+    -0.5,
+    -0.125,
+    0.0,
+    0.125,
+    0.5,
+    3.0,
+    19.5,
+    20.0,
+    20.5,
+    30.0,
+    200.0,
+)
+"""exp(200) is infinite in fp32 and exp(-200) is 0."""
+
+
+@triton.jit
+def _terms_kernel(
+    LOGPROBS,
+    ENTROPY,
+    LOGPROBS_OLD,
+    ADVANTAGES,
+    IMPORTANCE_WEIGHTS,
+    LOGPROBS_REF,
+    LOSS,
+    D_LOGPROBS,
+    RATIO,
+    KL,
+    FLAGS,
+    numbers,
+    SWITCHES: tl.constexpr,
+):
+    row = tl.program_id(0)
+    loss, d_logprob, ratio, kl, flags = token_terms(
+        logprob=tl.load(LOGPROBS + row),
+        entropy=tl.load(ENTROPY + row),
+        logprob_old=tl.load(LOGPROBS_OLD + row),
+        advantage=tl.load(ADVANTAGES + row),
+        importance_weight=tl.load(IMPORTANCE_WEIGHTS + row),
+        logprob_ref=tl.load(LOGPROBS_REF + row),
+        numbers=numbers,
+        SWITCHES=SWITCHES,
+    )
+    tl.store(LOSS + row, loss)
+    tl.store(D_LOGPROBS + row, d_logprob)
+    tl.store(RATIO + row, ratio)
+    tl.store(KL + row, kl)
+    tl.store(FLAGS + row, flags.to(tl.uint8))
+
+
+def make_inputs(log_ratios: tuple[float, ...], ref_gaps: tuple[float, ...]) -> dict[str, Tensor]:
+    """Every combination of log-ratio, gap to the reference and sign of the advantage."""
+    columns = zip(*itertools.product(log_ratios, ref_gaps, (-1.5, 0.0, 0.75)), strict=True)
+    ratio, gap, advantages = (torch.tensor(column) for column in columns)
+    # multiples of 1/8, so that their differences are exact in fp32
+    logprobs = -torch.arange(len(ratio)).remainder(7) * 0.375 - 0.25
+    return {
+        "logprobs": logprobs,
+        "logprobs_old": logprobs - ratio,
+        "advantages": advantages,
+        "logprobs_ref": logprobs + gap,
+        "entropy": torch.linspace(0.0, 5.0, len(ratio)),
+        "importance_weights": torch.linspace(0.25, 2.0, len(ratio)),
+    }
+
+
+def terms(values: dict[str, Tensor], objective: PolicyObjective) -> TokenTerms:
+    inputs = PolicyInputs(
+        loss_weights=torch.ones_like(values["logprobs"]),
+        **{k: v for k, v in values.items() if k not in ("logprobs", "entropy")},
+    )
+    if not uses_triton(values["logprobs"]):
+        return policy_terms(values["logprobs"], values["entropy"], inputs, objective)
+    switches, numbers = describe_terms(objective, has_reference=True, has_importance_weights=True)
+    loss, d_logprobs, ratio, kl = torch.empty(4, len(inputs.advantages)).unbind()
+    flags = torch.empty(len(loss), dtype=torch.uint8)
+    _terms_kernel[(len(loss),)](
+        LOGPROBS=values["logprobs"],
+        ENTROPY=values["entropy"],
+        LOGPROBS_OLD=inputs.logprobs_old,
+        ADVANTAGES=inputs.advantages,
+        IMPORTANCE_WEIGHTS=inputs.importance_weights,
+        LOGPROBS_REF=inputs.logprobs_ref,
+        LOSS=loss,
+        D_LOGPROBS=d_logprobs,
+        RATIO=ratio,
+        KL=kl,
+        FLAGS=flags,
+        numbers=numbers,
+        SWITCHES=switches,
+    )
+    return TokenTerms(loss=loss, d_logprobs=d_logprobs, ratio=ratio, kl=kl, flags=flags)
+
+
+def definition(values: dict[str, Tensor], objective: PolicyObjective) -> tuple[Tensor, Tensor]:
+    """(loss, d_logprobs) of the reference in fp64."""
+    wide = {name: value.double() for name, value in values.items()}
+    logprobs = wide.pop("logprobs").requires_grad_()
+    losses = token_losses(
+        logprobs, wide.pop("logprobs_old"), wide.pop("advantages"), objective=objective, **wide
+    )
+    losses.sum().backward()
+    return losses.detach(), logprobs.grad
+
+
+def check(values: dict[str, Tensor], objective: PolicyObjective) -> None:
+    """Element by element, so that a gradient of 2e-9 that must be 0 cannot hide."""
+    got = terms(values, objective)
+    expected_loss, expected_grad = definition(values, objective)
+    assert not (got.flags & DROPPED).any()
+    torch.testing.assert_close(got.loss.double(), expected_loss, rtol=4e-6, atol=1e-6)
+    torch.testing.assert_close(got.d_logprobs.double(), expected_grad, rtol=4e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("dual_clip", [None, 3.0, 1e9])
+@pytest.mark.parametrize("window", [{}, UNCLIPPED], ids=["clipped", "unclipped"])
+def test_policy_term(window: dict[str, float], dual_clip: float | None) -> None:
+    """Beyond +-20 the ratio is a constant: a gradient kept there would be e^20 times too large."""
+    check(make_inputs(LOG_RATIOS, (0.0,)), PolicyObjective(dual_clip=dual_clip, **window))
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("log_ratio", [-30.0, -20.5, 20.5, 30.0])
+def test_no_gradient_beyond_the_clamp(log_ratio: float, sign: float) -> None:
+    """For both signs of the advantage, with no clip that would cut it anyway."""
+    values = make_inputs((log_ratio,), (0.0,))
+    values["advantages"] = torch.full_like(values["advantages"], sign)
+    assert abs(log_ratio) > MAX_LOG_RATIO
+    got = terms(values, PolicyObjective(**UNCLIPPED))
+    assert not got.flags.any() and not got.d_logprobs.any()
+
+
+GATED = {
+    "soft": PolicyObjective(gate="soft", tau_pos=0.7),
+    "weight": PolicyObjective(gate="weight", weight_max=5.0),
+    "dppo": PolicyObjective(gate="dppo", mask_low=0.05, mask_high=0.1),
+    "ipo": PolicyObjective(gate="ipo", mask_low=0.05, mask_high=0.1),
+    "none": PolicyObjective(gate="none"),
+    "logprob": PolicyObjective(ratio="none", gate="none"),
+}
+
+
+@pytest.mark.parametrize("gate", list(GATED))
+def test_gates(gate: str) -> None:
+    """Also where the ratio is 0 or infinite: inf * 0 would be NaN in a gate like SAPO's."""
+    assert {"clip", *GATED} == set(GATES)
+    check(make_inputs(LOG_RATIOS, (0.0,)), GATED[gate])
+
+
+def test_bapo_is_a_clip_at_the_bounds_it_was_given() -> None:
+    window = {"clip_low": 0.4, "clip_high": 1.0}
+    values = make_inputs(LOG_RATIOS, (0.0,))
+    searched = PolicyObjective(gate="bapo").model_copy(update=window)
+    got, expected = terms(values, searched), terms(values, PolicyObjective(**window))
+    assert torch.equal(got.d_logprobs, expected.d_logprobs) and got.flags.any()
+    check(values, searched)
+
+
+def test_masks_look_at_probabilities_and_dppo_at_the_advantage_too() -> None:
+    """A ratio of e of a rare token is a small change; IPO drops a change of either sign of A."""
+    values = make_inputs((0.0, 0.0, 0.0, 0.0), (0.0,))
+    values["logprobs"] = torch.tensor([-0.5, -0.5, -2.0, -7.0]).repeat_interleave(3)
+    values["logprobs_old"] = torch.tensor([-2.0, -0.5, -0.5, -8.0]).repeat_interleave(3)
+    ipo, dppo = (terms(values, PolicyObjective(gate=gate)) for gate in ("ipo", "dppo"))
+    rises, falls, stays = [CLIPPED_HIGH] * 3, [CLIPPED_LOW] * 3, [0] * 3
+    assert ipo.flags.tolist() == [*rises, *stays, *falls, *stays]
+    # advantages of -1.5, 0 and 0.75
+    assert dppo.flags.tolist() == [0, 0, CLIPPED_HIGH, *stays, CLIPPED_LOW, 0, 0, *stays]
+    for got in (ipo, dppo):
+        assert not got.d_logprobs[got.flags != 0].any() and not got.loss[got.flags != 0].any()
+
+
+ESTIMATORS = ("k1", "k2", "k3", "corrected-k3")
+
+
+@pytest.mark.parametrize(
+    ("value", "gradient"), zip(ESTIMATORS, (*ESTIMATORS[1:], ESTIMATORS[0]), strict=True)
+)
+def test_kl_and_entropy_terms(value: str, gradient: str) -> None:
+    """Each estimator once for its value and once for its derivative. The reference may be as far
+    away as the old policy; then the estimate is clamped and has no gradient.
+
+    Alone, as a policy term of the other sign would cancel its digits.
+    """
+    objective = PolicyObjective(
+        kl_coef=0.1, kl_value=value, kl_gradient=gradient, entropy_coef=0.02
+    )
+    values = make_inputs((-30.0, -0.5, 0.0, 0.125), LOG_RATIOS)
+    values["advantages"] = torch.zeros_like(values["advantages"])
+    check(values, objective)
+
+
+def test_a_corrected_gradient_survives_where_exponentials_cancel() -> None:
+    """r k3 + r (1 - e^gap) is r times the distance: summed up in fp32, e^20 would eat it."""
+    objective = PolicyObjective(kl_coef=1.0, kl_gradient="corrected-k3")
+    values = make_inputs((0.0,), (19.5,))
+    values["advantages"] = torch.zeros_like(values["advantages"])
+    assert terms(values, objective).d_logprobs.tolist() == [-19.5] * 3
+
+
+def test_a_kl_divergence_in_the_reward_is_reported_and_not_in_the_loss() -> None:
+    values = make_inputs((0.125,), (0.5,))
+    got = terms(values, PolicyObjective(kl_coef=0.1, kl_in="reward", kl_value="k1"))
+    expected = terms(values, PolicyObjective())
+    assert torch.equal(got.loss, expected.loss) and torch.equal(got.d_logprobs, expected.d_logprobs)
+    assert got.kl.tolist() == [-0.5] * 3
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_ratio_and_kl_are_reported_as_defined(kind: str) -> None:
+    """A report of something else would leave the training right and its curves wrong."""
+    objective = PolicyObjective(kl_coef=0.1, kl_value=kind)
+    values = make_inputs((-30.0, -20.0, 0.125, 20.5), (-30.0, -0.5, 0.0, 0.5))
+    got = terms(values, objective)
+    log_ratio = (values["logprobs"] - values["logprobs_old"]).double()
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    torch.testing.assert_close(got.ratio.double(), ratio, rtol=4e-6, atol=0.0)
+    gap = (values["logprobs_ref"] - values["logprobs"]).double()
+    gap = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k3 = gap.exp() - gap - 1.0
+    expected = {"k1": -gap, "k2": 0.5 * gap**2, "k3": k3, "corrected-k3": ratio * k3}[kind]
+    torch.testing.assert_close(got.kl.double(), expected, rtol=4e-6, atol=1e-6)
+
+
+def test_flags_name_the_side_that_was_clipped() -> None:
+    """Catches a fraction that counts the other side, or a token without an advantage."""
+    values = make_inputs((-3.0, -0.125, 0.125, 0.5, 3.0), (0.0,))
+    negative = (CLIPPED_LOW, 0, 0, 0, DUAL_CLIPPED)
+    positive = (0, 0, 0, CLIPPED_HIGH, CLIPPED_HIGH)
+    expected = [
+        flag for low, high in zip(negative, positive, strict=True) for flag in (low, 0, high)
+    ]
+    assert terms(values, PolicyObjective(dual_clip=3.0)).flags.tolist() == expected
+    without = [0 if flag == DUAL_CLIPPED else flag for flag in expected]
+    assert terms(values, PolicyObjective()).flags.tolist() == without
+
+
+def test_a_window_without_width_keeps_the_gradient_of_the_first_update() -> None:
+    """There every ratio is 1, the window's edge: cut at the edge, nothing would ever be learned."""
+    values = make_inputs((0.0,), (0.0,))
+    got = terms(values, PolicyObjective(clip_low=0.0, clip_high=0.0))
+    assert not got.flags.any()
+    assert torch.equal(got.d_logprobs, -values["advantages"] * values["importance_weights"])
+
+
+def test_a_ratio_at_the_second_bound_is_not_clipped_yet() -> None:
+    """As at the window's edges: a bound that counts itself would count one token more."""
+    values = make_inputs((1.125,), (0.0,))
+    bound = terms(values, PolicyObjective()).ratio[0].item()
+    at_bound = terms(values, PolicyObjective(dual_clip=bound))
+    assert at_bound.flags[0] == 0 and at_bound.d_logprobs[0] != 0.0
+    assert terms(values, PolicyObjective(dual_clip=bound - 0.125)).flags[0] == DUAL_CLIPPED
+
+
+@pytest.mark.parametrize("gate", ["clip", *GATED])
+@pytest.mark.parametrize("name", ["logprobs_old", "importance_weights", "logprobs_ref"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_token_without_finite_inputs_is_dropped(name: str, value: float, gate: str) -> None:
+    """It alone: one such token must not make the sum NaN, nor take its neighbours along."""
+    objective = GATED.get(gate, PolicyObjective(dual_clip=3.0))
+    objective = objective.model_copy(update={"kl_coef": 0.1, "entropy_coef": 0.02})
+    values = make_inputs((-0.5, 0.125, 3.0), (0.25,))
+    whole = terms(values, objective)
+    values[name][4] = value
+    got = terms(values, objective)
+    assert (got.flags == DROPPED).tolist() == [row == 4 for row in range(9)]
+    for part in ("loss", "d_logprobs", "ratio", "kl"):
+        expected = getattr(whole, part).clone()
+        expected[4] = 0.0
+        assert torch.equal(getattr(got, part), expected)
+
+
+def test_terms_without_reference_and_importance_weights() -> None:
+    """As with a reference that agrees and weights of 1, in fp32 and uint8."""
+    values = make_inputs(LOG_RATIOS, (0.0,))
+    values["importance_weights"] = torch.ones_like(values["importance_weights"])
+    objective = PolicyObjective(kl_coef=0.1, entropy_coef=0.02)
+    inputs = PolicyInputs(
+        logprobs_old=values["logprobs_old"],
+        advantages=values["advantages"],
+        loss_weights=torch.ones_like(values["logprobs"]),
+        logprobs_ref=None,
+        importance_weights=None,
+    )
+    got = policy_terms(values["logprobs"], values["entropy"], inputs, objective)
+    expected = terms(values, objective)
+    for name, value in vars(got).items():
+        assert value.dtype == (torch.uint8 if name == "flags" else torch.float32)
+        torch.testing.assert_close(value, getattr(expected, name), rtol=4e-6, atol=1e-6)
+    switches, _ = describe_terms(objective, has_reference=False, has_importance_weights=False)
+    assert (switches.kl_value, switches.kl_gradient) == ("none", "none")

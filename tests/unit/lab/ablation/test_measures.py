@@ -1,0 +1,129 @@
+"""Would catch: a standard error of something else, a difference over seeds that do not belong
+together, an effect that is called shown where the numbers do not show it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from megadapo.lab.ablation.measures import (
+    END_STEPS,
+    MEASURES,
+    Measured,
+    Noise,
+    Spread,
+    difference,
+    measure,
+    share_trained_without_signal,
+)
+from megadapo.lab.ablation.result import Effect
+from megadapo.lab.ablation.rows import Expectation
+from tests.support.runs.ablations import finish, plan_of
+
+
+def test_a_runs_measures_are_those_of_its_records(tmp_path: Path) -> None:
+    run = plan_of(tmp_path).runs[0]
+    finish(run, accuracy=0.9, entropy=0.25)
+    found = measure(run.folder, 0.6)
+    assert found.keys() == {one.name for one in MEASURES}
+    assert (found["held_out_before"], found["held_out_after"]) == (0.0, 0.9)
+    assert found["steps_to_accuracy"] == 4.0
+    assert measure(run.folder, 0.95)["steps_to_accuracy"] is None
+    assert found["entropy"] == 0.25
+    assert found["response_length"] == 10.0 + sum(range(7 - END_STEPS, 7)) / END_STEPS
+    assert found["no_signal"] == pytest.approx(sum(1 + step for step in range(1, 7)) / 8 / 6)
+    assert found["no_signal_trained"] == pytest.approx(found["no_signal"])
+    assert found["clip_low"] is None
+    assert (found["tokens"], found["seconds"]) == (600.0, 12.0)
+
+
+def test_what_a_reserve_or_dynamic_sampling_trains_on_has_a_signal() -> None:
+    record = {"groups/sampled": 20, "groups/all_correct": 9, "groups/all_wrong": 3}
+    assert share_trained_without_signal({**record, "groups/kept": 8}) == 0.0
+    reserved = {**record, "groups/kept": 10, "groups/from_reserve": 2}
+    assert share_trained_without_signal(reserved) == 0.0
+    assert share_trained_without_signal({**record, "groups/kept": 20}) == pytest.approx(0.6)
+    assert share_trained_without_signal({**record, "groups/kept": 0}) is None
+
+
+def test_a_spread_is_of_the_seeds_that_have_a_value() -> None:
+    assert Spread.of([]) is None
+    assert Spread.of([None, None]) is None
+    single = Spread.of([None, 3.0])
+    assert single == Spread(mean=3.0, standard_error=None, num=1)
+    three = Spread.of([1.0, 2.0, None, 6.0])
+    assert three is not None and three.standard_error is not None
+    assert (three.mean, three.num) == (3.0, 3)
+    assert three.standard_error == pytest.approx(scipy.stats.sem([1.0, 2.0, 6.0]))
+
+
+@pytest.mark.parametrize("num", [2, 3, 5, 11, 40])
+def test_the_interval_of_a_single_comparison_is_students_or_wider(num: int) -> None:
+    spread = Spread(mean=1.0, standard_error=0.5, num=num)
+    exact = 0.5 * scipy.stats.t.ppf(0.975, num - 1)
+    noise = Noise.of([spread])
+    assert noise is not None and noise.num_free == num - 1
+    low, high = noise.interval(spread)
+    assert high - 1.0 == pytest.approx(1.0 - low)
+    assert high - 1.0 >= exact - 5e-4
+    if num <= 11:
+        assert high - 1.0 == pytest.approx(exact, rel=1e-3)
+
+
+def test_the_noise_is_that_of_all_comparisons_together() -> None:
+    """Two seeds that agree to five digits by chance: their own interval would call it shown."""
+    agreed, others = [0.00091, 0.00092], ([0.0, -0.0014], [0.003, 0.001, 0.002], [0.0, 0.0], [1.0])
+    spreads = [Spread.of(values) for values in (agreed, *others)]
+    noise = Noise.of([*spreads, None])
+    squares = sum(np.var(values) * len(values) for values in (agreed, *others[:2]))
+    assert noise is not None and noise.num_free == 4
+    assert noise.deviation == pytest.approx(math.sqrt(squares / 4))
+    low, high = noise.interval(spreads[0])
+    assert low < 0.0 < high
+    assert high - low == pytest.approx(2 * 2.776 * noise.deviation / math.sqrt(2))
+    assert Noise.of([Spread.of([0.0, 0.0]), Spread.of([1.0])]) is None
+
+
+def test_differences_are_taken_seed_by_seed() -> None:
+    """Noise that both rows share has no part in the difference's error."""
+    first = {1: {"x": 1.0}, 2: {"x": 5.0}, 4: {"x": 9.0}}
+    second = {2: {"x": 5.5}, 1: {"x": 1.5}, 7: {"x": 0.0}}
+    found = difference(second, first, "x")
+    assert found == Spread(mean=0.5, standard_error=0.0, num=2)
+
+
+@pytest.mark.parametrize("late", [{3: {"x": None}}, {3: {}}])
+def test_a_seed_that_did_not_get_there_leaves_nothing_to_compare(late: dict[int, Measured]) -> None:
+    """Else a row whose slow seeds never arrive would be the faster one."""
+    first = {1: {"x": 8.0}, 3: {"x": 12.0}}
+    second = {1: {"x": 4.0}, **late}
+    assert difference(second, first, "x") is None and difference(first, second, "x") is None
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ([None, None], "not measured"),
+        ([0.4], "not shown: one seed has no standard error"),
+        ([0.4, 0.1], "not shown: the 95 % interval includes 0"),
+        ([0.4, 0.4, 0.41], "higher, as said"),
+        ([-0.4, -0.4, -0.41], "lower, which is opposite"),
+        ([0.0, 0.0], "not shown: no difference in any seed"),
+    ],
+)
+def test_a_verdict_claims_no_more_than_the_interval(
+    values: list[float | None], verdict: str
+) -> None:
+    effect = Effect(
+        row="b",
+        other="a",
+        expectation=Expectation(measure="entropy", change="higher"),
+        difference=Spread.of(values),
+        noise=Noise.of([Spread.of(values)]),
+    )
+    assert effect.verdict == verdict
+    assert not math.isnan(effect.difference.mean if effect.difference else 0.0)

@@ -1,0 +1,99 @@
+"""The head's benchmark: it must measure what it says, and notice a baseline that is wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadapo.cli import run_command
+from megadapo.errors import ConfigError
+from megadapo.lab.bench import head
+from megadapo.lab.bench.head import HeadShape, bench_head, format_table, parse_shape
+from megadapo.lab.bench.head_baselines import OURS, PRODUCTS, Absent, eager_loss
+from megadapo.lab.bench.head_inputs import make_inputs, reference
+from megadapo.lab.bench.measure import peak_extra_mib, time_together
+
+CPU = torch.device("cpu")
+SHAPE = HeadShape(num_tokens=64, hidden_size=32, vocab_size=304, dtype=torch.float32)
+
+
+def test_ours_and_eager_agree_with_fp64_and_products_are_the_floor() -> None:
+    results = bench_head(SHAPE, CPU, only=["eager"], warmup=1, repeats=2)
+    by_name = {result.name: result for result in results}
+    assert set(by_name) == {PRODUCTS, OURS, "eager torch"}
+    assert by_name[PRODUCTS].ratio_to_products == 1.0
+    for name in (OURS, "eager torch"):
+        result = by_name[name]
+        assert result.loss_error <= 1e-6
+        assert result.d_hidden_error <= 2e-6 and result.d_weight_error <= 2e-6
+        assert result.best_ms <= result.median_ms
+    table = format_table(results)
+    assert str(SHAPE) in table and OURS in table
+
+
+def test_a_wrong_rival_shows_in_its_errors() -> None:
+    inputs = make_inputs(SHAPE, CPU)
+    wrong = head._check("wrong", lambda i: 1.01 * eager_loss(i), inputs, reference(inputs))
+    assert wrong.d_hidden_error == pytest.approx(0.01, rel=1e-3)
+
+
+def test_absent_rival_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(device: torch.device):
+        raise Absent("needs a moon")
+
+    baseline = head.BASELINES[1].__class__(name="lunar", prepare=prepare)
+    monkeypatch.setattr(head, "BASELINES", (head.BASELINES[0], baseline))
+    results = bench_head(SHAPE, CPU, warmup=0, repeats=1)
+    assert results[-1].absent == "needs a moon"
+    assert "needs a moon" in format_table(results)
+
+
+def test_targets_come_from_the_model() -> None:
+    """Uniform targets would have a mean log-prob near -log V minus half the logits' variance."""
+    inputs = make_inputs(SHAPE, CPU)
+    logits = inputs.hidden.detach() @ inputs.weight.detach().t()
+    logprobs = logits.log_softmax(-1)
+    drawn = logprobs.gather(1, inputs.targets[:, None]).mean()
+    entropy = -(logprobs.exp() * logprobs).sum(-1).mean()
+    assert abs(drawn.item() + entropy.item()) < 0.5
+
+
+def test_peak_memory_sees_what_a_call_holds_at_most() -> None:
+    def call() -> torch.Tensor:
+        torch.ones(48 * 2**18)
+        return torch.ones(16 * 2**18)
+
+    call()
+    assert 47 <= peak_extra_mib(call, CPU) <= 70
+
+
+def test_calls_are_timed_in_turn() -> None:
+    order: list[str] = []
+    calls = {"a": lambda: order.append("a"), "b": lambda: (order.append("b"), time.sleep(0.002))}
+    timings = time_together(calls, CPU, warmup=1, repeats=2)
+    assert order == ["a", "b"] * 3
+    assert timings["b"].best_ms >= 2.0 > timings["a"].best_ms
+
+
+@pytest.mark.parametrize("text", ["1,2,3", "8,2,3,int8", "8,x,3,float32", "9,2,3,float32"])
+def test_bad_shape_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="--shape="):
+        parse_shape(text, 1.0)
+
+
+def test_command_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "head.json"
+    options = ["--shape=16,8,104,float32", "--device=cpu", "--only=eager", "--repeats=1"]
+    threads = torch.get_num_threads()
+    try:
+        assert run_command(["bench", "head", *options, f"--json={path}"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    written = json.loads(path.read_text())
+    assert [result["name"] for result in written["results"]] == [PRODUCTS, OURS, "eager torch"]
+    assert written["machine"]["torch"] == torch.__version__
+    assert "T=16 H=8 V=104" in capsys.readouterr().out

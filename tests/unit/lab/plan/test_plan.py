@@ -1,0 +1,269 @@
+"""Would catch: a shipped recipe that its GPUs have no room for, and advice that does not help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import megadapo
+from megadapo.cli import main
+from megadapo.config import RunConfig, load_config
+from megadapo.errors import DataError
+from megadapo.lab.plan.cards import CARDS, GIB, H100, H200
+from megadapo.lab.plan.engine import engine_bytes
+from megadapo.lab.plan.fit import largest_sequence, overflows, problems
+from megadapo.lab.plan.phases import (
+    GpuKind,
+    gpu_kinds,
+    host_bytes,
+    longest_sequence,
+    models_of,
+    replayed_bytes,
+)
+from megadapo.lab.plan.ranks import rank_kinds, state_bytes
+from megadapo.models.description import describe_model
+from megadapo.models.published import find_hf_config, published_models
+from megadapo.weights.layout.layout import ModelLayout
+
+CONFIGS = Path(megadapo.__file__).parents[1] / "configs"
+RECIPES = sorted(path.stem for path in CONFIGS.glob("qwen*.toml"))
+SIZES = {
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen3-30B-A3B-Base": 30_532_122_624,
+}
+"""Parameters, as the models' pages say."""
+
+
+def recipe(name: str, *overrides: str) -> RunConfig:
+    return load_config(CONFIGS / f"{name}.toml", overrides)
+
+
+def kinds_of(config: RunConfig) -> list[GpuKind]:
+    return gpu_kinds(config, models_of(config), H100)
+
+
+def bytes_in(kind: GpuKind, phase: str) -> int:
+    return next(one.total for one in kind.phases if one.name == phase)
+
+
+@pytest.mark.parametrize("name", published_models())
+def test_models_that_come_along_have_their_published_size(name: str) -> None:
+    model = describe_model(find_hf_config(f"/nowhere/{name}"))
+    layout = ModelLayout(model.family, model.shape)
+    sizes = layout.hf_shapes.values()
+    assert sum(rows * (rest[0] if rest else 1) for rows, *rest in sizes) == SIZES[name]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shipped_recipes_fit_in_every_phase(name: str) -> None:
+    config = recipe(name)
+    models = models_of(config)
+    assert problems(config, models, H100) == []
+    largest, _ = largest_sequence(config, models, H100)
+    assert largest >= longest_sequence(config)
+
+
+def test_what_the_ranks_of_a_stage_hold_adds_up_to_the_model() -> None:
+    config = recipe("qwen2.5-32b")
+    layout = ModelLayout(models_of(config).policy.family, models_of(config).policy.shape)
+    kinds = rank_kinds(layout, config.trainer)
+    held = config.trainer.tensor_parallel * sum(kind.num_parameters for kind in kinds)
+    # norms are on every tensor-parallel rank
+    assert SIZES["Qwen2.5-32B"] <= held < 1.001 * SIZES["Qwen2.5-32B"]
+    state = state_bytes(kinds[0], config.trainer, itemsize=2)
+    assert state.total == pytest.approx((2 + 4 + 12 / 8) * kinds[0].num_parameters, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("override", "kind", "phase"),
+    [
+        ("trainer.recompute=none", 0, "train"),
+        ("trainer.tokens_per_micro_batch=65536", 1, "train"),
+        ("trainer.sequence_parallel=false", 0, "train"),
+        ("trainer.data_parallel=4", 0, "save"),
+        ("rollout.gpu_memory_utilization=0.87", 0, "rollout"),
+        ("trainer.offload.optimizer=none", 0, "rollout"),
+        ("trainer.offload.gradients=none", 1, "save"),
+        ("trainer.data_parallel=4", 1, "train"),
+        ("weights.bucket_mib=1024", 1, "sync"),
+        ("rollout.tensor_parallel=2", 0, "sync"),
+    ],
+)
+def test_each_key_takes_memory_where_it_should(override: str, kind: int, phase: str) -> None:
+    before, after = kinds_of(recipe("qwen2.5-32b")), kinds_of(recipe("qwen2.5-32b", override))
+    assert bytes_in(after[kind], phase) > bytes_in(before[kind], phase) + GIB / 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advice"),
+    [
+        (["trainer.tokens_per_micro_batch=200000"], "trainer.tokens_per_micro_batch = 22528"),
+        (
+            ["trainer.recompute=none", "trainer.sequence_parallel=false"],
+            "trainer.sequence_parallel = true",
+        ),
+        (["rollout.gpu_memory_utilization=0.98"], "lower rollout.gpu_memory_utilization to 0.89"),
+        (["rollout.gpu_memory_utilization=0.93"], 'trainer.offload.parameters = "cpu"'),
+        (["trainer.tensor_parallel=1", "trainer.data_parallel=64"], "share the model out more"),
+        (["rollout.gpu_memory_utilization=0.23"], "the KV cache holds"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_key_to_turn(
+    overrides: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if overrides[0].startswith("trainer.tensor_parallel"):
+        overrides = [*overrides, "trainer.sequence_parallel=false"]
+    argv = [f"--{override}" for override in overrides]
+    assert main(["plan", str(CONFIGS / "qwen2.5-32b.toml"), *argv]) == 2
+    captured = capsys.readouterr()
+    assert advice in captured.err and "GiB" in captured.out
+
+
+def test_advice_helps() -> None:
+    """The first remedy that is enough is named, not the first that there is."""
+    config = recipe("qwen2.5-7b", "trainer.tokens_per_micro_batch=60000")
+    (problem,) = problems(config, models_of(config), H100)
+    assert "trainer.tokens_per_micro_batch = 12288" in problem
+    long = recipe("qwen2.5-7b", "rollout.max_response_tokens=60000")
+    (problem,) = problems(long, models_of(long), H100)
+    assert 'trainer.recompute = "selective"' in problem
+    helped = recipe(
+        "qwen2.5-7b", "rollout.max_response_tokens=60000", "trainer.recompute=selective"
+    )
+    assert problems(helped, models_of(helped), H100) == []
+
+
+def test_the_largest_sequence_is_the_largest() -> None:
+    config = recipe("qwen2.5-7b")
+    models = models_of(config)
+    largest, bound = largest_sequence(config, models, H100)
+    assert "trainer" in bound
+    prompt = config.data.max_prompt_tokens
+
+    def overflows_at(num_tokens: int) -> bool:
+        sizes = [f"rollout.max_response_tokens={num_tokens - prompt}"]
+        sizes.append(f"trainer.tokens_per_micro_batch={num_tokens}")
+        return bool(overflows(kinds_of(recipe("qwen2.5-7b", *sizes)), H100))
+
+    assert not overflows_at(largest) and overflows_at(largest + 256)
+    assert largest_sequence(config, models, H200)[0] > largest
+
+
+def test_engines_with_gpus_of_their_own_are_a_kind_of_their_own() -> None:
+    config = recipe("qwen2.5-32b", "cluster.placement=separate")
+    *trainers, engine = kinds_of(config)
+    assert engine.num_gpus == 128
+    assert {phase.name for phase in engine.phases} == {"rollout", "sync"}
+    assert "rollout" not in {phase.name for phase in trainers[0].phases}
+    assert all("engine" not in name for phase in trainers[0].phases for name in phase.items)
+
+
+def test_a_critic_is_held_too() -> None:
+    changes = ("algorithm.advantage=gae", "sampling.selection=all")
+    before, after = kinds_of(recipe("qwen2.5-7b")), kinds_of(recipe("qwen2.5-7b", *changes))
+    assert bytes_in(after[0], "save") > 1.6 * bytes_in(before[0], "save")
+
+
+def test_the_cache_is_what_the_engine_leaves_of_its_share() -> None:
+    config = recipe("qwen2.5-32b")
+    engine = engine_bytes(models_of(config).policy, config.rollout, H100, itemsize=2)
+    assert engine.token == 2 * 64 * 2 * 128 * 2
+    assert engine.budget == pytest.approx(0.85 * H100.memory_bytes, rel=1e-6)
+
+
+def test_what_leaves_a_gpu_is_counted_in_main_memory() -> None:
+    """Of the whole node, with the engines' weights, which wait there for a checkpoint."""
+    models = models_of(recipe("qwen2.5-7b"))
+    engine = engine_bytes(models.policy, recipe("qwen2.5-7b").rollout, H100, itemsize=2)
+
+    def counted(*overrides: str) -> float:
+        return host_bytes(recipe("qwen2.5-7b", *overrides), models, engine, 8) / GIB
+
+    size = SIZES["Qwen2.5-7B"] / GIB
+    kept = counted("trainer.offload.optimizer=none")
+    assert kept == pytest.approx(8 * 2 * size, rel=0.01)
+    assert counted() == pytest.approx(12 * size + kept, rel=0.01)
+    assert counted("trainer.offload.parameters=cpu") - counted() == 8 * 4
+    assert counted("rollout.sleep_level=1") == counted()
+    assert counted("cluster.placement=separate") == 0.0
+    # masters, moments, and the gradients that the CPU works on
+    adam = counted("trainer.offload.optimizer=none", "trainer.optimizer.cpu_offload_fraction=0.5")
+    assert adam - kept == pytest.approx(16 * size / 2, rel=0.01)
+
+
+def test_experts_that_routers_take_over_are_counted() -> None:
+    """48 layers with 8 experts for a token, a byte each: on the GPUs with a mini-batch's tokens, in
+    main memory with a step's."""
+    free, told = [
+        recipe("qwen3-30b-a3b", *override) for override in ([], ["trainer.router_replay=true"])
+    ]
+    (before, *_), (after, *_) = kinds_of(free), kinds_of(told)
+    more = bytes_in(after, "train") - bytes_in(before, "train")
+    responses = told.algorithm.responses_per_mini_batch // told.trainer.data_parallel
+    share = responses * longest_sequence(told) // told.trainer.context_parallel
+    assert more == pytest.approx(48 * 8 * share, rel=0.15)
+    model = models_of(told).policy
+    num_responses = told.sampling.prompts_per_step * told.sampling.responses_per_prompt
+    assert replayed_bytes(told, model) == 48 * 8 * longest_sequence(told) * num_responses
+    assert replayed_bytes(free, model) == 0
+
+
+def test_everything_may_leave_but_the_process() -> None:
+    offload = [f"trainer.offload.{kind}=cpu" for kind in ("optimizer", "gradients", "parameters")]
+    (kind,) = kinds_of(recipe("qwen2.5-7b", *offload))
+    phases = {phase.name: phase.items.keys() for phase in kind.phases}
+    assert not {"weights", "gradients", "optimizer"} & phases["rollout"]
+    assert {"weights", "gradients", "optimizer"} <= phases["train"]
+    assert {"weights", "gradients", "optimizer"} & phases["sync"] == {"weights"}
+    assert {"weights", "gradients", "optimizer"} & phases["save"] == {"weights", "optimizer"}
+
+
+def test_quantised_engines_hold_half_but_for_the_vocabulary() -> None:
+    config = recipe("qwen2.5-32b", "rollout.quantization=fp8", "algorithm.importance.scope=all")
+    model, ranks = models_of(config).policy, config.rollout.tensor_parallel
+    whole, halved = (
+        engine_bytes(model, rollout, H100, itemsize=2).weights
+        for rollout in (recipe("qwen2.5-32b").rollout, config.rollout)
+    )
+    vocabulary = 2 * 2 * model.shape.vocab_size * model.shape.hidden_size // ranks
+    assert halved == pytest.approx((whole + vocabulary) / 2, rel=1e-3)
+
+
+def test_a_model_that_is_nowhere_is_named() -> None:
+    with pytest.raises(DataError, match=r"model.path = '/nowhere/unknown'.*Qwen2.5-32B"):
+        find_hf_config("/nowhere/unknown")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "H101"], "choose one of H100-80G, H200, A100-80G"),
+        (["--nodes", "15"], "128 GPUs are 16 nodes"),
+        (["--nodes", "0"], "128 GPUs are 16 nodes"),
+        (["--rollout.tensor_parallel=3"], "num_attention_heads"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(CONFIGS / "qwen2.5-32b.toml"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gpu", [name.lower() for name in CARDS])
+def test_every_card_is_planned_for(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(CONFIGS / "qwen2.5-7b.toml"), "--gpu", gpu, "--nodes", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "longest sequence: 12,288 tokens" in printed and "a step at this roofline" in printed
+
+
+def test_a_dry_run_on_gpus_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["train", str(CONFIGS / "qwen2.5-32b.toml"), "--dry-run"]
+    assert main(argv) == 0
+    assert "fullest in rollout" in capsys.readouterr().err
+    assert main([*argv, "--rollout.gpu_memory_utilization=0.98"]) == 2
+    captured = capsys.readouterr()
+    assert "rollout.gpu_memory_utilization" in captured.err and captured.out == ""
+    assert main([*argv, "--rollout.gpu_memory_utilization=0.93", "--gpu", "H200"]) == 0

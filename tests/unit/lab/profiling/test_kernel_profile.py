@@ -1,0 +1,143 @@
+"""The kernel reports: a profile's sums, and a command that needs no GPU."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadapo.cli import run_command
+from megadapo.errors import ConfigError
+from megadapo.lab.plan.cards import card_of
+from megadapo.lab.profiling.bytes_moved import bytes_moved
+from megadapo.lab.profiling.step_profile import memory_history
+from megadapo.lab.profiling.time_table import (
+    Roofline,
+    format_profile,
+    measure_roofline,
+    profile_table,
+)
+
+
+def test_profile_knows_the_products_rate() -> None:
+    """A product of 2 x 256^3 flops must appear with its calls and a rate below the roofline."""
+    a = torch.randn(256, 256)
+    with torch.profiler.profile(with_flops=True) as profile:
+        for _ in range(4):
+            a @ a
+    roofline = Roofline(tflops=1e6, gb_per_s=1.0)
+    rows = {row.name: row for row in profile_table(profile, roofline)}
+    product = rows["aten::mm"]
+    assert product.calls == 4
+    flops = product.tflops * 1e12 * product.total_ms * 1e-3
+    assert flops == pytest.approx(4 * 2 * 256**3, rel=1e-6)
+    assert product.roofline_share == pytest.approx(product.tflops / 1e6)
+    assert sum(row.share for row in rows.values()) == pytest.approx(1.0)
+    assert "aten::mm" in format_profile(list(rows.values()), roofline)
+
+
+def test_roofline_is_measured() -> None:
+    roofline = measure_roofline(torch.device("cpu"), torch.float32, size=128, repeats=1)
+    assert roofline.tflops > 0 and roofline.gb_per_s > 0
+
+
+def test_head_profile_prints_products_and_row_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--head=512,64,4096,float32", "--device=cpu", "--steps=1"]
+    assert run_command(["profile", *options]) == 0
+    printed = capsys.readouterr().out
+    assert "aten::mm" in printed and "roofline" in printed
+    for name in ("megadapo::row_stats", "megadapo::row_grads"):
+        (row,) = [line for line in printed.splitlines() if line.startswith(name)]
+        assert row.endswith("%"), "its bytes are known, and so is its share of the roofline"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_missing_cuda_is_a_message() -> None:
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        run_command(["profile", "--head=16,8,104,float32", "--device=cuda"])
+
+
+@pytest.mark.parametrize("option", ["--memory=there", "--nvtx"])
+def test_what_only_gpus_have_is_refused_on_a_cpu(option: str) -> None:
+    """Before the trainer is started, which takes minutes for a large model."""
+    step = ["profile", "--step=configs/quickstart.toml", option, "--cluster.device=cpu"]
+    with pytest.raises(ConfigError, match="is of GPUs"):
+        run_command(step)
+    with pytest.raises(ConfigError, match="are of --step"):
+        run_command(["profile", "--head=16,8,104,float32", option])
+
+
+def test_memory_is_noted_for_one_update_only(tmp_path: Path, monkeypatch) -> None:
+    """Catches arguments that this torch does not take, and a recorder that goes on after an update
+    has failed; there is no GPU here, so torch's calls are written down in place of being made."""
+    calls = []
+
+    def write_down(name: str) -> None:
+        taken = inspect.signature(getattr(torch.cuda.memory, name))
+
+        def note(*args, **kwargs) -> None:
+            calls.append((name, taken.bind(*args, **kwargs).arguments))
+
+        monkeypatch.setattr(torch.cuda.memory, name, note)
+
+    write_down("_record_memory_history")
+    write_down("_dump_snapshot")
+    with memory_history(tmp_path / "new" / "rank-0.pickle"):
+        calls.append(("update", {}))
+    with pytest.raises(RuntimeError), memory_history(tmp_path / "rank-0.pickle"):
+        raise RuntimeError("out of memory")
+    names = [name for name, _ in calls]
+    record = "_record_memory_history"
+    assert names == [record, "update", "_dump_snapshot", record, record, record]
+    assert calls[2][1] == {"filename": str(tmp_path / "new" / "rank-0.pickle")}
+    assert calls[3][1] == calls[-1][1] == {"enabled": None}
+    assert (tmp_path / "new").is_dir()
+
+
+def test_a_gpu_is_held_against_its_own_data_sheet() -> None:
+    """An H100 with a PCIe plug has three quarters of the other's products."""
+    assert card_of("NVIDIA H100 80GB HBM3").flops == 989e12
+    assert card_of("NVIDIA H100 PCIe") is None
+    roofline = Roofline(tflops=700.0, gb_per_s=4000.0, sheet_tflops=989.0, sheet_gb_per_s=4800.0)
+    assert "700.00 of the data sheet's 989 TFLOP/s" in format_profile([], roofline)
+
+
+def test_overrides_without_a_recipe_are_refused() -> None:
+    """They would be dropped without a word."""
+    with pytest.raises(ConfigError, match="only --step has a configuration"):
+        run_command(["profile", "--head=16,8,104,float32", "--trainer.recompute=full"])
+
+
+def test_bytes_are_those_of_the_tensors_and_views_move_none() -> None:
+    a, b = torch.randn(64, 32), torch.randn(64, 32, dtype=torch.float64)
+    with bytes_moved() as moved:
+        a.t()
+        a.view(-1)
+        torch.empty(1000)
+        a.add(a)
+        b.mul_(2.0)
+        a.copy_(b)
+        a.zero_()
+        a.to(torch.bfloat16)
+        b.index_select(0, torch.tensor([3, 5]))
+    assert moved["aten::add"] == 3 * 64 * 32 * 4
+    assert moved["aten::mul_"] == 2 * 64 * 32 * 8
+    assert moved["aten::copy_"] == 64 * 32 * (4 + 8)
+    assert moved["aten::zero_"] == 64 * 32 * 4
+    assert moved["aten::_to_copy"] == 64 * 32 * (4 + 2)
+    assert moved["aten::index_select"] == 2 * (2 * 32 * 8) + 2 * 8
+    assert not {"aten::t", "aten::view", "aten::empty"} & set(moved)
+
+
+def test_a_copy_is_held_against_the_memory_roofline() -> None:
+    a, b = torch.randn(1 << 20), torch.empty(1 << 20)
+    with bytes_moved() as moved:
+        b.copy_(a)
+    with torch.profiler.profile(with_flops=True) as profile:
+        b.copy_(a)
+    rows = profile_table(profile, Roofline(tflops=1.0, gb_per_s=10.0), moved)
+    copy = next(row for row in rows if row.name == "aten::copy_")
+    assert copy.gb_per_s == pytest.approx((8 << 20) / copy.total_ms * 1e-6)
+    assert copy.roofline_share == pytest.approx(copy.gb_per_s / 10.0)

@@ -1,0 +1,101 @@
+"""Would catch: a virtual engine whose clock is not that of its speed, that loses a response or
+a token when it is full, stopped or out of cache, or that does not work in order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from megadapo.lab.simulate.engine import VirtualEngine, VirtualResponse
+from megadapo.lab.simulate.speed import EngineSpeed
+
+SPEED = EngineSpeed(step_s=2.0, response_s=0.5, context_s=0.01, prefill_s=0.1)
+FLAT = EngineSpeed(step_s=1.0, response_s=0.0, context_s=0.0, prefill_s=0.0)
+
+
+def response(key: int, num_tokens: int, num_prompt: int = 10) -> VirtualResponse:
+    return VirtualResponse(
+        key=key, index=0, priority=key, num_prompt=num_prompt, num_tokens=num_tokens
+    )
+
+
+def run(engine: VirtualEngine) -> list[tuple[float, int]]:
+    """When each response ended."""
+    ends = []
+    while (now := engine.next_event()) < math.inf:
+        ends += [(now, one.key) for one in engine.run_event(now)]
+    return ends
+
+
+def started(responses: Sequence[VirtualResponse], **settings: float) -> VirtualEngine:
+    engine = VirtualEngine(SPEED, **{"num_slots": 8, **settings})
+    engine.add(responses)
+    return engine
+
+
+def test_one_response_takes_its_steps_and_its_growing_cache() -> None:
+    ((end, _),) = run(started([response(0, 100)]))
+    prefill, context = 10 * 0.1, 0.01 * (10 * 100 + 100**2 / 2)
+    assert end == pytest.approx(prefill + 100 * (2.0 + 0.5) + context)
+
+
+def test_the_second_of_two_goes_on_alone() -> None:
+    first, second = run(started([response(0, 40), response(1, 100)]))
+    together = 2 * 10 * 0.1 + 40 * (2.0 + 2 * 0.5) + 0.01 * (20 * 40 + 2 * 40**2 / 2)
+    alone = 60 * (2.0 + 0.5) + 0.01 * (50 * 60 + 60**2 / 2)
+    assert first == (pytest.approx(together), 0)
+    assert second == (pytest.approx(together + alone), 1)
+
+
+def test_time_and_tokens_turn_each_other_around() -> None:
+    for num_running, num_context in ((1, 0.0), (7, 1e4), (256, 1e6)):
+        seconds = SPEED.time_for(123.4, num_running, num_context)
+        assert SPEED.tokens_in(seconds, num_running, num_context) == pytest.approx(123.4)
+        assert FLAT.tokens_in(5.0, num_running, num_context) == 5.0
+    assert SPEED.scaled(3.0).time_for(9, 4, 5.0) == pytest.approx(3 * SPEED.time_for(9, 4, 5.0))
+
+
+def test_the_lowest_in_rank_starts_first_when_a_slot_gets_free() -> None:
+    engine = VirtualEngine(FLAT, num_slots=1)
+    engine.add([response(3, 5), response(1, 7)])
+    engine.add([response(2, 2)])
+    assert run(engine) == [(7.0, 1), (9.0, 2), (14.0, 3)]
+    assert engine.load == 0 and engine.num_tokens == 14 and engine.max_waiting == 2
+
+
+def test_stopped_responses_go_on_where_they_were() -> None:
+    whole = response(0, 50)
+    ((uninterrupted, _),) = run(started([whole]))
+    part = response(0, 50)
+    engine = started([part])
+    engine.advance(40.0)
+    (stopped,) = engine.remove(lambda one: True)
+    assert stopped is part and 0 < part.num_done < 50
+    assert engine.next_event() == math.inf and engine.load == 0
+    engine.add([part])
+    ((end, _),) = run(engine)
+    # its prompt and what it had are computed anew; at most the token under way is lost
+    again = (10 + part.num_prompt) * 0.1
+    assert uninterrupted < end < uninterrupted + again + 50 * 0.1 + SPEED.step_time(1, 60)
+
+
+def test_a_full_cache_makes_the_last_wait_and_loses_nothing() -> None:
+    responses = [response(key, 60 + key) for key in range(5)]
+    engine = started(responses, kv_tokens=150)
+    ends = run(engine)
+    assert sorted(key for _, key in ends) == [0, 1, 2, 3, 4]
+    assert engine.num_preemptions > 0 and engine.num_context_max <= 150 + 1e-6
+    assert ends[0][1] == 0 and ends[-1][1] == 4
+    # a preempted response keeps whole tokens: at most one is generated twice each time
+    total = sum(60 + key for key in range(5))
+    assert total <= engine.num_tokens + 1e-6 <= total + engine.num_preemptions + 1e-6
+
+
+def test_utilisation_is_the_integral_of_what_runs() -> None:
+    engine = VirtualEngine(FLAT, num_slots=2)
+    engine.add([response(0, 10), response(1, 30)])
+    run(engine)
+    assert engine.running_seconds == pytest.approx(10 + 30)
+    assert engine.busy_seconds == pytest.approx(30)

@@ -1,0 +1,98 @@
+"""Would catch: virtual engines that behave unlike real ones towards the sampler."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megadapo.lab.simulate.engines import Dealing, EngineSettings, VirtualEngines
+from megadapo.lab.simulate.speed import EngineSpeed
+from megadapo.lab.simulate.task import Task, TaskSettings
+from megadapo.rollout.requests import GroupRequest, Response, SamplingSettings
+
+TASK = Task(TaskSettings(num_responses=4, num_prompts=100, prompt_tokens=5))
+SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=20480)
+
+
+def request(key: int, begun: tuple[Response, ...] = ()) -> GroupRequest:
+    seeds = tuple(1000 * key + index for index in range(4))
+    prompt_ids = (key, 0, 0, 0, 0)
+    return GroupRequest(
+        key=key, prompt_ids=prompt_ids, seeds=seeds, settings=SETTINGS, priority=key, begun=begun
+    )
+
+
+def engines(num_engines: int = 2, dealing: Dealing = "least_loaded") -> VirtualEngines:
+    settings = EngineSettings(num_engines=num_engines, num_slots=8, speed=EngineSpeed())
+    return VirtualEngines(settings, TASK, dealing=dealing)
+
+
+def test_every_group_comes_back_once_with_the_tasks_answers() -> None:
+    some = engines()
+    some.submit([request(key) for key in range(10)])
+    assert some.num_in_flight == 10 and some.room == 0
+    found = {}
+    while some.num_in_flight:
+        for group in some.finished():
+            assert group.key not in found
+            found[group.key] = group
+            assert 0 < group.seconds <= some.now
+    for key, group in found.items():
+        draw = TASK.draw((key,), request(key).seeds)
+        assert [len(one.token_ids) for one in group.responses] == draw.lengths.tolist()
+        assert [one.text == "right" for one in group.responses] == draw.correct.tolist()
+    assert some.finished() == [] and some.room == 2 * 10
+    assert some.num_tokens == pytest.approx(sum(d.lengths.sum() for d in some.asked.values()))
+
+
+def test_groups_go_to_the_engine_with_the_least_to_do_or_in_turn() -> None:
+    some, others = engines(), engines(dealing="in_turn")
+    some.submit([request(0), request(1)])
+    some.submit([request(2), request(3)])
+    loads = [activity.max_waiting for activity in some.activity()]
+    assert loads == [0, 0]
+    assert others.room > 10**6
+    others.submit([request(key) for key in range(10)])
+    while others.num_in_flight:
+        for group in others.finished():
+            assert group.engine == group.key % 2
+
+
+def test_a_stopped_group_goes_on_with_new_weights_and_keeps_its_tokens() -> None:
+    some = engines(1)
+    some.submit([request(0)])
+    some.finished(timeout_s=20.0)
+    assert some.now == 20.0
+    report = some.stop(keep=True)
+    (part,) = report.unfinished
+    done = [len(one.token_ids) for one in part.responses]
+    assert report.num_tokens == sum(done) > 0 and some.num_in_flight == 0
+    assert "unfinished" in {one.finish_reason for one in part.responses}
+    some.publish()
+    some.submit([request(0, begun=part.responses)])
+    (group,) = some.finished()
+    draw = TASK.draw((0,), request(0).seeds)
+    for one, begun, length in zip(group.responses, done, draw.lengths, strict=True):
+        assert len(one.token_ids) == len(one.logprobs) == len(one.policy_versions) == length
+        assert one.policy_versions.tolist() == [0] * begun + [1] * (length - begun)
+        assert one.finish_reason == ("length" if length == 20480 else "stop")
+
+
+def test_what_is_stopped_and_not_kept_is_counted() -> None:
+    some = engines(1)
+    some.submit([request(0), request(1)])
+    some.finished(timeout_s=5.0)
+    report = some.stop([1, 77], keep=False)
+    assert report.keys == (1,) and not report.unfinished and report.num_tokens > 0
+    assert some.num_in_flight == 1
+    (activity,) = some.activity()
+    assert activity.seconds == pytest.approx(5.0) and activity.mean_running > 0.999
+    assert some.activity()[0].num_tokens == 0
+
+
+def test_light_responses_share_their_memory() -> None:
+    some = engines(1)
+    some.submit([request(0), request(1)])
+    groups = [group for _ in range(2) for group in some.finished()]
+    first, second = (group.responses[0] for group in groups)
+    assert np.shares_memory(first.token_ids, second.token_ids)

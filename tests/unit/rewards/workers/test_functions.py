@@ -1,0 +1,247 @@
+"""Users' reward functions: what they are given, and that none of them can harm a run.
+
+Would catch: a function that hangs, dies, prints or forks and takes the run with it, or whose
+failure passes for a score.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megadapo.config.run_config import from_dict
+from megadapo.data.prompts import Prompt
+from megadapo.errors import ConfigError, DataError, RewardError
+from megadapo.rewards.config import RewardConfig
+from megadapo.rewards.function_config import RewardFunction
+from megadapo.rewards.scorer import Scorer
+from megadapo.rewards.workers.runner import Runner
+from megadapo.rewards.workers.runners import check_functions, start_runner
+from tests.unit.rewards.test_symbolic import is_running
+
+MODULE = "tests.support.rollout.reward_functions"
+PROMPT = Prompt("id", (("system", "Add."), ("user", "1+1=?")), "12", "test", {"index": 7})
+
+
+def function(name: str, **keys: object) -> RewardFunction:
+    return RewardFunction(function=f"{MODULE}:{name}", **{"timeout_s": 5.0, **keys})
+
+
+def score(texts: list[str], *functions: object, prompt: Prompt = PROMPT, **keys: object) -> list:
+    with Scorer(RewardConfig(functions=functions, symbolic=False, **keys)) as scorer:
+        return scorer.score_group(prompt, texts, tokens(texts))
+
+
+def tokens(texts: list[str]) -> list[np.ndarray]:
+    return [np.arange(len(text), dtype=np.int32) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[Runner]:
+    runner = start_runner(
+        function("hostile", timeout_s=1.0, failure_score=-0.5, num_workers=2, memory_mib=1024)
+    )
+    yield runner
+    runner.close()
+
+
+def test_a_function_gets_all_there_is_and_its_parts_come_back() -> None:
+    scores = score(["12", "a"], f"{MODULE}:digits")
+    assert [(one.reward, one.correct) for one in scores] == [(2.0, True), (0.0, False)]
+    assert dict(scores[0].parts) == {
+        "digits": 2.0,
+        "digits/tokens": 2.0,
+        "digits/turns": 2.0,
+        "digits/from_test": 1.0,
+        "digits/index": 7.0,
+        "digits/failed": 0.0,
+    }
+
+
+def test_scores_are_weighted_and_added_where_they_apply_and_the_first_says_what_is_right() -> None:
+    functions = (
+        "rule",
+        {"function": "boxed", "data_sources": ["other"], "weight": 100.0},
+        {"function": f"{MODULE}:scaled", "weight": 0.5, "options": {"factor": 2}, "name": "long"},
+    )
+    texts = ["Answer: 12", "Answer: 13"]
+    right, wrong = score(texts, *functions)
+    assert (right.reward, right.correct, right.answer) == (1.0 + 10.0, True, "12")
+    assert (wrong.reward, wrong.correct, wrong.answer) == (-1.0 + 10.0, False, "13")
+    assert dict(right.parts) == {"rule": 1.0, "long": 20.0, "long/failed": 0.0}
+    elsewhere = Prompt("id", (("user", "?"),), "1", "elsewhere")
+    (only,) = score(["\\boxed{1}"], *functions, prompt=elsewhere)
+    assert (only.reward, only.correct) == (-1.0 + 9.0, False)
+
+
+def test_the_rule_alone_starts_no_process_and_has_no_parts() -> None:
+    with Scorer(RewardConfig(symbolic=False)) as scorer:
+        assert scorer._runners == {}
+        (one,) = scorer.score_group(PROMPT, ["Answer: 12"], tokens(["Answer: 12"]))
+    assert (one.reward, one.parts) == (1.0, ())
+
+
+def test_batched_and_async_functions() -> None:
+    assert [one.reward for one in score(["a"] * 3, f"{MODULE}:in_batches")] == [3.0] * 3
+    assert [one.reward for one in score(["a"] * 3, f"{MODULE}:batches_later")] == [2.0] * 3
+    assert [one.reward for one in score(["a"] * 3, f"{MODULE}:too_few")] == [0.0] * 3
+    started = time.perf_counter()
+    texts = ["a"] * 16 + ["raise", "hang"]
+    scores = score(texts, function("later", timeout_s=1.0))
+    assert [one.reward for one in scores] == [1.0] * 16 + [0.0] * 2
+    assert time.perf_counter() - started < 4.0
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("raise", "ValueError: no such answer"),
+        ("hang", "took longer than 1 s"),
+        ("sleep", "took longer than 1 s"),
+        ("nan", "returned nan"),
+        ("none", "returned NoneType, not a number"),
+        ("no score", 'returned a dict without "score"'),
+        ("part", "returned inf as format"),
+        ("print", "printed or wrote more than reward.functions.output_kib"),
+        ("stderr", "printed or wrote more than reward.functions.output_kib"),
+        ("memory", "MemoryError"),
+        ("fork", "starts a process, and reward.functions.processes is false"),
+        ("spawn", "starts a process, and reward.functions.processes is false"),
+        ("subprocess", "starts a process, and reward.functions.processes is false"),
+        ("socket", "opens a socket, and reward.functions.network is false"),
+        ("exit", "SystemExit: 3"),
+        ("die", "its process ended: exit code 3"),
+        ("segfault", "its process ended: signal SIGSEGV"),
+    ],
+)
+def test_a_failure_is_named_counted_and_costs_one_score(
+    hostile: Runner, response: str, reason: str
+) -> None:
+    texts = ["fine", response, "fine"]
+    started = time.perf_counter()
+    first, failed, last = hostile.score_group(PROMPT, texts, tokens(texts))
+    assert time.perf_counter() - started < 5.0
+    assert (first.score, first.failure, last.score, last.failure) == (1.0, None, 1.0, None)
+    assert (failed.score, failed.correct, failed.parts) == (-0.5, False, (("failed", 1.0),))
+    assert reason in failed.failure
+    assert hostile.take_note() == (
+        f"reward function hostile failed on 1 responses, which scored -0.5: 1 x {failed.failure}"
+    )
+    assert hostile.take_note() is None
+
+
+def test_a_failure_ends_the_run_where_the_configuration_says_so(caplog) -> None:
+    stops = function("hostile", on_failure="stop")
+    with pytest.raises(RewardError, match="hostile failed on .* prompt id: ValueError: no such"):
+        score(["fine", "raise"], stops)
+    with caplog.at_level(logging.WARNING):
+        score(["raise", "raise"], function("hostile"))
+    assert caplog.messages == ["reward function hostile, prompt id: ValueError: no such answer"]
+
+
+@pytest.mark.fault
+def test_what_a_function_started_ends_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    prompt = Prompt("id", (("user", "?"),), "1", "test", {"file": str(file)})
+    hangs = function("leaves_a_child", timeout_s=1.0, processes=True)
+    assert score(["a"], hangs, prompt=prompt)[0].reward == 0.0
+    child = int(file.read_text())
+    deadline = time.monotonic() + 5
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(child)
+
+
+def test_a_function_sees_only_the_variables_it_is_given(monkeypatch) -> None:
+    monkeypatch.setenv("SECRET", "1")
+    monkeypatch.setenv("SHOWN", "1")
+    assert score(["a"], function("secret", environment=["SHOWN"]))[0].reward == 2.0
+
+
+def test_a_function_of_the_working_folder_is_found(tmp_path: Path, monkeypatch) -> None:
+    lines = "def half(messages, response, tokens, ground_truth, extra_info):\n    return 0.5\n"
+    (tmp_path / "my_rewards.py").write_text(lines)
+    monkeypatch.chdir(tmp_path)
+    assert score(["a"], "my_rewards:half")[0].reward == 0.5
+
+
+def test_format_and_length() -> None:
+    pattern = {"function": "format", "options": {"pattern": "<think>.*</think>.*"}}
+    keys = {"function": "format", "name": "json", "options": {"json_keys": ["answer"]}}
+    texts = ["<think>\n</think> 3", "3", '```json\n{"answer": 3}\n```', '{"other": 1}', "[" * 9999]
+    scores = score(texts, pattern, keys)
+    assert [one.reward for one in scores] == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert dict(scores[2].parts)["json/json"] == 1.0
+    options = {"min_tokens": 2, "max_tokens": 4, "buffer": 4}
+    length = {"function": "length", "options": options}
+    by_length = score(["", "a", "aa", "aaaa", "a" * 5, "a" * 99], length)
+    assert [one.reward for one in by_length] == [-0.5, -0.25, 0.0, 0.0, -0.25, -1.0]
+
+
+@pytest.mark.fault
+def test_a_pattern_that_takes_for_ever_is_a_failure() -> None:
+    slow = {"function": "format", "options": {"pattern": "(a+)+b"}, "timeout_s": 1.0}
+    fine, failed = score(["aab", "a" * 40], slow)
+    assert (fine.reward, dict(failed.parts)["format/failed"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
+        (f"{MODULE}:no_such", f"{MODULE} has no function no_such"),
+        (f"{MODULE}:NOT_A_FUNCTION", "has no function NOT_A_FUNCTION"),
+        (f"{MODULE}:takes_less", "cannot be called with .*messages, response, tokens"),
+        (f"{MODULE}:scaled", "missing a required .*argument: 'factor'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_found_before_anything_starts(
+    name: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f'reward.functions.function = "{name}".*{message}'):
+        check_functions((RewardFunction(function=name),))
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        (["formt"], '"formt" is no built-in function; did you mean format'),
+        (["a:b:c"], 'write "MODULE:FUNCTION"'),
+        ([], "reward.functions"),
+        (["m:mean"], '"mean" cannot be the name of a metric'),
+        (["m:f", "n:f"], 'two are called "f"'),
+        ([{"function": "m:f", "wieght": 1.0}], "reward.functions.0.wieght: unknown key"),
+        ([{"function": "m:f", "timeout_s": 0.0}], "reward.functions.0.timeout_s = 0.0 must be"),
+        ([{"weight": 1.0}], "reward.functions.0.function: required, but missing"),
+        ([{"function": "rule", "options": {"a": 1}}], '"rule" takes none'),
+        ([{"function": "judge", "step_score": "sum"}], '.step_score: "judge" scores no steps'),
+        ([{"function": "m:f", "step_separators": [""]}], "an empty text separates nothing"),
+        ([{"function": "arithmetic_steps", "step_separators": ["."]}], "has its own"),
+        ([{"function": "m:f", "step_score": "max"}], "reward.functions.0.step_score"),
+        ([{"function": "format", "options": {"pattern": "("}}], "no regular expression"),
+    ],
+)
+def test_a_wrong_entry_is_named_with_its_key(functions: list, message: str) -> None:
+    table = {
+        "run": {"folder": "runs/a", "num_steps": 1},
+        "model": {"path": "m"},
+        "data": {"train": "arithmetic:train:10"},
+        "reward": {"functions": functions},
+    }
+    with pytest.raises(ConfigError) as raised:
+        from_dict(table)
+    assert message in str(raised.value)
+
+
+def test_a_source_that_nothing_scores_is_found_when_prompts_are_loaded() -> None:
+    config = RewardConfig(functions=({"function": "boxed", "data_sources": ["math"]}, "length"))
+    assert config.check_gold("7", "math") == "7"
+    only = RewardConfig(functions=({"function": "boxed", "data_sources": ["math"]},))
+    with pytest.raises(DataError, match="no entry of reward.functions scores .* 'code'"):
+        only.check_gold("7", "code")

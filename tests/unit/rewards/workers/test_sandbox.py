@@ -1,0 +1,316 @@
+"""Generated code in its sandbox: right verdicts, and every way out of it tried for real.
+
+Would catch: code that reads the home folder, reaches the network, outlives its time, harms the
+machine or forges its verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megadapo.data.prompts import Prompt
+from megadapo.errors import DataError
+from megadapo.rewards.config import RewardConfig
+from megadapo.rewards.function_config import RewardFunction
+from megadapo.rewards.unit_tests import UnitTests, program_of, read_tests, same_output
+from megadapo.rewards.workers.runner import FunctionScore, Runner
+from megadapo.rewards.workers.runners import start_runner
+
+ADDS = json.dumps({"inputs": ["1 2", "30 4"], "outputs": ["3\n", "34"]})
+READS = "a, b = map(int, input().split())\n"
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Runner]:
+    runner = start_runner(
+        RewardFunction(
+            function="python_tests",
+            timeout_s=4.0,
+            memory_mib=256,
+            output_kib=64,
+            num_workers=2,
+            options={"seconds_per_test": 1.0},
+        )
+    )
+    yield runner
+    runner.close()
+
+
+def run(sandbox: Runner, programs: list[str], tests: str = ADDS) -> list[FunctionScore]:
+    texts = [f"Here it is:\n```python\n{program}\n```\n" for program in programs]
+    prompt = Prompt("id", (("user", "?"),), tests, "code")
+    ids = [np.arange(1, dtype=np.int32)] * len(texts)
+    return sandbox.score_group(prompt, texts, ids)
+
+
+def output(sandbox: Runner, program: str) -> str:
+    """What a program prints, found out by letting it be wrong."""
+    (reply,) = sandbox._pool.run(
+        [
+            {
+                "code": program,
+                "tests": None,
+                "inputs": [""],
+                "seconds_per_run": 2.0,
+                "seconds": 4.0,
+                "stops_early": False,
+            }
+        ],
+        8.0,
+    )
+    return reply["runs"][0]["output"]
+
+
+def test_programs_are_right_where_they_print_what_is_expected(sandbox: Runner) -> None:
+    programs = [READS + "print(a + b, '')", READS + "print(a - b)", "def", "print(3)"]
+    scores = run(sandbox, programs)
+    assert [(one.score, one.correct) for one in scores] == [(1.0, True)] + [(0.0, False)] * 3
+    assert dict(scores[3].parts)["passed"] == 0.5
+    assert all(one.failure is None for one in scores)
+    (none,) = sandbox.score_group(
+        Prompt("id", (("user", "?"),), ADDS, "code"), ["no program"], [np.arange(1)]
+    )
+    assert (none.score, dict(none.parts)["no_program"]) == (0.0, 1.0)
+
+
+def test_assertions_run_behind_the_program(sandbox: Runner) -> None:
+    tests = "assert double(2) == 4\nassert double('a') == 'aa'"
+    programs = ["def double(x): return 2 * x", "def double(x): return x + 2", "double = 3"]
+    assert [one.correct for one in run(sandbox, programs, tests)] == [True, False, False]
+
+
+def test_an_input_may_be_longer_than_any_output(sandbox: Runner) -> None:
+    """A text that is cut where printing is limited fails the program that reads all of it."""
+    numbers = "1\n" * 300_000
+    tests = json.dumps({"inputs": [numbers], "outputs": ["300000"]})
+    programs = ["print(sum(map(int, open(0))))", f"print({numbers!r})"]
+    assert [one.correct for one in run(sandbox, programs, tests)] == [True, False]
+
+
+def test_a_program_cannot_say_that_it_passed(sandbox: Runner) -> None:
+    programs = [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "import os; os.write(3, b'passed'); os._exit(0)",
+        "import os\nfor n in range(256):\n    try: os.write(n, b'{\"runs\": []}\\n')\n"
+        "    except OSError: pass\nos._exit(0)",
+    ]
+    assert not any(one.correct for one in run(sandbox, programs, "assert solve() == 1"))
+
+
+def test_expected_outputs_are_not_in_the_sandbox(sandbox: Runner) -> None:
+    secret = json.dumps({"inputs": [""], "outputs": ["7391" + "5264"]})
+    program = (
+        "import gc\n"
+        "found = [o for o in gc.get_objects() if isinstance(o, (list, dict, tuple))]\n"
+        "text = ' '.join(repr(o)[:10000] for o in found)\n"
+        "print('7391' + '5264' if '7391' + '5264' in text.replace(open(0).read(), '') else 'none')"
+    )
+    assert not run(sandbox, [program.replace("'7391' + '5264'", "chr(55)*2")], secret)[0].correct
+
+
+@pytest.mark.fault
+def test_the_home_folder_and_the_run_cannot_be_read(sandbox: Runner, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    secret.chmod(0o644)
+    home = Path.home()
+    for path in (home, tmp_path, Path.cwd(), Path("/proc"), Path("/sys"), Path("/etc/passwd")):
+        shown = output(
+            sandbox, f"import os; p = {str(path)!r}; print(os.path.exists(p) and os.listdir(p))"
+        )
+        # where Python lies within, the way to it is there, and nothing beside it
+        ways = [Path(way) for way in (sys.base_prefix, sys.prefix)]
+        names = {way.relative_to(path).parts[0] for way in ways if way.is_relative_to(path)}
+        assert shown == "False\n" or set(re.findall(r"'([^']*)'", shown)) <= names
+    shown = output(sandbox, f"import os; print(os.listdir({str(home)!r}))")
+    assert not shown or len(re.findall(r"'", shown)) <= 2
+    assert output(sandbox, f"print(open({str(secret)!r}).read())") == ""
+    written = "\n".join(
+        f"try: open({str(path / 'x')!r}, 'w')\nexcept OSError: print('refused')"
+        for path in (Path("/usr"), Path(sys.base_prefix), Path("/"), home)
+    )
+    assert output(sandbox, written) == "refused\n" * 4
+
+
+@pytest.mark.fault
+def test_the_network_cannot_be_reached(sandbox: Runner) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        port = server.getsockname()[1]
+        program = (
+            "import socket\n"
+            f"for address in (('127.0.0.1', {port}), ('1.1.1.1', 53)):\n"
+            "    try: socket.create_connection(address, timeout=1); print('reached')\n"
+            "    except OSError as error: print('unreachable')\n"
+        )
+        assert output(sandbox, program) == "unreachable\n" * 2
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+@pytest.mark.fault
+def test_nothing_outlives_its_time(sandbox: Runner) -> None:
+    """A daemon in a session of its own, and one that ignores all signals it can."""
+    mark = f"outlives-{os.getpid()}"
+    program = (
+        "import os, signal, sys, time\n"
+        "for number in range(1, 60):\n"
+        "    try: signal.signal(number, signal.SIG_IGN)\n"
+        "    except (OSError, ValueError): pass\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        "        sleep = 'import time; time.sleep(60)'\n"
+        f"        os.execv(sys.executable, ['python', '-c', sleep, {mark!r}])\n"
+        "    os._exit(0)\n"
+        "while True: pass\n"
+    )
+    started = time.perf_counter()
+    (score,) = run(sandbox, [program])
+    assert time.perf_counter() - started < 4.0
+    assert dict(score.parts)["timeouts"] == 1.0 and score.failure is None
+    lines = subprocess.run(["ps", "ax", "-o", "args"], capture_output=True, text=True).stdout
+    assert "pytest" in lines and mark not in lines
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nwhile True: os.fork()",
+        "x = []\nwhile True: x.append(bytearray(1 << 20))",
+        "while True: print('x' * 100000)",
+        "n = 0\nwhile True: open(f'/tmp/{n}', 'w').write('x' * 60000); n += 1",
+        "import os\nos.kill(1, 9); os.kill(1, 2); os.kill(-1, 9)",
+        "import os\nos.kill(os.getppid(), 9); os.abort()",
+        "import ctypes; ctypes.string_at(0)",
+        "import ctypes\nlibc = ctypes.CDLL(None)\n"
+        "assert libc.mount(b'x', b'/tmp', b'tmpfs', 0, None) == 0",
+        "import os\nos.setuid(0)",
+        "raise BaseException",
+        "class E(Exception):\n    def __str__(self): 1 / 0\nraise E",
+        "def f(): f()\nf()",
+        "import sys; sys.stdout = None; print(1)",
+    ],
+    ids=lambda program: re.sub(r"\W+", "-", program)[:30],
+)
+def test_whatever_a_program_does_it_is_wrong_and_the_next_one_is_scored(
+    sandbox: Runner, program: str
+) -> None:
+    started = time.perf_counter()
+    harmful, right = run(sandbox, [program, READS + "print(a + b)"])
+    assert (harmful.correct, right.correct) == (False, True)
+    assert harmful.failure is None
+    assert time.perf_counter() - started < 5.0
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("memory_mib", "is_lost"), [(1024, False), (80, True)])
+def test_what_a_program_prints_is_never_a_failure_of_the_function(
+    memory_mib: int, is_lost: bool
+) -> None:
+    """Each NUL is six bytes in a reply: eleven runs would not fit, and end the run that scores; and
+    with little memory the sandbox itself ends."""
+    function = RewardFunction(
+        function="python_tests",
+        timeout_s=6.0,
+        memory_mib=memory_mib,
+        options={"partial": True},
+        on_failure="stop",
+    )
+    runner = start_runner(function)
+    tests = json.dumps({"inputs": [""] * 11, "outputs": ["0"] * 11})
+    try:
+        floods, right = run(runner, ["print('\\0' * 1048000)", "print(0)"], tests)
+    finally:
+        runner.close()
+    assert (floods.score, floods.failure, right.score) == (0.0, None, 1.0)
+    assert dict(floods.parts)["lost_sandboxes"] == float(is_lost)
+
+
+def test_a_sandbox_is_used_once(sandbox: Runner) -> None:
+    assert output(sandbox, "open('/tmp/left', 'w').write('x')") == ""
+    assert output(sandbox, "import os; print(os.path.exists('/tmp/left'))") == "False\n"
+
+
+def test_an_environment_among_temporary_files_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sandbox has a /tmp of its own, in which Python itself may have to be shown."""
+    environment = tmp_path / "env"
+    venv.create(environment, symlinks=True, with_pip=False)
+    monkeypatch.setattr(sys, "executable", str(environment / "bin" / "python"))
+    runner = start_runner(RewardFunction(function="python_tests", num_workers=1, timeout_s=4.0))
+    try:
+        assert run(runner, [READS + "print(a + b)"])[0].correct
+    finally:
+        runner.close()
+
+
+def test_a_user_without_rights_gets_the_same_sandbox() -> None:
+    """Root that may not mount goes the way of other users, through a user namespace."""
+    program = "import json\nfrom megadapo.rewards.workers.sandbox_worker import main\nmain()"
+    settings = {"memory_bytes": 1 << 28, "output_bytes": 1 << 16, "idle": False}
+    code = "import os, socket\nprint(os.getuid(), os.path.exists('/etc/passwd'))\n"
+    request = {"code": code, "tests": None, "inputs": [""], "stops_early": False}
+    line = {"cpu_s": 5, "request": request | {"seconds_per_run": 2.0, "seconds": 4.0}}
+    limited = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
+    done = subprocess.run(
+        [
+            *(limited if os.geteuid() == 0 else []),
+            sys.executable,
+            "-c",
+            program,
+            json.dumps(settings),
+        ],
+        input=json.dumps(line) + "\n",
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=30,
+    )
+    ready, reply = [json.loads(text) for text in done.stdout.splitlines()]
+    assert ready == {"ready": True}
+    assert reply["runs"] == [{"ending": "done", "output": "1000 False\n"}]
+
+
+@pytest.mark.parametrize(
+    ("gold", "message"),
+    [
+        ("", "no unit tests"),
+        ("assert (", "not Python"),
+        ("x = 3", "assert nothing"),
+        ("{", "cannot be read"),
+        ('{"inputs": []}', "cannot be read"),
+        ('{"inputs": [1], "outputs": ["1"]}', "lists of texts"),
+        ('{"inputs": ["1", "2"], "outputs": ["1"]}', "2 inputs for 1 outputs"),
+        ('{"inputs": [], "outputs": []}', "0 inputs for 0"),
+    ],
+)
+def test_tests_that_cannot_be_run_are_found_when_prompts_are_loaded(
+    gold: str, message: str
+) -> None:
+    config = RewardConfig(functions=("python_tests",))
+    assert config.check_gold("assert f() == 1", "code") == "assert f() == 1"
+    with pytest.raises(DataError, match=message):
+        config.check_gold(gold, "code")
+
+
+def test_reading_programs_tests_and_outputs() -> None:
+    assert program_of("```python\na\n```\n```py\nb\n```") == "b\n"
+    assert program_of("```\na\n```") == "a\n" and program_of("a") is None
+    assert read_tests(ADDS) == UnitTests(None, ("1 2", "30 4"), ("3\n", "34"))
+    assert same_output("1 \n2\n\n", "1\n2") and not same_output("1 2", "12")

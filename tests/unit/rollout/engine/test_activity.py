@@ -1,0 +1,59 @@
+"""What an engine says of its own work."""
+
+import pytest
+
+from megadapo.rollout.engine import activity
+from megadapo.rollout.engine.activity import ActivityCounter
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets."""
+    now = [100.0]
+    monkeypatch.setattr(activity.time, "monotonic", lambda: now[0])
+    return now
+
+
+def step(counter, running, **numbers):
+    counter.step(
+        running=running,
+        waiting=numbers.get("waiting", 0),
+        kv_use=numbers.get("kv_use", 0.0),
+        num_preemptions=numbers.get("preemptions", 0),
+    )
+
+
+def test_time_is_weighted_by_what_ran(clock):
+    """A mean over steps would count short ones as much as long ones, and idle time as work."""
+    counter = ActivityCounter(8)
+    clock[0] += 10.0  # nothing runs yet
+    step(counter, 8, waiting=5, kv_use=0.5)
+    clock[0] += 1.0
+    step(counter, 4, waiting=2, kv_use=0.75, preemptions=2)
+    clock[0] += 3.0
+    step(counter, 0)
+    clock[0] += 6.0
+    taken = counter.take(20)
+    assert taken.num_tokens == 20 and taken.num_preemptions == 2 and taken.max_waiting == 5
+    assert taken.seconds == pytest.approx(20.0) and taken.busy_seconds == pytest.approx(4.0)
+    assert taken.mean_running == pytest.approx((8 * 1.0 + 4 * 3.0) / 4.0 / 8)
+    assert taken.max_kv_use == 0.75
+
+
+def test_taking_starts_over_and_loses_nothing(clock):
+    """What still runs goes on being counted; tokens since the start are not forgotten."""
+    counter = ActivityCounter(4)
+    step(counter, 2, waiting=9, kv_use=0.9, preemptions=1)
+    clock[0] += 2.0
+    counter.take(3)
+    clock[0] += 1.0
+    step(counter, 0)
+    taken = counter.take(5)
+    assert taken.num_tokens == 2
+    assert taken.busy_seconds == pytest.approx(1.0) and taken.mean_running == pytest.approx(0.5)
+    assert (taken.max_waiting, taken.num_preemptions, taken.max_kv_use) == (0, 0, 0.0)
+
+
+def test_an_engine_without_work_is_not_busy(clock):
+    taken = ActivityCounter(4).take(0)
+    assert (taken.busy_seconds, taken.mean_running, taken.seconds) == (0.0, 0.0, 0.0)

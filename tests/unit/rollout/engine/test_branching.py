@@ -1,0 +1,138 @@
+"""Where responses branch, against numbers worked by hand."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megadapo.algorithm.branches import Branch
+from megadapo.errors import ConfigError
+from megadapo.rollout.branching_config import BranchingConfig
+from megadapo.rollout.config import SamplingConfig
+from megadapo.rollout.engine.branching import (
+    branch_probability,
+    choose_branches,
+    normalized_entropy,
+)
+from megadapo.rollout.requests import GroupRequest, Response, SamplingSettings, ToolCall
+
+ON = BranchingConfig(initial_rollouts=2)
+
+
+def table(*positions: list[float]) -> SimpleNamespace:
+    """The sampled token's probability and the most probable ones' at each position."""
+    ends = np.cumsum([len(position) for position in positions]).tolist()
+    logs = [math.log(p) if p else -math.inf for position in positions for p in position]
+    return SimpleNamespace(
+        start_indices=[0, *ends][: len(ends)],
+        end_indices=ends,
+        token_ids=[0] * len(logs),
+        logprobs=logs,
+    )
+
+
+def response(start: float, *calls: tuple[int, float], branch: Branch | None = None) -> Response:
+    return Response(
+        token_ids=np.zeros(40, dtype=np.int32),
+        logprobs=np.zeros(40, dtype=np.float32),
+        finish_reason="stop",
+        text="",
+        policy_versions=np.zeros(40, dtype=np.int32),
+        calls=tuple(ToolCall(end=end, entropy=entropy) for end, entropy in calls),
+        entropy=start,
+        branch=branch,
+    )
+
+
+def branches(responses: list[Response], config: BranchingConfig = ON, **numbers: int):
+    seeds = range(100, 100 + len(responses))
+    return choose_branches(responses, seeds, config, **{"num_seen": 0, "num_left": 9, **numbers})
+
+
+def test_entropy_is_the_mean_of_the_first_positions_over_log_v():
+    """The sampled token comes first and would be counted twice; one of no probability adds 0."""
+    positions = table([0.5, 0.5, 0.25], [0.1, 1.0, 0.0], [0.9, 0.3, 0.3])
+    first = 0.5 * math.log(2) + 0.25 * math.log(4)
+    found = normalized_entropy(positions, num_tokens=2, vocab_size=16)
+    assert found == pytest.approx((first + 0.0) / 2 / math.log(16))
+    uniform = table([0.25] * 5)
+    assert normalized_entropy(uniform, num_tokens=20, vocab_size=4) == pytest.approx(1.0)
+    assert math.isnan(normalized_entropy(table(), num_tokens=20, vocab_size=4))
+
+
+def test_the_probability_is_linear_in_the_rise():
+    """alpha + beta dH with the paper's 0.5 and 0.2."""
+    assert branch_probability(0.25, ON) == pytest.approx(0.55)
+    assert branch_probability(-1.0, ON) == pytest.approx(0.3)
+
+
+def test_responses_branch_where_the_entropy_rises_turn_by_turn():
+    """First calls before second ones; where it does not rise or was not measured none does."""
+    first = response(0.1, (10, 0.2), (20, 0.1), (30, 0.3))
+    second = response(0.1, (12, 0.05), (22, 0.4), (32, math.nan))
+    expected = [Branch(0, 10), Branch(1, 22), Branch(0, 30)]
+    assert branches([first, second]) == expected
+    assert branches([first, second], num_left=2) == expected[:2]
+    wide = ON.model_copy(update={"beam_size": 3})
+    assert branches([first, second], wide, num_left=5) == [
+        *[Branch(0, 10)] * 2,
+        *[Branch(1, 22)] * 2,
+        Branch(0, 30),
+    ]
+    steep = ON.model_copy(update={"threshold": 0.55})
+    assert branches([first, second], steep) == [Branch(1, 22)]
+    unmeasured = response(math.nan, (10, 0.9))
+    assert branches([unmeasured]) == [] and branches([]) == []
+
+
+def test_a_branch_branches_behind_its_own_calls_only():
+    """The calls before it were looked at with its parent; those seen are not looked at again."""
+    parent = response(0.1, (10, 0.2))
+    child = response(0.1, (10, 0.9), (25, 0.2), branch=Branch(0, 10))
+    assert branches([parent, child], num_seen=1) == [Branch(1, 25)]
+
+
+def test_a_draw_branches_with_the_probability_and_always_alike():
+    """Half of the points without a rise, whatever the threshold."""
+    config = BranchingConfig(initial_rollouts=2, decision="draw")
+    responses = [response(0.1, (10, 0.1)) for _ in range(4000)]
+    found = branches(responses, config, num_left=4000)
+    assert abs(len(found) - 2000) < 5 * math.sqrt(1000)
+    assert branches(responses, config, num_left=4000) == found
+
+
+def test_a_group_takes_as_many_places_as_begin_at_the_prompt():
+    """Counting all of its responses would leave half of the slots empty."""
+    plain = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=5)
+    settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=5, branching=ON)
+    seeds = (1, 2, 3, 4, 5)
+    for one, expected in ((plain, 5), (settings, 2)):
+        request = GroupRequest(key=0, prompt_ids=(1,), seeds=seeds, settings=one)
+        assert request.num_at_once == expected
+    assert SamplingConfig(responses_per_prompt=4, branching=ON).responses_at_once == 2
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "key"),
+    [
+        (BranchingConfig, {"beam_size": 3}, "sampling.branching.beam_size: read only"),
+        (BranchingConfig, {"initial_rollouts": 2, "beta": 0.0}, "never exceeds"),
+        (
+            BranchingConfig,
+            {"initial_rollouts": 2, "decision": "draw", "threshold": 0.6},
+            "sampling.branching.threshold",
+        ),
+        (SamplingConfig, {"responses_per_prompt": 2, "branching": ON}, "initial_rollouts = 2"),
+        (
+            SamplingConfig,
+            {"mode": "partial", "max_staleness": 1, "branching": ON},
+            'sampling.mode = "partial"',
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(section, values, key):
+    with pytest.raises(ConfigError, match=key):
+        section(**values)

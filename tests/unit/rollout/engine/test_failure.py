@@ -1,0 +1,83 @@
+import pytest
+
+from megadapo.cluster.process_log import START_LINE
+from megadapo.rollout.engine.failure import describe_failure, root_cause
+from tests.support.rollout.scripted_engines import example_log
+
+WORKER = "(Worker pid=7) ERROR 11-20 07:09:16 [multiproc_executor.py:1063] "
+CORE = "(EngineCore pid=6) ERROR 11-20 07:09:16 [core.py:1512] "
+
+
+def test_the_cause_is_named_and_not_its_echo_in_other_processes():
+    log = (
+        f"{WORKER}Traceback (most recent call last):\n"
+        f"{WORKER}RuntimeError: CPU Generator does not use offset\n"
+        f"{CORE}RuntimeError: Worker failed with error 'CPU Generator does not use offset'\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert root_cause(log) == "RuntimeError: CPU Generator does not use offset"
+
+
+def test_an_earlier_runs_error_in_the_same_file_is_not_blamed():
+    old = f"{START_LINE}ValueError: old trouble\n"
+    assert root_cause(old) == "ValueError: old trouble"
+    assert root_cause(old + START_LINE + "all is well\n") is None
+
+
+@pytest.mark.parametrize(
+    ("cause", "remedy"),
+    [
+        (
+            "ValueError: To serve at least one request with the models's max seq len (4096), "
+            "(2.0 GiB KV cache is needed, which is larger than the available KV cache memory",
+            "raise rollout.kv_cache_gib",
+        ),
+        (
+            "ValueError: Available memory on node 0 (3/24 GiB) on kv cache allocation is less "
+            "than requested memory for kv (64.0 GiB).",
+            "lower rollout.kv_cache_gib",
+        ),
+        (
+            "ValueError: Free memory on device (10/80 GiB) on startup is less than desired GPU "
+            "memory utilization (0.9, 72 GiB).",
+            "lower rollout.gpu_memory_utilization",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory.", "lower rollout.gpu_memory_utilization"),
+        (
+            "OSError: models/none is not a local folder and is not a valid model identifier",
+            "model.path",
+        ),
+    ],
+)
+def test_a_known_cause_comes_with_what_to_change(tmp_path, cause, remedy):
+    path = example_log(
+        tmp_path,
+        f"{START_LINE}{CORE}{cause}\nRuntimeError: Engine core "
+        "initialization failed. See root cause above.\n",
+    )
+    text = describe_failure("rollout engine 0 could not start", "", path)
+    assert cause in text and remedy in text and str(path) in text
+
+
+def test_a_validation_error_is_shown_on_one_line(tmp_path):
+    detail = (
+        "ValidationError: 1 validation error for ModelConfig\n  Value error, User-specified "
+        "max_model_len (4192) is greater than the derived max_model_len [type=value_error, "
+        "input_value=ArgsKwargs()]\n    For further information visit https://errors.pydantic.dev"
+    )
+    text = describe_failure("engine 0 could not start", detail, tmp_path / "none.log")
+    assert text.startswith("engine 0 could not start: Value error, User-specified max_model_len")
+    assert "rollout.max_response_tokens" in text
+    assert "\n" not in text and "pydantic" not in text
+
+
+def test_an_earlier_error_in_the_log_is_not_blamed_for_a_later_failure(tmp_path):
+    path = example_log(tmp_path, f"{START_LINE}{WORKER}ValueError: a plugin is missing\n")
+    assert "plugin" not in describe_failure("failed", "OSError: the prompt is too long", path)
+    dead = "EngineDeadError: EngineCore encountered an issue. See stack trace (above)"
+    assert "plugin" in describe_failure("failed", dead, path)
+
+
+def test_without_a_log_the_exception_itself_is_shown(tmp_path):
+    text = describe_failure("engine 1 died", "OSError: disk on fire", tmp_path / "none.log")
+    assert "engine 1 died: OSError: disk on fire" in text

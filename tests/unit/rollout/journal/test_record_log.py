@@ -1,0 +1,120 @@
+"""Would catch: a record that is not what was written, a sound one behind which all is lost, and a
+file that cannot be appended to after a kill or a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from megadapo.rollout.journal.record_log import RecordLog
+
+PAYLOADS = [b"", b"one", bytes(range(256)), b"last\x00"]
+
+
+def opened(path: Path) -> tuple[RecordLog, list[bytes]]:
+    seen: list[bytes] = []
+    log = RecordLog(path, lambda _, payload: seen.append(payload))
+    return log, seen
+
+
+def written(path: Path) -> list[int]:
+    """Where the records end, from the beginning of the file on."""
+    log, _ = opened(path)
+    ends = [0]
+    for payload in PAYLOADS:
+        assert log.append(payload) == ends[-1]
+        ends.append(path.stat().st_size)
+    log.close()
+    return ends
+
+
+def test_what_was_written_is_read_in_order(tmp_path):
+    written(tmp_path / "log")
+    log, seen = opened(tmp_path / "log")
+    assert (seen, log.cut) == (PAYLOADS, "")
+    log.append(b"more")
+    log.sync()
+    log.close()
+    assert opened(tmp_path / "log")[1] == [*PAYLOADS, b"more"]
+
+
+def test_a_tail_torn_at_any_byte_is_cut_off_and_written_over(tmp_path):
+    path = tmp_path / "log"
+    ends = written(path)
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        log, seen = opened(path)
+        num_whole = sum(end <= size for end in ends) - 1
+        assert seen == PAYLOADS[:num_whole]
+        assert bool(log.cut) == (size not in ends) and "damaged" not in log.cut
+        log.append(b"next")
+        log.close()
+        assert opened(path)[1] == [*PAYLOADS[:num_whole], b"next"]
+
+
+def test_a_flipped_byte_ends_the_log_at_its_record(tmp_path):
+    path = tmp_path / "log"
+    ends = written(path)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(
+            whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
+        )
+        log, seen = opened(path)
+        damaged = sum(end <= place for end in ends) - 1
+        assert seen == PAYLOADS[:damaged], f"byte {place}"
+        assert log.cut == f"a damaged record at byte {ends[damaged]} of {len(whole)}"
+        assert path.stat().st_size == ends[damaged]
+        log.close()
+
+
+def test_damage_while_the_file_is_open_is_seen(tmp_path):
+    path = tmp_path / "log"
+    ends = written(path)
+    log, _ = opened(path)
+    assert log.read(ends[1]) == PAYLOADS[1]
+    with path.open("r+b") as file:
+        file.seek(ends[2] - 1)
+        file.write(b"X")
+    assert log.read(ends[1]) is None
+    assert log.read(ends[2]) == PAYLOADS[2]
+    os.truncate(path, 5)
+    assert log.read(ends[2]) is None
+    log.close()
+
+
+@pytest.mark.parametrize("num_written", [0, 1, 30])
+def test_a_record_that_does_not_fit_leaves_no_trace(tmp_path, monkeypatch, num_written):
+    """A full disk takes part of a write and then refuses; what comes later must be found."""
+    path = tmp_path / "log"
+    written(path)
+    log, seen = opened(path)
+    real, left = os.pwrite, [num_written]
+
+    def full(file, data, place):
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = real(file, data[: left[0]], place)
+        left[0] -= done
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space"):
+            log.append(b"x" * 100)
+    log.append(b"fits")
+    log.close()
+    assert opened(path)[1] == [*seen, b"fits"]
+
+
+def test_a_log_that_is_cleared_begins_anew(tmp_path):
+    written(tmp_path / "log")
+    log, _ = opened(tmp_path / "log")
+    log.clear()
+    assert log.append(b"first") == 0
+    log.close()
+    assert opened(tmp_path / "log")[1] == [b"first"]

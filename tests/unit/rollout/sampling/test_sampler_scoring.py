@@ -1,0 +1,104 @@
+"""Would catch: engines that wait for the scoring of responses, a failure lost in its thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.support.rollout.samplers import HALF, RARE, make_sampler
+from tests.support.rollout.scripted_engines import (
+    RightAtLeast,
+    ScriptedEngines,
+)
+
+
+class WaitsForTheJudge(ScriptedEngines):
+    """Hands the first group back at once and the others only after it has been scored."""
+
+    def __init__(self, scored: threading.Event) -> None:
+        super().__init__()
+        self._scored = scored
+
+    def finished(self, timeout_s=None):
+        if self.num_handed_back == 1:
+            assert self._scored.wait(timeout=10), "nothing was scored while the others ran"
+        return super().finished(timeout_s)
+
+
+def test_scoring_runs_while_generation_goes_on():
+    scored = threading.Event()
+
+    class Judge(RightAtLeast):
+        def score_group(self, prompt, texts, token_ids):
+            scored.set()
+            return super().score_group(prompt, texts, token_ids)
+
+    sampler = make_sampler(WaitsForTheJudge(scored), judge=Judge(HALF))
+    assert sampler.next_batch().num_kept == 8
+
+
+def test_the_time_of_scoring_is_that_of_all_groups():
+
+    class Slow(RightAtLeast):
+        seconds = 0.0
+
+        def score_group(self, prompt, texts, token_ids):
+            start = time.perf_counter()
+            time.sleep(0.001)
+            scores = super().score_group(prompt, texts, token_ids)
+            self.seconds += time.perf_counter() - start
+            return scores
+
+    engines, judge = ScriptedEngines(), Slow(RARE)
+    sampler = make_sampler(engines, num_prompts=500, max_asked_per_prompt=40.0, judge=judge)
+    batch = sampler.next_batch()
+    assert judge.seconds <= batch.reward_seconds < 2 * judge.seconds
+
+
+def test_a_failing_verifier_ends_the_step():
+    """An exception in the scoring thread must not be lost."""
+
+    class Broken:
+        num_threads = 1
+
+        def score_group(self, prompt, texts, token_ids):
+            raise ValueError("no score")
+
+    sampler = make_sampler(ScriptedEngines(), judge=Broken())
+    with pytest.raises(ValueError, match="no score"):
+        sampler.next_batch()
+
+
+def test_a_group_that_is_scored_when_the_batch_is_full_goes_on_in_the_next_step():
+    """Neither the engines nor the batch have it then, and its prompt would be left out."""
+    full = threading.Event()
+
+    class SlowOnTheFirst(RightAtLeast):
+        num_threads = 2
+
+        def score_group(self, prompt, texts, token_ids):
+            if prompt.id == first:
+                assert full.wait(timeout=10)
+            return super().score_group(prompt, texts, token_ids)
+
+    class TellsWhenFull(ScriptedEngines):
+        def stop(self, keys=None, *, keep):
+            full.set()
+            return super().stop(keys, keep=keep)
+
+    engines, config = (
+        TellsWhenFull(),
+        {"mode": "partial", "max_staleness": 1, "saved_groups": "all"},
+    )
+    judge = SlowOnTheFirst(HALF)
+    sampler = make_sampler(
+        engines, judge=judge, sampler={"scoring": lambda: ThreadPoolExecutor(2)}, **config
+    )
+    first = sampler._drawing.prompt(0).id
+    sampler.next_batch()
+    [waiting] = [one for one in sampler._unfinished if one.order == 0]
+    assert {response.finish_reason for response in waiting.responses} <= {"stop", "length"}
+    assert 0 in [saved.group.order for saved in sampler.next_batch().saved]

@@ -1,0 +1,149 @@
+"""Exports beside a run: none is lost to pruning, a stop or a resume, and none can harm the run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from megadapo.config import RunConfig, from_dict
+from megadapo.errors import ConfigError, RunInterrupted
+from megadapo.run.run import Run
+from tests.support.runs.checkpoints import written_by
+from tests.support.runs.exported_runs import trainer_tensors, write_run
+
+
+def config_of(folder: Path, model: Path, *, num_steps: int, **checkpoint: float) -> RunConfig:
+    return from_dict(
+        {
+            "run": {"folder": str(folder), "num_steps": num_steps},
+            "model": {"path": str(model)},
+            "data": {"train": "arithmetic:train:64"},
+            "evaluation": {"every": 0},
+            "trainer": {"optimizer": {"warmup_steps": 0}},
+            "checkpoint": {"every": 2, "export_every": 2, "keep": 2} | checkpoint,
+        }
+    )
+
+
+def advance(run: Run, model: Path, to_step: int) -> None:
+    """Steps as the loop does them; the weights after step N are the base model's times N."""
+    for step in run.steps():
+        with run.phase("rollout"):
+            pass
+        run.log.record({"step": step})
+        run.complete(step, {})
+        if run.checkpoints.is_due(step):
+            tensors = trainer_tensors(model, step)
+            run.save(
+                written_by(lambda path, it=tensors: dcp.save(it, checkpoint_id=path, no_dist=True))
+            )
+        if step == to_step:
+            return
+
+
+def exported(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "exports").iterdir())
+
+
+def holds_weights_of(folder: Path, model: Path, step: int) -> bool:
+    name = "model.norm.weight"
+    found = load_file(folder / "exports" / f"step-{step}" / "model.safetensors")[name]
+    return torch.equal(found, load_file(model / "model.safetensors")[name] * step)
+
+
+def test_every_due_checkpoint_is_exported_whatever_is_kept(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Steps take no time here, so a checkpoint that pruning took would be gone before a child has
+    even started. The save of the step before the last ends when the run has done all of its steps,
+    and is not the last step's for that."""
+    due = {"every": 3, "every_minutes": 1e-9, "export_every": 3}
+    with Run.open(config_of(tmp_path, tiny_model, num_steps=5, **due)) as run:
+        advance(run, tiny_model, 5)
+        kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+        assert kept == {"step-3", "step-4", "step-5"}
+    assert exported(tmp_path) == ["step-3", "step-5"]
+    assert all(holds_weights_of(tmp_path, tiny_model, step) for step in (3, 5))
+    kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert kept == {"step-4", "step-5"}
+    assert "exports: 2 in" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_stopped_export_is_made_when_the_run_goes_on(tiny_model: Path, tmp_path: Path) -> None:
+    """And what a run that resumes from an earlier checkpoint had exported is not taken for its
+    own."""
+    with (
+        pytest.raises(RunInterrupted),
+        Run.open(config_of(tmp_path, tiny_model, num_steps=2)) as run,
+    ):
+        advance(run, tiny_model, 2)
+        raise RunInterrupted("stop")
+    assert not (tmp_path / "exports" / "step-2").exists()
+    (tmp_path / "exports" / "step-2.partial" / "model").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "exports" / "step-4").mkdir()
+    (tmp_path / "exports" / "step-4-fp8").mkdir()  # a user's own
+    with Run.open(config_of(tmp_path, tiny_model, num_steps=2)):
+        pass
+    aside, made, users = exported(tmp_path)
+    assert aside.startswith("aside-step-4-") and (made, users) == ("step-2", "step-4-fp8")
+    assert holds_weights_of(tmp_path, tiny_model, 2)
+
+
+def test_a_failed_export_is_a_note_and_the_run_goes_on(tiny_model: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, tmp_path / "no-such-model", num_steps=2)
+    with Run.open(config) as run:
+        advance(run, tiny_model, 2)
+    log = (tmp_path / "log.txt").read_text()
+    assert "the export of step 2 failed, and training goes on: exit code 3" in log
+    assert "exports: 0 in" in log and "1 failed" in log
+    assert "no such folder" in (tmp_path / "logs" / "export-step-2.log").read_text()
+    assert exported(tmp_path) == []
+
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from megadapo.run.export.background_export import BackgroundExports
+
+exports = BackgroundExports(Path(sys.argv[1]), print)
+exports.start(Path(sys.argv[1]) / "checkpoints" / "step-2", 2)
+print("started", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.fault
+def test_a_killed_run_takes_its_export_with_it(tiny_model: Path, tmp_path: Path) -> None:
+    """One that lives on would write into the folder that the resumed run's export writes to."""
+    run = write_run(tmp_path / "run", tiny_model, 2)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, run], stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdout.readline() == "started\n"
+    children = psutil.Process(driver.pid).children()
+    (child,) = (one for one in children if "megadapo.cli" in one.cmdline())
+    child.suspend()  # so that it cannot end by itself
+    driver.kill()
+    driver.communicate()
+    _, alive = psutil.wait_procs([child], timeout=20)
+    assert not alive
+    assert exported(run) == []
+
+
+def test_nothing_is_exported_unless_asked_for(tiny_model: Path, tmp_path: Path) -> None:
+    with Run.open(config_of(tmp_path, tiny_model, num_steps=2, export_every=0)) as run:
+        advance(run, tiny_model, 2)
+    assert not (tmp_path / "exports").exists() and not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("export_every", [-2, 1, 3])
+def test_exports_are_of_checkpoints(tiny_model: Path, tmp_path: Path, export_every: int) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.export_every = "):
+        config_of(tmp_path, tiny_model, num_steps=2, export_every=export_every)

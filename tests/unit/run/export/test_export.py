@@ -1,0 +1,270 @@
+"""An export is the checkpoint's weights and nothing else, or there is none and a reason."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megadapo.cli import main
+from megadapo.errors import CheckpointError, ConfigError, DataError, WeightError
+from megadapo.run.export.export import export_checkpoint, find_source
+from megadapo.run.state.checkpoint import CheckpointStore
+from megadapo.weights.disk.checkpoint_metadata import read_metadata
+from tests.support.runs.checkpoints import written_by
+from tests.support.runs.exported_runs import trainer_tensors, write_run
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 2 and 3."""
+    return write_run(tmp_path_factory.mktemp("runs") / "run", tiny_model, 2, 3)
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of that run, to be damaged."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def is_times(folder: Path, model: Path, factor: float) -> bool:
+    found, base = weights_of(folder), weights_of(model)
+    assert found.keys() == base.keys()
+    return all(torch.equal(found[name], base[name] * factor) for name in base)
+
+
+def test_the_newest_checkpoint_is_exported_with_all_that_a_server_needs(
+    finished: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches moments in place of weights, padded rows, and a folder without its tokenizer."""
+    destination = tmp_path / "out"
+    assert main(["export", str(finished), str(destination)]) == 0
+    said = capsys.readouterr().out
+    assert f"vllm serve {destination}" in said and "from_pretrained" in said
+    assert is_times(destination, tiny_model, 3)
+    for path in tiny_model.glob("*.json"):
+        assert json.loads((destination / path.name).read_text()) == json.loads(path.read_text())
+    assert list(tmp_path.iterdir()) == [destination]
+
+
+def test_the_exported_model_computes_the_trained_weights(
+    finished: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Through transformers: heads in another order have the same shapes, and other logits."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export_checkpoint(find_source(finished, 2), tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    expected = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="auto")
+    with torch.no_grad():
+        for parameter in expected.parameters():
+            parameter.mul_(2)
+        tokens = torch.arange(2, 40)[None]
+        assert torch.equal(exported(tokens).logits, expected(tokens).logits)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == exported.config.vocab_size
+
+
+@pytest.mark.parametrize("name", ["run", "run/checkpoints/step-2"])
+def test_a_step_is_named_by_itself_or_by_its_folder(
+    finished: Path, tiny_model: Path, tmp_path: Path, name: str
+) -> None:
+    step = 2 if name == "run" else None
+    export = export_checkpoint(find_source(finished.parent / name, step), tmp_path / "out")
+    assert (export.step, export.num_files) == (2, 1)
+    assert export.num_bytes == sum(p.stat().st_size for p in (tmp_path / "out").iterdir())
+    assert is_times(tmp_path / "out", tiny_model, 2)
+
+
+def test_a_generation_config_is_made_where_the_base_model_has_none(
+    finished: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Without one a server does not know the end token of a response."""
+    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
+    (base / "generation_config.json").unlink(missing_ok=True)
+    export_checkpoint(find_source(finished), tmp_path / "out", model=str(base))
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written == {"eos_token_id": 1, "pad_token_id": 0}
+
+
+def test_the_card_says_what_it_is_and_how_good(finished: Path, tmp_path: Path) -> None:
+    export_checkpoint(find_source(finished, 2), tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "step 2 of 9" in card
+    assert "avg@8 on 64 held-out problems of `arithmetic:held_out:64`" in card
+    assert "| this model | 0.2000 ± 0.0123 | 22.0 |" in card
+    assert "| before training | 0.0000 ± 0.0123 | 20.0 |" in card
+    assert "temperature 1.0, top-p 0.7" in card
+    for line in ("algorithm.objective.clip_high = 0.28", "trainer.optimizer.lr = 1e-06"):
+        assert line in card.splitlines()
+    assert "dual_clip" not in card and str(finished) not in card
+
+
+def test_a_checkpoint_without_its_run_needs_the_model_and_has_a_card(
+    run: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """A checkpoint that was copied to somewhere else is still the model."""
+    alone = Path(shutil.copytree(run / "checkpoints" / "step-3", tmp_path / "alone" / "step-3"))
+    with pytest.raises(ConfigError, match="--model"):
+        export_checkpoint(find_source(alone), tmp_path / "out")
+    export_checkpoint(find_source(alone), tmp_path / "out", model=str(tiny_model))
+    assert is_times(tmp_path / "out", tiny_model, 3)
+    assert "Not evaluated" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["run", "out", "--step", "5"], CheckpointError.exit_code, "those of 2, 3"),
+        (["run/checkpoints/step-5", "out"], CheckpointError.exit_code, "step-2, step-3"),
+        (["run/checkpoints/step-2", "out", "--step", "2"], ConfigError.exit_code, "already"),
+        (["nowhere", "out"], CheckpointError.exit_code, "neither a checkpoint nor a run"),
+        (["run", "run"], WeightError.exit_code, "exists already"),
+        (["run", "out", "--model", "./none"], DataError.exit_code, "no such folder"),
+    ],
+)
+def test_what_cannot_be_exported_is_said_and_leaves_nothing(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    says: str,
+) -> None:
+    (tmp_path / "run").symlink_to(finished)
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", *arguments]) == code
+    error = capsys.readouterr().err
+    assert says in error and "Traceback" not in error
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_damaged_checkpoint_is_passed_over_or_refused(
+    run: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch reads a flipped bit without a word; whoever names the step must not get another."""
+    shard = next((run / "checkpoints" / "step-3" / "trainer").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        find_source(run, 3)
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert "passed over" in capsys.readouterr().err
+    assert is_times(tmp_path / "out", tiny_model, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"decoder.final_layernorm.weight": None}, "final_layernorm.weight is missing"),
+        ({"decoder.layers.mlp.router.weight": torch.ones(2, 4)}, "router.weight is not in"),
+        ({"decoder.layers.mlp.linear_fc2.weight": torch.ones(2, 64, 96)}, r"\[2, 64, 96\]"),
+        ({"decoder.layers.mlp.linear_fc2.weight": torch.ones(3, 64, 128)}, r"\[3, 64, 128\]"),
+        ({"decoder.final_layernorm.weight": torch.ones(64).bfloat16()}, "different types"),
+    ],
+    ids=["missing", "unknown", "misshapen", "layers", "type"],
+)
+def test_a_checkpoint_of_another_model_is_named(
+    tiny_model: Path, tmp_path: Path, change: dict, says: str
+) -> None:
+    changed = trainer_tensors(tiny_model, 1.0) | change
+    tensors = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    run = write_run(tmp_path / "run", tiny_model, 1, tensors=tensors)
+    with pytest.raises(WeightError, match=says):
+        export_checkpoint(find_source(run), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+class _RunsACommand:
+    def __init__(self, witness: Path) -> None:
+        self._witness = witness
+
+    def __reduce__(self) -> tuple:
+        import os
+
+        return os.system, (f"touch {self._witness}",)
+
+
+def _with_metadata(run: Path, content: bytes) -> None:
+    """Put a file of somebody else's into a checkpoint, its manifest made to fit."""
+    folder = run / "checkpoints"
+    trainer = folder / "step-3" / "trainer"
+    (trainer / ".metadata").write_bytes(content)
+    copy = Path(shutil.copytree(trainer, run / "copy"))
+    shutil.rmtree(folder / "step-3")
+    CheckpointStore(folder, keep=9).save(
+        3,
+        write_trainer=written_by(lambda path: shutil.copytree(copy, path, dirs_exist_ok=True)),
+        state={},
+    )
+
+
+def test_a_pickle_that_would_run_a_command_does_not(run: Path, tmp_path: Path) -> None:
+    """Hashes say that a file is what was written, not that it is harmless."""
+    witness = tmp_path / "it ran".replace(" ", "-")
+    metadata = read_metadata(run / "checkpoints" / "step-3" / "trainer")
+    metadata.planner_data = _RunsACommand(witness)
+    _with_metadata(run, pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"(posix|os)\.system, which was not run"):
+        export_checkpoint(find_source(run, 3), tmp_path / "out")
+    assert not witness.exists() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80\x04.",
+        b"not a pickle",
+        pickle.dumps({"state_dict_metadata": {}}),
+        b"cos\nsystem\n.",
+    ],
+    ids=["empty", "nothing", "text", "table", "function"],
+)
+def test_metadata_that_is_none_is_refused(run: Path, tmp_path: Path, content: bytes) -> None:
+    _with_metadata(run, content)
+    with pytest.raises(CheckpointError, match="metadata"):
+        export_checkpoint(find_source(run, 3), tmp_path / "out")
+
+
+def test_metadata_reaches_into_its_own_folder_only(run: Path, tmp_path: Path) -> None:
+    """Catches a checkpoint that reads another user's model into this one's export."""
+    metadata = read_metadata(run / "checkpoints" / "step-3" / "trainer")
+    for place in metadata.storage_data.values():
+        place.relative_path = "../../step-2/trainer/" + place.relative_path
+    _with_metadata(run, pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="not a file beside it"):
+        export_checkpoint(find_source(run, 3), tmp_path / "out")
+
+
+def test_chunks_that_do_not_add_up_are_refused(run: Path, tmp_path: Path) -> None:
+    """What no chunk covers would be whatever was in memory before."""
+    metadata = read_metadata(run / "checkpoints" / "step-3" / "trainer")
+    stored = metadata.state_dict_metadata["decoder.final_layernorm.weight"]
+    stored.chunks[0].sizes = torch.Size([stored.size[0] - 1])
+    _with_metadata(run, pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="do not add up"):
+        export_checkpoint(find_source(run, 3), tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_quantised_export_is_marked_as_such(finished: Path, tmp_path: Path) -> None:
+    export_checkpoint(find_source(finished), tmp_path / "out", quantize="fp8")
+    exported = weights_of(tmp_path / "out")
+    kinds = {name: tensor.dtype for name, tensor in exported.items() if "_proj.weight" in name}
+    assert {kind for name, kind in kinds.items() if name.endswith("weight")} == {
+        torch.float8_e4m3fn
+    }
+    assert "quantised to fp8" in (tmp_path / "out" / "README.md").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,291 @@
+"""The checkpoint store: complete and verified, or not there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megadapo.errors import CheckpointError, DamageError
+from megadapo.run.state import checkpoint as checkpoint_module
+from megadapo.run.state.checkpoint import MANIFEST, CheckpointStore, load
+from megadapo.run.state.checkpoint import STATE as STATE_FILE
+from megadapo.weights.disk.hashed_files import Files, check_files
+from tests.support.runs.checkpoints import written_by
+
+STATE = {"step": 3, "policy_version": 3, "reserve": []}
+
+
+def write_shards(folder: Path) -> None:
+    (folder / "shard-0.distcp").write_bytes(os.urandom(4096))
+    (folder / "nested").mkdir()
+    (folder / "nested" / "metadata").write_bytes(b"meta")
+
+
+def saved(folder: Path, *steps: int, keep: int = 9) -> CheckpointStore:
+    store = CheckpointStore(folder, keep=keep)
+    for step in steps:
+        store.save(step, write_trainer=written_by(write_shards), state=STATE)
+    return store
+
+
+def test_what_was_saved_comes_back(tmp_path):
+    store = saved(tmp_path, 3)
+    checkpoint, skipped = store.newest()
+    assert checkpoint is not None and not skipped
+    assert (checkpoint.step, checkpoint.state) == (3, STATE)
+    assert (checkpoint.trainer_folder / "nested" / "metadata").read_bytes() == b"meta"
+
+
+def test_an_empty_folder_is_a_fresh_start(tmp_path):
+    assert CheckpointStore(tmp_path / "none", keep=1).newest() == (None, [])
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    """As text, step-9 would beat step-10."""
+    checkpoint, _ = saved(tmp_path, 9, 10).newest()
+    assert checkpoint is not None and checkpoint.step == 10
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "add"])
+@pytest.mark.parametrize(
+    "name", ["trainer/shard-0.distcp", "trainer/nested/metadata", "state.json"]
+)
+def test_damage_is_named_and_the_previous_checkpoint_used(tmp_path, damage, name):
+    store = saved(tmp_path, 1, 2)
+    victim = tmp_path / "step-2" / name
+    content = victim.read_bytes()
+    if damage == "flip":
+        victim.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    elif damage == "truncate":
+        victim.write_bytes(content[:-1])
+    elif damage == "delete":
+        victim.unlink()
+    else:
+        victim.with_name("stranger").write_bytes(b"?")
+    checkpoint, skipped = store.newest()
+    assert checkpoint is not None and checkpoint.step == 1
+    assert len(skipped) == 1
+    assert ("stranger" if damage == "add" else name) in skipped[0]
+
+
+def test_only_damaged_checkpoints_are_an_error_and_not_step_zero(tmp_path):
+    store = saved(tmp_path, 1)
+    (tmp_path / "step-1" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="never completed"):
+        store.newest()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": "other"}'])
+def test_foreign_manifests_are_refused(tmp_path, text):
+    saved(tmp_path, 1)
+    (tmp_path / "step-1" / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match="step-1"):
+        load(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("place", [60, 200, -200])
+def test_a_flipped_byte_of_the_manifest_is_found_wherever_it_is(tmp_path, place):
+    """A digit of the step would let the run go on as if it had done others."""
+    store = saved(tmp_path, 1, 2)
+    manifest = tmp_path / "step-2" / "manifest.json"
+    content = bytearray(manifest.read_bytes())
+    content[place] ^= 1
+    manifest.write_bytes(content)
+    checkpoint, skipped = store.newest(hashes=False)
+    assert checkpoint is not None and checkpoint.step == 1
+    assert "step-2" in skipped[0]
+
+
+def test_a_digit_of_the_step_is_no_other_step(tmp_path):
+    store = saved(tmp_path, 1, 2)
+    manifest = tmp_path / "step-2" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 6'))
+    checkpoint, skipped = store.newest(hashes=False)
+    assert checkpoint is not None and checkpoint.step == 1
+    assert "step-2 has a damaged manifest.json: its SHA-256 differs" in skipped[0]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "trainer/shard-0.distcp"])
+def test_a_file_of_another_step_is_no_part_of_this_one(tmp_path, name):
+    store = saved(tmp_path, 1)
+    store.save(2, write_trainer=written_by(write_shards), state={"step": 2})
+    shutil.copy(tmp_path / "step-1" / name, tmp_path / "step-2" / name)
+    checkpoint, skipped = store.newest()
+    assert checkpoint is not None and checkpoint.step == 1
+    assert "step-2" in skipped[0]
+
+
+def test_the_space_of_a_damaged_checkpoint_is_given_back_when_its_step_is_done_again(tmp_path):
+    store = saved(tmp_path, 1, 2)
+    assert len(store.set_aside_after(1, damaged=True)) == 1
+    assert len(list(tmp_path.iterdir())) == 2
+    store.save(2, write_trainer=written_by(write_shards), state=STATE)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-2"]
+
+
+def test_old_ones_go_only_after_the_new_one_is_committed(tmp_path):
+    store = saved(tmp_path, 1, 2, 3, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]
+
+    def fails(*_: object) -> Any:
+        raise OSError(28, "No space left on device")
+
+    for writes in (fails, lambda folder: fails):
+        with pytest.raises(CheckpointError, match="No space left"):
+            store.save(4, write_trainer=writes, state=STATE)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]
+
+
+def test_archives_stay_and_leftovers_of_a_kill_go(tmp_path):
+    (tmp_path / "tmp-step-1-deadbeef" / "trainer").mkdir(parents=True)
+    store = CheckpointStore(tmp_path, keep=2, keep_every=3)
+    store.remove_unfinished()
+    for step in range(2, 8):
+        store.save(step, write_trainer=written_by(write_shards), state=STATE)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-3", "step-6", "step-7"]
+
+
+@pytest.mark.parametrize("change", ["missing", "short", "foreign"])
+def test_what_the_ranks_did_not_report_is_no_checkpoint(tmp_path, change):
+    """As where a rank of another node has written to a disk of its own."""
+
+    def begin(folder: Path) -> Callable[[], Files]:
+        write_shards(folder)
+        report = written_by(lambda _: None)(folder)()
+        if change == "missing":
+            (folder / "shard-0.distcp").unlink()
+        elif change == "short":
+            (folder / "shard-0.distcp").write_bytes(b"x")
+        else:
+            (folder / "stranger").write_bytes(b"x")
+        return lambda: report
+
+    with pytest.raises(CheckpointError, match="stranger" if change == "foreign" else "shard-0"):
+        CheckpointStore(tmp_path, keep=2).save(1, write_trainer=begin, state=STATE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_without_room_is_not_begun(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    with pytest.raises(CheckpointError, match=r"GiB are free: make room"):
+        store.begin(1, lambda _: pytest.fail("there is no room"), num_bytes=2**60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_flipped_byte_is_left_to_the_ranks_that_read_the_file(tmp_path):
+    """Reading 500 GB on the driver before anything starts would take hours."""
+    store = saved(tmp_path, 1, 2)
+    shard = tmp_path / "step-2" / "trainer" / "shard-0.distcp"
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+    checkpoint, _ = store.newest(hashes=False)
+    assert checkpoint is not None and checkpoint.step == 2
+    with pytest.raises(DamageError, match="shard-0"):
+        check_files(checkpoint.trainer_folder, checkpoint.files)
+    checkpoint, notes = store.newest(hashes=False, damaged={checkpoint.path: "shard-0"})
+    assert checkpoint is not None and checkpoint.step == 1 and notes == ["shard-0"]
+
+
+def test_a_committed_step_is_never_written_again(tmp_path):
+    """Writing into a committed folder would mix two saves under one manifest."""
+    store = saved(tmp_path, 1)
+    before = (tmp_path / "step-1" / "trainer" / "shard-0.distcp").read_bytes()
+    with pytest.raises(CheckpointError, match="not overwritten"):
+        store.save(1, write_trainer=written_by(write_shards), state=STATE)
+    assert (tmp_path / "step-1" / "trainer" / "shard-0.distcp").read_bytes() == before
+
+
+def test_going_on_from_an_earlier_step_sets_newer_ones_aside(tmp_path):
+    """Otherwise a later resume would jump back onto the abandoned branch."""
+    store = saved(tmp_path, 1, 2, 3)
+    assert len(store.set_aside_after(1)) == 2
+    store.save(2, write_trainer=written_by(write_shards), state={"branch": "new"})
+    checkpoint, _ = store.newest()
+    assert checkpoint is not None and checkpoint.state == {"branch": "new"}
+
+
+SAVER = """
+import os, sys
+from pathlib import Path
+from megadapo.run.state.checkpoint import CheckpointStore
+from tests.support.runs.checkpoints import written_by
+
+@written_by
+def shards(folder):
+    for i in range(20):
+        (folder / f"shard-{i}").write_bytes(os.urandom(200_000))
+
+store = CheckpointStore(Path(sys.argv[1]), keep=2)
+for step in range(1, 10_000):
+    store.save(step, write_trainer=shards, state={"step": step})
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.fault
+def test_sigkill_at_any_instant_leaves_the_newest_committed_checkpoint(tmp_path):
+    """Killed 30 times while saving in a tight loop; each time the newest step must load."""
+    for attempt in range(30):
+        folder = tmp_path / str(attempt)
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVER, str(folder)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None and process.stdout.readline().strip() == "1"
+        time.sleep(0.003 * attempt)
+        process.send_signal(signal.SIGKILL)
+        printed = process.stdout.read().split()
+        process.wait()
+        checkpoint, _ = CheckpointStore(folder, keep=2).newest()
+        assert checkpoint is not None
+        assert checkpoint.step >= int(printed[-1] if printed else 1)
+        assert checkpoint.state == {"step": checkpoint.step}
+
+
+POINTS = {
+    "copied": ("_check_room", None),
+    "written": ("_write", STATE_FILE),
+    "state": ("_check_present", None),
+    "before the manifest": ("_digest", None),
+    "manifest": ("_write", MANIFEST),
+    "renamed": ("sync_path", None),
+    "pruning": ("_delete", None),
+}
+"""By what is about to be called: its name, and of a file the file's."""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("point", POINTS)
+def test_sigkill_at_each_point_of_a_save_leaves_a_whole_checkpoint_and_its_space(tmp_path, point):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2):
+        store.save(step, write_trainer=written_by(write_shards), state={"step": step})
+    pid = os.fork()
+    if pid == 0:
+        name, file = POINTS[point]
+        owner = CheckpointStore if hasattr(CheckpointStore, name) else checkpoint_module
+        original = getattr(owner, name)
+
+        def killed(*args: Any, **options: Any) -> Any:
+            if file is None or args[0].name == file:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **options)
+
+        setattr(owner, name, killed)
+        store.save(3, write_trainer=written_by(write_shards), state={"step": 3})
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    checkpoint, _ = store.newest()
+    assert checkpoint is not None
+    assert checkpoint.step == (3 if point in ("renamed", "pruning") else 2)
+    assert checkpoint.state == {"step": checkpoint.step}
+    store.remove_unfinished()
+    store.save(4, write_trainer=written_by(write_shards), state={"step": 4})
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{checkpoint.step}", "step-4"]

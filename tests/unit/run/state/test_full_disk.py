@@ -1,0 +1,162 @@
+"""Would catch: a full or read-only disk that ends a run with a traceback instead of a name, tears
+what was there, keeps the space of what failed, or cannot be gone on from when there is room again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megadapo.config import RunConfig, from_dict
+from megadapo.errors import CheckpointError, InfraError
+from megadapo.observe.metrics.records import read_metrics
+from megadapo.run.run import Run
+from tests.support.processes.small_disk import fill, mount, on_a_small_disk
+from tests.support.runs.checkpoints import written_by
+
+pytestmark = pytest.mark.fault
+
+
+def config_of(folder: Path, num_steps: int = 9) -> RunConfig:
+    return from_dict(
+        {
+            "run": {"folder": str(folder), "num_steps": num_steps},
+            "model": {"path": "somewhere"},
+            "data": {"train": "arithmetic:train:64", "held_out": "arithmetic:held_out:8"},
+            "evaluation": {"every": 0},
+            "checkpoint": {"every": 1, "keep": 2},
+            "observe": {"saved_groups": 0, "writers": []},
+            "trainer": {"optimizer": {"warmup_steps": 2}},
+        }
+    )
+
+
+def record(run: Run, number: int) -> None:
+    with run.phase("rollout"):
+        pass
+    run.log.record({"step": number, "tokens/generated": 10})
+
+
+def step(run: Run, number: int, *, num_bytes: int = 1000, wait: bool = True) -> None:
+    record(run, number)
+    run.complete(number, {"cursor": number})
+    run.save(written_by(lambda to: (to / "shard").write_bytes(bytes(num_bytes))), wait=wait)
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_a_record_without_room_is_named_and_tears_nothing(tmp_path):
+    """A line that is written in half, and the next one behind it, would be a damaged file."""
+
+    def check(disk: Path) -> None:
+        folder = disk / "run"
+        with (
+            pytest.raises(InfraError, match=r"metrics\.jsonl cannot be written: No space left"),
+            Run.open(config_of(folder)) as run,
+        ):
+            step(run, 1)
+            filler = fill(disk, leave=4096)
+            run.log.note("y" * 50_000)
+            for number in range(2, 99):
+                record(run, number)
+        assert (folder / "metrics.jsonl").read_bytes().endswith(b"}\n")
+        assert [entry["step"] for entry in read_metrics(folder)][:2] == [1, 2]
+        filler.unlink()
+        with Run.open(config_of(folder)) as run:
+            assert run.step == 1
+            step(run, 2)
+        assert [entry["step"] for entry in read_metrics(folder)] == [1, 2]
+
+    output = on_a_small_disk(tmp_path, check)
+    assert "log.txt cannot be written: No space left on device" in output
+
+
+def test_a_record_that_found_no_room_is_whole_when_it_is_tried_again(tmp_path):
+    """As on the way out of a run, where an error for want of its times would hide this one."""
+
+    def check(disk: Path) -> None:
+        with Run.open(config_of(disk / "run")) as run:
+            filler = fill(disk)
+            with pytest.raises(InfraError, match=r"metrics\.jsonl cannot be written"):
+                record(run, 1)
+            filler.unlink()
+            entry = run.log.record({"step": 1, "tokens/generated": 10})
+            assert entry["time/rollout_s"] > 0 and entry["tokens_per_s"] > 0
+
+    on_a_small_disk(tmp_path, check)
+
+
+def test_a_save_without_room_gives_its_space_back_and_a_later_one_succeeds(tmp_path):
+    """Also where the disk has room when the save begins, and none when it ends."""
+
+    def check(disk: Path) -> None:
+        folder = disk / "run"
+        with Run.open(config_of(folder)) as run:
+            step(run, 1)
+            step(run, 2)
+            step(run, 3, num_bytes=2_000_000, wait=False)
+            run.checkpoints.settle()
+            assert checkpoints(folder) == ["step-1", "step-2"]
+            fill(disk, leave=100_000).unlink()
+            record(run, 4)
+            run.complete(4, {"cursor": "x" * 2_000_000})
+            with pytest.raises(CheckpointError, match="step 4 .*No space left"):
+                run.save(written_by(lambda to: (to / "shard").write_bytes(b"x")), wait=True)
+            assert checkpoints(folder) == ["step-1", "step-2"]
+            step(run, 5, num_bytes=900_000)
+            assert checkpoints(folder) == ["step-2", "step-5"]
+
+    output = on_a_small_disk(tmp_path, check)
+    assert "No space left" in output and "tried again after the next step" in output
+
+
+def test_a_start_without_room_is_named_and_leaves_the_run_as_it_was(tmp_path):
+    """A lease or configuration that is written in half would lock the run, or hide its changes."""
+
+    def check(disk: Path) -> None:
+        folder = disk / "run"
+        with Run.open(config_of(folder)) as run:
+            step(run, 1)
+        before = (folder / "config.json").read_bytes()
+        filler = fill(disk)
+        with pytest.raises(InfraError, match=r"lease\.json cannot be written: No space left"):
+            Run.open(config_of(folder))
+        filler.unlink()
+        filler = fill(disk, leave=4096)
+        with pytest.raises(InfraError, match=r"config\.json cannot be written: No space left"):
+            Run.open(config_of(folder, num_steps=8))
+        assert (folder / "config.json").read_bytes() == before
+        assert not list(folder.glob("lease*"))
+        filler.unlink()
+        with Run.open(config_of(folder, num_steps=8)) as run:
+            assert run.step == 1
+
+    on_a_small_disk(tmp_path, check)
+
+
+def test_a_folder_that_turns_read_only_is_named_and_nothing_is_lost(tmp_path):
+    def check(disk: Path) -> None:
+        folder = disk / "run"
+        with (
+            pytest.raises(InfraError, match=r"metrics\.jsonl cannot be written: Read-only"),
+            Run.open(config_of(folder)) as run,
+        ):
+            step(run, 1)
+            run.complete(2, {})
+            mount(disk, read_only=True)
+            with pytest.raises(CheckpointError, match="step 2 .*Read-only"):
+                run.save(written_by(lambda to: (to / "shard").write_bytes(b"x")), wait=True)
+            record(run, 2)
+        with pytest.raises(InfraError, match="cannot be written.*: Read-only"):
+            Run.open(config_of(folder))
+        mount(disk, read_only=False)
+        # as if that driver's process had ended
+        (folder / "lease.json").unlink()
+        with Run.open(config_of(folder)) as run:
+            assert run.step == 1
+        assert checkpoints(folder) == ["step-1"]
+
+    on_a_small_disk(tmp_path, check)

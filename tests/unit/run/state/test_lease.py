@@ -1,0 +1,178 @@
+"""Would catch: two drivers in one folder, a dead driver that locks its run, a live one robbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from megadapo.errors import ConfigError, InfraError
+from megadapo.run.state.lease import LEASE_FILE, Driver, Lease, holder_of
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megadapo.run.state.lease import Lease
+Lease.take(Path(sys.argv[1]))
+print("taken", flush=True)
+time.sleep(60)
+"""
+TAKE_AND_GIVE = """
+import sys
+from pathlib import Path
+from megadapo.run.state.lease import Lease
+print("begins", flush=True)
+while True:
+    Lease.take(Path(sys.argv[1])).close()
+"""
+
+
+def write(folder: Path, driver: Driver, *, age_s: float = 0.0) -> None:
+    path = folder / LEASE_FILE
+    path.write_text(json.dumps(asdict(driver)))
+    then = time.time() - age_s
+    os.utime(path, (then, then))
+
+
+def of_another_machine() -> Driver:
+    return replace(Driver.here(), host="node-7", machine="another boot", token="theirs")
+
+
+def test_a_second_driver_is_refused_and_told_who_drives(tmp_path):
+    lease = Lease.take(tmp_path)
+    with pytest.raises(ConfigError, match=rf"process {os.getpid()} on "):
+        Lease.take(tmp_path)
+    lease.check()
+    lease.close()
+    Lease.take(tmp_path).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_lease_of_a_killed_driver_is_taken_over_at_once(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "taken\n"
+    with pytest.raises(ConfigError, match=f"process {process.pid} on"):
+        Lease.take(tmp_path)
+    assert holder_of(tmp_path).pid == process.pid
+    process.kill()
+    process.communicate()
+    assert holder_of(tmp_path) is None
+    Lease.take(tmp_path).close()
+
+
+def test_a_number_that_another_process_has_now_is_not_the_driver(tmp_path):
+    write(tmp_path, replace(Driver.here(), started="1"))
+    Lease.take(tmp_path).close()
+
+
+def test_another_machines_driver_is_refused_when_its_heart_beats(tmp_path):
+    write(tmp_path, of_another_machine(), age_s=50)
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(Lease.take, tmp_path, stale_s=60)
+        time.sleep(0.2)
+        assert not second.done()
+        os.utime(tmp_path / LEASE_FILE)
+        with pytest.raises(ConfigError, match="node-7"):
+            second.result(timeout=30)
+
+
+def test_another_machines_driver_is_waited_for_and_followed_where_it_falls_silent(tmp_path):
+    """A scheduler that starts a job again elsewhere at once would get a refusal, and give up."""
+    write(tmp_path, of_another_machine(), age_s=58)
+    start = time.monotonic()
+    Lease.take(tmp_path, stale_s=60).close()
+    assert time.monotonic() - start > 1
+    write(tmp_path, of_another_machine(), age_s=50)
+    Lease.take(tmp_path, stale_s=40).close()
+
+
+def test_a_lease_that_is_just_being_written_is_not_robbed(tmp_path):
+    path = tmp_path / LEASE_FILE
+    path.touch()
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(Lease.take, tmp_path)
+        time.sleep(0.2)
+        write(tmp_path, of_another_machine())
+        with pytest.raises(ConfigError, match="just starting"):
+            second.result(timeout=30)
+    os.utime(path, (1, 1))
+    Lease.take(tmp_path).close()
+
+
+@pytest.mark.fault
+def test_a_kill_while_the_lease_is_taken_does_not_lock_the_run(tmp_path):
+    """A lease that names nobody would count as that of a driver that is just starting."""
+    for attempt in range(5):
+        process = subprocess.Popen(
+            [sys.executable, "-c", TAKE_AND_GIVE, str(tmp_path)], stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None and process.stdout.readline()
+        time.sleep(0.003 * attempt)
+        process.kill()
+        process.communicate()
+        path = tmp_path / LEASE_FILE
+        assert not path.exists() or json.loads(path.read_text())["pid"] == process.pid
+        Lease.take(tmp_path).close()
+
+
+def test_the_heart_beats(tmp_path):
+    lease = Lease.take(tmp_path, heartbeat_s=0.01)
+    os.utime(tmp_path / LEASE_FILE, (1, 1))
+    deadline = time.monotonic() + 10
+    while (tmp_path / LEASE_FILE).stat().st_mtime < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    lease.close()
+
+
+def test_a_driver_that_was_robbed_while_it_was_suspended_stops(tmp_path):
+    lease = Lease.take(tmp_path)
+    write(tmp_path, of_another_machine())
+    with pytest.raises(InfraError, match=r"held by process \d+ on node-7"):
+        lease.check()
+    lease.close()
+    assert json.loads((tmp_path / LEASE_FILE).read_text())["token"] == "theirs"
+
+
+def test_of_many_that_find_a_stale_lease_one_gets_it(tmp_path):
+    """Both would remove the old file, the slower one the quicker one's."""
+    script = """
+import sys
+from pathlib import Path
+from megadapo.errors import ConfigError
+from megadapo.run.state.lease import Lease
+sys.stdin.readline()
+try:
+    lease = Lease.take(Path(sys.argv[1]), stale_s=60)
+except ConfigError:
+    print("refused", flush=True)
+else:
+    print("taken", flush=True)
+sys.stdin.readline()
+"""
+    write(tmp_path, of_another_machine(), age_s=1000)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(6)
+    ]
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    answers = [process.stdout.readline() for process in processes]
+    for process in processes:
+        process.communicate("\n")
+    assert sorted(answers) == ["refused\n"] * 5 + ["taken\n"]

@@ -1,0 +1,259 @@
+"""Which checkpoint a run goes on from, and what becomes of those it makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megadapo.config.sections import CheckpointConfig
+from megadapo.errors import (
+    CheckpointError,
+    DamageError,
+    RunInterrupted,
+)
+from megadapo.observe.metrics.records import read_metrics
+from megadapo.rewards.config import RewardConfig
+from megadapo.rollout.journal.journal import JOURNAL_FOLDER
+from megadapo.run.run import Run
+from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore, WriteTrainer
+from megadapo.run.state.status import read_status
+from tests.support.runs.checkpoints import written_by
+from tests.support.runs.runs_alone import advance, config_of, record_step, saved_steps
+
+
+def test_a_damaged_newest_checkpoint_is_skipped_and_said(tmp_path):
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 4)
+    shard = tmp_path / "checkpoints" / "step-4" / "trainer" / "shard"
+    shard.write_bytes(b"damaged")
+    with Run.open(config_of(tmp_path)) as run:
+        assert run.step == 2
+        advance(run, 4)
+    log = (tmp_path / "log.txt").read_text()
+    assert "skipped" in log and "shard has 7 of 5 bytes" in log and "resuming after step 2" in log
+    newest, _ = CheckpointStore(tmp_path / "checkpoints", keep=2).newest()
+    assert newest is not None and newest.step == 4
+
+
+def found_damaged(run: Run) -> None:
+    """What the ranks that read a checkpoint lead to."""
+    run.fall_back(DamageError(f"{run.checkpoints.current.path}: shard is damaged"))
+
+
+def test_a_checkpoint_that_its_readers_find_damaged_is_left_in_the_same_run(tmp_path):
+    """Opened anew the run would count a restart, and forget that its samples are of another rule:
+    the configuration in the folder is the new one by then."""
+    config = config_of(tmp_path)
+    config = config.model_copy(update={"checkpoint": CheckpointConfig(every=1, keep=3)})
+    with Run.open(config) as run:
+        for step in (1, 2, 3):
+            record_step(run, step)
+            run.complete(step, {"sampler": {"reserve": ["a group"], "step": step}})
+            write = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
+            run.save(write, wait=True)
+    changed = config.model_copy(update={"reward": RewardConfig(rule="boxed")})
+    with Run.open(changed, accept_changes=True) as run:
+        found_damaged(run)
+        found_damaged(run)
+        assert (run.step, [r["step"] for r in run.log.records]) == (1, [1])
+        assert run.checkpoints.current.state["sampler"]["reserve"] == []
+        status = read_status(tmp_path)
+        assert (status.restarts, status.step, status.resumed_from) == (1, 1, 1)
+        advance(run, 2)
+        with pytest.raises(DamageError):
+            found_damaged(run)
+    assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
+    log = (tmp_path / "log.txt").read_text()
+    assert "step-3: shard is damaged" in log and "step-2: shard is damaged" in log
+    assert log.count("resuming after step") == 3
+
+
+def test_with_every_checkpoint_damaged_the_run_ends(tmp_path):
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 2)
+    with pytest.raises(CheckpointError, match="no checkpoint of this run can be used"):
+        found_damaged(Run.open(config_of(tmp_path)))
+
+
+def test_a_checkpoint_is_named_once_however_often_the_command_is_queued_again(tmp_path):
+    """Taken again at every requeue it would throw away what was trained since, and end the run
+    where pruning has deleted it."""
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 4)
+    path = tmp_path / "checkpoints" / "step-2"
+    named = config_of(tmp_path, num_steps=9, resume=f"{tmp_path}/checkpoints/../checkpoints/step-2")
+    with Run.open(named) as run:
+        assert run.step == 2
+        record_step(run, 3)
+    with Run.open(named) as run:
+        # step 3 was not saved, so there is nothing later to go on from
+        assert run.step == 2
+        advance(run, 8)
+    assert saved_steps(tmp_path)[1:] == ["step-2", "step-6", "step-8"]
+    with Run.open(named) as run:
+        assert run.step == 8
+    assert "delete" in (tmp_path / "log.txt").read_text()
+    (tmp_path / "resumed.json").unlink()
+    with Run.open(named) as run:
+        assert run.step == 2
+    with Run.open(config_of(tmp_path, resume=str(path.with_name("step-2")))) as run:
+        assert run.step == 2
+
+
+def test_a_checkpoint_of_another_run_is_named_once_too_and_need_not_stay(tmp_path):
+    """Checkpoints from before the choice are no reason to leave it, whatever their number."""
+    other, own = config_of(tmp_path / "other"), tmp_path / "own"
+    with Run.open(other) as run:
+        advance(run, 2)
+    with Run.open(config_of(own)) as run:
+        advance(run, 4)
+    source = tmp_path / "other" / "checkpoints" / "step-2"
+    named = config_of(own, resume=str(source))
+    with Run.open(named) as run:
+        assert (run.step, run.checkpoints.current.path) == (2, source)
+        advance(run, 4)
+    shutil.rmtree(source)
+    with Run.open(named) as run:
+        assert run.step == 4
+        with pytest.raises(CheckpointError, match="there is no such checkpoint folder"):
+            found_damaged(run)
+
+
+@pytest.mark.parametrize("name", ["missing", "a-file"])
+def test_a_named_checkpoint_that_is_not_there_is_one_message(tmp_path, name):
+    (tmp_path / "a-file").touch()
+    with pytest.raises(CheckpointError, match=rf"run\.resume = .*{name}: there is no such"):
+        Run.open(config_of(tmp_path / "run", resume=str(tmp_path / name)))
+
+
+def test_the_checkpoint_of_weights_that_are_still_evaluated_is_kept(tmp_path):
+    """A run that is stopped then has them nowhere else."""
+    config = config_of(tmp_path)
+    config = config.model_copy(update={"checkpoint": CheckpointConfig(every=1, keep=2)})
+    with Run.open(config) as run:
+        for step in run.steps():
+            record_step(run, step)
+            run.complete(step, {EVALUATING: 2} if step in (3, 4) else {})
+            write = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
+            run.save(write, wait=True)
+            others = {step - 1, 2} if step in (3, 4) else {step - 1} - {0}
+            assert saved_steps(tmp_path) == [f"step-{one}" for one in sorted(others | {step})]
+
+
+def test_groups_are_kept_until_a_checkpoint_behind_them_is_committed(tmp_path):
+    """A start that finds its checkpoint damaged, or a save that fails, has steps to do again."""
+    journal = tmp_path / JOURNAL_FOLDER
+    journal.mkdir()
+    for version in range(4):
+        (journal / f"version-{version}.log").touch()
+    with Run.open(config_of(tmp_path)) as run:
+        save_with(run, 2, fails)
+        run.checkpoints.settle()
+        assert len(list(journal.iterdir())) == 4
+        save_with(run, 3, written_by(lambda folder: (folder / "shard").write_bytes(b"shard")))
+        run.checkpoints.settle()
+        assert [path.name for path in journal.iterdir()] == ["version-3.log"]
+
+
+def fails(folder: Path) -> Any:
+    (folder / "shard").write_bytes(b"half a sha")
+    raise CheckpointError("rank 1: no space left on device")
+
+
+def save_with(run: Run, step: int, write: WriteTrainer) -> None:
+    record_step(run, step)
+    run.complete(step, {"cursor": step})
+    if run.checkpoints.is_due(step):
+        run.save(write)
+
+
+def test_a_failed_save_is_named_tried_again_and_leaves_nothing(tmp_path):
+    """A run of weeks must not end with a file server's bad minute, nor go on for days unsaved."""
+    good = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
+    with Run.open(config_of(tmp_path)) as run:
+        for step in run.steps():
+            save_with(run, step, fails if step == 2 else good)
+            if step == 3:
+                break
+    log = (tmp_path / "log.txt").read_text()
+    assert "checkpoint of step 2" in log and "rank 1: no space left" in log and "tried again" in log
+    assert saved_steps(tmp_path) == ["step-3"]
+
+
+def test_a_run_whose_saves_keep_failing_ends_with_what_it_had(tmp_path):
+    good = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
+    with (
+        pytest.raises(CheckpointError, match="step 5 .*rank 1: no space"),
+        Run.open(config_of(tmp_path, num_steps=9)) as run,
+    ):
+        for step in run.steps():
+            save_with(run, step, good if step < 3 else fails)
+    assert run.step == 5
+    assert saved_steps(tmp_path) == ["step-2"]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
+    """And the state that is saved is the step's own, whatever has come since."""
+    written = threading.Event()
+
+    def slow(folder: Path) -> Any:
+        files = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))(folder)
+        return lambda: files() if written.wait(20) else {}
+
+    with Run.open(config_of(tmp_path)) as run:
+        for step in run.steps():
+            save_with(run, step, slow)
+            if step == 3:
+                assert saved_steps(tmp_path)[0].startswith("tmp-step-2")
+                written.set()
+                break
+    assert saved_steps(tmp_path) == ["step-2"]
+    manifest = json.loads((tmp_path / "checkpoints" / "step-2" / "manifest.json").read_text())
+    assert manifest["policy_version"] == 2 and manifest["layout"]["num_ranks"] == 1
+    assert len(manifest["config_sha256"]) == 64 and "torch" in manifest["versions"]
+
+
+def test_where_updates_outlast_the_grace_every_step_is_saved_and_an_update_is_given_up(tmp_path):
+    """Else a preempted run of long steps would lose all steps since its last checkpoint."""
+    config = config_of(tmp_path, grace_s=0.2)
+    config = config.model_copy(update={"checkpoint": CheckpointConfig(every=100)})
+    write = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
+    with pytest.raises(RunInterrupted, match="s more, and"), Run.open(config) as run:
+        for step in run.steps():
+            with run.phase("train"):
+                time.sleep(0.3 if step == 2 else 0.0)
+                if step == 4:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(20)
+            record_step(run, step)
+            if run.checkpoints.is_due(step):
+                run.save(write)
+    assert saved_steps(tmp_path) == ["step-2", "step-3"]
+
+
+def test_minutes_make_a_step_due_as_well_as_its_number(tmp_path):
+    checkpoint = CheckpointConfig(every=100, every_minutes=1e-9)
+    config = config_of(tmp_path).model_copy(update={"checkpoint": checkpoint})
+    with Run.open(config) as run:
+        advance(run, 1)
+    assert saved_steps(tmp_path) == ["step-1"]
+
+
+def test_an_interrupted_run_saves_its_last_step_once(tmp_path):
+    """Saving the step a run resumed from again would need to overwrite it."""
+    with Run.open(config_of(tmp_path)) as run:
+        advance(run, 2)
+        run.save(lambda folder: pytest.fail("step 2 is saved already"))
+    with Run.open(config_of(tmp_path)) as run:
+        run.save(lambda folder: pytest.fail("step 2 is what the run resumed from"))
+        advance(run, 3)
+        run.save(written_by(lambda folder: (folder / "shard").write_bytes(b"3")))
+    assert saved_steps(tmp_path) == ["step-2", "step-3"]

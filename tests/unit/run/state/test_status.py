@@ -1,0 +1,110 @@
+"""Would catch: a status that says less, or other, than the run does, or ends the run itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megadapo.cli import main
+from megadapo.errors import DataError, OracleError, RunInterrupted
+from megadapo.run.state.lease import Lease
+from megadapo.run.state.status import STATUS_FILE, StatusFile, read_status
+
+
+def test_a_status_follows_the_run(tmp_path):
+    status = StatusFile(tmp_path, num_steps=9)
+    status.resumed(2)
+    status.phase("train")
+    status.completed(3)
+    status.saved(3)
+    status.completed(4)
+    read = read_status(tmp_path)
+    assert (read.phase, read.step, read.num_steps) == ("train", 4, 9)
+    assert (read.checkpoint_step, read.resumed_from, read.restarts) == (3, 2, 0)
+    status = StatusFile(tmp_path, num_steps=9)
+    status.resumed(3)
+    assert read_status(tmp_path).restarts == 1
+
+
+def test_a_status_says_that_a_long_phase_gets_on_without_being_written_all_the_time(
+    tmp_path, monkeypatch
+):
+    """A rollout of an hour would look like one that hangs."""
+    now = [100.0]
+    monkeypatch.setattr("megadapo.run.state.status.time.monotonic", lambda: now[0])
+    status = StatusFile(tmp_path, num_steps=9)
+    status.phase("rollout")
+    for _ in range(12):
+        now[0] += 1.0
+        status.gets_on(micro_batches=0, tokens=int(now[0]))
+    read = read_status(tmp_path)
+    assert (read.micro_batches, read.tokens) == (0, 111)
+    before = (tmp_path / STATUS_FILE).stat().st_mtime_ns
+    now[0] += 100.0
+    status.gets_on(micro_batches=0, tokens=112)
+    assert read_status(tmp_path).tokens == 112
+    after = (tmp_path / STATUS_FILE).stat().st_mtime_ns
+    assert after > before
+    now[0] += 100.0
+    status.gets_on(micro_batches=0, tokens=112)
+    assert (tmp_path / STATUS_FILE).stat().st_mtime_ns == after
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "state", "reason"),
+    [
+        (9, None, "finished", None),
+        (8, None, "stopped", None),
+        (8, RunInterrupted("stopped by SIGTERM"), "stopped", "stopped by SIGTERM"),
+        (8, OracleError("ratio\nis off"), "failed", "OracleError: ratio is off"),
+        (8, KeyboardInterrupt(), "failed", "KeyboardInterrupt"),
+    ],
+)
+def test_the_last_line_says_why_where_and_how_to_go_on(tmp_path, step, error, state, reason):
+    status = StatusFile(tmp_path, num_steps=9)
+    status.resumed(0)
+    status.saved(6)
+    status.completed(step)
+    line = status.end(error)
+    assert line.startswith(f"end: state={state} step={step}/9 checkpoint=6")
+    assert (f"megadapo train {tmp_path}" in line) == (state != "finished")
+    assert "\n" not in line
+    read = read_status(tmp_path)
+    assert read.state == state
+    assert reason is None or (reason in line and reason in read.reason)
+
+
+def test_a_status_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, caplog):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    status = StatusFile(folder, num_steps=9)
+    status.resumed(0)
+    (folder / STATUS_FILE).unlink()
+    folder.rmdir()
+    status.phase("train")
+    assert "was not written" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"state": "running", "other": 1}'])
+def test_what_is_no_status_is_refused_by_its_name(tmp_path, text):
+    (tmp_path / STATUS_FILE).write_text(text)
+    with pytest.raises(DataError, match=STATUS_FILE):
+        read_status(tmp_path)
+    status = StatusFile(tmp_path, num_steps=9)
+    status.resumed(0)
+    assert read_status(tmp_path).restarts == 0
+
+
+def test_the_command_tells_a_living_driver_from_one_that_is_gone(tmp_path, capsys):
+    assert main(["status", str(tmp_path)]) == DataError.exit_code
+    assert "not the folder of a run" in capsys.readouterr().err
+    lease = Lease.take(tmp_path)
+    status = StatusFile(tmp_path, num_steps=9)
+    status.resumed(2)
+    status.phase("rollout")
+    assert main(["status", str(tmp_path)]) == 0
+    assert "rollout" in capsys.readouterr().out
+    lease.close()
+    assert main(["status", str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["state"] == "gone"

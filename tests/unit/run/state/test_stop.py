@@ -1,0 +1,145 @@
+"""A stop signal waits for a safe place, ends a rollout at once, and a second one is final."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megadapo.errors import RunInterrupted
+from megadapo.run.state.stop import StopSignal
+
+
+@pytest.fixture
+def stop():
+    stop = StopSignal()
+    stop.install()
+    yield stop
+    stop.uninstall()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_waits_for_the_next_check(stop, number):
+    """Raised in the middle of an update, it would leave half-updated weights to be saved."""
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)
+    with pytest.raises(RunInterrupted, match=number.name):
+        stop.check()
+
+
+def test_an_interruptible_block_ends_at_once(stop):
+    start = time.monotonic()
+    with pytest.raises(RunInterrupted), stop.interruptible():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert time.monotonic() - start < 1
+
+
+def test_a_signal_that_came_before_ends_an_interruptible_block_before_it_begins(stop):
+    os.kill(os.getpid(), signal.SIGTERM)
+    entered = False
+    with pytest.raises(RunInterrupted), stop.interruptible():
+        entered = True
+    assert not entered
+
+
+def test_a_library_that_wraps_what_the_handler_raises_does_not_hide_it(stop):
+    """Ray's C core turns it into a SystemError, which would end the run unsaved."""
+    with pytest.raises(RunInterrupted), stop.interruptible():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except RunInterrupted as error:
+            raise SystemError("returned a result with an exception set") from error
+
+
+def test_errors_of_the_block_itself_come_through(stop):
+    with pytest.raises(SystemError, match="its own"), stop.interruptible():
+        raise SystemError("its own")
+
+
+def test_after_an_interruptible_block_signals_wait_again(stop):
+    with stop.interruptible():
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.01)
+
+
+def test_uninstalling_gives_the_handlers_back():
+    before = signal.getsignal(signal.SIGTERM)
+    stop = StopSignal()
+    stop.install()
+    stop.uninstall()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+GRACE = """
+import os, signal, sys, time
+from megadapo.errors import RunInterrupted
+from megadapo.run.state.stop import StopSignal
+
+grace_s, expected_s, takes_s, spare_s = map(float, sys.argv[1:])
+stop = StopSignal(grace_s=grace_s)
+stop.install()
+start = time.monotonic()
+try:
+    with stop.within_grace(expected_s, spare_s=spare_s):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while time.monotonic() < start + takes_s:
+            time.sleep(0.01)
+    print("finished", end=" ")
+    with stop.within_grace(60, spare_s=spare_s):
+        print("began", end=" ")
+except RunInterrupted as error:
+    print("interrupted", end=" ")
+print(time.monotonic() - start)
+"""
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "expected_s", "takes_s", "spare_s", "outcome", "at_s"),
+    [
+        (0, 60, 0.1, 60, "finished began", 0.1),
+        (30, 0.1, 0.1, 5, "finished interrupted", 0.1),
+        (30, 60, 60, 5, "interrupted", 0.0),
+        (30, 10, 60, 25, "interrupted", 0.0),
+        (1.2, 0.0, 60, 0.9, "interrupted", 0.3),
+    ],
+    ids=["no-grace", "in-time", "too-long", "no-room-for-a-save", "longer-than-expected"],
+)
+def test_what_outlasts_the_grace_is_given_up(grace_s, expected_s, takes_s, spare_s, outcome, at_s):
+    """Catches a scheduler's SIGKILL in the middle of an update that could not have ended, and an
+    update that is given up although there was time for it."""
+    numbers = map(str, (grace_s, expected_s, takes_s, spare_s))
+    result = subprocess.run(
+        [sys.executable, "-c", GRACE, *numbers], capture_output=True, text=True, timeout=50
+    )
+    *words, seconds = result.stdout.split()
+    assert " ".join(words) == outcome, result.stderr
+    assert at_s <= float(seconds) < at_s + 5
+
+
+STUBBORN = """
+import time
+from megadapo.run.state.stop import StopSignal
+StopSignal().install()
+print("ready", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.fault
+def test_a_second_signal_ends_a_process_that_never_checks():
+    process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=5) == -signal.SIGTERM
+    process.stdout.close()

@@ -1,0 +1,169 @@
+"""Checkpoints that somebody else has prepared: read they would be another's model or another's
+files, and pruning them would delete what they lead to."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megadapo.errors import CheckpointError, WeightError
+from megadapo.run.state.checkpoint import CheckpointStore, load
+from megadapo.weights.disk.export import carry_along, new_folder
+from megadapo.weights.disk.folders import files_within
+from tests.support.runs.checkpoints import written_by
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to others")
+
+
+def saved(folder: Path, *steps: int, keep: int = 9) -> CheckpointStore:
+    store = CheckpointStore(folder, keep=keep)
+    for step in steps:
+        write = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
+        store.save(step, write_trainer=write, state={"step": step})
+    return store
+
+
+@pytest.mark.parametrize("part", [".", "trainer", "trainer/shard", "state.json", "manifest.json"])
+def test_what_anyone_can_write_is_refused(tmp_path, part):
+    """Not the folder alone: a file unpacked with all rights can be changed after it was hashed."""
+    saved(tmp_path, 1)
+    path = tmp_path / "step-1" / part
+    path.chmod(path.stat().st_mode | 0o002)
+    with pytest.raises(CheckpointError, match=r"is writable by everyone.*chmod o-w"):
+        load(tmp_path / "step-1")
+
+
+@as_root
+def test_files_of_others_in_ones_own_folder_are_read_and_folders_of_others_are_not(tmp_path):
+    saved(tmp_path, 1)
+    folder = tmp_path / "step-1"
+    os.chown(folder / "trainer" / "shard", NOBODY, NOBODY)
+    assert load(folder).step == 1
+    os.chown(folder / "trainer", NOBODY, NOBODY)
+    with pytest.raises(CheckpointError, match=f"step-1/trainer belongs to user {NOBODY}"):
+        load(folder)
+
+
+SQUASHED = f"""
+import ctypes, sys
+from pathlib import Path
+from megadapo.run.state.checkpoint import load
+# what this process makes belongs to nobody, and os.getuid() is 0, as behind a root-squashing server
+ctypes.CDLL(None).setfsuid({NOBODY})
+print(load(Path(sys.argv[1])).step)
+"""
+
+
+@as_root
+def test_a_server_that_takes_root_for_nobody_is_no_other_user(tmp_path):
+    saved(tmp_path, 1)
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    # the way there must be open to nobody
+    for parent in tmp_path.parents:
+        if parent != Path("/") and parent != Path("/tmp"):
+            parent.chmod(0o755)
+    command = [sys.executable, "-c", SQUASHED, str(tmp_path / "step-1")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.stdout == "1\n", result.stderr
+    with pytest.raises(CheckpointError, match="belongs to user"):
+        load(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("part", ["trainer", "trainer/shard", "state.json", "manifest.json"])
+def test_a_part_that_lies_elsewhere_is_refused(tmp_path, part):
+    saved(tmp_path / "run", 1)
+    path = tmp_path / "run" / "step-1" / part
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=rf"{part} is a link: nothing of a checkpoint"):
+        load(tmp_path / "run" / "step-1")
+
+
+def test_a_pipe_in_a_checkpoint_is_refused_and_not_waited_for(tmp_path):
+    saved(tmp_path, 1)
+    os.mkfifo(tmp_path / "step-1" / "trainer" / "pipe")
+    with pytest.raises(CheckpointError, match="pipe is neither a file nor a folder"):
+        load(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "trainer/../../outside"])
+def test_a_manifest_cannot_name_what_is_not_in_its_folder(tmp_path, name):
+    saved(tmp_path / "run", 1)
+    (tmp_path / "run" / "outside").write_bytes(b"")
+    path = tmp_path / "run" / "step-1" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][name] = manifest["files"].pop("trainer/shard")
+    # as earlier versions wrote it, without a hash of its own
+    del manifest["sha256"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"damaged manifest\.json: .*it names"):
+        load(tmp_path / "run" / "step-1")
+
+
+def test_a_checkpoint_that_is_a_link_is_passed_over_and_what_it_leads_to_stays(tmp_path):
+    """Pruned, set aside or removed as a leftover: only the link may go."""
+    outside = tmp_path / "other"
+    saved(outside, 7)
+    before = sorted(outside.rglob("*"))
+    store = saved(tmp_path / "run", 1, 2, keep=2)
+    for name in ("step-0", "step-9", "tmp-step-3-deadbeef", "damaged-step-8-deadbeef"):
+        (store.folder / name).symlink_to(outside / "step-7")
+    (store.folder / "step-1" / "inside").symlink_to(outside)
+    checkpoint, notes = store.newest()
+    assert checkpoint is not None and checkpoint.step == 2 and "step-9 is a link" in notes[0]
+    store.remove_unfinished()
+    store.set_aside_after(2, damaged=True)
+    saved(store.folder, 3, 4, keep=2)
+    assert sorted(path.name for path in store.folder.iterdir()) == ["step-3", "step-4"]
+    assert sorted(outside.rglob("*")) == before and load(outside / "step-7").step == 7
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder in which one file leads to what is none of the model's."""
+    (tmp_path / "secret").write_text("key")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").symlink_to("../secret")
+    return folder
+
+
+def test_a_conversion_does_not_copy_what_a_model_folder_links_to(model, tmp_path):
+    """It would be published with the model."""
+    import torch
+
+    with pytest.raises(WeightError, match=r"tokenizer\.json is a link to .*secret, outside"):
+        carry_along(model, new_folder(tmp_path / "converted"), torch.float32)
+
+
+def test_the_links_of_the_hubs_cache_are_followed_to_the_models_own_blobs_alone(tmp_path):
+    snapshot, blobs = tmp_path / "m" / "snapshots" / "abc", tmp_path / "m" / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    (blobs / "123").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/123")
+    assert list(files_within(snapshot, ["config.json"])) == [snapshot / "config.json"]
+    (snapshot / "merges.txt").symlink_to("../../../secret")
+    with pytest.raises(WeightError, match="merges.txt is a link"):
+        list(files_within(snapshot, ["*"]))
+
+
+def test_a_folder_to_write_that_is_a_link_is_left_alone(tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "kept").touch()
+    (tmp_path / "export.partial").symlink_to("target")
+    partial = new_folder(tmp_path / "export")
+    assert not partial.is_symlink() and (tmp_path / "target" / "kept").exists()
+    shutil.rmtree(partial)
+    (tmp_path / "export").symlink_to("nowhere")
+    with pytest.raises(WeightError, match="exists already"):
+        new_folder(tmp_path / "export")

@@ -1,0 +1,44 @@
+"""Which tokens of a sequence each context-parallel rank has.
+
+Catches tokens that two ranks have or none, an order that is not Transformer Engine's, and ranks
+that have more to attend to than others.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megadapo.trainer.batch.context_part import ALL, ContextPart
+
+LENGTHS = [24, 0, 12, 36]
+
+
+def parts(size: int) -> list[np.ndarray]:
+    return [ContextPart(rank, size).places(LENGTHS) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_every_token_is_on_one_rank_and_all_have_as_many(size: int) -> None:
+    found = parts(size)
+    assert sorted(np.concatenate(found).tolist()) == list(range(sum(LENGTHS)))
+    assert {len(places) for places in found} == {sum(LENGTHS) // size}
+    assert all((np.diff(places) > 0).all() for places in found)
+
+
+def test_chunks_are_those_of_transformer_engine() -> None:
+    """Its attention and Megatron's rotary embedding compute positions from the rank alone."""
+    assert ContextPart(0, 2).places([8, 4]).tolist() == [0, 1, 6, 7, 8, 11]
+    assert ContextPart(1, 2).places([8, 4]).tolist() == [2, 3, 4, 5, 9, 10]
+    assert ALL.places([3, 2]).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_all_ranks_attend_to_as_much(size: int) -> None:
+    position = np.concatenate([np.arange(length) for length in LENGTHS])
+    work = [int((position[places] + 1).sum()) for places in parts(size)]
+    assert len(set(work)) == 1
+
+
+def test_no_sequences_leave_no_tokens() -> None:
+    assert ContextPart(1, 2).places([]).tolist() == [] == ALL.places([]).tolist()

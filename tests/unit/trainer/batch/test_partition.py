@@ -1,0 +1,129 @@
+"""Micro-batches: nothing lost, nothing over budget, ranks in step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megadapo.trainer.batch.partition import balance, first_fit, partition, sequence_cost
+
+RNG_SEEDS = range(40)
+
+
+def random_case(seed: int) -> tuple[list[int], int, int]:
+    rng = random.Random(seed)
+    lengths = [
+        rng.choice([1, 2, 7, 40, 300, 900]) + rng.randrange(9) for _ in range(rng.randrange(60))
+    ]
+    return lengths, rng.randrange(1, 9), rng.choice([1, 64, 400, 4096])
+
+
+@pytest.mark.parametrize("seed", RNG_SEEDS)
+def test_every_sequence_lands_exactly_once(seed: int) -> None:
+    lengths, num_ranks, budget = random_case(seed)
+    shares = partition(lengths, num_ranks=num_ranks, token_budget=budget, hidden_size=64)
+    assert len(shares) == num_ranks
+    placed = sorted(i for rank in shares for micro_batch in rank for i in micro_batch)
+    assert placed == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize("seed", RNG_SEEDS)
+def test_only_a_lone_sequence_may_exceed_the_budget(seed: int) -> None:
+    lengths, num_ranks, budget = random_case(seed)
+    shares = partition(lengths, num_ranks=num_ranks, token_budget=budget, hidden_size=64)
+    for micro_batch in (m for rank in shares for m in rank):
+        assert len(micro_batch) <= 1 or sum(lengths[i] for i in micro_batch) <= budget
+
+
+@pytest.mark.parametrize("seed", RNG_SEEDS)
+def test_ranks_run_the_same_number_of_micro_batches(seed: int) -> None:
+    """A rank with fewer would leave the collectives of the others waiting."""
+    lengths, num_ranks, budget = random_case(seed)
+    shares = partition(lengths, num_ranks=num_ranks, token_budget=budget, hidden_size=64)
+    counts = {len(rank) for rank in shares}
+    assert len(counts) == 1 and counts.pop() >= 1
+
+
+@pytest.mark.parametrize("seed", RNG_SEEDS)
+def test_micro_batches_come_in_whole_groups_for_an_interleaved_pipeline(seed: int) -> None:
+    """Nothing is lost by the filling up, and it is less than a group."""
+    lengths, num_ranks, budget = random_case(seed)
+    sizes = {"num_ranks": num_ranks, "token_budget": budget, "hidden_size": 64}
+    needed = len(partition(lengths, **sizes)[0])
+    shares = partition(lengths, **sizes, multiple_of=3)
+    (count,) = {len(rank) for rank in shares}
+    assert count % 3 == 0 and needed <= count < needed + 3
+    placed = sorted(i for rank in shares for micro_batch in rank for i in micro_batch)
+    assert placed == list(range(len(lengths)))
+
+
+def test_no_sequences_still_give_every_rank_one_empty_micro_batch() -> None:
+    assert partition([], num_ranks=2, token_budget=8, hidden_size=4) == [[[]], [[]]]
+
+
+def test_ranks_get_even_cost_although_one_sequence_is_long() -> None:
+    """By count, rank 0 would get the long sequence and half of the others as well."""
+    lengths = [1000] + [100] * 10
+    costs = [sequence_cost(length, 4096) for length in lengths]
+    shares = balance(range(11), costs, 2)
+    loads = [sum(costs[i] for i in share) for share in shares]
+    assert max(loads) < 1.05 * min(loads)
+    assert [0] in shares
+
+
+def test_attention_makes_a_long_sequence_dearer_than_its_tokens() -> None:
+    hidden_size = 64
+    assert sequence_cost(10_000, hidden_size) > 10 * sequence_cost(1_000, hidden_size)
+    assert sequence_cost(10, 8192) == pytest.approx(10, rel=1e-3)
+
+
+def test_attention_costs_as_much_as_the_matrices_at_twelve_hidden_sizes() -> None:
+    """The weight of the two parts decides what an even share is."""
+    assert sequence_cost(12 * 64, 64) == 2 * 12 * 64
+
+
+def test_the_dearest_go_first_wherever_they_stand() -> None:
+    """In their own order the last, long one would come on top of half of the others."""
+    assert balance(range(5), [1.0, 1.0, 1.0, 1.0, 4.0], 2) == [[4], [0, 1, 2, 3]]
+    assert first_fit(range(4), [30, 30, 50, 50], 80) == [[0, 2], [1, 3]]
+
+
+def test_a_micro_batch_may_be_full_and_a_lone_sequence_may_exceed_the_budget() -> None:
+    """In both the even split holds; the tight packing, which would come else, is another."""
+    sizes = {"num_ranks": 1, "token_budget": 60, "hidden_size": 4096, "multiple_of": 3}
+    assert partition([30, 30, 30, 30], **sizes) == [[[0, 3], [1], [2]]]
+    assert partition([90, 30, 20, 10, 5], **sizes) == [[[0], [1], [2, 3, 4]]]
+
+
+def test_packing_is_no_worse_than_the_bound_of_first_fit_decreasing() -> None:
+    rng = random.Random(0)
+    lengths = [rng.randrange(1, 101) for _ in range(200)]
+    bins = first_fit(range(200), lengths, 100)
+    assert len(bins) <= 11 / 9 * (sum(lengths) / 100) + 2
+
+
+def test_micro_batches_are_evened_out_within_the_budget() -> None:
+    """First-fit leaves one full and one nearly empty; pipeline stages would wait for it."""
+    shares = partition([50, 30, 10, 10, 5], num_ranks=1, token_budget=100, hidden_size=4096)
+    tokens = sorted(sum([50, 30, 10, 10, 5][i] for i in members) for members in shares[0])
+    assert tokens == [50, 55]
+
+
+def test_an_even_split_above_the_budget_is_not_taken() -> None:
+    """60 + 60 tokens fit; dearest first to the lightest bin would give 70 and 50."""
+    shares = partition([30, 30, 20, 20, 20], num_ranks=1, token_budget=60, hidden_size=4096)
+    assert shares == [[[0, 1], [2, 3, 4]]]
+
+
+def test_the_tight_packing_is_filled_up_with_empty_micro_batches() -> None:
+    """Attention makes the seven long ones so dear that all short ones would share one, 70 long."""
+    lengths = [50] * 7 + [10] * 7
+    (share,) = partition(lengths, num_ranks=1, token_budget=60, hidden_size=1, multiple_of=2)
+    assert share == [[index, index + 7] for index in range(7)] + [[]]
+
+
+def test_partition_does_not_depend_on_anything_but_its_arguments() -> None:
+    lengths, _, _ = random_case(7)
+    first = partition(lengths, num_ranks=3, token_budget=400, hidden_size=64)
+    assert first == partition(list(lengths), num_ranks=3, token_budget=400, hidden_size=64)

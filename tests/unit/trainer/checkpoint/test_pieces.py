@@ -1,0 +1,45 @@
+"""Boxes of flat runs, and what makes a whole of them: a lost or doubled value is a wrong model."""
+
+from __future__ import annotations
+
+import random
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megadapo.errors import CheckpointError
+from megadapo.trainer.checkpoint.pieces import boxes
+from megadapo.weights.disk.checkpoint_metadata import StoredPiece, read_metadata, write_metadata
+
+
+def test_the_boxes_of_a_run_are_its_elements_in_their_order() -> None:
+    """A run begins and ends anywhere: within a row, an expert, a layer."""
+    draws = random.Random(0)
+    for _ in range(500):
+        shape = [draws.randint(1, 4) for _ in range(draws.randint(1, 4))]
+        start = draws.randint(0, prod(shape))
+        stop = draws.randint(start, prod(shape))
+        whole, found = np.arange(prod(shape)).reshape(shape), list(boxes(shape, start, stop))
+        values = [
+            whole[tuple(slice(a, a + n) for a, n in zip(offset, sizes, strict=True))].ravel()
+            for offset, sizes in found
+        ]
+        assert [v for box in values for v in box] == list(range(start, stop)), (shape, start, stop)
+        assert len(found) <= 2 * len(shape) - 1
+
+
+def piece(offset: int, size: int) -> StoredPiece:
+    return StoredPiece("weight", torch.float32, (10,), (offset,), (size,), "__0_0.distcp", 0, 1)
+
+
+def test_pieces_that_do_not_add_up_are_no_checkpoint(tmp_path: Path) -> None:
+    """As where ranks disagree about who writes what."""
+    entry = write_metadata(tmp_path, [piece(0, 4), piece(4, 6)])
+    assert entry.bytes == (tmp_path / ".metadata").stat().st_size
+    assert list(read_metadata(tmp_path).state_dict_metadata) == ["weight"]
+    for pieces in ([piece(0, 4)], [piece(0, 4), piece(4, 6), piece(4, 6)]):
+        with pytest.raises(CheckpointError, match="of 10 values of weight"):
+            write_metadata(tmp_path, pieces)

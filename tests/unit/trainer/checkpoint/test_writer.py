@@ -1,0 +1,27 @@
+"""The thread that writes a rank's part of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from megadapo.trainer.checkpoint.writer import NICENESS, CheckpointWriter
+from megadapo.weights.disk.hashed_files import Files
+
+
+def test_the_writing_thread_gives_way_and_the_training_one_does_not(tmp_path: Path) -> None:
+    """A write would take the core from the update beside it, or training from everything else."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    found = []
+
+    def write(folder: Path) -> Files:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return {}
+
+    writer = CheckpointWriter(0)
+    writer.begin(tmp_path, {}, [write])
+    report = writer.report(wait=True)
+    assert report is not None and not report.error
+    assert found == [NICENESS]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before

@@ -1,0 +1,40 @@
+"""The critic's statistics are those of all tokens together, however they were added up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megadapo.trainer.critic.sums import CriticSums, summarize_critic
+from megadapo.trainer.result import CriticResult
+
+
+def _sums(values: np.ndarray, returns: np.ndarray, **others: float) -> CriticSums:
+    sums = CriticSums(**others)
+    sums.add(torch.from_numpy(values), torch.from_numpy(returns))
+    return sums
+
+
+def test_statistics_of_parts_are_those_of_the_whole() -> None:
+    rng = np.random.default_rng(0)
+    returns = rng.normal(0.4, 1.0, 60)
+    values = 0.5 * returns + rng.normal(0.0, 0.3, 60)
+    cuts = [slice(0, 1), slice(1, 45), slice(45, 60)]
+    parts = [_sums(values[cut], returns[cut], loss=0.3, clipped=2.0) for cut in cuts]
+    result = summarize_critic(parts, grad_norms=[1.0, 2.0], lr=0.1)
+    assert result.explained_variance == pytest.approx(
+        1 - np.var(returns - values) / np.var(returns), rel=1e-12
+    )
+    assert result.value_mean == pytest.approx(values.mean())
+    assert result.return_mean == pytest.approx(returns.mean())
+    assert result.loss == pytest.approx(0.3)
+    assert result.clip_fraction == pytest.approx(0.1)
+    assert (result.grad_norm, result.skipped_updates) == (1.5, 1)
+
+
+def test_nothing_is_explained_of_returns_that_are_all_the_same() -> None:
+    """Rounding over rounding would be a share of any size."""
+    parts = [_sums(np.linspace(-1, 1, 7), np.full(7, 0.1))] * 3
+    assert summarize_critic(parts, grad_norms=[], lr=0.1).explained_variance is None
+    assert summarize_critic([CriticSums()], grad_norms=[], lr=0.1) == CriticResult(lr=0.1)

@@ -1,0 +1,182 @@
+"""Which layers each pipeline stage holds, and the splits that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megadapo.errors import ConfigError
+from megadapo.models.description import ModelDescription, describe_model
+from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.model.model import transformer_config
+from megadapo.trainer.model.model_layout import validate_model_layout
+from megadapo.trainer.model.stages import layers_of_stages, stage_problems
+from megadapo.weights.layout.stages import stage_chunks
+
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
+
+def model_of(num_layers: int) -> ModelDescription:
+    return describe_model(QWEN | {"num_hidden_layers": num_layers})
+
+
+def chunks_of(num_layers: int, trainer: TrainerConfig) -> list[list[range]]:
+    return stage_chunks(
+        num_layers,
+        pp_size=trainer.pipeline_parallel,
+        vpp_size=trainer.virtual_pipeline,
+        first=trainer.first_stage_layers,
+        last=trainer.last_stage_layers,
+    )
+
+
+def refusal(num_layers: int, **split: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate_model_layout(model_of(num_layers), TrainerConfig(**split))
+    return str(caught.value)
+
+
+def test_chunks_go_round_the_stages() -> None:
+    """Stage 0 of an interleaved pipeline does not hold the first half of the layers."""
+    trainer = TrainerConfig(pipeline_parallel=2, virtual_pipeline=2)
+    assert layers_of_stages(8, trainer) == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert chunks_of(8, trainer)[1] == [range(2, 4), range(6, 8)]
+
+
+def test_the_ends_may_have_fewer_or_more_layers() -> None:
+    trainer = TrainerConfig(pipeline_parallel=4, first_stage_layers=2, last_stage_layers=1)
+    assert [len(stage) for stage in layers_of_stages(9, trainer)] == [2, 3, 3, 1]
+    trainer = TrainerConfig(pipeline_parallel=2, last_stage_layers=12)
+    assert [len(stage) for stage in layers_of_stages(28, trainer)] == [16, 12]
+    trainer = TrainerConfig(pipeline_parallel=2, virtual_pipeline=2, last_stage_layers=2)
+    assert layers_of_stages(6, trainer) == [(0, 1, 3, 4), (2, 5)]
+
+
+def test_one_stage_holds_every_layer() -> None:
+    """The only stage is the first and the last: a size looked up for a second one would fail."""
+    assert layers_of_stages(3, TrainerConfig()) == [(0, 1, 2)]
+
+
+def test_one_other_stage_takes_whatever_the_ends_leave() -> None:
+    """A lone stage between the ends, or beside one, has nobody to share with: any rest fits."""
+    trainer = TrainerConfig(pipeline_parallel=2, last_stage_layers=2)
+    assert layers_of_stages(5, trainer) == [(0, 1, 2), (3, 4)]
+    trainer = TrainerConfig(pipeline_parallel=3, first_stage_layers=1, last_stage_layers=1)
+    assert layers_of_stages(5, trainer) == [(0,), (1, 2, 3), (4,)]
+
+
+def test_two_stages_may_both_be_given_unless_they_are_interleaved() -> None:
+    """Refused with virtual stages only, which is what megatron-core cannot divide."""
+    ends = {"pipeline_parallel": 2, "first_stage_layers": 2, "last_stage_layers": 4}
+    assert layers_of_stages(6, TrainerConfig(**ends)) == [(0, 1), (2, 3, 4, 5)]
+    assert stage_problems(6, TrainerConfig(**ends, virtual_pipeline=2))
+
+
+def accepted_splits(num_layers: int) -> Iterator[TrainerConfig]:
+    for pipeline in range(2, 5):
+        for virtual in range(1, 4):
+            for first in range(5):
+                for last in range(5):
+                    trainer = TrainerConfig(
+                        pipeline_parallel=pipeline,
+                        virtual_pipeline=virtual,
+                        first_stage_layers=first,
+                        last_stage_layers=last,
+                    )
+                    try:
+                        validate_model_layout(model_of(num_layers), trainer)
+                    except ConfigError:
+                        continue
+                    yield trainer
+
+
+@pytest.mark.parametrize("num_layers", range(2, 25))
+def test_every_accepted_split_holds_every_layer_once(num_layers: int) -> None:
+    splits = list(accepted_splits(num_layers))
+    assert splits
+    for trainer in splits:
+        chunks = chunks_of(num_layers, trainer)
+        in_order = [stage[chunk] for chunk in range(trainer.virtual_pipeline) for stage in chunks]
+        assert all(in_order), "a chunk without layers"
+        assert [n for chunk in in_order for n in chunk] == list(range(num_layers))
+
+
+@pytest.mark.parametrize("num_layers", range(2, 13))
+def test_megatron_builds_every_accepted_split_in_the_same_way(num_layers: int) -> None:
+    """A split that megatron-core cuts otherwise, or cannot cut, would end every rank."""
+    for trainer in accepted_splits(num_layers):
+        config = transformer_config(model_of(num_layers), trainer, dtype=torch.bfloat16)
+        for stage, chunks in enumerate(chunks_of(num_layers, trainer)):
+            for number, layers in enumerate(chunks):
+                chunk = number if trainer.virtual_pipeline > 1 else None
+                assert get_num_layers_to_build(config, chunk, stage) == len(layers)
+                assert get_transformer_layer_offset(config, chunk, stage) == layers.start
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "split", "parts"),
+    [
+        (28, {"pipeline_parallel": 3}, ["trainer.pipeline_parallel = 3", "= 28", "2, 4, 7, 14"]),
+        (28, {"pipeline_parallel": 3}, ["trainer.first_stage_layers, trainer.last_stage_layers"]),
+        (
+            28,
+            {"pipeline_parallel": 4, "virtual_pipeline": 2},
+            ["trainer.virtual_pipeline = 2", "the 7 layers of a pipeline stage", "stage: 1, 7"],
+        ),
+        (
+            28,
+            {"pipeline_parallel": 4, "first_stage_layers": 6},
+            ["trainer.first_stage_layers = 6 of num_hidden_layers = 28", "22 layers", "3 other"],
+        ),
+        (
+            28,
+            {"pipeline_parallel": 2, "first_stage_layers": 14, "last_stage_layers": 13},
+            ["first_stage_layers = 14 and trainer.last_stage_layers = 13", "1 layers are left"],
+        ),
+        (
+            4,
+            {
+                "pipeline_parallel": 2,
+                "virtual_pipeline": 2,
+                "first_stage_layers": 2,
+                "last_stage_layers": 2,
+            },
+            ["leave no other stage", "trainer.virtual_pipeline = 2"],
+        ),
+        (4, {"pipeline_parallel": 2, "first_stage_layers": 4}, ["0 layers are left for the 1"]),
+        (4, {"pipeline_parallel": 3, "last_stage_layers": 9}, ["-5 layers are left"]),
+    ],
+)
+def test_a_split_that_cannot_be_names_its_keys(
+    num_layers: int, split: dict[str, int], parts: list[str]
+) -> None:
+    message = refusal(num_layers, **split)
+    for part in parts:
+        assert part in message
+
+
+def test_a_problem_is_told_word_for_word() -> None:
+    assert stage_problems(28, TrainerConfig(pipeline_parallel=3)) == [
+        "trainer.pipeline_parallel = 3 does not divide the model's num_hidden_layers = 28; sizes "
+        "that fit this model: 1, 2, 4, 7, 14, 28 (or give the ends fewer layers: "
+        "trainer.first_stage_layers, trainer.last_stage_layers)"
+    ]
+    assert stage_problems(28, TrainerConfig(pipeline_parallel=4, first_stage_layers=6)) == [
+        "trainer.first_stage_layers = 6 of num_hidden_layers = 28: 22 layers are left for the "
+        "3 other stages of trainer.pipeline_parallel = 4; each of them must get as many, and at "
+        "least one"
+    ]

@@ -1,0 +1,48 @@
+"""FP8 export: what is quantised, how close it stays, and what vLLM is told about it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megadapo.errors import WeightError
+from tests.support.models.tiny_models import make_model
+from tests.support.runs.commands import convert
+
+
+def test_experts_are_refused_by_name(model_folders, tmp_path):
+    """Catches an export that vLLM cannot read."""
+    convert("hf-to-megatron", model_folders["Qwen3Moe"], tmp_path / "megatron")
+    with pytest.raises(WeightError, match="dense layers only"):
+        convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "fp8", "--quantize", "fp8")
+    assert not (tmp_path / "fp8").exists()
+
+
+@pytest.mark.slow
+def test_fp8_weights_are_the_weights_to_e4m3s_precision(tmp_path):
+    """Catches a wrong scale or axis, a quantised embedding, and a forgotten temporary folder."""
+    source = make_model(tmp_path / "source", "Qwen2", num_hidden_layers=2)
+    (source / "tokenizer.json").write_text("{}")
+    convert("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2)
+    before = set(tmp_path.iterdir())
+    convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "fp8", "--quantize", "fp8")
+    assert set(tmp_path.iterdir()) == before | {tmp_path / "fp8"}
+    exact, exported = load_file(source / "model.safetensors"), {}
+    for path in (tmp_path / "fp8").glob("*.safetensors"):
+        exported |= load_file(path)
+    quantised = {name for name, one in exported.items() if one.dtype == torch.float8_e4m3fn}
+    assert quantised == {name for name in exact if name.endswith("_proj.weight")}
+    for name, weight in exact.items():
+        if name not in quantised:
+            assert torch.equal(exported[name], weight), name
+            continue
+        scale = exported[name + "_scale"][:, None]
+        error = (exported[name].float() * scale - weight).abs()
+        # Half a unit in the last of 3 mantissa bits; below 2^-6 the spacing is a constant 2^-9.
+        assert (error <= torch.maximum(weight.abs() / 16, scale * 2**-10) * 1.001).all(), name
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    assert config["quantization_config"]["quant_algo"] == "FP8_PER_CHANNEL_PER_TOKEN"
+    assert (tmp_path / "fp8" / "tokenizer.json").is_file()

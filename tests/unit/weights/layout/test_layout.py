@@ -1,0 +1,256 @@
+"""Layouts against explicit tensor algebra, and whole models through every split and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megadapo.errors import WeightError
+from megadapo.weights.disk.load import collect_runs, import_weights, match_params
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.layout import layout_for, padded_vocab_size
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.layout.shards import EnginePosition
+from megadapo.weights.layout.stages import stage_layers
+from tests.support.models.tiny_models import FAMILY_NAMES, make_model
+
+
+def rank_params(layout, position):
+    """Parameters as a rank of the trainer would hold them, filled with NaN to expose gaps."""
+    return {
+        shard.name: torch.full(shard.shape, torch.nan) for shard in layout.megatron_shards(position)
+    }
+
+
+def imported_ranks(folder, layout, **sizes):
+    ranks = []
+    for position in replica_positions(layout, **sizes):
+        params = rank_params(layout, position)
+        import_weights(folder, params, layout, position)
+        ranks.append((position, params))
+    return ranks
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_qkv_is_interleaved_per_query_group_as_megatron_does(model_folders, tp_size):
+    """Catches q, k and v stacked instead of interleaved, and a wrong cut where TP > KV heads."""
+    folder = model_folders["Llama"]
+    layout = open_layout(folder)
+    hf = load_file(folder / "model.safetensors")
+    parts = [hf[f"model.layers.3.self_attn.{name}_proj.weight"] for name in "qkv"]
+    groups = layout.shape.num_kv_heads
+    fused = torch.cat([part.view(groups, -1, part.shape[1]) for part in parts], dim=1)
+    expected = fused.flatten(0, 1).chunk(tp_size)
+    for position, params in imported_ranks(folder, layout, tp_size=tp_size):
+        actual = params["decoder.layers.3.self_attention.linear_qkv.weight"]
+        assert torch.equal(actual, expected[position.tp_rank])
+
+
+def test_gate_and_up_rows_are_cut_per_rank_not_stacked_first(model_folders):
+    """Catches rank 0 getting all of gate and rank 1 all of up."""
+    folder = model_folders["Qwen2"]
+    layout = open_layout(folder)
+    hf = load_file(folder / "model.safetensors")
+    gate, up, down = (hf[f"model.layers.1.mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
+    for position, params in imported_ranks(folder, layout, tp_size=2):
+        rank = position.tp_rank
+        expected = torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]])
+        assert torch.equal(params["decoder.layers.1.mlp.linear_fc1.weight"], expected)
+        cut = down.chunk(2, dim=1)[rank]
+        assert torch.equal(params["decoder.layers.1.mlp.linear_fc2.weight"], cut)
+
+
+def test_vocabulary_is_padded_with_zeros_to_a_common_multiple(model_folders):
+    """Catches padding rows left uninitialised, and a cut of the unpadded vocabulary."""
+    folder = model_folders["Qwen3"]
+    layout = open_layout(folder)
+    hf = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    expected = torch.zeros(320, hf.shape[1])
+    expected[:301] = hf
+    ranks = imported_ranks(folder, layout, tp_size=2)
+    actual = torch.cat([params["embedding.word_embeddings.weight"] for _, params in ranks])
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("tp_size,pp_size,vpp_size", [
+    (1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1),
+    (1, 2, 2), (2, 2, 2), (4, 4, 1), (4, 1, 4),
+])  # fmt: skip
+def test_every_split_adds_up_to_the_model_bitwise(
+    model_folders, family, tp_size, pp_size, vpp_size
+):
+    """Catches a weight that is dropped, doubled or misplaced by any split."""
+    folder = model_folders[family]
+    layout = open_layout(folder)
+    hf = load_file(folder / "model.safetensors")
+    full = {name: torch.full(shape, torch.nan) for name, shape in layout.hf_shapes.items()}
+    sizes = {"tp_size": tp_size, "pp_size": pp_size, "vpp_size": vpp_size}
+    for position, params in imported_ranks(folder, layout, **sizes):
+        for shard, param in match_params(params, layout, position):
+            assert not param.isnan().any(), shard.name
+            collect_runs(full, shard, param)
+    assert full.keys() == hf.keys()
+    assert all(torch.equal(full[name], hf[name]) for name in hf)
+
+
+@pytest.mark.parametrize("etp_size,ep_size,num_dp", [(1, 2, 1), (2, 2, 2), (1, 4, 2)])
+def test_experts_are_spread_over_expert_parallel_ranks(model_folders, etp_size, ep_size, num_dp):
+    """Catches an expert with another expert's number."""
+    folder = model_folders["Qwen3Moe"]
+    layout = open_layout(folder)
+    hf = load_file(folder / "model.safetensors")
+    full = {name: torch.full(shape, torch.nan) for name, shape in layout.hf_shapes.items()}
+    sizes = {"tp_size": 2, "ep_size": ep_size, "etp_size": etp_size, "num_dp": num_dp}
+    for position, params in imported_ranks(folder, layout, **sizes):
+        experts = {name.split(".experts.")[1] for name in params if ".experts." in name}
+        assert len(experts) == 2 * 4 // ep_size
+        for shard, param in match_params(params, layout, position):
+            collect_runs(full, shard, param)
+    assert all(torch.equal(full[name], hf[name]) for name in hf)
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_a_tied_head_is_the_embedding_and_exists_only_on_another_stage(tmp_path, pp_size):
+    """Catches an untrained output layer on the last stage of a tied model."""
+    folder = make_model(tmp_path / "tied", "Qwen2", tie_word_embeddings=True)
+    layout = open_layout(folder)
+    assert "lm_head.weight" not in layout.hf_shapes
+    ranks = imported_ranks(folder, layout, pp_size=pp_size)
+    embedding = ranks[0][1]["embedding.word_embeddings.weight"]
+    if pp_size == 1:
+        assert "output_layer.weight" not in ranks[0][1]
+    else:
+        assert torch.equal(ranks[1][1]["output_layer.weight"], embedding)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_attention_bias_follows_the_configuration(tmp_path, family, bias):
+    folder = make_model(tmp_path / "model", family, attention_bias=bias)
+    layout = open_layout(folder)
+    ((_, params),) = imported_ranks(folder, layout)
+    assert ("decoder.layers.0.self_attention.linear_qkv.bias" in params) == bias
+    assert ("decoder.layers.0.self_attention.linear_proj.bias" in params) == bias
+
+
+def test_fused_norm_names_of_transformer_engine_are_known(model_folders):
+    folder = model_folders["Qwen2"]
+    layout = open_layout(folder)
+    (position,) = replica_positions(layout)
+    params = rank_params(layout, position)
+    name = "decoder.layers.0.input_layernorm.weight"
+    fused = params["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"] = params.pop(
+        name
+    )
+    import_weights(folder, params, layout, position)
+    hf = load_file(folder / "model.safetensors")
+    assert torch.equal(fused, hf["model.layers.0.input_layernorm.weight"])
+
+
+def damage(folder, tmp_path, change):
+    """A copy of a model folder whose tensors went through `change`."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    return tmp_path
+
+
+@pytest.mark.parametrize("change,message", [
+    (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
+    (lambda t: t.update({"model.layers.9.x": torch.zeros(1)}), "model.layers.9.x is not in"),
+    (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"norm.weight has shape \[3\]"),
+])  # fmt: skip
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
+    model_folders, tmp_path, change, message
+):
+    """Catches a silent partial import."""
+    folder = damage(model_folders["Qwen2"], tmp_path, change)
+    layout = open_layout(folder)
+    (position,) = replica_positions(layout)
+    with pytest.raises(WeightError, match=message):
+        import_weights(folder, rank_params(layout, position), layout, position)
+
+
+def test_a_model_that_does_not_fit_is_refused_by_name(model_folders):
+    """Catches a parameter that keeps its random initialisation."""
+    folder = model_folders["Qwen2"]
+    layout = open_layout(folder)
+    (position,) = replica_positions(layout)
+    params = rank_params(layout, position) | {"decoder.layers.0.adapter.weight": torch.zeros(2)}
+    with pytest.raises(WeightError, match="adapter.weight of the model is not in the layout"):
+        import_weights(folder, params, layout, position)
+
+
+def test_a_stored_tied_head_must_equal_the_embedding(tmp_path):
+    folder = make_model(tmp_path / "tied", "Qwen2", tie_word_embeddings=True)
+    same = damage(folder, tmp_path, lambda t: t.update(
+        {"lm_head.weight": t["model.embed_tokens.weight"].clone()}
+    ))  # fmt: skip
+    layout = open_layout(same)
+    imported_ranks(same, layout)
+    other = damage(folder, tmp_path, lambda t: t.update(
+        {"lm_head.weight": t["model.embed_tokens.weight"] + 1}
+    ))  # fmt: skip
+    with pytest.raises(WeightError, match="lm_head.weight != model.embed_tokens.weight"):
+        imported_ranks(other, layout)
+
+
+def test_an_unknown_family_and_odd_configurations_are_refused_by_name(model_folders):
+    config = json.loads((model_folders["Qwen3Moe"] / "config.json").read_text())
+    with pytest.raises(WeightError, match="GPT2LMHeadModel"):
+        layout_for(config | {"architectures": ["GPT2LMHeadModel"]})
+    with pytest.raises(WeightError, match="mlp_only_layers"):
+        layout_for(config | {"mlp_only_layers": [0]})
+    with pytest.raises(WeightError, match="hidden_size"):
+        layout_for(config | {"hidden_size": "32"})
+
+
+def test_uneven_stages_cover_every_layer_once():
+    for layers in range(1, 20):
+        for pp_size in (1, 2, 3, 4):
+            for vpp_size in (1, 2):
+                if pp_size * vpp_size > layers:
+                    continue
+                stages = stage_layers(layers, pp_size=pp_size, vpp_size=vpp_size)
+                assert sorted(layer for stage in stages for layer in stage) == list(range(layers))
+
+
+def test_engine_stages_follow_vllms_own_rule(model_folders):
+    """Catches layers planned for the wrong pipeline stage of an engine."""
+    from vllm.distributed.utils import get_pp_indices
+
+    layout = open_layout(model_folders["Qwen2"])
+    for pp_size in (1, 2, 3, 4):
+        for pp_rank in range(pp_size):
+            layers = layout.engine_layers(EnginePosition(pp_rank=pp_rank, pp_size=pp_size))
+            assert (layers.start, layers.stop) == get_pp_indices(5, pp_rank, pp_size)
+
+
+@pytest.mark.parametrize("tp_size, rows", [(1, 320), (3, 384), (5, 320), (128, 384)])
+def test_the_trainers_vocabulary_is_padded_for_every_split(tp_size, rows):
+    """301 rows go up to a multiple of 64 that the ranks divide."""
+    assert padded_vocab_size(301, tp_size) == rows
+
+
+def test_a_position_that_names_no_padding_has_the_usual_one(model_folders):
+    layout = open_layout(model_folders["Llama"])
+    (position,) = replica_positions(layout)
+    assert position.padded_vocab_size == 320
+    unnamed = replace(position, padded_vocab_size=None)
+    assert list(layout.megatron_shards(unnamed)) == list(layout.megatron_shards(position))
+
+
+def test_only_experts_are_cut_by_expert_parallelism(model_folders):
+    """Dense rows cut by the experts' split would be whole where each rank holds a half."""
+    layout = open_layout(model_folders["Qwen3Moe"])
+    split = replica_positions(layout, tp_size=2, num_dp=1, ep_size=2, etp_size=1)[1]
+    dense = replica_positions(layout, tp_size=2)[1]
+    expected = {s.name: s.shape for s in layout.megatron_shards(dense) if "experts" not in s.name}
+    found = {s.name: s.shape for s in layout.megatron_shards(split) if "experts" not in s.name}
+    assert found == expected

@@ -1,0 +1,232 @@
+"""Shards written out by hand: a name or a range that is off fills a weight from another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from megadapo.errors import WeightError
+from megadapo.weights.layout.cuts import Run
+from megadapo.weights.layout.layout import hf_names
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.layout.shards import EnginePosition, Shard, ShardPosition
+from tests.support.weights.tiny_layouts import layout_of
+
+ALL_NAMES = (
+    "model.embed_tokens.weight",
+    *("model.layers.0." + name for name in (
+        "input_layernorm.weight",
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+        "self_attn.q_proj.bias",
+        "self_attn.k_proj.bias",
+        "self_attn.v_proj.bias",
+        "self_attn.o_proj.weight",
+        "post_attention_layernorm.weight",
+        "mlp.gate_proj.weight",
+        "mlp.up_proj.weight",
+        "mlp.down_proj.weight",
+    )),
+    "model.norm.weight",
+    "lm_head.weight",
+)  # fmt: skip
+
+TRAINER_RANK_1_OF_2 = """\
+embedding.word_embeddings.weight (64, 8): model.embed_tokens.weight[64:70]
+decoder.layers.0.input_layernorm.weight or decoder.layers.0.self_attention.linear_qkv.layer_norm_weight (8,): .input_layernorm.weight[0:8]
+decoder.layers.0.self_attention.linear_qkv.weight (8, 8): .self_attn.q_proj.weight[4:8] .self_attn.k_proj.weight[2:4] .self_attn.v_proj.weight[2:4]
+decoder.layers.0.self_attention.linear_qkv.bias (8,): .self_attn.q_proj.bias[4:8] .self_attn.k_proj.bias[2:4] .self_attn.v_proj.bias[2:4]
+decoder.layers.0.self_attention.linear_proj.weight (8, 4): .self_attn.o_proj.weight[4:8]
+decoder.layers.0.pre_mlp_layernorm.weight or decoder.layers.0.mlp.linear_fc1.layer_norm_weight (8,): .post_attention_layernorm.weight[0:8]
+decoder.layers.0.mlp.linear_fc1.weight (12, 8): .mlp.gate_proj.weight[6:12] .mlp.up_proj.weight[6:12]
+decoder.layers.0.mlp.linear_fc2.weight (8, 6): .mlp.down_proj.weight[6:12]
+decoder.final_layernorm.weight (8,): model.norm.weight[0:8]
+output_layer.weight (64, 8): lm_head.weight[64:70]"""  # noqa: E501
+
+ENGINE_RANK_1_OF_2 = """\
+model.embed_tokens.weight (64, 8): model.embed_tokens.weight[64:70]
+model.layers.0.input_layernorm.weight (8,): .input_layernorm.weight[0:8]
+model.layers.0.self_attn.qkv_proj.weight (8, 8): .self_attn.q_proj.weight[4:8] .self_attn.k_proj.weight[2:4] .self_attn.v_proj.weight[2:4]
+model.layers.0.self_attn.qkv_proj.bias (8,): .self_attn.q_proj.bias[4:8] .self_attn.k_proj.bias[2:4] .self_attn.v_proj.bias[2:4]
+model.layers.0.self_attn.o_proj.weight (8, 4): .self_attn.o_proj.weight[4:8]
+model.layers.0.post_attention_layernorm.weight (8,): .post_attention_layernorm.weight[0:8]
+model.layers.0.mlp.gate_up_proj.weight (12, 8): .mlp.gate_proj.weight[6:12] .mlp.up_proj.weight[6:12]
+model.layers.0.mlp.down_proj.weight (8, 6): .mlp.down_proj.weight[6:12]
+model.norm.weight (8,): model.norm.weight[0:8]
+lm_head.weight (64, 8): lm_head.weight[64:70]"""  # noqa: E501
+
+
+def told(shards: Iterable[Shard]) -> str:
+    """One line per shard; `.name` is a tensor of layer 0."""
+    lines = []
+    for shard in shards:
+        name = shard.name if shard.alias is None else f"{shard.name} or {shard.alias}"
+        if shard.num_experts:
+            name += f"[{shard.expert} of {shard.num_experts}]"
+        runs = (
+            f"{run.tensor.removeprefix('model.layers.0')}[{run.start}:{run.stop}]"
+            for run in shard.runs
+        )
+        lines.append(f"{name} {shard.shape}: {' '.join(runs)}")
+    return "\n".join(lines)
+
+
+def names(shards: Iterable[Shard]) -> list[str]:
+    return [shard.name for shard in shards]
+
+
+def test_a_trainer_rank_holds_exactly_this() -> None:
+    layout = layout_of()
+    position = replica_positions(layout, tp_size=2)[1]
+    shards = list(layout.megatron_shards(position))
+    assert told(shards) == TRAINER_RANK_1_OF_2
+    columns = {shard.name for shard in shards if shard.axis == 1}
+    assert columns == {
+        "decoder.layers.0.self_attention.linear_proj.weight",
+        "decoder.layers.0.mlp.linear_fc2.weight",
+    }
+
+
+def test_an_engine_rank_holds_exactly_this() -> None:
+    position = EnginePosition(tp_rank=1, tp_size=2)
+    assert told(layout_of().engine_shards(position)) == ENGINE_RANK_1_OF_2
+
+
+def test_a_trainer_rank_holds_its_experts_under_their_own_numbers() -> None:
+    """Whole experts here: expert parallelism took the place of their tensor parallelism."""
+    layout = layout_of("Qwen3Moe")
+    position = replica_positions(layout, tp_size=2, ep_size=2, etp_size=1)[1]
+    experts = (s for s in layout.megatron_layer(position, "0") if ".experts." in s.name)
+    mlp = "decoder.layers.0.mlp.experts."
+    one, two = (f"{mlp}local_experts.{{n}}.linear_fc{part}.weight" for part in (1, 2))
+    assert told(experts).splitlines() == [
+        f"{one.format(n=0)} or {mlp}linear_fc1.weight0 (12, 8):"
+        " .mlp.experts.2.gate_proj.weight[0:6] .mlp.experts.2.up_proj.weight[0:6]",
+        f"{one.format(n=1)} or {mlp}linear_fc1.weight1 (12, 8):"
+        " .mlp.experts.3.gate_proj.weight[0:6] .mlp.experts.3.up_proj.weight[0:6]",
+        f"{two.format(n=0)} or {mlp}linear_fc2.weight0 (8, 6):"
+        " .mlp.experts.2.down_proj.weight[0:6]",
+        f"{two.format(n=1)} or {mlp}linear_fc2.weight1 (8, 6):"
+        " .mlp.experts.3.down_proj.weight[0:6]",
+    ]
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_an_engine_rank_holds_its_experts_in_one_stack(expert_parallel: bool) -> None:
+    """Whole ones from its own on, or a half of each."""
+    position = EnginePosition(tp_rank=1, tp_size=2, expert_parallel=expert_parallel)
+    experts = (s for s in layout_of("Qwen3Moe").engine_layer(position, "0") if "exp" in s.name)
+    mlp, stack = "model.layers.0.mlp.experts.routed_experts", ".mlp.experts"
+    local, first, rows = (2, 2, slice(0, 6)) if expert_parallel else (4, 0, slice(3, 6))
+    height, cut = rows.stop - rows.start, f"[{rows.start}:{rows.stop}]"
+    assert told(experts).splitlines() == [
+        *(
+            f"{mlp}.w13_weight[{n} of {local}] ({2 * height}, 8): {stack}.{first + n}.gate_proj"
+            f".weight{cut} {stack}.{first + n}.up_proj.weight{cut}"
+            for n in range(local)
+        ),
+        *(
+            f"{mlp}.w2_weight[{n} of {local}] (8, {height}): "
+            f"{stack}.{first + n}.down_proj.weight{cut}"
+            for n in range(local)
+        ),
+    ]
+
+
+def test_experts_that_do_not_spread_evenly_are_refused() -> None:
+    layout = layout_of("Qwen3Moe")
+    position = ShardPosition(layer_indices=(0,), ep_size=3)
+    with pytest.raises(WeightError, match=r"^4 experts cannot be spread evenly over 3 ranks\.$"):
+        list(layout.megatron_shards(position))
+
+
+def test_the_tensors_of_a_model_are_known_in_its_order() -> None:
+    """A checkpoint is written in this order, and refused where a name or a shape is another."""
+    layout = layout_of()
+    assert tuple(layout.hf_shapes) == ALL_NAMES
+    assert layout.hf_axes["model.layers.0.self_attn.k_proj.weight"] == ("kv", "hidden")
+    assert layout.hf_axes["model.norm.weight"] == ("hidden",)
+    assert layout.hf_shapes["model.layers.0.mlp.down_proj.weight"] == (8, 12)
+    assert layout.hf_shapes["model.layers.0.self_attn.v_proj.bias"] == (4,)
+    assert tuple(layout_of(tie_word_embeddings=True).hf_shapes) == ALL_NAMES[:-1]
+    moe = layout_of("Qwen3Moe").hf_shapes
+    experts = {name: shape for name, shape in moe.items() if "experts.3" in name}
+    assert experts == {
+        "model.layers.0.mlp.experts.3.gate_proj.weight": (6, 8),
+        "model.layers.0.mlp.experts.3.up_proj.weight": (6, 8),
+        "model.layers.0.mlp.experts.3.down_proj.weight": (8, 6),
+    }
+    assert moe["model.layers.0.mlp.gate.weight"] == (4, 8)
+
+
+def test_a_tied_head_of_another_stage_is_filled_from_the_embedding() -> None:
+    """On the only stage it does not exist; elsewhere no stored tensor has its name."""
+    layout = layout_of(num_hidden_layers=2, tie_word_embeddings=True)
+    (only,) = replica_positions(layout)
+    assert "output_layer.weight" not in names(layout.megatron_shards(only))
+    first, last = replica_positions(layout, pp_size=2)
+    assert "output_layer.weight" not in names(layout.megatron_shards(first))
+    *_, head = layout.megatron_shards(last)
+    assert told([head]) == "output_layer.weight (128, 8): model.embed_tokens.weight[0:70]"
+
+
+def test_ends_of_an_engine_hold_the_embedding_and_the_head() -> None:
+    """A tied head is the embedding once more, on the last stage."""
+    for tied, last_has in ((False, "lm_head.weight"), (True, "model.embed_tokens.weight")):
+        layout = layout_of(num_hidden_layers=3, tie_word_embeddings=tied)
+        stages = [
+            {name for name in names(layout.engine_shards(position)) if "layers" not in name}
+            for position in (EnginePosition(pp_rank=rank, pp_size=3) for rank in range(3))
+        ]
+        assert stages == [{"model.embed_tokens.weight"}, set(), {"model.norm.weight", last_has}]
+
+
+@pytest.mark.parametrize(
+    ("pp_size", "sizes"),
+    [(1, [5]), (2, [3, 2]), (3, [2, 2, 1]), (4, [1, 1, 2, 1]), (5, [1, 1, 1, 1, 1])],
+)
+def test_layers_left_over_go_before_an_engines_last_stage(pp_size: int, sizes: list[int]) -> None:
+    layout = layout_of(num_hidden_layers=5)
+    stages = [
+        layout.engine_layers(EnginePosition(pp_rank=rank, pp_size=pp_size))
+        for rank in range(pp_size)
+    ]
+    assert [len(stage) for stage in stages] == sizes
+    assert [layer for stage in stages for layer in stage] == list(range(5))
+
+
+@pytest.mark.parametrize("layer", [-1, 1])
+def test_a_layer_that_the_model_does_not_have_is_refused(layer: int) -> None:
+    with pytest.raises(WeightError, match=rf"^Layer {layer} is not in a 1-layer model\.$"):
+        list(layout_of().megatron_shards(ShardPosition(layer_indices=(layer,))))
+
+
+def test_the_vocabulary_is_padded_as_the_position_says() -> None:
+    """Checkpoints of another split have other padding; without a word it is the usual one."""
+    layout = layout_of()
+    (position,) = replica_positions(layout)
+    padded = replace(position, padded_vocab_size=192, tp_rank=1, tp_size=2)
+    assert layout.megatron_head(padded).length == 96
+    unsaid = ShardPosition(layer_indices=(0,), tp_size=3)
+    assert layout.megatron_head(unsaid).length == 64
+
+
+def test_runs_lie_end_to_end() -> None:
+    """Catches a run that begins where the one before it begins."""
+    runs = (Run("q", 4, 8), Run("k", 2, 4), Run("v", 2, 4))
+    shard = Shard("qkv", runs, axis=0, length=9, width=3)
+    assert list(shard.placed_runs()) == list(zip((0, 4, 6), runs, strict=True))
+    assert shard.shape == (9, 3) and shard.numel_per_row == 3
+    assert replace(shard, axis=1).shape == (3, 9)
+    vector = replace(shard, width=None)
+    assert vector.shape == (9,) and vector.numel_per_row == 1
+
+
+def test_names_of_tensors_outside_of_layers_have_no_prefix() -> None:
+    layout = layout_of("Qwen3Moe")
+    assert hf_names(layout.family.head, None, None) == ["lm_head.weight"]
+    *_, down = layout.layer_rows
+    assert hf_names(down, "7", 3) == ["model.layers.7.mlp.experts.3.down_proj.weight"]

@@ -1,0 +1,116 @@
+"""The schedule of an update: two buckets are all the memory that any rank needs for it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+
+from megadapo.weights.layout.layout import layout_for
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.sync.plan import EngineShape
+from megadapo.weights.sync.planning import make_plan
+from megadapo.weights.sync.transports.buckets import (
+    largest_buckets,
+    largest_waves,
+    num_rounds,
+    pack,
+    piece_bytes,
+)
+from tests.support.models.large import BUCKET, QWEN_32B, QWEN_235B
+
+DENSE = (QWEN_32B, {"tp_size": 8, "pp_size": 4, "num_dp": 16}, {})
+MOE = (
+    QWEN_235B,
+    {"tp_size": 4, "pp_size": 4, "num_dp": 32, "ep_size": 16, "etp_size": 2,
+     "stages": [tuple(range(*ends)) for ends in [(0, 23), (23, 47), (47, 71), (71, 94)]]},
+    {"expert_parallel": True},
+)  # fmt: skip
+RANK_NODES = [f"node {rank // 8}" for rank in range(512)]
+PLACES = {
+    "apart": (None, ("",) * 8),
+    "eight nodes": (RANK_NODES, tuple(f"node {8 * engine}" for engine in range(8))),
+    "two nodes": (RANK_NODES, ("node 0", "node 63")),
+}
+
+
+def plan_of(case, place, bucket_bytes=BUCKET):
+    model, trainer, engine = case
+    layout = layout_for(model)
+    nodes, engine_nodes = PLACES[place]
+    return make_plan(
+        layout, replica_positions(layout, **trainer),
+        EngineShape(tp_size=8, nodes=engine_nodes, **engine), itemsize=2,
+        max_bundle_bytes=piece_bytes(bucket_bytes), source_nodes=nodes,
+    )  # fmt: skip
+
+
+def ranges_in_buckets(plan, schedule):
+    """(rank, round) -> every range of bytes that the rank holds in memory for that round."""
+    ranges = defaultdict(list)
+    for feeder, rounds in enumerate(schedule):
+        for number, bucket in enumerate(rounds):
+            for one in bucket:
+                size = plan.bundle(one.transfer).num_bytes
+                ranges[feeder, number].append((one.offset, one.offset + size))
+                assert (one.staged_at is None) == (one.transfer.origin == feeder)
+                if one.staged_at is not None:
+                    staged = (one.staged_at, one.staged_at + size)
+                    ranges[one.transfer.origin, number].append(staged)
+    return ranges
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", [DENSE, MOE], ids=["32B", "235B"])
+def test_512_ranks_update_64_within_two_buckets_each(case, place):
+    """Catches slices that are staged for other nodes outside of the buckets, one slice on top of
+    another, an engine rank that must take in what many feeders send at once, and buckets that are
+    kept small by leaving them empty."""
+    plan = plan_of(case, place)
+    schedule = pack(plan, BUCKET)
+    placed = [one for rounds in schedule for bucket in rounds for one in bucket]
+    assert Counter(one.transfer for one in placed) == Counter(plan.transfers)
+
+    held = ranges_in_buckets(plan, schedule)
+    for ranges in held.values():
+        ranges.sort()
+        assert all(stop <= start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
+        assert ranges[-1][1] <= BUCKET
+    fullest = largest_buckets(plan, schedule)
+    assert max(fullest) <= BUCKET
+    assert all(ranges[-1][1] <= fullest[rank] for (rank, _), ranges in held.items())
+
+    received = Counter()
+    for rounds in schedule:
+        for number, bucket in enumerate(rounds):
+            for one in bucket:
+                key = (one.transfer.engine, one.transfer.engine_rank, number, one.wave)
+                received[key] += plan.bundle(one.transfer).num_bytes
+    assert max(received.values()) == max(largest_waves(schedule).values()) <= BUCKET
+    # many feeders do send to one engine rank in the same round
+    assert max(wave for *_, wave in received) > 0
+
+    load = Counter()
+    for (rank, _), ranges in held.items():
+        load[rank] += sum(stop - start for start, stop in ranges)
+    assert num_rounds(schedule) <= 1.2 * max(load.values()) / BUCKET + 1
+
+
+def test_a_rank_that_stages_for_many_feeders_gets_more_rounds_not_more_memory():
+    """Catches a relay that is balanced but not bounded: one origin, seven feeders."""
+    layout = layout_for(QWEN_32B | {"num_hidden_layers": 8})
+    stages = [tuple(range(8)), *[()] * 7]
+    positions = replica_positions(layout, pp_size=8, stages=stages)
+    plan = make_plan(
+        layout, positions, EngineShape(nodes=("b",)), itemsize=2,
+        max_bundle_bytes=piece_bytes(BUCKET), source_nodes=["a", *"bbbbbbb"],
+    )  # fmt: skip
+    schedule = pack(plan, BUCKET)
+    staged = Counter()
+    for rounds in schedule:
+        for number, bucket in enumerate(rounds):
+            for one in bucket:
+                if one.staged_at is not None and one.transfer.origin == 0:
+                    staged[number] += plan.bundle(one.transfer).num_bytes
+    assert len(staged) > 50 and max(staged.values()) <= BUCKET
+    assert sum(staged.values()) > 7 * BUCKET

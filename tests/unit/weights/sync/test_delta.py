@@ -1,0 +1,193 @@
+"""The codec of weight updates that send only what changed: every bit, or an error before any."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megadapo.errors import WeightError
+from megadapo.weights.sync.delta.delta import HEADER_BYTES, Stamp, decode, encode
+from megadapo.weights.sync.transports.buckets import checksum
+
+STAMP = Stamp(base=7, version=8, place=3)
+NUM_ELEMENTS = 40_000
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
+
+
+def image(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+def weights(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    torch.manual_seed(0)
+    return (torch.randn(NUM_ELEMENTS) * 0.02).to(dtype)
+
+
+def decoded(section: torch.Tensor, before: torch.Tensor, stamp: Stamp = STAMP) -> torch.Tensor:
+    itemsize = before.itemsize
+    changes = decode(section, stamp, itemsize=itemsize, num_elements=len(before))
+    words = changes.bits.dtype
+    result = before.clone()
+    result.view(words)[changes.places] = changes.after(before.view(words)[changes.places])
+    return result
+
+
+def sent(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    section, count = encode(image(before), image(after), STAMP, itemsize=before.itemsize)
+    assert section is not None and len(section) < after.nbytes
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32}[before.itemsize]
+    assert count == int((before.view(words) != after.view(words)).sum())
+    return section
+
+
+def changed_at_random(before: torch.Tensor, share: float) -> torch.Tensor:
+    """Some elements get any bits whatever, NaN of every payload and infinities among them."""
+    random = torch.randint(-(2**31), 2**31, (len(before),)).to(torch.int32).view(torch.uint8)
+    bits = random[: before.nbytes] if before.itemsize < 4 else random
+    return torch.where(torch.rand(len(before)) < share, bits.view(before.dtype), before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("share", [0.0, 1e-4, 0.002, 0.046, 0.1])
+def test_every_bit_comes_back(dtype, share):
+    """Catches a gap or a step that does not fit in its byte, and bits that pass through a float."""
+    before = changed_at_random(weights(dtype), 0.05)
+    after = changed_at_random(before, share)
+    assert torch.equal(image(decoded(sent(before, after), before)), image(after))
+
+
+@pytest.mark.parametrize("places", [
+    [], [0], [NUM_ELEMENTS - 1], [0, NUM_ELEMENTS - 1], [254], [255], [256], [0, 255], [0, 256],
+    [0, 257], list(range(300)), [5, 300, 301, 39_000],
+])  # fmt: skip
+def test_gaps_of_every_length_lead_to_the_right_place(places):
+    """Catches a gap of 255, and the first and the last element."""
+    before = weights()
+    after = before.clone()
+    after.view(torch.int16)[places] += 1
+    assert torch.equal(image(decoded(sent(before, after), before)), image(after))
+
+
+@pytest.mark.parametrize("step", [1, -1, 127, -127, 128, -128, 129, 32767, -32768])
+def test_steps_of_every_size_lead_to_the_right_bits(step):
+    """Catches the step that stands for another meaning, and sums that leave the 16 bits."""
+    before = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -1e-40, 3.0], dtype=torch.bfloat16)
+    before = before.repeat(200)
+    after = before.clone()
+    after.view(torch.int16)[::11] += step
+    assert torch.equal(image(decoded(sent(before, after), before)), image(after))
+
+
+def test_signed_zeros_and_payloads_of_nan_count_as_changes():
+    """Catches a comparison of numbers in the place of one of bits."""
+    before = torch.zeros(500, dtype=torch.bfloat16)
+    before[1] = torch.nan
+    after = before.clone()
+    after[0] = -0.0
+    after.view(torch.int16)[1] ^= 1
+    assert torch.equal(image(decoded(sent(before, after), before)), image(after))
+
+
+def test_one_unit_in_the_last_place_takes_two_bytes():
+    """Catches a form that costs more than the five percent of a full update that it is for."""
+    before = torch.randn(1 << 20).mul_(0.02).bfloat16()
+    after = before.clone()
+    is_changed = torch.rand(1 << 20) < 0.046
+    after.view(torch.int16)[is_changed] += 1
+    assert len(sent(before, after)) <= 0.05 * before.nbytes
+
+
+@pytest.mark.parametrize("size", [8, 40, 1000])
+def test_what_would_not_be_smaller_is_not_encoded(size):
+    """Catches a delta that takes more room than its bundle has in a bucket."""
+    before = weights()[:size]
+    after = changed_at_random(before, 1.0)
+    assert encode(image(before), image(after), STAMP, itemsize=2)[0] is None
+
+
+def some_section() -> tuple[torch.Tensor, torch.Tensor]:
+    before = weights()
+    after = changed_at_random(before, 0.002)
+    after.view(torch.int16)[100:900:3] += 1
+    return before, sent(before, after)
+
+
+def with_right_checksum(section: torch.Tensor) -> torch.Tensor:
+    value = torch.tensor([checksum(section[HEADER_BYTES:])])
+    section[HEADER_BYTES - 8 : HEADER_BYTES] = value.view(torch.uint8)
+    return section
+
+
+def refused(section: torch.Tensor, message: str = "A delta", *, stamp: Stamp = STAMP) -> None:
+    with pytest.raises(WeightError, match=message):
+        decode(section, stamp, itemsize=2, num_elements=NUM_ELEMENTS)
+
+
+def test_a_section_that_is_cut_short_or_goes_on_is_refused():
+    """Catches a message that was received in part, and one of another length."""
+    _, section = some_section()
+    for length in (0, 1, HEADER_BYTES - 1, HEADER_BYTES, len(section) - 16, len(section) - 1):
+        refused(section[:length], "A delta")
+    refused(torch.cat([section, section[:16]]), "bytes and says")
+
+
+@pytest.mark.parametrize("stamp", [
+    Stamp(base=6, version=8, place=3), Stamp(base=7, version=7, place=3),
+    Stamp(base=8, version=9, place=3), Stamp(base=7, version=8, place=4),
+])  # fmt: skip
+def test_a_section_from_or_to_other_bits_is_refused(stamp):
+    """Catches an update that is lost, repeated, or of another part of the model."""
+    refused(some_section()[1], "is to be applied", stamp=stamp)
+
+
+def test_a_section_for_another_shape_or_type_is_refused():
+    _, section = some_section()
+    for itemsize, count in ((4, NUM_ELEMENTS), (2, NUM_ELEMENTS - 1), (1, 2 * NUM_ELEMENTS)):
+        with pytest.raises(WeightError, match="is to be applied"):
+            decode(section, STAMP, itemsize=itemsize, num_elements=count)
+
+
+def test_any_flipped_bit_is_found():
+    """Catches memory that changes between trainer and engine."""
+    _, section = some_section()
+    torch.manual_seed(1)
+    for place in [*range(HEADER_BYTES), *torch.randint(len(section), (200,)).tolist()]:
+        damaged = section.clone()
+        damaged[place] ^= 1 << (place % 8)
+        refused(damaged)
+
+
+def test_lists_that_do_not_fit_are_refused_however_they_came_about():
+    """Catches a write outside of the parameter: a checksum is no proof of a sound sender."""
+    _, section = some_section()
+    words = section[:HEADER_BYTES].clone().view(torch.int64)
+    count, num_far, num_replaced = words[6:9].tolist()
+    assert num_far > 0 and num_replaced > 0
+    beyond = section.clone()
+    beyond[HEADER_BYTES : HEADER_BYTES + count] = 254
+    refused(with_right_checksum(beyond), "lists do not fit|changes element")
+    fewer = section.clone()
+    fewer[HEADER_BYTES : HEADER_BYTES + count][
+        fewer[HEADER_BYTES : HEADER_BYTES + count] == 255
+    ] = 1
+    refused(with_right_checksum(fewer), "lists do not fit")
+    negative = section.clone()
+    start = HEADER_BYTES + 2 * (-(-count // 16) * 16)
+    negative[start : start + 4] = 255
+    refused(with_right_checksum(negative), "lists do not fit")
+    for number, value in ((6, -1), (6, NUM_ELEMENTS + 1), (7, count + 1), (8, -5), (7, 0)):
+        changed = words.clone()
+        changed[number] = value
+        refused(torch.cat([changed.view(torch.uint8), section[HEADER_BYTES:]]))
+
+
+def test_changes_of_a_part_are_counted_from_its_start():
+    """Catches an element that is written into the parameter before or after its own."""
+    before = weights()
+    after = before.clone()
+    places = [0, 9, 10, 19, 20, 39_999]
+    after.view(torch.int16)[places] += 1
+    changes = decode(sent(before, after), STAMP, itemsize=2, num_elements=NUM_ELEMENTS)
+    assert changes.between(10, 20).places.tolist() == [0, 9]
+    assert changes.between(20, 20).places.tolist() == []
+    assert changes.between(20, NUM_ELEMENTS).places.tolist() == [0, 39_979]

@@ -1,0 +1,188 @@
+"""Updates as files: what arrives, and that nothing else is ever taken for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from megadapo.errors import WeightError
+from megadapo.weights.sync.plan import EngineShape
+from megadapo.weights.sync.transports.folder import (
+    MANIFEST,
+    FolderInbox,
+    FolderOutbox,
+    Manifest,
+    prune,
+)
+from megadapo.weights.sync.transports.parcels import Parcel
+from tests.support.weights.connection import Connection, Live, expected_shards
+
+CPU = torch.device("cpu")
+TRAINER = {"tp_size": 2, "pp_size": 2}
+
+
+class Files(Connection):
+    """Trainer ranks that write into a folder, and engine ranks that read there."""
+
+    def __init__(self, folder, files, dtype=torch.bfloat16):
+        super().__init__(
+            folder, TRAINER, EngineShape(tp_size=2), dtype, deltas=True, files=files
+        )  # fmt: skip
+        self.files = files
+        self.inboxes = [FolderInbox([{"folder": str(files)}], CPU) for _ in self.receivers]
+        self.targets = [Live(receiver.shapes, dtype) for receiver in self.receivers]
+
+    def write(self, version, delta=None):
+        count = self.begin(delta, version)
+        for number in range(count):
+            self.fill(number, False)
+        files = {name: one for sender in self.senders for name, one in sender.written().items()}
+        base = None if delta is None else delta.base
+        Manifest(version=version, base=base, files=files).write(self.files)
+        return count
+
+    def read(self, version, count, delta=None):
+        for inbox, receiver in zip(self.inboxes, self.receivers, strict=True):
+            inbox.open(version, held=receiver.version, patience_s=0)
+        for inbox, receiver, target in zip(self.inboxes, self.receivers, self.targets, strict=True):
+            receiver.start(target, inbox, with_checksums=False, version=version, delta=delta)
+            for number in range(count):
+                receiver.take(number)
+            receiver.finish()
+
+    def update(self, version, delta=None):
+        self.read(version, self.write(version, delta), delta)
+
+    def train(self):
+        for sender in self.senders:
+            for param in sender._params.values():
+                param.view(-1)[::20] *= 1.01
+
+
+@pytest.fixture
+def files(model_folders, tmp_path):
+    return Files(model_folders["Qwen2"], tmp_path / "files")
+
+
+def test_engines_get_the_bits_of_full_updates_and_of_changes(files, model_folders):
+    """Catches a tensor under another's name, and changes of other bits than the engine has."""
+    files.update(5)
+    for rank, target in enumerate(files.targets):
+        position = files.engine.position(rank)
+        expected = expected_shards(model_folders["Qwen2"], files.layout, position, torch.bfloat16)
+        assert all(torch.equal(target.done[name], expected[name]) for name in expected)
+    size = folder_bytes(files.files / "v5")
+    for version in (6, 7):
+        files.train()
+        files.update(version, files.encode(version - 1, version))
+        prune(files.files, version)
+    assert [path.name for path in files.files.iterdir()] == ["v7"]
+    assert folder_bytes(files.files / "v7") < 0.6 * size
+    expected = [
+        {name: one.clone() for name, one in target.done.items()} for target in files.targets
+    ]
+    files.update(8)
+    for target, before in zip(files.targets, expected, strict=True):
+        assert all(torch.equal(target.done[name], before[name]) for name in before)
+
+
+def folder_bytes(folder):
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_lost_repeated_and_later_updates_are_refused_before_anything_is_read(files):
+    """Catches changes that are added twice, or to weights that miss the changes before."""
+    files.update(5)
+    files.train()
+    six = files.encode(5, 6)
+    files.update(6, six)
+    inbox = files.inboxes[0]
+    with pytest.raises(WeightError, match="Update 6 changes version 5, but here is 6"):
+        inbox.open(6, held=6, patience_s=0)
+    assert not inbox.is_open(6)
+    with pytest.raises(WeightError, match="Update 7 is not there"):
+        inbox.open(7, held=6, patience_s=0)
+    files.train()
+    files.write(8, files.encode(6, 8))
+    with pytest.raises(WeightError, match="Update 8 changes version 6, but here is 5"):
+        inbox.open(8, held=5, patience_s=0)
+    shutil.copytree(files.files / "v8", files.files / "v9")
+    with pytest.raises(WeightError, match="holds update 8, not 9"):
+        inbox.open(9, held=6, patience_s=0)
+
+
+def test_torn_files_are_refused_before_anything_is_read(files):
+    """Catches a file that storage shows in part, and a manifest that came before its files."""
+    files.write(5)
+    inbox, folder = files.inboxes[0], files.files / "v5"
+    path = sorted(folder.glob("rank-*"))[0]
+    whole, text = path.read_bytes(), (folder / MANIFEST).read_text()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(WeightError, match=rf"{path.name} has {len(whole) - 1} of {len(whole)}"):
+        inbox.open(5, held=None, patience_s=0)
+    path.unlink()
+    with pytest.raises(WeightError, match="Update 5 is not there"):
+        inbox.open(5, held=None, patience_s=0)
+    path.write_bytes(whole)
+    for damaged in (text[:-9], text.replace('"base":null', '"base":"x"'), "[]"):
+        (folder / MANIFEST).write_text(damaged)
+        with pytest.raises(WeightError, match="is damaged"):
+            inbox.open(5, held=None, patience_s=0)
+    record = json.loads(text)
+    record["files"]["../../secret"] = record["files"][path.name]
+    (folder / MANIFEST).write_text(json.dumps(record))
+    with pytest.raises(WeightError, match="names a file '../../secret'"):
+        inbox.open(5, held=None, patience_s=0)
+
+
+def test_other_bytes_than_those_written_are_never_handed_on(tmp_path):
+    """Catches a page that storage lost, a file of another update, and a header that lies."""
+    outbox = FolderOutbox(tmp_path, 64, CPU, rank=3)
+    outbox.begin(1)
+    parcel = Parcel(feeder=3, target=4, offset=16, num_bytes=32)
+    outbox.bucket(0)[16:48] = torch.arange(32, dtype=torch.uint8)
+    outbox.post(0, [parcel])
+    outbox.post(1, [])
+    Manifest(version=1, base=None, files=outbox.written).write(tmp_path)
+    (path,) = (tmp_path / "v1").glob("rank-*")
+    inbox = FolderInbox([outbox.offer()], CPU)
+    inbox.open(1, held=None, patience_s=0)
+    (bytes_there,) = inbox.fetch(0, [parcel])
+    assert bytes_there.tolist() == list(range(32))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4] + b"\0\0\0\0")
+    with pytest.raises(WeightError, match="differs from its checksum"):
+        list(inbox.fetch(0, [parcel]))
+    path.write_bytes(b"\xff" * len(whole))
+    with pytest.raises(WeightError, match="cannot be read"):
+        list(inbox.fetch(0, [parcel]))
+    with pytest.raises(WeightError, match="cannot be read"):
+        list(inbox.fetch(0, [Parcel(feeder=2, target=4, offset=16, num_bytes=32)]))
+
+
+def test_a_file_that_shows_late_is_waited_for(tmp_path, monkeypatch):
+    """Catches storage that shows the manifest before a file, which is there a moment later."""
+    outbox = FolderOutbox(tmp_path, 64, CPU, rank=0)
+    outbox.begin(1)
+    outbox.post(0, [Parcel(feeder=0, target=1, offset=0, num_bytes=16)])
+    Manifest(version=1, base=None, files=outbox.written).write(tmp_path)
+    (path,) = (tmp_path / "v1").glob("rank-*")
+    hidden = path.rename(tmp_path / "hidden")
+    monkeypatch.setattr(
+        "megadapo.weights.sync.transports.folder.time.sleep", lambda seconds: hidden.rename(path)
+    )
+    inbox = FolderInbox([outbox.offer()], CPU)
+    inbox.open(1, held=None, patience_s=60)
+    assert inbox.is_open(1)
+
+
+def test_only_updates_are_pruned(tmp_path):
+    """Catches a folder of the user's that is removed with what lies in it."""
+    for name in ("v1", "v20", "v3", "value", "v3.old"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "v1" / "file").write_text("x")
+    prune(tmp_path, 20)
+    assert {path.name for path in tmp_path.iterdir()} == {"v20", "value", "v3.old"}

@@ -1,0 +1,281 @@
+"""The plan: everything exactly once, to exactly its place, evenly, and fast."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megadapo.errors import WeightError
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.layout import layout_for
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.layout.shards import EnginePosition
+from megadapo.weights.sync.plan import EngineShape, plan_from_json
+from megadapo.weights.sync.planning import make_plan
+from megadapo.weights.sync.transports.buckets import largest_buckets, num_rounds, pack, piece_bytes
+from megadapo.weights.sync.transports.places import find_places
+from tests.support.models.large import BUCKET, QWEN_32B, QWEN_235B
+from tests.support.models.tiny_models import FAMILY_NAMES
+
+
+def engine_names(shard):
+    """One key per parameter, or per expert of a stacked one."""
+    return shard.name if shard.expert is None else (shard.name, shard.expert)
+
+
+def copied_ranges(plan, engine, engine_rank):
+    """Parameter -> the ranges along its cut axis that its copies fill."""
+    ranges = {}
+    for transfer in plan.transfers:
+        if (transfer.engine, transfer.engine_rank) == (engine, engine_rank):
+            for copy in plan.copies(transfer):
+                key = copy.target_name
+                key = key if copy.expert is None else (key, copy.expert)
+                stop = copy.target_offset + copy.size
+                ranges.setdefault(key, []).append((copy.target_offset, stop))
+    return ranges
+
+
+def assert_filled_exactly_once(ranges, length):
+    ranges = sorted(ranges)
+    assert ranges[0][0] == 0
+    assert all(stop == start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
+    assert ranges[-1][1] == length
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("trainer", [
+    {}, {"tp_size": 2}, {"pp_size": 2, "vpp_size": 2}, {"tp_size": 4, "pp_size": 2, "num_dp": 3},
+])  # fmt: skip
+@pytest.mark.parametrize("engine", [
+    EngineShape(), EngineShape(tp_size=2, nodes=("", "")), EngineShape(tp_size=4),
+    EngineShape(tp_size=2, pp_size=2), EngineShape(tp_size=2, expert_parallel=True),
+])  # fmt: skip
+def test_every_engine_position_is_copied_exactly_once(model_folders, family, trainer, engine):
+    """Catches a gap, an overlap and a copy beyond the shard, for every parameter of every rank."""
+    layout = open_layout(model_folders[family])
+    positions = replica_positions(layout, **trainer)
+    plan = make_plan(layout, positions, engine, itemsize=4, max_bundle_bytes=4096)
+    for number in range(len(engine.nodes)):
+        for rank in range(engine.num_ranks):
+            ranges = copied_ranges(plan, number, rank)
+            shards = {
+                engine_names(shard): shard for shard in layout.engine_shards(engine.position(rank))
+            }
+            assert ranges.keys() == shards.keys()
+            for name, shard in shards.items():
+                assert_filled_exactly_once(ranges[name], sum(run.size for run in shard.runs))
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_copies_carry_the_bytes_they_claim(model_folders, family):
+    """Catches a right place filled from a wrong one: every element is numbered and followed."""
+    layout = open_layout(model_folders[family])
+    positions = replica_positions(layout, tp_size=4, pp_size=2, num_dp=2)
+    engine = EngineShape(tp_size=2)
+    plan = make_plan(layout, positions, engine, itemsize=4, max_bundle_bytes=2048)
+    full, start = {}, 0
+    for name, shape in layout.hf_shapes.items():
+        count = torch.Size(shape).numel()
+        full[name] = torch.arange(start, start + count).view(shape)
+        start += count
+
+    def local(shard):
+        parts = [full[run.tensor].narrow(shard.axis, run.start, run.size) for run in shard.runs]
+        return torch.cat(parts, dim=shard.axis) if parts else torch.empty(0)
+
+    sources = [
+        {shard.name: local(shard) for shard in layout.megatron_shards(position)}
+        for position in positions
+    ]
+    targets = [
+        {engine_names(shard): local(shard) for shard in layout.engine_shards(engine.position(rank))}
+        for rank in range(2)
+    ]
+    for transfer in plan.transfers:
+        for copy in plan.copies(transfer):
+            key = copy.target_name if copy.expert is None else (copy.target_name, copy.expert)
+            source = sources[transfer.origin][copy.source_name]
+            target = targets[transfer.engine_rank][key]
+            assert torch.equal(
+                source.narrow(copy.axis, copy.source_offset, copy.size),
+                target.narrow(copy.axis, copy.target_offset, copy.size),
+            ), copy
+
+
+def sent_and_received(plan):
+    sent, received = Counter(), Counter()
+    for transfer in plan.transfers:
+        size = plan.bundle(transfer).num_bytes
+        sent[transfer.feeder] += size
+        received[transfer.engine, transfer.engine_rank] += size
+    return sent, received
+
+
+def shard_bytes(layout, position):
+    return 2 * sum(
+        run.size * shard.numel_per_row
+        for shard in layout.engine_shards(position)
+        for run in shard.runs
+    )
+
+
+@pytest.mark.parametrize("model,trainer,engine", [
+    (QWEN_32B, {"tp_size": 8, "pp_size": 4, "num_dp": 16}, {"tp_size": 8}),
+    (QWEN_235B, {"tp_size": 4, "pp_size": 4, "num_dp": 32, "ep_size": 32, "etp_size": 1,
+                 "stages": [tuple(range(start, stop)) for start, stop in
+                            [(0, 23), (23, 47), (47, 71), (71, 94)]]},
+     {"tp_size": 8}),
+    (QWEN_235B, {"tp_size": 4, "pp_size": 4, "num_dp": 32, "ep_size": 16, "etp_size": 2,
+                 "stages": [tuple(range(start, stop)) for start, stop in
+                            [(0, 23), (23, 47), (47, 71), (71, 94)]]},
+     {"tp_size": 8, "expert_parallel": True}),
+], ids=["32B", "235B EP32", "235B EP16 to EP8"])  # fmt: skip
+def test_512_ranks_are_planned_in_3_seconds_and_evenly(model, trainer, engine):
+    """Catches a plan that is quadratic in ranks, and one rank that sends for all its replicas."""
+    layout = layout_for(model)
+    positions = replica_positions(layout, **trainer)
+    assert len(positions) == 512
+    shape = EngineShape(**engine, nodes=("",) * 8)
+    started = time.process_time()
+    plan = make_plan(layout, positions, shape, itemsize=2, max_bundle_bytes=piece_bytes(BUCKET))
+    assert time.process_time() - started < 3.0
+    sent, received = sent_and_received(plan)
+    assert max(sent.values()) <= 1.1 * sum(sent.values()) / 512
+    assert len(received) == 64
+    assert max(received.values()) <= 1.1 * sum(received.values()) / 64
+
+
+@pytest.mark.parametrize("trainer", [{}, {"tp_size": 4, "pp_size": 2, "num_dp": 2}])
+def test_bytes_received_are_the_bytes_of_the_shard(model_folders, trainer):
+    """Catches whole tensors sent for fused parameters, as gathering does."""
+    layout = open_layout(model_folders["Llama"])
+    positions = replica_positions(layout, **trainer)
+    engine = EngineShape(tp_size=4)
+    plan = make_plan(layout, positions, engine, itemsize=2, max_bundle_bytes=BUCKET)
+    received = Counter()
+    for transfer in plan.transfers:
+        received[transfer.engine_rank] += 2 * sum(copy.numel for copy in plan.copies(transfer))
+    for rank in range(4):
+        assert received[rank] == shard_bytes(layout, engine.position(rank))
+
+
+def test_a_plan_survives_being_written_down(model_folders):
+    layout = open_layout(model_folders["Qwen3Moe"])
+    positions = replica_positions(layout, tp_size=2, ep_size=2, num_dp=2)
+    plan = make_plan(layout, positions, EngineShape(tp_size=2), itemsize=2, max_bundle_bytes=999)
+    assert plan_from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_buckets_hold_what_the_plan_sends_without_overlap(model_folders):
+    """Catches a slice that overwrites another, and a bucket that is larger than allowed."""
+    layout = open_layout(model_folders["Qwen2"])
+    positions = replica_positions(layout, tp_size=2, num_dp=2)
+    plan = make_plan(layout, positions, EngineShape(tp_size=2), itemsize=4, max_bundle_bytes=4096)
+    schedule = pack(plan, 4096)
+    placed = [one for rounds in schedule for bucket in rounds for one in bucket]
+    assert Counter(one.transfer for one in placed) == Counter(plan.transfers)
+    assert num_rounds(schedule) > 1 and max(largest_buckets(plan, schedule)) <= 4096
+    for rounds in schedule:
+        for bucket in rounds:
+            end = 0
+            for one in bucket:
+                assert one.offset == end and end % 16 == 0
+                end += plan.bundle(one.transfer).num_bytes
+                slices = list(plan.slices(one.transfer, one.offset))
+                offset, copy = slices[-1]
+                assert offset + copy.numel * 4 <= end
+
+
+def test_a_slice_that_no_trainer_rank_holds_is_named(model_folders):
+    layout = open_layout(model_folders["Qwen2"])
+    positions = replica_positions(layout, tp_size=2)
+    with pytest.raises(WeightError, match=r"embed_tokens.*ranks hold 160 of 301 positions"):
+        make_plan(layout, positions[:1], EngineShape(), itemsize=4, max_bundle_bytes=4096)
+    short = [replace(positions[0], layer_indices=(0, 1))]
+    with pytest.raises(WeightError, match="No trainer rank holds"):
+        make_plan(layout, short, EngineShape(), itemsize=4, max_bundle_bytes=4096)
+
+
+def test_a_bucket_smaller_than_a_row_is_refused(model_folders):
+    layout = open_layout(model_folders["Qwen2"])
+    with pytest.raises(WeightError, match=r"weights.bucket_mib is too small"):
+        make_plan(layout, replica_positions(layout), EngineShape(), itemsize=4, max_bundle_bytes=64)
+
+
+def test_an_engine_is_fed_from_its_own_node(model_folders):
+    """Catches shared memory planned across machines; the slices cross over to a feeder there."""
+    layout = open_layout(model_folders["Qwen2"])
+    positions = replica_positions(layout, tp_size=2, pp_size=2)
+    nodes = ["a", "a", "b", "b"]
+    engine = EngineShape(tp_size=2, nodes=("a", "b"))
+    plan = make_plan(
+        layout, positions, engine, itemsize=4, max_bundle_bytes=4096, source_nodes=nodes
+    )
+    for transfer in plan.transfers:
+        assert nodes[transfer.feeder] == engine.nodes[transfer.engine]
+        if nodes[transfer.origin] == engine.nodes[transfer.engine]:
+            assert transfer.origin == transfer.feeder
+
+
+def test_kv_heads_fewer_than_engine_ranks_are_repeated(model_folders):
+    """Catches an even cut of 2 KV heads over 4 ranks, where vLLM gives each rank a whole one."""
+    layout = open_layout(model_folders["Llama"])
+    heads = []
+    for rank in range(4):
+        position = EnginePosition(tp_rank=rank, tp_size=4)
+        (qkv,) = [s for s in layout.engine_layer(position, "0") if "qkv_proj" in s.name]
+        heads.append([(run.start, run.stop) for run in qkv.runs if "k_proj" in run.tensor])
+    assert heads == [[(0, 8)], [(0, 8)], [(8, 16)], [(8, 16)]]
+
+
+def test_what_comes_from_another_node_comes_to_each_node_once():
+    """Catches engines of one node that are each sent the same bytes over the network: 16 nodes, on
+    each of them two engines and half of the tensor-parallel ranks of two stages."""
+    layout = layout_for(QWEN_32B | {"num_hidden_layers": 8})
+    positions = replica_positions(layout, tp_size=8, pp_size=2, num_dp=8)
+    ranks = [(f"node {rank // 8}", str(rank % 8)) for rank in range(128)]
+    engine_nodes = [f"node {engine // 2}" for engine in range(32)]
+    gpus = [tuple("0123"), tuple("4567")] * 16
+    places = find_places("auto", ranks, engine_nodes, gpus)
+    plan = make_plan(
+        layout, positions, EngineShape(tp_size=4, nodes=tuple(places.receivers)), itemsize=2,
+        max_bundle_bytes=piece_bytes(BUCKET), source_nodes=places.sources, hosts=places.hosts,
+    )  # fmt: skip
+    node = [name for name, _ in ranks]
+    came, crossed, in_node = Counter(), 0, 0
+    for one in plan.transfers:
+        size = plan.bundle(one).num_bytes
+        assert places.sources[one.feeder] == places.receivers[one.engine]
+        if node[one.passer] != node[one.feeder]:
+            came[node[one.feeder], one.block, one.bundle] += 1
+            crossed += size
+        elif one.passer != one.feeder:
+            in_node += size
+    assert max(came.values()) == 1
+    # every node holds one of the two stages, and needs the other one
+    full = sum(2 * torch.Size(shape).numel() for shape in layout.hf_shapes.values())
+    assert crossed < 1.01 * 16 * full / 2
+    assert in_node > 0
+
+    schedule = pack(plan, BUCKET)
+    at = {
+        (placed.transfer.feeder, placed.transfer.block, placed.transfer.bundle): (number, placed)
+        for rounds in schedule
+        for number, bucket in enumerate(rounds)
+        for placed in bucket
+    }
+    assert len(at) == len(plan.transfers)
+    for one in plan.transfers:
+        if one.is_forwarded:
+            number, placed = at[one.feeder, one.block, one.bundle]
+            # it is handed on in the round in which it came, from where it lies
+            its_number, its_placed = at[one.passer, one.block, one.bundle]
+            assert (number, placed.staged_at) == (its_number, its_placed.offset)
+            assert its_placed.transfer.feeder == one.passer
+            assert its_placed.transfer.origin == one.origin

@@ -1,0 +1,176 @@
+"""Updates of the shipped recipes: what goes between nodes, and who waits for whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import megadapo
+from megadapo.commands.lab.weights import plan_for
+from megadapo.config import load_config
+from megadapo.models.published import find_hf_config
+from megadapo.weights.layout.cuts import round_up
+from megadapo.weights.layout.layout import layout_for
+from megadapo.weights.sync.plan import ALIGNMENT
+from megadapo.weights.sync.transports import point_to_point
+from megadapo.weights.sync.transports.buckets import num_rounds, pack, parcel_of, repack, room_of
+from megadapo.weights.sync.transports.relay import relay_batches
+from tests.support.weights.message_order import stuck_ranks
+
+CONFIGS = Path(megadapo.__file__).parents[1] / "configs"
+NUM_LAYERS = 4
+"""Layers are alike, and one of each stage shows what all do."""
+RECIPES = sorted(path.stem for path in CONFIGS.glob("qwen*.toml"))
+GPUS_PER_NODE = 8
+
+
+@cache
+def planned(name: str, placement: str) -> SimpleNamespace:
+    """A recipe's plan on nodes of eight GPUs, its nodes, and its schedules: of a full update, and
+    of one that sends only what changed."""
+    config = load_config(CONFIGS / f"{name}.toml", [f"cluster.placement={placement}"])
+    layout = layout_for(find_hf_config(config.model.path) | {"num_hidden_layers": NUM_LAYERS})
+    cluster = config.cluster.model_copy(update={"device": "cuda"})
+    config = config.model_copy(update={"cluster": cluster})
+    plan, hosts = plan_for(config, layout, gpus_per_node=GPUS_PER_NODE)
+    bucket_bytes = int(config.weights.bucket_mib * 2**20)
+    full = pack(plan, bucket_bytes)
+    sizes = [round_up(plan.bundle(one).num_bytes // 20, ALIGNMENT) for one in plan.transfers]
+    schedules = {"full": full, "delta": repack(plan, room_of(plan, full), sizes)}
+    return SimpleNamespace(
+        config=config, layout=layout, plan=plan, hosts=hosts, schedules=schedules
+    )
+
+
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_byte_comes_to_a_node_at_most_once(name, placement):
+    """Catches engines of one node that are each sent the same weights over the network, and bytes
+    that cross although a rank of the node has them."""
+    case = planned(name, placement)
+    plan, hosts = case.plan, case.hosts
+    came: Counter[tuple[str, int, int]] = Counter()
+    num_bytes: Counter[str] = Counter()
+    for one in plan.transfers:
+        node = hosts.receivers[one.engine]
+        if hosts.sources[one.passer] != node:
+            came[node, one.block, one.bundle] += 1
+            num_bytes[node] += plan.bundle(one).num_bytes
+    assert max(came.values(), default=1) == 1
+    sizes = {name: 2 * torch.Size(shape).numel() for name, shape in case.layout.hf_shapes.items()}
+    model = sum(sizes.values())
+    # every rank of an engine has norms and routers in full, and is sent them
+    repeated = sum(size for name, size in sizes.items() if "norm" in name or ".gate." in name)
+    most = model + (plan.engine.tp_size - 1) * repeated
+    assert repeated < 0.002 * model
+    assert max(num_bytes.values(), default=0) <= most
+    if placement == "separate":
+        assert len(num_bytes) == len(set(hosts.receivers)) == len(hosts.receivers)
+        assert min(num_bytes.values()) >= model
+        assert plan.engine.num_engines() == case.config.rollout.num_engines
+
+
+@pytest.mark.parametrize("what", ["full", "delta"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_rank_enters_each_relay_that_another_waits_in(name, what):
+    """Catches a rank that is left out of a round, or that comes to it in another order."""
+    case = planned(name, "colocated")
+    ranks = range(case.plan.num_sources)
+    relays = {rank: relay_batches(case.schedules[what], rank) for rank in ranks}
+    batches = {
+        rank: [
+            [message_of(placed, rank) for placed in batch]
+            for _, both in sorted(relays[rank].items())
+            for batch in both
+            if batch
+        ]
+        for rank in ranks
+    }
+    assert stuck_ranks(batches) == {}
+    assert_every_rank_is_missed(batches)
+
+
+@pytest.mark.parametrize("what", ["full", "delta"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_rank_enters_each_wave_that_another_waits_in(name, what, monkeypatch):
+    """Catches engines that hand on in another order than they are sent, and a wave that an engine
+    rank expects and nobody sends."""
+    case = planned(name, "separate")
+    batches = message_batches(case, case.schedules[what], monkeypatch)
+    assert len(batches) == case.plan.num_ranks
+    assert stuck_ranks(batches) == {}
+    assert_every_rank_is_missed(batches)
+
+
+def message_of(placed, rank):
+    feeder, passer = placed.transfer.feeder, placed.transfer.passer
+    sends = rank != feeder
+    return (feeder if sends else passer, sends, placed.num_bytes)
+
+
+def assert_every_rank_is_missed(batches):
+    """Leave some ranks out of their last batch: somebody waits for each."""
+    ranks = [rank for rank, own in batches.items() if own]
+    for rank in ranks[:: max(1, len(ranks) // 5)]:
+        assert stuck_ranks({**batches, rank: batches[rank][:-1]}) != {}, rank
+
+
+class Recorder:
+    """In the place of a process group: messages, in the batches that they are issued in."""
+
+    def __init__(self):
+        self.batches = []
+
+    def send(self, tensors, peer, tag):
+        self.batches[-1].append((peer, True, tensors[0].nbytes))
+        return SimpleNamespace(wait=lambda: None)
+
+    def recv(self, tensors, peer, tag):
+        self.batches[-1].append((peer, False, tensors[0].nbytes))
+        return SimpleNamespace(wait=lambda: None)
+
+
+def issue_together(group, device, operations):
+    group.batches.append([])
+    return [operation() for operation in operations]
+
+
+def message_batches(case, schedule, monkeypatch):
+    """Rank -> its messages of an update, by the transport's own code on memory without bytes."""
+    monkeypatch.setattr(point_to_point, "issue_together", issue_together)
+    groups: dict[int, Recorder] = {}
+
+    def join_group(offers, device, *, rank, num_ranks, store=None):
+        groups[rank] = Recorder()
+        return groups[rank], None
+
+    monkeypatch.setattr(point_to_point, "join_group", join_group)
+    plan, device = case.plan, torch.device("meta")
+    num_bytes = int(case.config.weights.bucket_mib * 2**20)
+    arriving: dict[tuple[int, int, int], list] = {}
+    for rank, rounds in enumerate(schedule):
+        outbox = point_to_point.PointToPointOutbox(
+            num_bytes, device, rank=rank, num_ranks=plan.num_ranks
+        )
+        outbox.connect([])
+        for number, bucket in enumerate(rounds):
+            outbox.post(number, [parcel_of(plan, placed) for placed in bucket])
+            for placed in bucket:
+                to = placed.transfer
+                arriving.setdefault((to.engine, to.engine_rank, number), []).append(placed)
+    engine = plan.engine
+    for number in range(len(engine.nodes)):
+        for copy in range(plan.num_copies(number)):
+            for engine_rank in range(engine.num_ranks):
+                seat = plan.seat(number, engine_rank, copy)
+                inbox = point_to_point.PointToPointInbox([], num_bytes, device, seat)
+                for round_number in range(num_rounds(schedule)):
+                    own = arriving.get((number, engine_rank, round_number), [])
+                    parcels = [parcel_of(plan, placed) for placed in own]
+                    list(inbox.fetch(round_number, sorted(parcels, key=lambda one: one.wave)))
+    return {rank: group.batches for rank, group in groups.items()}

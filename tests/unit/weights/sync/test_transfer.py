@@ -1,0 +1,268 @@
+"""Senders, buckets and receivers together, without vLLM: what an engine rank ends up with."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from megadapo.errors import InfraError, WeightError
+from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.layout.stages import stage_layers
+from megadapo.weights.sync.plan import EngineShape
+from megadapo.weights.sync.planning import make_plan
+from megadapo.weights.sync.receiver import WeightReceiver
+from megadapo.weights.sync.sender import HeldWeightSender
+from megadapo.weights.sync.transports.buckets import checksum
+from megadapo.weights.sync.transports.cuda_ipc import _HANDLE_FIELDS, CudaIpcInbox
+from megadapo.weights.sync.transports.parcels import Parcel
+from megadapo.weights.sync.transports.point_to_point import PointToPointOutbox
+from megadapo.weights.sync.transports.shared_memory import (
+    MEMORY_FOLDER,
+    SharedMemoryInbox,
+    SharedMemoryOutbox,
+)
+from megadapo.weights.sync.transports.transports import open_inbox
+from tests.support.models.tiny_models import FAMILY_NAMES, make_model
+from tests.support.weights.connection import BUCKET, Connection, Shards, expected_shards
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("trainer,engine,dtype", [
+    ({}, EngineShape(), torch.float32),
+    ({"tp_size": 4, "pp_size": 2}, EngineShape(tp_size=2), torch.float32),
+    ({"tp_size": 2, "num_dp": 2}, EngineShape(tp_size=4), torch.bfloat16),
+    ({"pp_size": 2, "vpp_size": 2}, EngineShape(tp_size=2, pp_size=2), torch.float32),
+    ({"tp_size": 2}, EngineShape(tp_size=2, expert_parallel=True), torch.float32),
+])  # fmt: skip
+def test_engine_ranks_get_exactly_their_shards(model_folders, family, trainer, engine, dtype):
+    """Catches any byte that is lost, misplaced, stale or sent for nothing."""
+    connection = Connection(model_folders[family], trainer, engine, dtype)
+    assert connection.num_rounds > 1
+    targets = connection.run()
+    for rank, (target, receiver) in enumerate(zip(targets, connection.receivers, strict=True)):
+        expected = expected_shards(
+            model_folders[family], connection.layout, engine.position(rank), dtype
+        )
+        assert target.done.keys() == expected.keys()
+        assert all(torch.equal(target.done[name], expected[name]) for name in expected)
+        runs = sum(
+            run.size * shard.numel_per_row
+            for shard in connection.layout.engine_shards(engine.position(rank))
+            for run in shard.runs
+        )
+        assert receiver.num_bytes == runs * dtype.itemsize
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3Moe"])
+@pytest.mark.parametrize("engine", [EngineShape(tp_size=2), EngineShape(pp_size=2)])
+def test_interleaved_stages_send_each_layer_from_where_it_is(tmp_path, family, engine):
+    """Catches a stage taken for a range of layers: of two stages with two chunks each, the first
+    has layers 0 and 2."""
+    stages = stage_layers(4, pp_size=2, vpp_size=2)
+    assert stages == [(0, 2), (1, 3)]
+    folder = make_model(tmp_path / "model", family, num_hidden_layers=4)
+    connection = Connection(folder, {"pp_size": 2, "stages": stages}, engine)
+    for rank, target in enumerate(connection.run()):
+        expected = expected_shards(
+            folder, connection.layout, engine.position(rank), connection.dtype
+        )
+        assert target.done.keys() == expected.keys()
+        assert all(torch.equal(target.done[name], expected[name]) for name in expected)
+    for transfer in connection.plan.transfers:
+        layer = connection.plan.blocks[transfer.block].layer
+        assert layer is None or layer in stages[transfer.feeder]
+
+
+@pytest.mark.parametrize("trainer", [{"tp_size": 2, "pp_size": 2}, {"num_dp": 2}])
+def test_what_is_held_is_sent_however_the_weights_change(model_folders, trainer):
+    """An engine that came back would else score the weights of another step."""
+    folder, engine = model_folders["Qwen3"], EngineShape(tp_size=2)
+    connection = Connection(folder, trainer, engine, sender=HeldWeightSender)
+    for sender in connection.senders:
+        sender.hold()
+        for param in sender._live.values():
+            param.fill_(torch.nan)
+    for _ in range(2):
+        for rank, target in enumerate(connection.run()):
+            expected = expected_shards(
+                folder, connection.layout, engine.position(rank), torch.float32
+            )
+            assert target.done.keys() == expected.keys()
+            assert all(torch.equal(target.done[name], expected[name]) for name in expected)
+    fingerprints = [sender.fingerprint() for sender in connection.senders]
+    connection.senders[0].hold()
+    assert connection.senders[0].fingerprint() != fingerprints[0]
+
+
+def test_a_fingerprint_shows_a_change_of_a_single_bit(model_folders):
+    """Answers of other weights would else be taken over into an evaluation."""
+    one, other = (Connection(model_folders["Qwen2"], {}, EngineShape()) for _ in range(2))
+    (sender,), (same,) = one.senders, other.senders
+    assert sender.fingerprint() == same.fingerprint()
+    for param in same._params.values():
+        before = same.fingerprint()
+        words = param.data.view(-1).view(torch.int32)
+        words[len(words) // 2] ^= 1
+        assert same.fingerprint() != before
+
+
+def test_a_second_update_sends_the_weights_as_they_are_then(model_folders):
+    """Catches senders that keep a copy of the first weights."""
+    connection = Connection(model_folders["Qwen2"], {"tp_size": 2}, EngineShape())
+    (before,) = connection.run()
+    for sender in connection.senders:
+        for param in sender._params.values():
+            param.mul_(2)
+    (after,) = connection.run()
+    assert all(torch.equal(after.done[name], 2 * before.done[name]) for name in before.done)
+
+
+def test_layers_arrive_in_order_so_few_shards_are_open_at_once(model_folders):
+    """Catches a schedule that touches every layer before it completes one: the engine would hold
+    a second copy of the model."""
+    connection = Connection(model_folders["Llama"], {"tp_size": 2}, EngineShape())
+    (target,) = connection.run()
+    assert target.most_open < len(target.done) / 3
+
+
+def test_a_damaged_slice_is_found_by_its_checksum_and_named(model_folders):
+    """Catches memory that changes between trainer and engine."""
+    connection = Connection(model_folders["Qwen2"], {}, EngineShape())
+
+    def flip_a_bit(number, senders):
+        if number == 1:
+            senders[0]._ready.outbox.bucket(1)[17] ^= 4
+
+    with pytest.raises(WeightError, match=r"differ for model\..*from trainer rank 0, bucket 1"):
+        connection.run(damage=flip_a_bit)
+
+
+def test_an_update_that_stops_early_is_not_finished(model_folders):
+    """Catches an engine that serves a mixture of two versions."""
+    connection = Connection(model_folders["Qwen2"], {}, EngineShape())
+    receiver = connection.receivers[0]
+    receiver.start(Shards(torch.float32), connection.inbox, with_checksums=False)
+    connection.fill(0, False)
+    receiver.take(0)
+    with pytest.raises(WeightError, match="Incomplete weight update"):
+        receiver.finish()
+
+
+def test_a_rank_with_nothing_but_padding_still_gets_its_vocabulary(tmp_path):
+    """Catches a parameter that is never completed because nothing is copied into it."""
+    folder = make_model(tmp_path / "small", "Qwen2", vocab_size=20)
+    connection = Connection(folder, {}, EngineShape(tp_size=4))
+    *_, last = connection.run()
+    assert torch.equal(last.done["model.embed_tokens.weight"], torch.zeros(16, 32))
+
+
+def test_shared_memory_leaves_no_file_behind():
+    """Catches memory that survives a killed run."""
+    folder = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else Path(tempfile.gettempdir())
+    before = set(folder.glob("megadapo-weights-*"))
+    outbox = SharedMemoryOutbox(64)
+    inbox = SharedMemoryInbox([outbox.offer(), None])
+    outbox.opened()
+    assert set(folder.glob("megadapo-weights-*")) == before
+    outbox.bucket(3)[5] = 77
+    parcel = Parcel(feeder=0, target=2, offset=4, num_bytes=8)
+    assert inbox.fetch(1, [parcel])[0].tolist() == [0, 77, 0, 0, 0, 0, 0, 0]
+    assert inbox.fetch(2, [parcel])[0].tolist() == [0] * 8
+    with pytest.raises(InfraError, match="is not there"):
+        SharedMemoryInbox([outbox.offer()])
+
+
+@pytest.mark.parametrize("can_reach", [True, False])
+def test_buckets_of_other_gpus_are_mapped_on_the_own_one(monkeypatch, can_reach):
+    """Catches an engine rank that takes a context, 0.5 GiB, on every GPU of its engine, and one
+    that waits for what its buckets held when they were opened."""
+    opened = []
+
+    def open_storage(device, handle, *rest):
+        opened.append((device, handle, rest[-1]))
+        return torch.UntypedStorage(2 * BUCKET)
+
+    for name, function in {
+        "init": lambda: None,
+        "current_device": lambda: 1,
+        "device_count": lambda: 4,
+        "get_device_properties": lambda index: SimpleNamespace(uuid=f"GPU-{index}"),
+        "can_device_access_peer": lambda own, theirs: can_reach,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_storage)
+    plain = dict.fromkeys(_HANDLE_FIELDS, 0) | {"event_sync_required": True}
+    offers = [
+        plain | {"device": 0, "handle": "aGFuZGxl", "num_bytes": BUCKET, "gpu": f"GPU-{gpu}"}
+        for gpu in (2, 1)
+    ]
+    CudaIpcInbox([*offers, None], torch.device("cuda"))
+    assert opened == [(1 if can_reach else 2, b"handle", False), (1, b"handle", False)]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc"])
+def test_a_receiver_opens_no_bucket_that_it_does_not_read(transport, model_folders):
+    """Catches an engine that opens memory of another node, or of a GPU that it does not see."""
+    layout = open_layout(model_folders["Qwen2"])
+    positions = replica_positions(layout, num_dp=3)
+    engine = EngineShape(nodes=("engine 0", "engine 1"))
+    plan = make_plan(
+        layout, positions, engine, itemsize=4, max_bundle_bytes=BUCKET,
+        source_nodes=["engine 0", "engine 1", ""],
+    )  # fmt: skip
+    shards = layout.engine_shards(engine.position(0))
+    receivers = [
+        WeightReceiver(
+            plan, shards, engine=number, engine_rank=0, bucket_bytes=BUCKET, dtype=torch.float32
+        )
+        for number in range(2)
+    ]
+    assert [receiver.feeders for receiver in receivers] == [{0}, {1}]
+    hidden = {"path": "/nowhere", "num_bytes": BUCKET, "gpu": "GPU-hidden"}
+    common = {"num_bytes": 0, "device": torch.device("cpu"), "seat": plan.seat(0, 0)}
+    open_inbox(transport, [hidden, hidden, hidden], feeders=set(), **common)
+    if transport == "shared_memory":
+        outbox = SharedMemoryOutbox(BUCKET)
+        offers = [hidden, outbox.offer(), hidden]
+        open_inbox(transport, offers, feeders=receivers[1].feeders, **common).close()
+        outbox.close()
+
+
+def test_buckets_larger_than_the_shared_memory_are_refused():
+    """Catches a process that dies at the first page the file system cannot give."""
+    with pytest.raises(InfraError, match="lower weights.bucket_mib"):
+        SharedMemoryOutbox(1 << 55)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checksums_see_every_bit_and_every_exchange(dtype):
+    """Catches a checksum that a swap of rows, a zeroed row or a flipped bit leaves unchanged."""
+    torch.manual_seed(0)
+    tensor = torch.randn(700, 3001).to(dtype)
+    value = checksum(tensor)
+    assert checksum(tensor.clone()) == value
+    swapped = tensor.clone()
+    swapped[[1, 2]] = tensor[[2, 1]]
+    flipped = tensor.clone()
+    flipped.view(torch.int16)[-1, -1] ^= 1
+    assert len({value, checksum(swapped), checksum(flipped), checksum(tensor.T)}) == 4
+
+
+def test_the_meeting_point_of_messages_listens_on_the_nodes_address_alone():
+    """Catches a store that whoever reaches any of the node's interfaces can write to."""
+    outbox = PointToPointOutbox(8, torch.device("cpu"), rank=0, num_ranks=2)
+    offer = outbox.offer()
+    at_port = [
+        connection.laddr.ip.removeprefix("::ffff:")
+        for connection in psutil.Process(os.getpid()).net_connections("inet")
+        if connection.status == "LISTEN" and connection.laddr.port == offer["port"]
+    ]
+    outbox.close()
+    assert at_port == [offer["address"]] == ["127.0.0.1"]
