@@ -45,7 +45,7 @@ class CheckpointError(MegadapoError):
     exit_code = 4
 
 
-class DamageError(CheckpointError):
+class CorruptCheckpointError(CheckpointError):
     """A file of a checkpoint is not what was written; an earlier checkpoint may be."""
 
 
@@ -55,27 +55,27 @@ class InfraError(MegadapoError):
     exit_code = 5
 
 
-class ProcessDied(InfraError):
+class ProcessDiedError(InfraError):
     """A process of the run is gone."""
 
 
-class OutOfMemory(ProcessDied):
+class OutOfMemory(ProcessDiedError):
     """A process was killed because its node's memory was nearly full."""
 
 
-class NodeDied(ProcessDied):
+class NodeDiedError(ProcessDiedError):
     """The node that a process was on does not answer any more."""
 
 
-class Hung(InfraError):
+class ProcessHungError(InfraError):
     """A process is there, but did not answer or get on in time."""
 
 
-class DataLost(InfraError):
+class DataLostError(InfraError):
     """What one process left in Ray's memory for another one is gone, or found no room there."""
 
 
-class CallCancelled(InfraError):
+class CallCancelledError(InfraError):
     """Ray ended a call, or never began it, without the process being at fault."""
 
 
@@ -85,7 +85,7 @@ class OracleError(MegadapoError):
     exit_code = 6
 
 
-class RunInterrupted(MegadapoError):
+class RunInterruptedError(MegadapoError):
     """The run was asked to stop; its state is saved and it can be resumed."""
 
     exit_code = 75

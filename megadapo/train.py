@@ -11,7 +11,7 @@ from megadapo.algorithm.branches import branch_advantages
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
 from megadapo.data.batch import pack
-from megadapo.errors import DamageError, MegadapoError
+from megadapo.errors import CorruptCheckpointError, MegadapoError
 from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.oracles import check_oracles
 from megadapo.observe.summary import RunSummary
@@ -35,7 +35,7 @@ def train(
         accept_changes: whether a run that stands may go on learning something else.
 
     Raises:
-        RunInterrupted: it was asked to stop; every completed step is saved.
+        RunInterruptedError: it was asked to stop; every completed step is saved.
         OracleError: a step broke an invariant; it is saved, as every step before it.
         MegadapoError: whatever else ended it early; every completed step is saved, unless the
             trainer itself was lost.
@@ -46,7 +46,7 @@ def train(
         while not run.finished:
             try:
                 _train(config, run, replay)
-            except DamageError as error:
+            except CorruptCheckpointError as error:
                 run.fall_back(error)
     return run.finish()
 
@@ -55,7 +55,7 @@ def _train(config: RunConfig, run: Run, replay: Path | None) -> None:
     """Start everything that trains, and do the steps that are still to do.
 
     Raises:
-        DamageError: those who load the run's checkpoint found out that it is not what was written.
+        CorruptCheckpointError: those who load the run's checkpoint found out that it is not what was written.
     """
     unfinished = None
     if replay is None:
@@ -80,7 +80,7 @@ def training_steps(
     """Yield the record of each step that is still to do; a step is taken when it is asked for.
 
     Raises:
-        RunInterrupted: it was asked to stop; every completed step is saved.
+        RunInterruptedError: it was asked to stop; every completed step is saved.
         OracleError: a step broke an invariant; it is saved, as every step before it.
     """
     with run.phase("publish weights"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.process_log import quoted
 from megadapo.cluster.ray_errors import translated
-from megadapo.errors import Hung, InfraError, MegadapoError, ProcessDied
+from megadapo.errors import InfraError, MegadapoError, ProcessDiedError, ProcessHungError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -87,14 +87,16 @@ def result_of(
 
 def late(
     names: Sequence[str], doing: str, timeout_s: float, limit: str, logs: Sequence[Path] = ()
-) -> Hung:
+) -> ProcessHungError:
     """The error of processes that did not answer in time.
 
     `logs`: of these, which have their stacks once they are ended.
     """
     key = f" ({limit})" if limit else ""
     where = f"; stacks: {', '.join(map(str, logs))}" if logs else ""
-    return Hung(f"{', '.join(names)} did not finish {doing} within {timeout_s:g} s{key}{where}")
+    return ProcessHungError(
+        f"{', '.join(names)} did not finish {doing} within {timeout_s:g} s{key}{where}"
+    )
 
 
 class _Outcome:
@@ -122,7 +124,7 @@ class _Outcome:
             describe = self._describe_death
             death = None if describe is None else partial(describe, index)
             ours = translated(error, self._names[index], self._doing, death)
-            if self._logs and isinstance(ours, ProcessDied):
+            if self._logs and isinstance(ours, ProcessDiedError):
                 ours = type(ours)(f"{ours}{quoted(self._logs[index])}")
             raise ours from None
 
@@ -146,5 +148,5 @@ def _root_cause(
         except MegadapoError as error:
             errors.append(error)
     named = [error for error in errors if not isinstance(error, InfraError)]
-    died = [error for error in errors if isinstance(error, ProcessDied)]
+    died = [error for error in errors if isinstance(error, ProcessDiedError)]
     return (named + died + errors)[0]

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megadapo.errors import (
-    CallCancelled,
-    DataLost,
-    Hung,
+    CallCancelledError,
+    DataLostError,
     InfraError,
     MegadapoError,
-    NodeDied,
+    NodeDiedError,
     OutOfMemory,
-    ProcessDied,
+    ProcessDiedError,
+    ProcessHungError,
 )
 
 if TYPE_CHECKING:
@@ -24,40 +24,40 @@ _MEMORY = (
     "its node's memory was nearly full, and Ray killed it: give the node more, or put less on it "
     "(fewer ranks or engines a node, trainer.offload, and on the CPU rollout.kv_cache_gib)",
 )
-_NODE = (NodeDied, "its node is gone: is the machine up, and its network?")
+_NODE = (NodeDiedError, "its node is gone: is the machine up, and its network?")
 KINDS: tuple[tuple[tuple[str, ...], type[InfraError], str], ...] = (
     (("OutOfMemoryError",), *_MEMORY),
     (("NodeDiedError", "LocalRayletDiedError"), *_NODE),
     (
         ("ActorUnavailableError", "RpcError"),
-        NodeDied,
+        NodeDiedError,
         "Ray cannot reach it: is its node up, and the network between them?",
     ),
     (
         ("RayActorError", "WorkerCrashedError"),
-        ProcessDied,
+        ProcessDiedError,
         "where its log does not say why, it was killed: by the kernel for its memory (dmesg), by "
         "a scheduler, or by `ray stop`",
     ),
     (
         ("ObjectStoreFullError", "OutOfDiskError"),
-        DataLost,
+        DataLostError,
         "Ray's object store is full: it needs more room in /dev/shm, and in /tmp/ray to spill to",
     ),
     (
         ("ObjectLostError", "PlasmaObjectNotAvailable"),
-        DataLost,
+        DataLostError,
         "what it was to read is gone, as when the process or the node that held it has died",
     ),
-    (("GetTimeoutError",), Hung, "it gave no answer in time"),
+    (("GetTimeoutError",), ProcessHungError, "it gave no answer in time"),
     (
         ("TaskCancelledError", "TaskPlacementGroupRemoved", "ActorPlacementGroupRemoved"),
-        CallCancelled,
+        CallCancelledError,
         "Ray took it back: has another program ended this run's Ray or its slots?",
     ),
     (
         ("RuntimeEnvSetupError", "TaskUnschedulableError", "ActorUnschedulableError"),
-        CallCancelled,
+        CallCancelledError,
         "Ray could not start it: are the nodes still there that the run began with?",
     ),
     (("RayError",), InfraError, "Ray failed; its own logs, /tmp/ray/session_latest/logs, say more"),
@@ -89,11 +89,11 @@ def translated(
         # what the call met before it did anything: its arguments are lost, say
         error = cause
     if isinstance(error, RayActorError) and error.actor_init_failed:
-        return ProcessDied(f"{name} could not start: {error}")
+        return ProcessDiedError(f"{name} could not start: {error}")
     kind, hint = _kind(error)
-    if kind is ProcessDied and describe_death is not None:
-        return ProcessDied(describe_death())
-    if issubclass(kind, ProcessDied):
+    if kind is ProcessDiedError and describe_death is not None:
+        return ProcessDiedError(describe_death())
+    if issubclass(kind, ProcessDiedError):
         return kind(f"{name} died during {doing}: {hint}")
     return kind(f"{name} did not finish {doing}: {hint} ({_first_line(error)})")
 

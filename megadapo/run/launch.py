@@ -69,7 +69,7 @@ def start_workers(
         DataError: prompts, gold answers or the tokenizer cannot be used.
         InfraError: a process did not start.
         CheckpointError: the checkpoint is not of this model.
-        DamageError: a file of it is not what was written.
+        CorruptCheckpointError: a file of it is not what was written.
     """
     with ExitStack() as stack:
         # a run that goes on has no use for the weights it began with, but to evaluate them

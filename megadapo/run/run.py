@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
-from megadapo.errors import ConfigError, DamageError
+from megadapo.errors import ConfigError, CorruptCheckpointError
 from megadapo.observe.files import replace_text
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.plot import plot_run
@@ -93,7 +93,7 @@ class Run:
             self.log.end(error)
             raise
 
-    def fall_back(self, error: DamageError) -> None:
+    def fall_back(self, error: CorruptCheckpointError) -> None:
         """Go on from the checkpoint before the present one, which those who read it found damaged.
 
         Raises:
@@ -149,7 +149,7 @@ class Run:
         """The steps still to do, counted from 1.
 
         Raises:
-            RunInterrupted: a stop was asked for; all completed steps stand.
+            RunInterruptedError: a stop was asked for; all completed steps stand.
             InfraError: another driver has taken the run's folder over.
         """
         self._under_way = True

@@ -13,12 +13,12 @@ from types import FrameType
 from typing import Any
 
 from megadapo.cluster.watch.orphans import descendants
-from megadapo.errors import DataError, InfraError, RunInterrupted
+from megadapo.errors import DataError, InfraError, RunInterruptedError
 from megadapo.run.state.lease import STALE_S, heartbeat_of
 from megadapo.run.state.status import Status, read_status
 from megadapo.run.state.stop import SIGNALS
 
-RESTARTED = (InfraError.exit_code, RunInterrupted.exit_code)
+RESTARTED = (InfraError.exit_code, RunInterruptedError.exit_code)
 """Exit codes after which the same run may do better: failed processes, and preemption."""
 CUT_OFF = 1
 """Exit code of a driver that Ray's core ends when its daemons are gone, without time to say how it

@@ -16,7 +16,7 @@ from megadapo.cluster.watch.post_mortem import (
     flight_pipe,
     save_stacks,
 )
-from megadapo.errors import Hung, InfraError, MegadapoError
+from megadapo.errors import InfraError, MegadapoError, ProcessHungError
 from megadapo.trainer.worker import TrainerWorker, pulse_of
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class RankProcesses:
         """Look at the ranks' signs of life.
 
         Raises:
-            Hung: a rank hangs.
+            ProcessHungError: a rank hangs.
         """
         if self._pulses is not None and self.actors and self._looking.acquire(blocking=False):
             try:
@@ -135,7 +135,7 @@ class RankProcesses:
                 watch=look,
             )
         except MegadapoError as error:
-            self._kill(stacks=isinstance(error, Hung))
+            self._kill(stacks=isinstance(error, ProcessHungError))
             raise
 
     def call_all(self, method: str, *args: Any) -> list[ObjectRef[Any]]:

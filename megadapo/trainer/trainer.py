@@ -197,7 +197,7 @@ class Trainer:
         """Read what was saved, at this or any other split; every file must be as listed.
 
         Raises:
-            DamageError: one is not.
+            CorruptCheckpointError: one is not.
             CheckpointError: the state is of another model.
         """
         # twice: files are hashed, then read

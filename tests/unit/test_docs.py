@@ -124,7 +124,7 @@ def test_keys_metrics_and_errors_exist(page: Path) -> None:
             wrong += [span] * (name not in keys and not _FILE.fullmatch(name))
         elif _METRIC.fullmatch(span) and span.partition("/")[0] in areas and find(span) is None:
             wrong += [span] * (span not in METRIC_NAMES)
-        elif re.fullmatch(r"[A-Z]\w+Error|RunInterrupted", name):
+        elif re.fullmatch(r"[A-Z]\w+Error|RunInterruptedError", name):
             wrong += [span] * (not hasattr(errors, name.partition(",")[0]))
     assert not wrong
 

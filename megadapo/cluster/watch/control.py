@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from megadapo.cluster.watch.orphans import send
-from megadapo.errors import Hung
+from megadapo.errors import ProcessHungError
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -76,7 +76,7 @@ class MainThread:
 def _end_process(problem: str) -> None:
     _LOGGER.error("%s, and this process waits for it: it ends", problem)
     logging.shutdown()
-    os._exit(Hung.exit_code)
+    os._exit(ProcessHungError.exit_code)
 
 
 class ControlWatch:
@@ -117,10 +117,10 @@ class ControlWatch:
         """For whoever waits for processes, every few seconds.
 
         Raises:
-            Hung: a daemon does not answer.
+            ProcessHungError: a daemon does not answer.
         """
         if self._problem is not None:
-            raise Hung(self._problem)
+            raise ProcessHungError(self._problem)
 
     def tick(self) -> None:
         """Count an interval; what this process was stopped for is not counted so."""

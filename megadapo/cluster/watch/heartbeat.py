@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megadapo.errors import Hung
+from megadapo.errors import ProcessHungError
 
 BEAT_S = 2.0
 """Between two beats, at most."""
@@ -203,7 +203,7 @@ class PulseWatch:
         """Read all pulses.
 
         Raises:
-            Hung: a process gives no sign of life, or does not get on; it is named, and where all
+            ProcessHungError: a process gives no sign of life, or does not get on; it is named, and where all
                 wait for each other those that are the furthest behind.
         """
         now = self._clock()
@@ -223,9 +223,9 @@ class PulseWatch:
             behind = [one for one in busy if one.last and one.last.pieces == fewest]
             raise self._hung(behind, f"did not get on for {allowed_s:g} s")
 
-    def _hung(self, who: Sequence[_Watched], what: str) -> Hung:
+    def _hung(self, who: Sequence[_Watched], what: str) -> ProcessHungError:
         names = ", ".join(one.name for one in who)
         last = who[0].last
         doing = "" if last is None or not last.doing else f" in {last.doing}"
         logs = ", ".join(str(one.log) for one in who)
-        return Hung(f"{names} {what}{doing} ({self._limit}); stacks: {logs}")
+        return ProcessHungError(f"{names} {what}{doing} ({self._limit}); stacks: {logs}")

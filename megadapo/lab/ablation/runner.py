@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megadapo.cluster.watch.orphans import kill_after_this_process
-from megadapo.errors import RunInterrupted
+from megadapo.errors import RunInterruptedError
 from megadapo.lab.ablation.plan import PlannedRun
 from megadapo.run.state.stop import StopSignal
 
@@ -58,7 +58,7 @@ class Runner:
         """Train all that are not finished and return those that failed.
 
         Raises:
-            RunInterrupted: it was asked to stop; so were the trainings under way.
+            RunInterruptedError: it was asked to stop; so were the trainings under way.
         """
         waiting = deque(run for run in runs if run.standing() != "finished")
         stop = StopSignal()
@@ -66,8 +66,8 @@ class Runner:
         try:
             with stop.interruptible():
                 self._train_all(waiting)
-        except RunInterrupted as stopped:
-            raise RunInterrupted(
+        except RunInterruptedError as stopped:
+            raise RunInterruptedError(
                 f"{stopped}; the same command goes on with the runs that are not finished"
             ) from None
         finally:

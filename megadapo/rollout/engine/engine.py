@@ -18,7 +18,7 @@ from megadapo.cluster.process_log import redirect_output
 from megadapo.cluster.watch.orphans import descendants
 from megadapo.cluster.watch.post_mortem import Whereabouts
 from megadapo.cluster.watch.reaper import kill_marked, start_reaper
-from megadapo.errors import InfraError, ProcessDied
+from megadapo.errors import InfraError, ProcessDiedError
 from megadapo.rollout.engine.activity import ActivityCounter, EngineActivity
 from megadapo.rollout.engine.failure import describe_failure
 from megadapo.rollout.pool.engine_spec import EngineSpec
@@ -104,7 +104,7 @@ class RolloutEngine:
         after `max_wait_s` seconds at the latest.
 
         Raises:
-            ProcessDied: vLLM's processes are gone.
+            ProcessDiedError: vLLM's processes are gone.
         """
         assert self._generation is not None, "start first"
         with self._naming_failures("failed while generating"):
@@ -263,7 +263,7 @@ class RolloutEngine:
 
     def _failure(self, what: str, error: Exception) -> InfraError:
         """What to raise for an error of vLLM's."""
-        kind = ProcessDied if self._llm is not None and self._llm.errored else InfraError
+        kind = ProcessDiedError if self._llm is not None and self._llm.errored else InfraError
         return kind(self._describe(what, error))
 
     def _describe(self, what: str, error: Exception) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import late, result_of
-from megadapo.errors import InfraError, ProcessDied
+from megadapo.errors import InfraError, ProcessDiedError
 from megadapo.rollout.engine.failure import describe_failure
 from megadapo.rollout.pool.remote_engine import Place, RemoteEngine
 from megadapo.rollout.requests import EngineReport, GroupRequest
@@ -135,7 +135,7 @@ class Fleet:
             try:
                 results[index] = self._read(engine, ref, doing)
             except InfraError as error:
-                if not forgive and not isinstance(error, ProcessDied):
+                if not forgive and not isinstance(error, ProcessDiedError):
                     raise
                 self.lose(engine, str(error))
         return results
@@ -154,7 +154,7 @@ class Fleet:
             if engine.awaited is not None and ray.wait([engine.awaited], timeout=0)[0]:
                 try:
                     self._read(engine, engine.awaited, "generate")  # `wait` takes it later
-                except ProcessDied as error:
+                except ProcessDiedError as error:
                     return str(error)
             if not left:
                 return ""
@@ -199,7 +199,7 @@ class Fleet:
         try:
             answer = self._read(engine, ref, "generate")
         except InfraError as error:
-            if groups is not None and not isinstance(error, ProcessDied):
+            if groups is not None and not isinstance(error, ProcessDiedError):
                 engine.assigned(-sum(group.num_at_once for group in groups))
                 self.refused += groups
                 raise

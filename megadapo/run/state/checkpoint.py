@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megadapo.errors import CheckpointError, DamageError
+from megadapo.errors import CheckpointError, CorruptCheckpointError
 from megadapo.run.state.trust import check_trusted
 from megadapo.weights.disk.folders import remove_folder
 from megadapo.weights.disk.hashed_files import (
@@ -307,7 +307,7 @@ def load(path: Path, *, hashes: bool = True) -> Checkpoint:
         check_files(path, files if hashes else {n: files[n] for n in files.keys() - trainer})
         state = json.loads((path / STATE).read_text())
     except (CheckpointError, OSError, ValueError) as error:
-        raise DamageError(f"checkpoint {path}: {error}") from error
+        raise CorruptCheckpointError(f"checkpoint {path}: {error}") from error
     return Checkpoint(
         path, step, state, {name.removeprefix(f"{TRAINER}/"): trainer[name] for name in trainer}
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megadapo.config import RunConfig
-from megadapo.errors import DamageError, MegadapoError
+from megadapo.errors import CorruptCheckpointError, MegadapoError
 from megadapo.rollout.journal.journal import forget_before
 from megadapo.run.export.background_export import BackgroundExports
 from megadapo.run.rollouts import without_samples
@@ -79,7 +79,7 @@ class RunCheckpoints:
         self._log.rewind(step if checkpoint is not None else -1)
         self._log.note(*start.notes, *(f"set aside: {path}" for path in aside))
 
-    def fall_back(self, error: DamageError) -> None:
+    def fall_back(self, error: CorruptCheckpointError) -> None:
         """Go on from the checkpoint before the present one, which those who read it found damaged.
 
         Raises:

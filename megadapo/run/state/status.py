@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from megadapo.errors import DataError, InfraError, RunInterrupted
+from megadapo.errors import DataError, InfraError, RunInterruptedError
 from megadapo.observe.files import replace_text
 
 STATUS_FILE = "status.json"
@@ -103,7 +103,7 @@ class StatusFile:
             text = " ".join(str(error).split())
             status = replace(
                 status,
-                state="stopped" if isinstance(error, RunInterrupted) else "failed",
+                state="stopped" if isinstance(error, RunInterruptedError) else "failed",
                 reason=f"{type(error).__name__}: {text}" if text else type(error).__name__,
             )
         self._set(status)

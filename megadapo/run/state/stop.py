@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from megadapo.errors import RunInterrupted
+from megadapo.errors import RunInterruptedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ONE_REQUEST_S = 0.3
@@ -60,17 +60,17 @@ class StopSignal:
         """Stop here if a stop has been asked for.
 
         Raises:
-            RunInterrupted: it has.
+            RunInterruptedError: it has.
         """
         if self._requested is not None:
-            raise RunInterrupted(f"stopped by {self._requested}")
+            raise RunInterruptedError(f"stopped by {self._requested}")
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Within this block a signal stops the run at once instead of at the next `check`.
 
         Raises:
-            RunInterrupted: a stop has been asked for, before the block or within it.
+            RunInterruptedError: a stop has been asked for, before the block or within it.
         """
         self.check()
         self._may_interrupt = True
@@ -89,7 +89,7 @@ class StopSignal:
             spare_s: what must be left of the grace behind it.
 
         Raises:
-            RunInterrupted: it would, or it does.
+            RunInterruptedError: it would, or it does.
         """
         if self._grace_s == 0:
             yield
@@ -111,7 +111,7 @@ class StopSignal:
         left = self._requested_at + self._grace_s - bound.spare_s - now
         if left <= 0 or bound.expected_end - now > left:
             self._bound = None
-            raise RunInterrupted(
+            raise RunInterruptedError(
                 f"stopped by {self._requested}: what was under way would have taken "
                 f"{max(0.0, bound.expected_end - now):.0f} s more, and {max(0.0, left):.0f} s of "
                 f"run.grace_s = {self._grace_s:g} were left for it"
@@ -141,6 +141,6 @@ def _unwrapped() -> Iterator[None]:
     try:
         yield
     except SystemError as error:
-        if isinstance(error.__cause__, RunInterrupted):
+        if isinstance(error.__cause__, RunInterruptedError):
             raise error.__cause__ from None
         raise

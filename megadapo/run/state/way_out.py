@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megadapo.errors import Hung, InfraError, MegadapoError, OracleError, RunInterrupted
+from megadapo.errors import (
+    InfraError,
+    MegadapoError,
+    OracleError,
+    ProcessHungError,
+    RunInterruptedError,
+)
 from megadapo.run.run import Run
 from megadapo.run.workers import Workers
 
@@ -60,7 +66,7 @@ class WayOut:
             # a disk without room for a line may still have a checkpoint's
             run.log.note(f"step {run.step} is not in the metrics: {failed}")
         workers = self._workers
-        if isinstance(error, Hung) and not workers.trainer.processes.all_beat():
+        if isinstance(error, ProcessHungError) and not workers.trainer.processes.all_beat():
             run.log.note(f"step {run.step} cannot be saved: a rank of the trainer hangs")
             return
         # an engine that is gone cannot be told to make room, and has made it
@@ -68,6 +74,6 @@ class WayOut:
         try:
             run.save(begin.begin_save, num_bytes=workers.checkpoint_bytes, wait=True)
         except MegadapoError as failed:
-            if isinstance(error, RunInterrupted | OracleError):
+            if isinstance(error, RunInterruptedError | OracleError):
                 raise
             run.log.note(str(failed))

@@ -22,7 +22,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megadapo.errors import CheckpointError, DamageError
+from megadapo.errors import CheckpointError, CorruptCheckpointError
 from megadapo.trainer.checkpoint.pieces import (
     OwnedRun,
     Piece,
@@ -136,7 +136,7 @@ def check_across_ranks(folder: Path, files: Mapping[str, FileEntry]) -> None:
     """Compare a checkpoint's files with their hashes, each on the rank that will read it.
 
     Raises:
-        DamageError: on every rank, one or more differ.
+        CorruptCheckpointError: on every rank, one or more differ.
     """
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     own = {name: files[name] for name in files if reader_of(name, num_ranks) == rank}
@@ -144,11 +144,11 @@ def check_across_ranks(folder: Path, files: Mapping[str, FileEntry]) -> None:
     try:
         check_files(folder, own)
         problem = ""
-    except DamageError as error:
+    except CorruptCheckpointError as error:
         problem = str(error)
     torch.distributed.all_gather_object(problems, problem)
     if found := [problem for problem in problems if problem]:
-        raise DamageError("; ".join(found))
+        raise CorruptCheckpointError("; ".join(found))
 
 
 def reader_of(file: str, num_ranks: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from megadapo.errors import DamageError
+from megadapo.errors import CorruptCheckpointError
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,16 @@ def check_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
     """Read files and compare them with what they must be.
 
     Raises:
-        DamageError: one is missing or differs.
+        CorruptCheckpointError: one is missing or differs.
     """
     for name, expected in sorted(files.items()):
         try:
             found = entry_of(folder / name)
         except OSError as error:
-            raise DamageError(f"{folder / name} cannot be read: {error.strerror}") from error
+            raise CorruptCheckpointError(
+                f"{folder / name} cannot be read: {error.strerror}"
+            ) from error
         if found != expected:
-            raise DamageError(f"{folder / name} is damaged: it does not match its SHA-256")
+            raise CorruptCheckpointError(
+                f"{folder / name} is damaged: it does not match its SHA-256"
+            )

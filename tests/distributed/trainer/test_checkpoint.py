@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megadapo.errors import CheckpointError, DamageError
+from megadapo.errors import CheckpointError, CorruptCheckpointError
 from megadapo.weights.disk.hashed_files import check_files
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, save_at, train, update, weights
@@ -181,7 +181,7 @@ def test_damage_of_any_file_is_named_and_the_ranks_look_at_each(
             if damaged is not None:
                 victim.write_bytes(damaged)
             if damaged != content:
-                with pytest.raises(DamageError, match=re.escape(str(victim))):
+                with pytest.raises(CorruptCheckpointError, match=re.escape(str(victim))):
                     check_files(saved, files)
         victim.write_bytes(content)
     victim = saved / "__3_0.distcp"
@@ -228,7 +228,7 @@ def _check(rendezvous, settings, folder, files):
     from megadapo.trainer.checkpoint.checkpoint import check_across_ranks
 
     build(rendezvous, settings)
-    with pytest.raises(DamageError) as caught:
+    with pytest.raises(CorruptCheckpointError) as caught:
         check_across_ranks(folder, files)
     return str(caught.value)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megadapo.cluster.watch.heartbeat import read_pulse
-from megadapo.errors import ConfigError, DataError, Hung, ProcessDied
+from megadapo.errors import ConfigError, DataError, ProcessDiedError, ProcessHungError
 from megadapo.trainer.trainer import Trainer, rank_environment
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.ranks import expected_megatron, megatron_version, settings_for
@@ -94,7 +94,7 @@ def test_two_ranks_train_save_load_and_die(ray_started: None, models: Path, tmp_
 
     os.kill(pids[1], signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(ProcessDied, match="trainer rank 1 died .*trainer-rank-1.log"):
+    with pytest.raises(ProcessDiedError, match="trainer rank 1 died .*trainer-rank-1.log"):
         group.update(batch, policy_version=4, step=3)
     assert time.monotonic() - started < 30
     assert group.ranks == [], "the surviving rank waits for a dead one: it must be ended too"
@@ -135,7 +135,7 @@ def test_a_rank_stopped_in_an_update_is_named_within_the_deadline(
     group.call_all("apply", stop_the_second_in_an_update, tmp_path / "trainer-rank-1.pulse")
     began = time.monotonic()
     batch = random_batch(RAGGED * 4, num_mini_batches=8)
-    with pytest.raises(Hung) as caught:
+    with pytest.raises(ProcessHungError) as caught:
         for step in range(1, 200):
             group.update(batch, policy_version=0, step=step)
     assert time.monotonic() - began < 30

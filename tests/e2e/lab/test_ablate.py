@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.errors import RunInterrupted
+from megadapo.errors import RunInterruptedError
 from tests.support import REPOSITORY
 from tests.support.runs.whole_runs import SMALL, descendants, marked, metrics, wait_for_step
 
@@ -54,7 +54,7 @@ def test_an_ablation_that_was_stopped_goes_on_and_reports_all_runs(tmp_path: Pat
     wait_for_step(stopped, first, 2)
     stopped.send_signal(signal.SIGTERM)
     output, _ = stopped.communicate(timeout=200)
-    assert stopped.returncode == RunInterrupted.exit_code, output
+    assert stopped.returncode == RunInterruptedError.exit_code, output
     assert descendants(tmp_path) == []
     assert not (tmp_path / "runs" / "ablation.json").exists()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megadapo.errors import InfraError, OracleError, RunInterrupted
+from megadapo.errors import InfraError, OracleError, RunInterruptedError
 from megadapo.observe.metrics.names import METRIC_NAMES, OWN_AREAS
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
@@ -117,7 +117,7 @@ def test_a_killed_and_stopped_run_that_goes_on_by_itself_equals_one_that_was_not
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "SIGKILL after step" in output
-    assert f"ended with exit code {RunInterrupted.exit_code} after step" in output
+    assert f"ended with exit code {RunInterruptedError.exit_code} after step" in output
     assert "SIGTERM" in output and "resuming after step" in output
     assert descendants(folder) == []
     assert_equal_runs(folder, uninterrupted)
@@ -172,7 +172,7 @@ def test_a_run_stopped_twice_equals_one_that_was_not(uninterrupted, tmp_path):
         wait_for_step(process, folder, step)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=200)
-        assert process.returncode == RunInterrupted.exit_code, output
+        assert process.returncode == RunInterruptedError.exit_code, output
         assert "SIGTERM" in output
         assert descendants(folder) == []
     result = run(folder)
@@ -198,7 +198,7 @@ def test_a_stop_while_a_run_starts_is_obeyed_at_once(tmp_path, seconds):
     process.send_signal(signal.SIGTERM)
     asked = time.monotonic()
     output, _ = process.communicate(timeout=120)
-    assert process.returncode in (RunInterrupted.exit_code, -signal.SIGTERM), output
+    assert process.returncode in (RunInterruptedError.exit_code, -signal.SIGTERM), output
     assert time.monotonic() - asked < 45
     assert descendants(folder) == []
 

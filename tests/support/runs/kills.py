@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megadapo.cluster.watch.orphans import descendants as below
-from megadapo.errors import DataError, RunInterrupted
+from megadapo.errors import DataError, RunInterruptedError
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.run.state.status import Status, read_status
 from tests.support import COMPILED, REPOSITORY
@@ -298,7 +298,7 @@ def campaign(
             code = run.end()
             entry["kills"] += [asdict(kill) for kill in run.kills]
             entry["problems"] += [f"left: {name}" for name in run.leftovers()]
-            entry["ended"] = code != RunInterrupted.exit_code
+            entry["ended"] = code != RunInterruptedError.exit_code
             if code == 0:
                 entry["problems"] += _differences(folder / entry["folder"], expected)
             elif entry["ended"]:

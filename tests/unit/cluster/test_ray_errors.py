@@ -11,14 +11,14 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
 from megadapo.cluster.ray_errors import KINDS, translated
 from megadapo.errors import (
-    CallCancelled,
+    CallCancelledError,
     DataError,
-    DataLost,
-    Hung,
+    DataLostError,
     InfraError,
-    NodeDied,
+    NodeDiedError,
     OutOfMemory,
-    ProcessDied,
+    ProcessDiedError,
+    ProcessHungError,
 )
 
 
@@ -29,22 +29,22 @@ def actor_died(message: str) -> of_ray.ActorDiedError:
 
 
 CASES = [
-    (actor_died("Worker unexpectedly exits with a connection error code 2."), ProcessDied),
+    (actor_died("Worker unexpectedly exits with a connection error code 2."), ProcessDiedError),
     (actor_died("Worker exit type: NODE_OUT_OF_MEMORY"), OutOfMemory),
     (actor_died("the worker was killed due to the node running low on memory."), OutOfMemory),
-    (actor_died("The actor died because its node has died. Node Id: 5a"), NodeDied),
+    (actor_died("The actor died because its node has died. Node Id: 5a"), NodeDiedError),
     (of_ray.OutOfMemoryError("task was killed"), OutOfMemory),
-    (of_ray.NodeDiedError("unreachable"), NodeDied),
-    (of_ray.LocalRayletDiedError(), NodeDied),
-    (of_ray.ActorUnavailableError("no route", b"a" * 16), NodeDied),
-    (of_ray.WorkerCrashedError(), ProcessDied),
-    (of_ray.ObjectLostError("5a", None, ""), DataLost),
-    (of_ray.OwnerDiedError("5a", b"", ""), DataLost),
-    (of_ray.ObjectStoreFullError("full"), DataLost),
-    (of_ray.GetTimeoutError("Get timed out"), Hung),
-    (of_ray.TaskCancelledError(), CallCancelled),
-    (of_ray.ActorUnschedulableError("no node"), CallCancelled),
-    (of_ray.RuntimeEnvSetupError("no disk"), CallCancelled),
+    (of_ray.NodeDiedError("unreachable"), NodeDiedError),
+    (of_ray.LocalRayletDiedError(), NodeDiedError),
+    (of_ray.ActorUnavailableError("no route", b"a" * 16), NodeDiedError),
+    (of_ray.WorkerCrashedError(), ProcessDiedError),
+    (of_ray.ObjectLostError("5a", None, ""), DataLostError),
+    (of_ray.OwnerDiedError("5a", b"", ""), DataLostError),
+    (of_ray.ObjectStoreFullError("full"), DataLostError),
+    (of_ray.GetTimeoutError("Get timed out"), ProcessHungError),
+    (of_ray.TaskCancelledError(), CallCancelledError),
+    (of_ray.ActorUnschedulableError("no node"), CallCancelledError),
+    (of_ray.RuntimeEnvSetupError("no disk"), CallCancelledError),
     (of_ray.RaySystemError("internal"), InfraError),
 ]
 
@@ -78,7 +78,7 @@ def test_what_an_actor_raises_keeps_its_type_and_what_its_call_met_is_translated
     of_data = of_ray.RayTaskError("f", "", DataError("prompt 3 is empty"))
     assert isinstance(translated(of_data, "x", "y"), DataError)
     lost = of_ray.RayTaskError("f", "", of_ray.ObjectLostError("5a", None, ""))
-    assert type(translated(lost, "x", "y")) is DataLost
+    assert type(translated(lost, "x", "y")) is DataLostError
     other = translated(of_ray.RayTaskError("f", "", ValueError("seven")), "x", "y")
     assert type(other) is InfraError and "x failed in y: seven" in str(other)
 

@@ -19,7 +19,7 @@ from megadapo.errors import (
     DataError,
     InfraError,
     OracleError,
-    RunInterrupted,
+    RunInterruptedError,
 )
 from megadapo.observe.rollouts.files import write_rollouts
 from tests.support.rollout.saved_groups import saved_group
@@ -280,7 +280,7 @@ def test_rollouts_without_a_trainer_are_refused_where_they_would_do_harm(
         (CheckpointError("x"), 4),
         (InfraError("x"), 5),
         (OracleError("x"), 6),
-        (RunInterrupted("x"), 75),
+        (RunInterruptedError("x"), 75),
         (KeyboardInterrupt(), 130),
     ],
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from megadapo.cluster.watch.control import LIMIT_S, LOST, SILENT, ControlWatch, MainThread
-from megadapo.errors import Hung
+from megadapo.errors import ProcessHungError
 
 EVERY_S = LIMIT_S / 4
 
@@ -50,7 +50,7 @@ def test_a_service_that_does_not_answer_is_named_and_a_slow_one_is_not() -> None
     assert watch.answers
     for _ in range(5):
         watch.tick()
-    with pytest.raises(Hung, match="gcs_server.* 60 s"):
+    with pytest.raises(ProcessHungError, match="gcs_server.* 60 s"):
         watch.look()
     assert ended == [] and not watch.answers
 
@@ -63,7 +63,7 @@ def test_a_driver_whose_own_daemon_is_lost_is_told_and_ended_where_it_cannot_lis
         answer(watch, has_node=False)
         watch.tick()
     assert ended == [LOST]
-    with pytest.raises(Hung, match="raylet"):
+    with pytest.raises(ProcessHungError, match="raylet"):
         watch.look()
 
 

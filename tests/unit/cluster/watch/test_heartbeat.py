@@ -11,7 +11,7 @@ import pytest
 
 from megadapo.cluster.watch import heartbeat
 from megadapo.cluster.watch.heartbeat import Heart, Pulse, PulseWatch, all_beat, read_pulse
-from megadapo.errors import Hung
+from megadapo.errors import ProcessHungError
 
 LIMIT_S = 60.0
 
@@ -59,7 +59,7 @@ def test_who_is_silent_is_named_alone_in_whatever_it_does(ranks: Ranks, tmp_path
     ranks.live(3 * LIMIT_S)
     ranks.say(doing="update")
     ranks.live(10, busy=("rank 0", "rank 1"))
-    with pytest.raises(Hung) as caught:
+    with pytest.raises(ProcessHungError) as caught:
         ranks.live(LIMIT_S + 4, dead="rank 1")
     assert str(caught.value) == (
         f"rank 1 gave no sign of life for 60 s in update (some.key); stacks: {tmp_path}/rank 1.log"
@@ -70,20 +70,20 @@ def test_who_is_behind_is_named_where_all_wait(ranks: Ranks) -> None:
     ranks.say(doing="update")
     ranks.live(10, busy=("rank 0", "rank 1"))
     ranks.live(10, busy=("rank 0",))
-    with pytest.raises(Hung, match="^rank 1 did not get on for 60 s in update"):
+    with pytest.raises(ProcessHungError, match="^rank 1 did not get on for 60 s in update"):
         ranks.live(LIMIT_S + 4)
 
 
 def test_all_are_named_where_none_is_behind(ranks: Ranks) -> None:
     ranks.say(doing="update")
-    with pytest.raises(Hung, match="^rank 0, rank 1 did not get on"):
+    with pytest.raises(ProcessHungError, match="^rank 0, rank 1 did not get on"):
         ranks.live(LIMIT_S + 4)
 
 
 def test_a_slow_one_may_take_ten_times_its_slowest_piece(ranks: Ranks) -> None:
     ranks.say(doing="update", slowest_s=30.0)
     ranks.live(290)
-    with pytest.raises(Hung, match="for 300 s"):
+    with pytest.raises(ProcessHungError, match="for 300 s"):
         ranks.live(20)
 
 
@@ -108,7 +108,7 @@ def test_a_process_whose_pulse_cannot_be_seen_is_named(tmp_path: Path) -> None:
     paths = [tmp_path / "none.pulse"]
     limits = {"in_pieces": [], "limit_s": LIMIT_S, "limit": "key", "clock": lambda: now[0]}
     watch = PulseWatch(["rank 0"], paths, paths, **limits)
-    with pytest.raises(Hung, match="rank 0 gave no sign of life"):
+    with pytest.raises(ProcessHungError, match="rank 0 gave no sign of life"):
         for _ in range(40):
             now[0] += 2.0
             watch.look()

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from megadapo.config import RunConfig, from_dict
-from megadapo.errors import ConfigError, RunInterrupted
+from megadapo.errors import ConfigError, RunInterruptedError
 from megadapo.run.run import Run
 from tests.support.runs.checkpoints import written_by
 from tests.support.runs.exported_runs import trainer_tensors, write_run
@@ -80,11 +80,11 @@ def test_a_stopped_export_is_made_when_the_run_goes_on(tiny_model: Path, tmp_pat
     """And what a run that resumes from an earlier checkpoint had exported is not taken for its
     own."""
     with (
-        pytest.raises(RunInterrupted),
+        pytest.raises(RunInterruptedError),
         Run.open(config_of(tmp_path, tiny_model, num_steps=2)) as run,
     ):
         advance(run, tiny_model, 2)
-        raise RunInterrupted("stop")
+        raise RunInterruptedError("stop")
     assert not (tmp_path / "exports" / "step-2").exists()
     (tmp_path / "exports" / "step-2.partial" / "model").mkdir(parents=True, exist_ok=True)
     (tmp_path / "exports" / "step-4").mkdir()

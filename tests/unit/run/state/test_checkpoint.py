@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megadapo.errors import CheckpointError, DamageError
+from megadapo.errors import CheckpointError, CorruptCheckpointError
 from megadapo.run.state import checkpoint as checkpoint_module
 from megadapo.run.state.checkpoint import MANIFEST, CheckpointStore, load
 from megadapo.run.state.checkpoint import STATE as STATE_FILE
@@ -188,7 +188,7 @@ def test_a_flipped_byte_is_left_to_the_ranks_that_read_the_file(tmp_path):
     shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
     checkpoint, _ = store.newest(hashes=False)
     assert checkpoint is not None and checkpoint.step == 2
-    with pytest.raises(DamageError, match="shard-0"):
+    with pytest.raises(CorruptCheckpointError, match="shard-0"):
         check_files(checkpoint.trainer_folder, checkpoint.files)
     checkpoint, notes = store.newest(hashes=False, damaged={checkpoint.path: "shard-0"})
     assert checkpoint is not None and checkpoint.step == 1 and notes == ["shard-0"]

@@ -16,8 +16,8 @@ import pytest
 from megadapo.config.sections import CheckpointConfig
 from megadapo.errors import (
     CheckpointError,
-    DamageError,
-    RunInterrupted,
+    CorruptCheckpointError,
+    RunInterruptedError,
 )
 from megadapo.observe.metrics.records import read_metrics
 from megadapo.rewards.config import RewardConfig
@@ -45,7 +45,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_said(tmp_path):
 
 def found_damaged(run: Run) -> None:
     """What the ranks that read a checkpoint lead to."""
-    run.fall_back(DamageError(f"{run.checkpoints.current.path}: shard is damaged"))
+    run.fall_back(CorruptCheckpointError(f"{run.checkpoints.current.path}: shard is damaged"))
 
 
 def test_a_checkpoint_that_its_readers_find_damaged_is_left_in_the_same_run(tmp_path):
@@ -68,7 +68,7 @@ def test_a_checkpoint_that_its_readers_find_damaged_is_left_in_the_same_run(tmp_
         status = read_status(tmp_path)
         assert (status.restarts, status.step, status.resumed_from) == (1, 1, 1)
         advance(run, 2)
-        with pytest.raises(DamageError):
+        with pytest.raises(CorruptCheckpointError):
             found_damaged(run)
     assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
     log = (tmp_path / "log.txt").read_text()
@@ -226,7 +226,7 @@ def test_where_updates_outlast_the_grace_every_step_is_saved_and_an_update_is_gi
     config = config_of(tmp_path, grace_s=0.2)
     config = config.model_copy(update={"checkpoint": CheckpointConfig(every=100)})
     write = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
-    with pytest.raises(RunInterrupted, match="s more, and"), Run.open(config) as run:
+    with pytest.raises(RunInterruptedError, match="s more, and"), Run.open(config) as run:
         for step in run.steps():
             with run.phase("train"):
                 time.sleep(0.3 if step == 2 else 0.0)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megadapo.cli import main
-from megadapo.errors import DataError, OracleError, RunInterrupted
+from megadapo.errors import DataError, OracleError, RunInterruptedError
 from megadapo.run.state.lease import Lease
 from megadapo.run.state.status import STATUS_FILE, StatusFile, read_status
 
@@ -56,7 +56,7 @@ def test_a_status_says_that_a_long_phase_gets_on_without_being_written_all_the_t
     [
         (9, None, "finished", None),
         (8, None, "stopped", None),
-        (8, RunInterrupted("stopped by SIGTERM"), "stopped", "stopped by SIGTERM"),
+        (8, RunInterruptedError("stopped by SIGTERM"), "stopped", "stopped by SIGTERM"),
         (8, OracleError("ratio\nis off"), "failed", "OracleError: ratio is off"),
         (8, KeyboardInterrupt(), "failed", "KeyboardInterrupt"),
     ],

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from megadapo.errors import RunInterrupted
+from megadapo.errors import RunInterruptedError
 from megadapo.run.state.stop import StopSignal
 
 
@@ -27,13 +27,13 @@ def test_a_signal_waits_for_the_next_check(stop, number):
     """Raised in the middle of an update, it would leave half-updated weights to be saved."""
     os.kill(os.getpid(), number)
     time.sleep(0.01)
-    with pytest.raises(RunInterrupted, match=number.name):
+    with pytest.raises(RunInterruptedError, match=number.name):
         stop.check()
 
 
 def test_an_interruptible_block_ends_at_once(stop):
     start = time.monotonic()
-    with pytest.raises(RunInterrupted), stop.interruptible():
+    with pytest.raises(RunInterruptedError), stop.interruptible():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
     assert time.monotonic() - start < 1
@@ -42,18 +42,18 @@ def test_an_interruptible_block_ends_at_once(stop):
 def test_a_signal_that_came_before_ends_an_interruptible_block_before_it_begins(stop):
     os.kill(os.getpid(), signal.SIGTERM)
     entered = False
-    with pytest.raises(RunInterrupted), stop.interruptible():
+    with pytest.raises(RunInterruptedError), stop.interruptible():
         entered = True
     assert not entered
 
 
 def test_a_library_that_wraps_what_the_handler_raises_does_not_hide_it(stop):
     """Ray's C core turns it into a SystemError, which would end the run unsaved."""
-    with pytest.raises(RunInterrupted), stop.interruptible():
+    with pytest.raises(RunInterruptedError), stop.interruptible():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
-        except RunInterrupted as error:
+        except RunInterruptedError as error:
             raise SystemError("returned a result with an exception set") from error
 
 
@@ -79,7 +79,7 @@ def test_uninstalling_gives_the_handlers_back():
 
 GRACE = """
 import os, signal, sys, time
-from megadapo.errors import RunInterrupted
+from megadapo.errors import RunInterruptedError
 from megadapo.run.state.stop import StopSignal
 
 grace_s, expected_s, takes_s, spare_s = map(float, sys.argv[1:])
@@ -94,7 +94,7 @@ try:
     print("finished", end=" ")
     with stop.within_grace(60, spare_s=spare_s):
         print("began", end=" ")
-except RunInterrupted as error:
+except RunInterruptedError as error:
     print("interrupted", end=" ")
 print(time.monotonic() - start)
 """
