@@ -11,7 +11,7 @@ from megadapo.algorithm.groups import ScoredGroup
 from megadapo.algorithm.shaping import complete_steps
 
 
-def has_signal(
+def is_mixed(
     correct: Sequence[bool], *, min_accuracy: float = 0.0, max_accuracy: float = 1.0
 ) -> bool:
     """True where min_accuracy < number correct / G < max_accuracy.
@@ -22,7 +22,7 @@ def has_signal(
     return min_accuracy < sum(correct) / len(correct) < max_accuracy
 
 
-def has_step_signal(group: ScoredGroup) -> bool:
+def has_mixed_steps(group: ScoredGroup) -> bool:
     """True where a token gets an advantage other than 0 from its steps, punishments left out.
 
     Groups that are all right or all wrong have one too where their steps differ.

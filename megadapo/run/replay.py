@@ -90,7 +90,7 @@ class ReplayedRollouts:
         generated = [s for s in saved if not s.from_reserve] or trained
         tally = Tally(
             outcomes=[
-                Outcome.of(s.group, has_signal=s.fate not in WITHOUT_SIGNAL, seconds=0.0)
+                Outcome.of(s.group, is_mixed=s.fate not in WITHOUT_SIGNAL, seconds=0.0)
                 for s in generated
             ],
             to_reserve=_groups(s for s in saved if s.fate == "to_reserve"),

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megadapo.algorithm.selection import has_step_signal
+from megadapo.algorithm.selection import has_mixed_steps
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.nodes import Needs
 from megadapo.config import RunConfig
@@ -107,7 +107,7 @@ class Questions:
             tokenizer=self.tokenizer,
             seed=config.run.seed,
             saved_groups=config.observe.saved_groups,
-            has_signal=has_step_signal if config.algorithm.compares_steps else None,
+            is_mixed=has_mixed_steps if config.algorithm.compares_steps else None,
             journal=journal,
         )
 

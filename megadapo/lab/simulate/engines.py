@@ -232,7 +232,7 @@ class VirtualEngines:
 
     def _response(self, group: _Group) -> GroupResponse:
         """What there is of a group's responses."""
-        if group.draw.has_signal:
+        if group.draw.is_mixed:
             self.signal_tokens += _num_new_tokens(group)
         begun = group.request.begun or (None,) * len(group.num_done)
         return GroupResponse(

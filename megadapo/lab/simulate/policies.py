@@ -181,7 +181,7 @@ class FirstFinished:
             if len(kept) + self._engines.num_in_flight < needed:
                 self._engines.submit([self._request() for _ in range(2 * needed)])
             for response in self._engines.finished():
-                if self._engines.asked[response.key].has_signal:
+                if self._engines.asked[response.key].is_mixed:
                     versions = tuple(one.policy_versions for one in response.responses)
                     kept.append(TrainedGroup(response.key, versions))
         self._engines.stop(keep=False)

@@ -195,7 +195,7 @@ def _length_bias(groups: Sequence[TrainedGroup], asked: Mapping[int, Draw]) -> f
         [
             draw.lengths.mean()
             for order, draw in asked.items()
-            if first <= order <= last and draw.has_signal
+            if first <= order <= last and draw.is_mixed
         ]
     )
     return float(kept / everyone) - 1.0

@@ -80,7 +80,7 @@ class Draw:
 
     lengths: np.ndarray  # [G] int64
     correct: np.ndarray  # [G] bool
-    has_signal: bool
+    is_mixed: bool
 
 
 class Task:
@@ -118,7 +118,7 @@ class Task:
         return Draw(
             lengths=np.minimum(settings.lengths.at(scores), settings.max_tokens),
             correct=correct,
-            has_signal=0 < int(correct.sum()) < len(seeds),
+            is_mixed=0 < int(correct.sum()) < len(seeds),
         )
 
 

@@ -64,7 +64,7 @@ class Difficulty:
         """Take in what a step came to; `epoch_of` an order."""
         asked: dict[Level, list[bool]] = {level: [] for level in LEVELS}
         for outcome in outcomes:
-            asked[self._level(outcome.prompt_id)].append(outcome.has_signal)
+            asked[self._level(outcome.prompt_id)].append(outcome.is_mixed)
         for level, signals in asked.items():
             self._yields[level].end_step(len(signals), sum(signals))
         for outcome in outcomes:

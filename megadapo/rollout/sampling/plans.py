@@ -62,11 +62,11 @@ class Plan(ABC):
         self._open(order, estimate)
         self._num_at_once = max(self._num_at_once, len(self.open))
 
-    def settle(self, order: int, has_signal: bool) -> None:
+    def settle(self, order: int, is_mixed: bool) -> None:
         """Count a group as come back."""
         self._close(order)
-        self.finished[order] = has_signal
-        self.num_with_signal += has_signal
+        self.finished[order] = is_mixed
+        self.num_with_signal += is_mixed
 
     def drop(self, orders: Sequence[int]) -> None:
         """Count groups as taken back."""
@@ -76,7 +76,7 @@ class Plan(ABC):
     @property
     def with_signal(self) -> list[int]:
         """Finished orders that have a signal, ascending."""
-        return sorted(order for order, has_signal in self.finished.items() if has_signal)
+        return sorted(order for order, is_mixed in self.finished.items() if is_mixed)
 
     @property
     def _may_ask(self) -> bool:
@@ -133,8 +133,8 @@ class SyncPlan(Plan):
         super().ask(order, estimate)
         self._asked.append(order)
 
-    def settle(self, order: int, has_signal: bool) -> None:
-        super().settle(order, has_signal)
+    def settle(self, order: int, is_mixed: bool) -> None:
+        super().settle(order, is_mixed)
         while not self.is_full and self._num_settled < len(self._asked):
             first = self._asked[self._num_settled]
             if first not in self.finished:
@@ -209,8 +209,8 @@ class PartialPlan(Plan):
             self._num_usable, self.num_with_signal, self._chances()
         )
 
-    def settle(self, order: int, has_signal: bool) -> None:
-        super().settle(order, has_signal)
+    def settle(self, order: int, is_mixed: bool) -> None:
+        super().settle(order, is_mixed)
         self._due.discard(order)
 
     def chosen(self) -> list[int]:

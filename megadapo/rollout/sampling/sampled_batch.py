@@ -109,7 +109,7 @@ class Outcome:
     reward_sum: float
     lengths: tuple[int, ...]
     num_truncated: int
-    has_signal: bool
+    is_mixed: bool
     seconds: float
     parts: RewardParts = ()
     """Of the rewards of all responses."""
@@ -127,7 +127,7 @@ class Outcome:
         cls,
         group: Group,
         *,
-        has_signal: bool,
+        is_mixed: bool,
         seconds: float,
         responses: Sequence[Response] = (),
     ) -> Outcome:
@@ -141,7 +141,7 @@ class Outcome:
             parts=tuple(part for parts in group.reward_parts for part in parts),
             lengths=group.lengths,
             num_truncated=sum(group.truncated),
-            has_signal=has_signal,
+            is_mixed=is_mixed,
             seconds=seconds,
             num_generated=group.num_generated,
             num_output_tokens=sum(group.lengths) - sum(group.num_sampled),
@@ -185,7 +185,7 @@ class Tally:
         """
         unseen = [outcome for outcome in self.outcomes if outcome.order > last]
         self.outcomes = [outcome for outcome in self.outcomes if outcome.order <= last]
-        self.num_surplus_unseen = sum(outcome.has_signal for outcome in unseen)
+        self.num_surplus_unseen = sum(outcome.is_mixed for outcome in unseen)
         self.num_tokens_stopped += sum(outcome.num_generated for outcome in unseen)
 
     def batch(

@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megadapo.algorithm.selection import has_signal
+from megadapo.algorithm.selection import is_mixed
 from megadapo.data.batch import Group
 from megadapo.data.prompts import PromptStream, render
 from megadapo.errors import CheckpointError, SamplingError
@@ -59,7 +59,7 @@ class Sampler:
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
         saved_groups: SavedGroups = 0,
-        has_signal: Callable[[Group], bool] | None = None,
+        is_mixed: Callable[[Group], bool] | None = None,
         scoring: Callable[[], Executor] | None = None,
         journal: Journal | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class Sampler:
         Args:
             seed: the run's; with a group's place in asking order it decides every response.
             saved_groups: how many groups each batch names for being saved.
-            has_signal: which groups train; by default those within the bounds of accuracy.
+            is_mixed: which groups train; by default those within the bounds of accuracy.
             scoring: makes what a step's groups are scored in; by default the scorer's threads.
             journal: where groups are kept that no checkpoint holds yet, and looked for before they
                 are asked for; None: nowhere.
@@ -82,7 +82,7 @@ class Sampler:
         self._saved_groups = saved_groups
         self._scoring = scoring
         self._journal = journal
-        self._has_signal = has_signal or self._is_mixed
+        self._has_signal = is_mixed or self._is_mixed
         self._difficulty = Difficulty(rest_after=config.rest_after, rest_epochs=config.rest_epochs)
         self._drawing = Drawing(prompts, self._difficulty)
         self._reserve = Reserve(config.reserve_size)
@@ -220,14 +220,14 @@ class Sampler:
         group, outcome = found
         step.tally.num_from_journal += 1
         # what a signal is may have changed
-        self._settle(step, group, replace(outcome, has_signal=self._keeps(group)))
+        self._settle(step, group, replace(outcome, is_mixed=self._keeps(group)))
         return True
 
     def _take(self, step: Step, answer: Answer) -> None:
         group, response = group_of(answer), answer.response
         outcome = Outcome.of(
             group,
-            has_signal=self._keeps(group),
+            is_mixed=self._keeps(group),
             seconds=response.seconds,
             responses=response.responses,
         )
@@ -237,7 +237,7 @@ class Sampler:
 
     def _settle(self, step: Step, group: Group, outcome: Outcome) -> None:
         step.settle(group, outcome)
-        self._difficulty.see(group.prompt.id, outcome.has_signal)
+        self._difficulty.see(group.prompt.id, outcome.is_mixed)
 
     def _estimate(self, order: int) -> YieldEstimate:
         """The yield of prompts like the one at this place."""
@@ -263,7 +263,7 @@ class Sampler:
         return self._config.selection == "all" or self._has_signal(group)
 
     def _is_mixed(self, group: Group) -> bool:
-        return has_signal(
+        return is_mixed(
             group.correct,
             min_accuracy=self._config.min_accuracy,
             max_accuracy=self._config.max_accuracy,

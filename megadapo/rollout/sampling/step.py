@@ -27,9 +27,9 @@ class Step:
 
     def settle(self, group: Group, outcome: Outcome) -> None:
         """Keep a group that came back, or remember no more of it than its numbers."""
-        self.plan.settle(group.order, outcome.has_signal)
+        self.plan.settle(group.order, outcome.is_mixed)
         self.tally.outcomes.append(outcome)
-        if outcome.has_signal:
+        if outcome.is_mixed:
             self.kept[group.order] = group
         else:
             self.tally.thrown_away.add(group)

@@ -14,7 +14,7 @@ from megadapo.algorithm.advantages import (
     whitened,
 )
 from megadapo.algorithm.config import AlgorithmConfig
-from megadapo.algorithm.selection import has_signal
+from megadapo.algorithm.selection import is_mixed
 from megadapo.algorithm.shaping import overlong_penalty, shaped_rewards
 
 
@@ -158,7 +158,7 @@ def test_the_penalty_is_added_to_the_correctness_reward():
     [([True, False], True), ([True, True], False), ([False] * 3, False), ([True], False)],
 )
 def test_only_mixed_groups_have_a_signal(correct, kept):
-    assert has_signal(correct) is kept
+    assert is_mixed(correct) is kept
 
 
 @pytest.mark.parametrize("rule", ["grpo", "rloo", "reinforce++-baseline"])

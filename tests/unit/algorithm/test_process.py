@@ -14,7 +14,7 @@ import pytest
 from megadapo.algorithm import reference
 from megadapo.algorithm.advantages import advantages, group_advantages, process_advantages
 from megadapo.algorithm.config import AlgorithmConfig
-from megadapo.algorithm.selection import has_step_signal
+from megadapo.algorithm.selection import has_mixed_steps
 
 CONFIG = AlgorithmConfig(advantage="grpo-process", overlong_buffer=0)
 
@@ -103,11 +103,11 @@ def test_groups_are_normalised_each_for_itself_and_the_punishment_is_the_last_st
 )
 def test_a_group_has_a_signal_where_a_token_has_an_advantage(steps, expected: bool) -> None:
     """Whatever its rewards say, which are all the same here."""
-    assert has_step_signal(group(steps, [4, 3])) is expected
+    assert has_mixed_steps(group(steps, [4, 3])) is expected
 
 
 def test_without_steps_the_rewards_decide() -> None:
-    assert has_step_signal(group((), [4, 3], rewards=[1.0, 0.0]))
+    assert has_mixed_steps(group((), [4, 3], rewards=[1.0, 0.0]))
 
 
 def test_equal_steps_give_exact_zeros() -> None:

@@ -27,7 +27,7 @@ def test_groups_have_a_signal_as_often_as_asked(
     keep_rate: float, solved: float | None, size: int
 ) -> None:
     found = draws(TaskSettings(keep_rate=keep_rate, solved_share=solved, num_responses=size))
-    assert np.mean([draw.has_signal for draw in found]) == pytest.approx(keep_rate, abs=0.03)
+    assert np.mean([draw.is_mixed for draw in found]) == pytest.approx(keep_rate, abs=0.03)
     if solved is not None:
         all_right = np.mean([draw.correct.all() for draw in found])
         assert solved - 0.03 < all_right < solved + 0.06

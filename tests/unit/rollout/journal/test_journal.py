@@ -156,7 +156,7 @@ def test_what_is_counted_of_a_group_comes_back_exact(tmp_path):
     group = make_group(2)
     outcome = Outcome(
         **{"order": 2, "prompt_id": "id", "num_correct": 1, "num_responses": 2, "reward_sum": 0.1},
-        **{"lengths": (1, 7), "num_truncated": 1, "has_signal": True, "seconds": 1 / 3},
+        **{"lengths": (1, 7), "num_truncated": 1, "is_mixed": True, "seconds": 1 / 3},
         **{"parts": (("judge", 0.1), ("judge/failed", 0.0)), "num_generated": 6},
         **{"num_output_tokens": 2, "num_calls": 3, "num_branches": 1},
         entropy_rises=(math.nan, -0.25),

@@ -18,7 +18,7 @@ def outcome(prompt_id: str, num_correct: int, *, order: int = 0, length: int = 1
         reward_sum=0.0,
         lengths=(length,) * 4,
         num_truncated=0,
-        has_signal=0 < num_correct < 4,
+        is_mixed=0 < num_correct < 4,
         seconds=1.0,
     )
 

@@ -50,7 +50,7 @@ def test_where_every_group_is_kept_none_is_asked_for_beyond_the_batch(mode):
 def test_what_has_a_signal_can_be_said_from_outside():
     """As where steps are compared: groups that are all right or all wrong are in the batch too,
     and nothing is kept of the others."""
-    every_third = {"has_signal": lambda group: group.order % 3 == 0}
+    every_third = {"is_mixed": lambda group: group.order % 3 == 0}
     (batch,) = take(make_sampler(ScriptedEngines(), bound=0, sampler=every_third), 1)
     assert [group.order for group in batch.groups] == [3 * place for place in range(8)]
     assert batch.num_all_correct == batch.num_sampled == 22
