@@ -19,7 +19,7 @@ from megadapo.run.evaluations import find_unfinished
 from megadapo.run.launch import start_workers
 from megadapo.run.replay import check_replay
 from megadapo.run.run import Run
-from megadapo.run.state.way_out import WayOut
+from megadapo.run.state.way_out import FinalSave
 from megadapo.run.step_metrics import step_metrics, step_notes
 from megadapo.run.step_rollouts import saved_groups, saved_sequences
 from megadapo.run.workers import Workers
@@ -86,7 +86,7 @@ def training_steps(
     with run.phase("publish weights"):
         workers.rollouts.publish(policy_version=run.step)
     _evaluate(run, workers, run.step)
-    ends = WayOut(run, workers)
+    ends = FinalSave(run, workers)
     try:
         for step in run.steps():
             with run.phase("rollout", interruptible=True):
@@ -130,7 +130,9 @@ def training_steps(
                 published = workers.rollouts.publish(policy_version=step)
             _evaluate(run, workers, step)
             record = run.log.record(metrics(published=published))
-            run.log.note(*step_notes(step, sampled, update, config), *workers.rollouts.take_notes())
+            run.log.note(
+                *step_notes(step, sampled, update, config), *workers.rollouts.drain_warnings()
+            )
             run.complete(step, workers.state_dict())
             ends.completed()
             run.log.note(
@@ -145,7 +147,7 @@ def training_steps(
         raise
     finally:
         run.checkpoints.join()
-        run.log.note(*workers.rollouts.take_notes())
+        run.log.note(*workers.rollouts.drain_warnings())
 
 
 def _evaluate(run: Run, workers: Workers, step: int) -> None:

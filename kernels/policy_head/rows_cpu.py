@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megadapo.kernels.cpu.native import address, integers, load_native
-from megadapo.kernels.policy_head.tiles import NEVER, NUM_STATS, Tile
+from megadapo.kernels.policy_head.tiles import MASKED_LOGIT, NUM_STATS, Tile
 from megadapo.kernels.torch_internals import profiled_range
 from megadapo.kernels.traffic import moved
 
@@ -125,10 +125,10 @@ def _row_stats_torch(tile: Tile) -> Tensor:
     holder = torch.where(is_here, columns // shards.size, -1)
     stats = torch.empty(shards.num_local, NUM_STATS, num_rows, dtype=torch.float32)
     for shard in range(shards.num_local):
-        stats[shard, 2] = torch.where(holder == shard, target_logits, NEVER)
+        stats[shard, 2] = torch.where(holder == shard, target_logits, MASKED_LOGIT)
     for start, stop in _row_groups(num_rows, logits.shape[1]):
         z = logits[start:stop] * tile.inverse_temperature
-        z[:, shards.num_valid_columns :] = NEVER
+        z[:, shards.num_valid_columns :] = MASKED_LOGIT
         z = z.view(-1, shards.num_local, shards.size)
         maximum = z.amax(-1, keepdim=True)
         z -= maximum

@@ -15,7 +15,7 @@ from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.launch import block_size, warps_for
 from megadapo.kernels.policy_head.terms import DROPPED, describe_terms, token_terms
 from megadapo.kernels.policy_head.tiles import (
-    NEVER,
+    MASKED_LOGIT,
     NUM_STATS,
     PolicyInputs,
     RowOutputs,
@@ -24,7 +24,7 @@ from megadapo.kernels.policy_head.tiles import (
 from megadapo.kernels.traffic import moved
 
 # Triton reads globals only as constexpr
-_NEVER = tl.constexpr(NEVER)
+_NEVER = tl.constexpr(MASKED_LOGIT)
 _DROPPED = tl.constexpr(DROPPED)
 
 

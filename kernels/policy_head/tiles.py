@@ -11,9 +11,9 @@ from torch import Tensor
 NUM_STATS = 4
 """Per row and shard: maximum, sum of e^(z - max), target's logit, sum of e^(z - max) (z - max)."""
 
-NEVER = -1e30
+MASKED_LOGIT = -1e30
 """The logit of a padded vocabulary row: below every real one, and still finite when squared
-differences are not taken, so that 0 * NEVER stays 0 and no NaN appears."""
+differences are not taken, so that 0 * MASKED_LOGIT stays 0 and no NaN appears."""
 
 
 @dataclass(frozen=True, kw_only=True)

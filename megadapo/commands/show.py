@@ -9,7 +9,7 @@ from pathlib import Path
 from megadapo.commands.common import Commands, add_command
 
 FATES = ("trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band")
-"""observe.saved_group.Fate, which would take numpy to --help."""
+"""observe.saved_group.Disposition, which would take numpy to --help."""
 
 
 def add(commands: Commands) -> None:

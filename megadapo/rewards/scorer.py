@@ -79,10 +79,10 @@ class Scorer:
         """Groups that are worth being scored at the same time."""
         return max((runner.num_threads for runner in self._runners.values()), default=1)
 
-    def take_notes(self) -> list[str]:
+    def drain_warnings(self) -> list[str]:
         """Say which functions, and what of the symbolic comparison, failed since the last call."""
         notes = (runner.take_note() for runner in self._runners.values())
-        return [*self.verifier.take_notes(), *(note for note in notes if note is not None)]
+        return [*self.verifier.drain_warnings(), *(note for note in notes if note is not None)]
 
     def close(self) -> None:
         """End all processes."""

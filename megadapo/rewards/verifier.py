@@ -196,7 +196,7 @@ class Verifier:
         if self._second is not None:
             self._second.close()
 
-    def take_notes(self) -> list[str]:
+    def drain_warnings(self) -> list[str]:
         """Say what of the symbolic comparison is not as it should be, once."""
         notes, self._notes = self._notes, []
         if self._second is not None and self._second.failure and not self._has_told_failure:

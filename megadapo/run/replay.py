@@ -23,7 +23,12 @@ from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.observe.metrics.records import EvaluationRecord
 from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, read_rollouts, step_file, steps_in
 from megadapo.observe.rollouts.saved_group import SavedGroup
-from megadapo.rollout.sampling.sampled_batch import Outcome, SampledBatch, Tally, ThrownAway
+from megadapo.rollout.sampling.sampled_batch import (
+    GroupStats,
+    RejectedGroups,
+    SampledBatch,
+    StepCounters,
+)
 from megadapo.rollout.sampling.selection import in_training_order
 
 WITHOUT_SIGNAL = ("all_correct", "all_wrong", "out_of_band")
@@ -88,14 +93,14 @@ class ReplayedRollouts:
         if not trained:
             raise DataError(f"{path}: holds no group that was trained on")
         generated = [s for s in saved if not s.from_reserve] or trained
-        tally = Tally(
+        tally = StepCounters(
             outcomes=[
-                Outcome.of(s.group, is_mixed=s.fate not in WITHOUT_SIGNAL, seconds=0.0)
+                GroupStats.of(s.group, is_mixed=s.fate not in WITHOUT_SIGNAL, seconds=0.0)
                 for s in generated
             ],
             to_reserve=_groups(s for s in saved if s.fate == "to_reserve"),
             dropped=_groups(s for s in saved if s.fate == "dropped"),
-            thrown_away=ThrownAway(self._config.observe.saved_groups),
+            thrown_away=RejectedGroups(self._config.observe.saved_groups),
         )
         for thrown in (s.group for s in saved if s.fate in WITHOUT_SIGNAL):
             tally.thrown_away.add(thrown)
@@ -136,7 +141,7 @@ class ReplayedRollouts:
         """Return what was saved of them."""
         return group.symbolic_correct
 
-    def take_notes(self) -> list[str]:
+    def drain_warnings(self) -> list[str]:
         """Nothing happens."""
         return []
 

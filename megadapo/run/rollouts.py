@@ -81,7 +81,7 @@ class Rollouts(Protocol):
         """Return whether each response is right by the comparison that does not decide."""
         ...
 
-    def take_notes(self) -> list[str]:
+    def drain_warnings(self) -> list[str]:
         """Return what happened since the last call that must not be missed."""
         ...
 
@@ -119,7 +119,7 @@ class LiveRollouts:
     def next_batch(self) -> SampledBatch:
         batch = self.sampler.next_batch()
         if self.config.cluster.engines_sleep:
-            self.evaluations.make_way()
+            self.evaluations.finish_pending()
         self.questions.ask_second_opinion(batch)
         groups = in_training_order(
             batch.groups, self.policy_version, self.config.groups_per_mini_batch
@@ -128,15 +128,15 @@ class LiveRollouts:
 
     def wait(self) -> None:
         self.sampler.wait()
-        self.evaluations.make_way()
+        self.evaluations.finish_pending()
 
     def sleep(self, *, keep_weights: bool = False) -> None:
         self.engines.sleep(keep_weights=keep_weights)
-        self.evaluations.weights_will_change()
+        self.evaluations.on_update_start()
 
     def wake(self) -> None:
         self.engines.wake()
-        self.evaluations.weights_stay()
+        self.evaluations.on_update_done()
 
     def publish(self, policy_version: int) -> PublishReport:
         """Put the trainer's weights into the engines, which then sample as that version."""
@@ -146,7 +146,7 @@ class LiveRollouts:
             self.journal.begin(policy_version, self.publisher.fingerprint())
         self.trainer.leave_to_engines()
         self.engines.wake_cache()
-        self.evaluations.weights_stay()
+        self.evaluations.on_update_done()
         return report
 
     def evaluate(self, step: int) -> None:
@@ -158,15 +158,15 @@ class LiveRollouts:
     def second_opinions(self, group: Group) -> Sequence[bool | None]:
         return self.questions.second_opinions(group)
 
-    def take_notes(self) -> list[str]:
+    def drain_warnings(self) -> list[str]:
         """Which engines were lost or had other weights, which reward functions failed, and what
         the journal lost."""
         return [
-            *(() if self.journal is None else self.journal.take_notes()),
-            *self.engines.take_notes(),
-            *self.publisher.take_notes(),
-            *self.evaluations.take_notes(),
-            *self.questions.scorer.take_notes(),
+            *(() if self.journal is None else self.journal.drain_warnings()),
+            *self.engines.drain_warnings(),
+            *self.publisher.drain_warnings(),
+            *self.evaluations.drain_warnings(),
+            *self.questions.scorer.drain_warnings(),
         ]
 
     def closing_notes(self) -> Iterator[str]:

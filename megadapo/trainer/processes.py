@@ -11,8 +11,8 @@ from megadapo.cluster.calls import gather
 from megadapo.cluster.process_log import trainer_log
 from megadapo.cluster.watch.heartbeat import PulseWatch, all_beat
 from megadapo.cluster.watch.post_mortem import (
-    Suspects,
-    Whereabouts,
+    HungProcesses,
+    ProcessLocation,
     flight_pipe,
     save_stacks,
 )
@@ -50,7 +50,7 @@ class RankProcesses:
         self.names = [f"trainer rank {rank}" for rank in range(len(options))]
         self.logs = [trainer_log(log_folder.resolve(), rank) for rank in range(len(options))]
         self._options = list(options)
-        self._whereabouts: list[Whereabouts] = []
+        self._whereabouts: list[ProcessLocation] = []
         self._pings: list[ObjectRef[Any]] = []
         self._pulses: PulseWatch | None = None
         self._looking = threading.Lock()
@@ -191,10 +191,10 @@ class RankProcesses:
         for actor in actors:
             ray.kill(actor)
 
-    def _suspects(self) -> list[Suspects]:
-        by_node: dict[str, Suspects] = {}
+    def _suspects(self) -> list[HungProcesses]:
+        by_node: dict[str, HungProcesses] = {}
         for rank, process in enumerate(self._whereabouts):
-            suspects = by_node.setdefault(process.node, Suspects(options=self._options[rank]))
+            suspects = by_node.setdefault(process.node, HungProcesses(options=self._options[rank]))
             suspects.processes.append(process)
             suspects.pipes.append(flight_pipe(self.logs[rank].parent, rank))
         return list(by_node.values())

@@ -18,7 +18,7 @@ import numpy as np
 from megadapo.cluster.memory import return_freed_memory
 from megadapo.cluster.process_log import redirect_output
 from megadapo.cluster.watch.heartbeat import at_work, start_heart
-from megadapo.cluster.watch.post_mortem import Whereabouts
+from megadapo.cluster.watch.post_mortem import ProcessLocation
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError, MegadapoError
 from megadapo.observe.machine import PACKED_ATTENTION
@@ -79,9 +79,9 @@ class TrainerWorker:
         self._trainer: TrainerRank | None = None
         self._listener: socket.socket | None = None
 
-    def whereabouts(self) -> Whereabouts:
+    def whereabouts(self) -> ProcessLocation:
         """Where this process is."""
-        return Whereabouts.here()
+        return ProcessLocation.here()
 
     def find_rendezvous(self, world_size: int) -> Rendezvous:
         """An address and a free port of this rank's node, for all ranks to meet at."""

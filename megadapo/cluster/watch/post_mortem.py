@@ -24,7 +24,7 @@ ANSWER_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whereabouts:
+class ProcessLocation:
     """Where a process is: its node and its number there."""
 
     node: str
@@ -33,7 +33,7 @@ class Whereabouts:
     """Tells the number's owner from a later one: `orphans.start_time`."""
 
     @classmethod
-    def here(cls) -> Whereabouts:
+    def here(cls) -> ProcessLocation:
         """Of this process, which is one of Ray's."""
         import ray
 
@@ -42,12 +42,12 @@ class Whereabouts:
 
 
 @dataclass(kw_only=True)
-class Suspects:
+class HungProcesses:
     """Processes of one node that may hang."""
 
     options: Mapping[str, Any]
     """Ray's, which put a task on that node."""
-    processes: list[Whereabouts] = field(default_factory=list)
+    processes: list[ProcessLocation] = field(default_factory=list)
     mark: str | None = None
     """Of further processes: `reaper.MARK`."""
     pipes: list[Path] = field(default_factory=list)
@@ -74,7 +74,7 @@ def flight_pipe(folder: Path, rank: int) -> Path:
     return folder / f"nccl-rank-{rank}.pipe"
 
 
-def save_stacks(suspects: Sequence[Suspects]) -> None:
+def save_stacks(suspects: Sequence[HungProcesses]) -> None:
     """Let every process write its stacks into its log, on all nodes at once; never fails.
 
     Those that are stopped go on: they are to be killed.
@@ -95,7 +95,7 @@ def save_stacks(suspects: Sequence[Suspects]) -> None:
 
 
 def write_stacks(
-    processes: Sequence[Whereabouts], mark: str | None, pipes: Sequence[Path] = ()
+    processes: Sequence[ProcessLocation], mark: str | None, pipes: Sequence[Path] = ()
 ) -> None:
     """`save_stacks` on one node."""
     pids = [one.pid for one in processes if start_time(one.pid) == one.started]

@@ -25,7 +25,7 @@ RIGHT, WRONG = "right", "wrong"
 class TaskSettings:
     """What kind of prompts there are.
 
-    A prompt is solved for good (all responses right), hopeless (all wrong), or between: then each
+    A prompt is solved for good (all responses right), cannot_make_batch (all wrong), or between: then each
     response is right with a chance of its own, from a Beta(2, 2) distribution.
     """
 
@@ -49,7 +49,7 @@ class TaskSettings:
 
     @property
     def between_share(self) -> float:
-        """Share of prompts that are neither solved nor hopeless.
+        """Share of prompts that are neither solved nor cannot_make_batch.
 
         Raises:
             ConfigError: more groups should have a signal than such prompts could give.
@@ -65,7 +65,7 @@ class TaskSettings:
 
     @property
     def largest_keep_rate(self) -> float:
-        """The keep rate if no prompt were solved for good or hopeless."""
+        """The keep rate if no prompt were solved for good or cannot_make_batch."""
         return _signal_chance(self.num_responses)
 
     @property

@@ -50,7 +50,7 @@ from megadapo.data.prompts import Prompt
 from megadapo.data.routed_experts import decode_experts, encode_experts
 
 Item = TypeVar("Item")
-Fate = Literal["trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band"]
+Disposition = Literal["trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band"]
 """What became of a group: trained on in this step, kept for the next one, thrown away for want of
 room in the reserve, or without a signal because all its responses are right, or wrong, or a share
 of them outside sampling.min_accuracy to sampling.max_accuracy."""
@@ -117,7 +117,7 @@ class SavedGroup:
     """The step that generated it, or that trained on it where `from_reserve`."""
     order: int
     """Position in which the group was asked for, increasing over the run."""
-    fate: Fate
+    fate: Disposition
     from_reserve: bool
     """Whether an earlier step had generated it."""
     prompt: Prompt
@@ -159,7 +159,7 @@ def decode_saved(entry: Mapping[str, Any]) -> SavedGroup:
     Raises:
         KeyError, TypeError, ValueError: it is not one.
     """
-    if entry["fate"] not in get_args(Fate):
+    if entry["fate"] not in get_args(Disposition):
         raise ValueError(f"unknown fate {entry['fate']!r}")
     responses = tuple(_decode_response(response) for response in entry["responses"])
     _check_branches(responses)

@@ -18,7 +18,7 @@ from rich.text import Text
 from megadapo.data.policy_versions import NO_VERSION, encode_versions
 from megadapo.errors import DataError
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
-from megadapo.observe.rollouts.saved_group import Fate, SavedGroup, SavedResponse
+from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup, SavedResponse
 
 INDENT = 4
 
@@ -27,7 +27,7 @@ INDENT = 4
 class Filter:
     """Which groups are shown, and which of their responses; None asks for all."""
 
-    fate: Fate | None = None
+    fate: Disposition | None = None
     prompt: str | None = None
     """Beginning of the prompt's id."""
     correct: bool | None = None

@@ -37,7 +37,7 @@ Ask = Callable[[TokensInput, SamplingParams], Awaitable[RequestOutputCollector]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asker:
+class GroupContext:
     """What the responses of a group have in common."""
 
     group: GroupRequest
@@ -64,7 +64,12 @@ class Answer:
     """A response of a group, which may have been begun before."""
 
     def __init__(
-        self, asker: Asker, seed: int, begun: Response | None, *, branch: Branch | None = None
+        self,
+        asker: GroupContext,
+        seed: int,
+        begun: Response | None,
+        *,
+        branch: Branch | None = None,
     ) -> None:
         """`begun`: what there is of it; of a branch its parent's tokens."""
         self.part: RequestOutputCollector | None = None

@@ -16,7 +16,7 @@ from megadapo.cluster.memory import private_bytes
 from megadapo.cluster.network import node_address, use_interface_towards
 from megadapo.cluster.process_log import redirect_output
 from megadapo.cluster.watch.orphans import descendants
-from megadapo.cluster.watch.post_mortem import Whereabouts
+from megadapo.cluster.watch.post_mortem import ProcessLocation
 from megadapo.cluster.watch.reaper import kill_marked, start_reaper
 from megadapo.errors import InfraError, ProcessDiedError
 from megadapo.rollout.engine.activity import ActivityCounter, EngineActivity
@@ -53,9 +53,9 @@ class RolloutEngine:
         use_interface_towards(node_address())
         self._reaper = start_reaper(self._mark)
 
-    def whereabouts(self) -> Whereabouts:
+    def whereabouts(self) -> ProcessLocation:
         """Where this process is."""
-        return Whereabouts.here()
+        return ProcessLocation.here()
 
     def node(self) -> str:
         """Address of the node."""

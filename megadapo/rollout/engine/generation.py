@@ -23,7 +23,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from megadapo.algorithm.branches import Branch
 from megadapo.rollout.calculator import Calculator
-from megadapo.rollout.engine.answering import Answer, Asker, beginning
+from megadapo.rollout.engine.answering import Answer, GroupContext, beginning
 from megadapo.rollout.engine.branching import choose_branches
 from megadapo.rollout.requests import (
     EngineReport,
@@ -117,7 +117,7 @@ class Generation:
     async def submit(self, groups: Sequence[GroupRequest], policy_version: int) -> None:
         """Begin to generate; vLLM starts with what it has while the rest is submitted."""
         async with self._submitting:
-            started: list[tuple[_Group, Asker]] = []
+            started: list[tuple[_Group, GroupContext]] = []
             try:
                 for request in groups:
                     group = _Group(request, time.monotonic(), num_places=request.num_at_once)
@@ -179,9 +179,9 @@ class Generation:
             num_tokens=sum(group.num_tokens for group in stopped),
         )
 
-    def _asker(self, group: _Group, policy_version: int) -> Asker:
+    def _asker(self, group: _Group, policy_version: int) -> GroupContext:
         """What the responses of a group are asked for with."""
-        return Asker(
+        return GroupContext(
             group=group.request,
             policy_version=policy_version,
             ask=partial(self._ask, group),
@@ -198,7 +198,7 @@ class Generation:
             self._tools[config].start()
         return self._tools.get(config)
 
-    async def _begin(self, group: _Group, asker: Asker) -> None:
+    async def _begin(self, group: _Group, asker: GroupContext) -> None:
         """Ask for the responses that begin at the prompt, or go on where they were stopped."""
         request = group.request
         begun = request.begun or (None,) * len(request.seeds)
@@ -206,7 +206,9 @@ class Generation:
             group.answers.append(Answer(asker, seed, before))
             await group.answers[-1].ask()
 
-    async def _branch(self, group: _Group, asker: Asker, branches: Sequence[Branch | None]) -> None:
+    async def _branch(
+        self, group: _Group, asker: GroupContext, branches: Sequence[Branch | None]
+    ) -> None:
         """Ask for more responses of a group, some of which begin in the middle of others."""
         for branch in branches:
             seed, begun = group.request.seeds[len(group.answers)], None
@@ -237,7 +239,7 @@ class Generation:
             await self._llm.abort([part.request_id], internal=True)
         return part
 
-    async def _follow(self, group: _Group, asker: Asker) -> None:
+    async def _follow(self, group: _Group, asker: GroupContext) -> None:
         try:
             num_seen = 0
             await self._finish(group, group.answers)

@@ -21,7 +21,7 @@ from megadapo.rollout.config import JournalSync
 from megadapo.rollout.journal.record_log import RecordLog
 from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampling.reserve import decode_group, encode_group
-from megadapo.rollout.sampling.sampled_batch import Outcome
+from megadapo.rollout.sampling.sampled_batch import GroupStats
 from megadapo.rollout.sampling.scoring import Question
 
 JOURNAL_FOLDER = "journal"
@@ -73,7 +73,9 @@ class Journal:
         if self._path.exists():
             self._open()
 
-    def find(self, question: Question, settings: SamplingSettings) -> tuple[Group, Outcome] | None:
+    def find(
+        self, question: Question, settings: SamplingSettings
+    ) -> tuple[Group, GroupStats] | None:
         """The group that the same question has got, and what it counts as; None: it is to be
         asked."""
         entry = self._find(_digest(question, settings))
@@ -86,7 +88,7 @@ class Journal:
             return None
 
     def append(
-        self, question: Question, settings: SamplingSettings, group: Group, outcome: Outcome
+        self, question: Question, settings: SamplingSettings, group: Group, outcome: GroupStats
     ) -> None:
         """Keep a group; where the disk refuses, a note says so and the step goes on without."""
         entry = {"group": encode_group(group), "outcome": asdict(outcome)}
@@ -109,7 +111,7 @@ class Journal:
         if self._fsync == "step":
             self._sync()
 
-    def take_notes(self) -> list[str]:
+    def drain_warnings(self) -> list[str]:
         """Return what happened to the journal since the last call."""
         notes, self._notes = self._notes, []
         return notes
@@ -232,11 +234,11 @@ def _digest(question: Question, settings: SamplingSettings) -> bytes:
     return digest.digest()
 
 
-def _decode_outcome(entry: Mapping[str, Any]) -> Outcome:
+def _decode_outcome(entry: Mapping[str, Any]) -> GroupStats:
     plain = {
         **entry,
         "lengths": tuple(entry["lengths"]),
         "parts": tuple((name, value) for name, value in entry["parts"]),
         "entropy_rises": tuple(entry["entropy_rises"]),
     }
-    return Outcome(**plain)
+    return GroupStats(**plain)

@@ -39,7 +39,7 @@ IDLE = EngineActivity(
 class Engines(Dispatcher):
     """All engines of a run as one; a lost one comes back without the caller's doing.
 
-    For one thread at a time; `check` and `weights_will_change` may be called by any.
+    For one thread at a time; `check` and `on_update_start` may be called by any.
     """
 
     def __init__(self, engines: Sequence[RemoteEngine]) -> None:
@@ -157,7 +157,7 @@ class Engines(Dispatcher):
         )[index]
         return reading
 
-    def take_notes(self) -> list[str]:
+    def drain_warnings(self) -> list[str]:
         """One line for every engine that was lost since the last call."""
         notes, self._fleet.notes = self._fleet.notes, []
         return notes
@@ -166,11 +166,11 @@ class Engines(Dispatcher):
         """Have `republish` give the present weights to an engine that took a lost one's place."""
         self._fleet.republish = republish
 
-    def weights_will_change(self) -> None:
+    def on_update_start(self) -> None:
         """The trainer begins to work: it can give weights to nobody until it has ended."""
-        self._fleet.weights_will_change()
+        self._fleet.on_update_start()
 
-    def weights_stay(self) -> None:
+    def on_update_done(self) -> None:
         """The trainer has ended, and still has the weights that these engines were given last."""
         self._fleet.weights_are_published()
 
@@ -202,7 +202,7 @@ class Engines(Dispatcher):
 
         `keep_weights`: They wait in main memory for `wake`, and the trainer leaves them alone.
         """
-        self.weights_will_change()
+        self.on_update_start()
         if self._platform.sleeps:
             self._ask_all("sleep", self._config.start_timeout_s, keep_weights)
             for engine in self._fleet.present:
@@ -212,7 +212,7 @@ class Engines(Dispatcher):
         """Take memory again, with the weights that were kept."""
         self.wake_weights()
         self.wake_cache()
-        self.weights_stay()
+        self.on_update_done()
 
     def wake_weights(self) -> None:
         """Take memory for the weights; they hold nothing until they are published."""

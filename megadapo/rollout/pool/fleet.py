@@ -182,7 +182,7 @@ class Fleet:
         if all(one.state == "gone" for one in self.engines):
             raise InfraError(f"{cause}; no engine is left after restart {allowed}")
 
-    def weights_will_change(self) -> None:
+    def on_update_start(self) -> None:
         """From now on the trainer's weights are not those that the engines have."""
         with self._bringing_up:
             self._weights_stay = False

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from megadapo.cluster.watch.post_mortem import Suspects, Whereabouts, save_stacks
+from megadapo.cluster.watch.post_mortem import HungProcesses, ProcessLocation, save_stacks
 from megadapo.cluster.watch.reaper import kill_marked
 from megadapo.rollout.engine.engine import RolloutEngine
 from megadapo.rollout.pool.engine_spec import EngineSpec
@@ -72,7 +72,7 @@ class RemoteEngine:
         """Calls to submit that have not been answered."""
         self._mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         self.actor: ActorHandle[Any] = self._start_actor()
-        self._whereabouts: ObjectRef[Whereabouts] = self.actor.whereabouts.remote()
+        self._whereabouts: ObjectRef[ProcessLocation] = self.actor.whereabouts.remote()
         self.awaited: ObjectRef[Any] | None = self.actor.start.remote()
         """Start, report or end."""
 
@@ -96,7 +96,7 @@ class RemoteEngine:
         process = _result(known[0]) if known else None
         if hangs:
             processes = [] if process is None else [process]
-            suspects = Suspects(options=self._options, processes=processes, mark=self._mark)
+            suspects = HungProcesses(options=self._options, processes=processes, mark=self._mark)
             save_stacks([suspects])
         ray.kill(self.actor)
         pid = None if process is None else process.pid
@@ -180,7 +180,7 @@ class RemoteEngine:
         return handle
 
 
-def _result(ref: ObjectRef[Whereabouts]) -> Whereabouts | None:
+def _result(ref: ObjectRef[ProcessLocation]) -> ProcessLocation | None:
     import ray
     from ray.exceptions import RayActorError
 

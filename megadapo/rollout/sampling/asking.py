@@ -21,7 +21,7 @@ MARGIN = 2.0
 """Standard deviations by which more groups than expected may come back with a signal."""
 
 
-class YieldEstimate:
+class KeepRate:
     """Share of groups with a signal: what earlier steps returned, and this one so far."""
 
     def __init__(self) -> None:
@@ -65,21 +65,21 @@ class YieldEstimate:
 
 
 @dataclass
-class Chances:
+class ExpectedMixed:
     """How many of the groups that are out will have a signal: mean and variance of their number."""
 
     mean: float = 0.0
     variance: float = 0.0
 
-    def add(self, estimate: YieldEstimate, num_groups: int) -> None:
+    def add(self, estimate: KeepRate, num_groups: int) -> None:
         """All groups of one yield; different ones err independently of each other."""
         p = estimate.value
         self.mean += num_groups * p
         self.variance += num_groups * p * (1.0 - p) + num_groups**2 * estimate.variance
 
 
-def is_worth_asking(
-    num_missing: int, chances: Chances, estimate: YieldEstimate, *, num_at_once: int
+def should_oversample(
+    num_missing: int, chances: ExpectedMixed, estimate: KeepRate, *, num_at_once: int
 ) -> bool:
     """Whether a group more should be asked for now, or only once it is known to be missing.
 
@@ -106,7 +106,7 @@ def is_worth_asking(
     return density * estimate.value * PRICE_OF_LATENESS * num_at_once > 1.0
 
 
-def may_grow_too_old(num_usable: int, num_ready: int, chances: Chances) -> bool:
+def would_go_stale(num_usable: int, num_ready: int, chances: ExpectedMixed) -> bool:
     """Whether a group more could come back when there is no batch left that may train on it.
 
     Args:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from megadapo.rollout.sampling.asking import YieldEstimate
-from megadapo.rollout.sampling.sampled_batch import Outcome
+from megadapo.rollout.sampling.asking import KeepRate
+from megadapo.rollout.sampling.sampled_batch import GroupStats
 
 Level = Literal["unseen", "all_wrong", "mixed", "all_correct"]
 LEVELS: tuple[Level, ...] = ("unseen", "all_wrong", "mixed", "all_correct")
@@ -35,9 +35,9 @@ class Difficulty:
         self._rest_after = rest_after
         self._rest_epochs = rest_epochs
         self._memories: dict[str, Memory] = {}
-        self._yields = {level: YieldEstimate() for level in LEVELS}
+        self._yields = {level: KeepRate() for level in LEVELS}
 
-    def estimate(self, prompt_id: str) -> YieldEstimate:
+    def estimate(self, prompt_id: str) -> KeepRate:
         """The yield of prompts like this one."""
         return self._yields[self._level(prompt_id)]
 
@@ -60,7 +60,7 @@ class Difficulty:
         """Take in a group of the present step, which `end_step` may count differently."""
         self.estimate(prompt_id).see(with_signal)
 
-    def end_step(self, outcomes: Sequence[Outcome], epoch_of: Callable[[int], int]) -> None:
+    def end_step(self, outcomes: Sequence[GroupStats], epoch_of: Callable[[int], int]) -> None:
         """Take in what a step came to; `epoch_of` an order."""
         asked: dict[Level, list[bool]] = {level: [] for level in LEVELS}
         for outcome in outcomes:
@@ -70,7 +70,7 @@ class Difficulty:
         for outcome in outcomes:
             self._memories[outcome.prompt_id] = self._memory(outcome, epoch_of(outcome.order))
 
-    def _memory(self, outcome: Outcome, epoch: int) -> Memory:
+    def _memory(self, outcome: GroupStats, epoch: int) -> Memory:
         before = self._memories.get(outcome.prompt_id)
         num_before = 0 if before is None else before.num_right_in_a_row
         all_correct = outcome.num_correct == outcome.num_responses

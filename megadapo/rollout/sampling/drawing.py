@@ -9,7 +9,7 @@ from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.rollout.sampling.difficulty import Difficulty
 
 
-class Drawing:
+class PromptCursor:
     """A place in the prompt stream that can be gone back to."""
 
     def __init__(self, prompts: PromptStream, difficulty: Difficulty) -> None:
@@ -50,7 +50,7 @@ class Drawing:
         num_resting, self._resting = len(self._resting), []
         return num_resting
 
-    def draw_again(self, orders: Collection[int]) -> None:
+    def requeue(self, orders: Collection[int]) -> None:
         """Put orders back that were drawn; all others stay drawn."""
         if orders:
             first = min(orders)

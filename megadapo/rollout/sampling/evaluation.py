@@ -21,8 +21,8 @@ from megadapo.rollout.journal.answer_log import AnswerLog, ProblemResult
 from megadapo.rollout.requests import GroupResponse, SamplingSettings, response_seeds
 from megadapo.rollout.sampling.scoring import (
     Answer,
-    Inquiry,
     Question,
+    ScoringPool,
     SupportsGenerate,
     SupportsScore,
 )
@@ -135,7 +135,7 @@ class EvaluationUnderWay:
         """Of the weights that are scored: those that the engines hold until it has finished."""
         self._held_out = held_out
         self._answers = answers
-        self._inquiry = Inquiry(engines, scorer)
+        self._inquiry = ScoringPool(engines, scorer)
         self._generating: set[int] = set()
         self._results: dict[int, ProblemResult] = {}
         known = {} if answers is None else answers.read()

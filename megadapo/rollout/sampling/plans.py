@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megadapo.rollout.sampling.asking import (
-    Chances,
-    YieldEstimate,
-    is_worth_asking,
-    may_grow_too_old,
+    ExpectedMixed,
+    KeepRate,
+    should_oversample,
+    would_go_stale,
 )
 
 
@@ -30,14 +30,14 @@ class Plan(ABC):
         """
         self.num_needed = num_needed
         self.num_asked = 0
-        self.open: dict[int, YieldEstimate] = {}
+        self.open: dict[int, KeepRate] = {}
         """Orders that are out, each with the yield of prompts like its own."""
         self.finished: dict[int, bool] = {}
         """Orders that came back, and whether the group has a signal."""
         self.num_with_signal = 0
         self._max_asked = max_asked
         self._num_at_once = 1
-        self._num_open: Counter[YieldEstimate] = Counter()  # many prompts share an estimate
+        self._num_open: Counter[KeepRate] = Counter()  # many prompts share an estimate
 
     @property
     @abstractmethod
@@ -45,10 +45,10 @@ class Plan(ABC):
         """Whether the batch can be taken."""
 
     @abstractmethod
-    def wants(self, estimate: YieldEstimate) -> bool:
+    def wants(self, estimate: KeepRate) -> bool:
         """Whether to ask for one group more, of this yield, while the engines have room."""
 
-    def hopeless(self) -> list[int]:
+    def cannot_make_batch(self) -> list[int]:
         """Open orders that cannot get into the batch any more."""
         return []
 
@@ -56,7 +56,7 @@ class Plan(ABC):
     def chosen(self) -> list[int]:
         """Orders of the batch, ascending; fewer than needed where the step fell short."""
 
-    def ask(self, order: int, estimate: YieldEstimate) -> None:
+    def ask(self, order: int, estimate: KeepRate) -> None:
         """Count a group as asked for in this step."""
         self.num_asked += 1
         self._open(order, estimate)
@@ -82,13 +82,13 @@ class Plan(ABC):
     def _may_ask(self) -> bool:
         return self.num_asked < self._max_asked
 
-    def _chances(self) -> Chances:
-        chances = Chances()
+    def _chances(self) -> ExpectedMixed:
+        chances = ExpectedMixed()
         for estimate, num_groups in self._num_open.items():
             chances.add(estimate, num_groups)
         return chances
 
-    def _open(self, order: int, estimate: YieldEstimate) -> None:
+    def _open(self, order: int, estimate: KeepRate) -> None:
         self.open[order] = estimate
         self._num_open[estimate] += 1
 
@@ -112,14 +112,14 @@ class SyncPlan(Plan):
     def is_full(self) -> bool:
         return len(self._chosen) == self.num_needed
 
-    def wants(self, estimate: YieldEstimate) -> bool:
+    def wants(self, estimate: KeepRate) -> bool:
         """Whether the price of a second tail outweighs the cost of a group that may be surplus."""
         num_missing = self.num_needed - self.num_with_signal
-        return self._may_ask and is_worth_asking(
+        return self._may_ask and should_oversample(
             num_missing, self._chances(), estimate, num_at_once=self._num_at_once
         )
 
-    def hopeless(self) -> list[int]:
+    def cannot_make_batch(self) -> list[int]:
         """What was asked for after the last group that is needed, as far as it is known."""
         if self.num_with_signal < self.num_needed:
             return []
@@ -129,7 +129,7 @@ class SyncPlan(Plan):
     def chosen(self) -> list[int]:
         return self._chosen
 
-    def ask(self, order: int, estimate: YieldEstimate) -> None:
+    def ask(self, order: int, estimate: KeepRate) -> None:
         super().ask(order, estimate)
         self._asked.append(order)
 
@@ -157,13 +157,13 @@ class RoundsPlan(Plan):
         round_over = not self.open and not self._num_left
         return round_over and self.num_with_signal >= self.num_needed
 
-    def wants(self, estimate: YieldEstimate) -> bool:
+    def wants(self, estimate: KeepRate) -> bool:
         """Whether the present round is not all asked for, or the next one begins."""
         if not self.open and not self._num_left and self._may_ask:
             self._num_left = min(self._round_size, self._max_asked - self.num_asked)
         return self._num_left > 0
 
-    def ask(self, order: int, estimate: YieldEstimate) -> None:
+    def ask(self, order: int, estimate: KeepRate) -> None:
         super().ask(order, estimate)
         self._num_left -= 1
 
@@ -197,15 +197,15 @@ class PartialPlan(Plan):
         self.finished[order] = True
         self.num_with_signal += 1
 
-    def carry(self, order: int, estimate: YieldEstimate, *, due: bool) -> None:
+    def carry(self, order: int, estimate: KeepRate, *, due: bool) -> None:
         """Take a group over from the step before; `due`: it cannot wait for another step."""
         self._open(order, estimate)
         if due:
             self._due.add(order)
 
-    def wants(self, estimate: YieldEstimate) -> bool:
+    def wants(self, estimate: KeepRate) -> bool:
         """Whether a group more would find a batch before it is too old: engines are kept full."""
-        return self._may_ask and not may_grow_too_old(
+        return self._may_ask and not would_go_stale(
             self._num_usable, self.num_with_signal, self._chances()
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from megadapo.data.batch import Group
 from megadapo.observe.config import SavedGroups
-from megadapo.observe.rollouts.saved_group import Fate
+from megadapo.observe.rollouts.saved_group import Disposition
 from megadapo.rewards.dapo_math import RewardParts
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.requests import Response
@@ -99,7 +99,7 @@ class SampledBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class GroupStats:
     """What is remembered of a group that came back: numbers, no texts."""
 
     order: int
@@ -130,7 +130,7 @@ class Outcome:
         is_mixed: bool,
         seconds: float,
         responses: Sequence[Response] = (),
-    ) -> Outcome:
+    ) -> GroupStats:
         """`responses`: as engines gave them; none where the group was not generated but read."""
         return cls(
             order=group.order,
@@ -153,16 +153,16 @@ class Outcome:
         )
 
 
-def accuracy_histogram(outcomes: Iterable[Outcome]) -> Counter[int]:
+def accuracy_histogram(outcomes: Iterable[GroupStats]) -> Counter[int]:
     """Count groups by their number of correct responses."""
     return Counter(outcome.num_correct for outcome in outcomes)
 
 
 @dataclass
-class Tally:
+class StepCounters:
     """What one step has come to so far."""
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[GroupStats] = field(default_factory=list)
     to_reserve: list[Group] = field(default_factory=list)
     dropped: list[Group] = field(default_factory=list)
     surplus: list[Group] = field(default_factory=list)
@@ -174,7 +174,7 @@ class Tally:
     num_tokens_stopped: int = 0
     reward_seconds: float = 0.0
     engines: Sequence[EngineActivity] = ()
-    thrown_away: ThrownAway = field(default_factory=lambda: ThrownAway(0))
+    thrown_away: RejectedGroups = field(default_factory=lambda: RejectedGroups(0))
 
     def forget_after(self, last: int) -> None:
         """Leave out of all counts but those of waste what was asked for after the batch's last
@@ -242,7 +242,7 @@ class Tally:
     def _fates(self, kept: Sequence[Group], stale: Sequence[Group]) -> list[SampledGroup]:
         """What became of every group with a signal."""
         old = {group.order for group in stale}
-        fates: tuple[tuple[Fate, Sequence[Group]], ...] = (
+        fates: tuple[tuple[Disposition, Sequence[Group]], ...] = (
             ("trained", kept),
             ("to_reserve", self.to_reserve),
             ("dropped", self.dropped),
@@ -255,13 +255,13 @@ class Tally:
         ]
 
 
-class ThrownAway:
+class RejectedGroups:
     """Of the groups without a signal, the few that may be saved; the others' texts are gone."""
 
     def __init__(self, limit: SavedGroups) -> None:
         """`limit`: groups that a step saves in all."""
         self._limit = limit
-        self._groups: dict[Fate, list[Group]] = defaultdict(list)
+        self._groups: dict[Disposition, list[Group]] = defaultdict(list)
 
     def add(self, group: Group) -> None:
         """Keep the group as long as it is among the first asked for of its fate."""
@@ -271,7 +271,7 @@ class ThrownAway:
         if self._limit != "all" and len(groups) > self._limit:
             groups.remove(max(groups, key=lambda one: one.order))
 
-    def groups(self, counted: Sequence[Outcome]) -> list[SampledGroup]:
+    def groups(self, counted: Sequence[GroupStats]) -> list[SampledGroup]:
         """Those of them that count in the step."""
         orders = {outcome.order for outcome in counted}
         return [
@@ -282,13 +282,13 @@ class ThrownAway:
         ]
 
 
-def _fate(group: Group) -> Fate:
+def _fate(group: Group) -> Disposition:
     if all(group.correct):
         return "all_correct"
     return "out_of_band" if any(group.correct) else "all_wrong"
 
 
-def _part_means(outcomes: Iterable[Outcome]) -> dict[str, float]:
+def _part_means(outcomes: Iterable[GroupStats]) -> dict[str, float]:
     """The mean of each part, the names in alphabetical order."""
     values: dict[str, list[float]] = defaultdict(list)
     for outcome in outcomes:

@@ -19,22 +19,22 @@ from megadapo.observe.config import SavedGroups
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.requests import SamplingSettings, response_seeds
-from megadapo.rollout.sampling.asking import YieldEstimate
+from megadapo.rollout.sampling.asking import KeepRate
 from megadapo.rollout.sampling.difficulty import Difficulty
-from megadapo.rollout.sampling.drawing import Drawing
+from megadapo.rollout.sampling.drawing import PromptCursor
 from megadapo.rollout.sampling.plans import PartialPlan, Plan, RoundsPlan, SyncPlan
 from megadapo.rollout.sampling.reserve import Reserve, Unfinished
 from megadapo.rollout.sampling.sampled_batch import (
-    Outcome,
+    GroupStats,
+    RejectedGroups,
     SampledBatch,
-    Tally,
-    ThrownAway,
+    StepCounters,
     accuracy_histogram,
 )
 from megadapo.rollout.sampling.scoring import (
     Answer,
-    Inquiry,
     Question,
+    ScoringPool,
     SupportsGenerate,
     SupportsScore,
 )
@@ -84,7 +84,7 @@ class Sampler:
         self._journal = journal
         self._has_signal = is_mixed or self._is_mixed
         self._difficulty = Difficulty(rest_after=config.rest_after, rest_epochs=config.rest_epochs)
-        self._drawing = Drawing(prompts, self._difficulty)
+        self._drawing = PromptCursor(prompts, self._difficulty)
         self._reserve = Reserve(config.reserve_size)
         self._unfinished: list[Unfinished] = []
 
@@ -97,11 +97,11 @@ class Sampler:
             InfraError: an engine failed.
         """
         self._engines.activity()  # what came before does not belong to the step
-        tally = Tally(thrown_away=ThrownAway(self._saved_groups))
+        tally = StepCounters(thrown_away=RejectedGroups(self._saved_groups))
         reserved = self._take_reserved(tally)
         pools = self._config.mode == "partial"
         executor = None if self._scoring is None else self._scoring()
-        with Inquiry(self._engines, self._scorer, executor) as inquiry:
+        with ScoringPool(self._engines, self._scorer, executor) as inquiry:
             plan = self._plan(self._config.prompts_per_step - (0 if pools else len(reserved)))
             step = Step(plan=plan, inquiry=inquiry, tally=tally)
             if pools:
@@ -163,7 +163,7 @@ class Sampler:
             return RoundsPlan(num_needed, max_asked, round_size=num_needed)
         return SyncPlan(num_needed, max_asked)
 
-    def _take_reserved(self, tally: Tally) -> list[Group]:
+    def _take_reserved(self, tally: StepCounters) -> list[Group]:
         """The reserve's groups, oldest first, without those that have grown too old."""
         oldest = self._engines.policy_version - self._config.sampler_staleness
         partial = self._config.mode == "partial"
@@ -225,7 +225,7 @@ class Sampler:
 
     def _take(self, step: Step, answer: Answer) -> None:
         group, response = group_of(answer), answer.response
-        outcome = Outcome.of(
+        outcome = GroupStats.of(
             group,
             is_mixed=self._keeps(group),
             seconds=response.seconds,
@@ -235,11 +235,11 @@ class Sampler:
             self._journal.append(answer.question, self._settings, group, outcome)
         self._settle(step, group, outcome)
 
-    def _settle(self, step: Step, group: Group, outcome: Outcome) -> None:
+    def _settle(self, step: Step, group: Group, outcome: GroupStats) -> None:
         step.settle(group, outcome)
         self._difficulty.see(group.prompt.id, outcome.is_mixed)
 
-    def _estimate(self, order: int) -> YieldEstimate:
+    def _estimate(self, order: int) -> KeepRate:
         """The yield of prompts like the one at this place."""
         return self._difficulty.estimate(self._drawing.prompt(order).id)
 
@@ -277,7 +277,7 @@ class Sampler:
             self._drawing.begin_at(chosen[-1] + 1)
         else:
             self._put_aside(step.surplus(chosen), step.tally)
-            self._drawing.draw_again(step.stopped)
+            self._drawing.requeue(step.stopped)
         step.tally.num_resting = self._drawing.take_num_resting()
         self._difficulty.end_step(step.tally.outcomes, self._drawing.epoch)
         kept = [*reserved, *(step.kept[order] for order in chosen)]
@@ -287,7 +287,7 @@ class Sampler:
         stale = [group for group in kept if group.oldest_version < version]
         return step.tally.batch(kept, stale, self._saved_groups)
 
-    def _put_aside(self, surplus: Sequence[Group], tally: Tally) -> None:
+    def _put_aside(self, surplus: Sequence[Group], tally: StepCounters) -> None:
         """Keep surplus groups for the next step, as far as there is room."""
         if self._config.mode == "rounds":
             tally.surplus += surplus
@@ -296,7 +296,7 @@ class Sampler:
         tally.to_reserve += surplus[:num_stored]
         tally.dropped += surplus[num_stored:]
 
-    def _check(self, kept: Sequence[Group], tally: Tally) -> None:
+    def _check(self, kept: Sequence[Group], tally: StepCounters) -> None:
         needed = self._config.prompts_per_step
         if len(kept) == needed or (kept and self._config.on_shortfall == "train"):
             return

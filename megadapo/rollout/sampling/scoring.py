@@ -112,7 +112,7 @@ class Answer:
     scores: tuple[Score, ...]
 
 
-class Inquiry:
+class ScoringPool:
     """Open questions; answers come back scored, in the order in which they are ready.
 
     Use as a context manager: on leaving, nothing is scored any more.

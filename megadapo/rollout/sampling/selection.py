@@ -10,9 +10,9 @@ from itertools import cycle
 from megadapo.algorithm.mini_batches import spread_stale
 from megadapo.data.batch import Group
 from megadapo.observe.config import SavedGroups
-from megadapo.observe.rollouts.saved_group import Fate
+from megadapo.observe.rollouts.saved_group import Disposition
 
-_TURNS: tuple[Fate, ...] = (
+_TURNS: tuple[Disposition, ...] = (
     *("trained", "all_wrong", "trained", "all_correct"),
     *("trained", "to_reserve", "trained", "dropped", "out_of_band"),
 )
@@ -24,7 +24,7 @@ class SampledGroup:
     """A group and what became of it in a step."""
 
     group: Group
-    fate: Fate
+    fate: Disposition
     from_reserve: bool
     """Whether an earlier step generated it."""
 
@@ -40,10 +40,10 @@ def choose_saved(groups: Sequence[SampledGroup], limit: SavedGroups) -> tuple[Sa
     ordered = sorted(groups, key=lambda sampled: sampled.group.order)
     if limit == "all" or limit >= len(ordered):
         return tuple(ordered)
-    by_fate: dict[Fate, list[SampledGroup]] = defaultdict(list)
+    by_fate: dict[Disposition, list[SampledGroup]] = defaultdict(list)
     for sampled in ordered:
         by_fate[sampled.fate].append(sampled)
-    shares: Counter[Fate] = Counter()
+    shares: Counter[Disposition] = Counter()
     turns = cycle(_TURNS)
     while shares.total() < limit:
         fate = next(turns)

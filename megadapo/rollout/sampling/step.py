@@ -9,8 +9,8 @@ from megadapo.data.batch import Group, Sample
 from megadapo.rollout.requests import Response
 from megadapo.rollout.sampling.plans import Plan
 from megadapo.rollout.sampling.reserve import Unfinished
-from megadapo.rollout.sampling.sampled_batch import Outcome, Tally
-from megadapo.rollout.sampling.scoring import Answer, Inquiry, Question
+from megadapo.rollout.sampling.sampled_batch import GroupStats, StepCounters
+from megadapo.rollout.sampling.scoring import Answer, Question, ScoringPool
 
 
 @dataclass(kw_only=True)
@@ -18,14 +18,14 @@ class Step:
     """The plan of a step, the questions that are out, and what has become of the others."""
 
     plan: Plan
-    inquiry: Inquiry
-    tally: Tally
+    inquiry: ScoringPool
+    tally: StepCounters
     kept: dict[int, Group] = field(default_factory=dict)
     """Groups with a signal, by order."""
     stopped: list[int] = field(default_factory=list)
     """Orders that were taken back unfinished."""
 
-    def settle(self, group: Group, outcome: Outcome) -> None:
+    def settle(self, group: Group, outcome: GroupStats) -> None:
         """Keep a group that came back, or remember no more of it than its numbers."""
         self.plan.settle(group.order, outcome.is_mixed)
         self.tally.outcomes.append(outcome)
@@ -36,7 +36,7 @@ class Step:
 
     def drop_hopeless(self) -> None:
         """Free the slots of groups that cannot get into the batch any more."""
-        if self.plan.is_full or not (orders := self.plan.hopeless()):
+        if self.plan.is_full or not (orders := self.plan.cannot_make_batch()):
             return
         self.plan.drop(orders)
         self.stopped += orders

@@ -19,7 +19,7 @@ from megadapo.run.workers import Workers
 StepMetrics = dict[str, int | float | None]
 
 
-class WayOut:
+class FinalSave:
     """Knows what of a run is done, and saves that where the run ends early."""
 
     def __init__(self, run: Run, workers: Workers) -> None:

@@ -69,7 +69,7 @@ def update_rank(
     with rank.experts.counted():
         old = [_old_policies(rank, micro_batches, recorder) for micro_batches in cut]
     proximal = [policy.proximal for policy in old[0]] if old else []
-    old = hold_against_reference(rank, batch, predicted, cut, old, kl_reward_coef=kl_reward_coef)
+    old = add_reference_logprobs(rank, batch, predicted, cut, old, kl_reward_coef=kl_reward_coef)
     probe = probe_shape(
         cut,
         build=partial(rank.cutter.alone, batch, predicted=predicted, policy_version=policy_version),
@@ -120,7 +120,7 @@ def update_rank(
     )
 
 
-def hold_against_reference(
+def add_reference_logprobs(
     rank: TrainerRank,
     batch: PackedBatch,
     trained: np.ndarray,

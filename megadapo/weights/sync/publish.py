@@ -116,7 +116,7 @@ class Publisher:
         """
         return self._update([index], self._engines.policy_version)
 
-    def take_notes(self) -> list[str]:
+    def drain_warnings(self) -> list[str]:
         """One line for every engine since the last call that did not have what it was sent."""
         notes, self._notes = self._notes, []
         return notes

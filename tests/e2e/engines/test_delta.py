@@ -69,7 +69,7 @@ def test_after_many_updates_of_what_changed_the_engine_has_the_bits_of_a_full_on
     assert max(shares) <= 0.05, list(zip(densities, shares, strict=True))
     after_changes = call_all(engines, "fingerprints")
 
-    assert publisher.take_notes() == []
+    assert publisher.drain_warnings() == []
     other = Publisher(senders, engines, WeightsConfig(), tensor_parallel=2, dtype=torch.bfloat16)
     assert other.publish(0).in_full
     assert call_all(engines, "fingerprints") == after_changes
@@ -77,7 +77,7 @@ def test_after_many_updates_of_what_changed_the_engine_has_the_bits_of_a_full_on
     # the engine has the right bits, but of a connection that this publisher knows nothing of
     train(senders, 77)
     again = publisher.publish(NUM_UPDATES + 1)
-    (note,) = publisher.take_notes()
+    (note,) = publisher.drain_warnings()
     assert again.in_full and "all weights are sent" in note
     assert call_all(engines, "fingerprints") != after_changes
 
@@ -103,11 +103,11 @@ def test_an_engine_that_reads_files_gets_the_same_bits_and_notices_one_that_is_t
 
     # this publisher's last update is not what the engine has now
     train(senders, 102)
-    assert publisher.publish(3).in_full and len(publisher.take_notes()) == 1
+    assert publisher.publish(3).in_full and len(publisher.drain_warnings()) == 1
     train(senders, 103)
     ray.get(senders[1].tear_at.remote(0))
     torn = publisher.publish(4)
-    (note,) = publisher.take_notes()
+    (note,) = publisher.drain_warnings()
     assert torn.in_full and "of" in note and "bytes. All weights are sent." in note
     (kept,) = (tmp_path / "live").iterdir()
     read = call_all(engines, "fingerprints")

@@ -74,10 +74,10 @@ def test_groups_of_a_lost_engine_are_answered_and_it_comes_back(engines, how):
     assert late | bits({one.key: one.responses for one in early}) == expected
     wait_for_room(engines, 3)
     assert engines.place(1) != place and [engines.place(0), engines.place(2)] == others
-    (note,) = engines.take_notes()
+    (note,) = engines.drain_warnings()
     cause = "died" if how == signal.SIGKILL else "no token for 6 s"
     assert note.startswith("rollout engine 1 ") and cause in note and "restart 1 of 3" in note
-    assert engines.take_notes() == []
+    assert engines.drain_warnings() == []
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert alive == []
 
@@ -91,7 +91,7 @@ def test_an_engine_that_is_stopped_without_work_is_found_and_its_stack_kept(engi
         assert time.monotonic() < deadline, "a stopped engine was not found"
         engines.check()
         time.sleep(0.5)
-    notes = engines.take_notes()
+    notes = engines.drain_warnings()
     assert len(notes) == 1, notes
     (note,) = notes
     log = tmp_path / "engine-2.log"
@@ -124,16 +124,16 @@ def test_a_refused_request_is_an_error_and_not_a_loss(engines):
     with pytest.raises(InfraError, match="too long"):
         answers(engines)
     engines.stop(keep=False)
-    assert engines.take_notes() == [] and engines.num_in_flight == 0
+    assert engines.drain_warnings() == [] and engines.num_in_flight == 0
     wait_for_room(engines, 3)
 
 
 def test_no_weights_are_published_while_the_trainer_changes_them(engines):
     """What it has in mid-step are nobody's weights: a new engine waits for the next update."""
-    engines.weights_will_change()
+    engines.on_update_start()
     os.kill(actor_pid(engines, 2), signal.SIGKILL)
     deadline = time.monotonic() + 60
-    while not (engines.take_notes() or time.monotonic() > deadline):
+    while not (engines.drain_warnings() or time.monotonic() > deadline):
         engines.check()
     while 2 not in engines.updatable():
         assert time.monotonic() < deadline, "the engine did not start"
@@ -156,7 +156,7 @@ def test_after_the_last_restart_the_others_go_on_and_the_last_loss_is_the_end(tm
     engines.submit(requests(20))
     os.kill(actor_pid(engines, 1), signal.SIGKILL)
     assert len(answers(engines)) == 20
-    (note,) = engines.take_notes()
+    (note,) = engines.drain_warnings()
     assert note.endswith("it stays away") and engines.updatable() == [0]
     engines.submit(requests(20))
     os.kill(actor_pid(engines, 0), signal.SIGKILL)

@@ -123,7 +123,7 @@ def test_a_killed_engine_comes_back_and_the_batch_is_the_same(started):
     wait_for_all(engines)
     assert [engines.place(index) for index in (0, 2)] == [places[0], places[2]]
     assert engines.place(1) != places[1]
-    (note,) = engines.take_notes()
+    (note,) = engines.drain_warnings()
     assert note.startswith("rollout engine 1 ") and "restart 1 of 9" in note
     assert_all_agree(engines)
     # the next update reaches all of them
@@ -143,7 +143,7 @@ def test_a_stopped_engine_is_told_by_its_silence(started, whom):
     )
     family = [process, *process.children(recursive=True)]
     assert disturbed(engines, groups, process, signal.SIGSTOP) == expected
-    (note,) = engines.take_notes()
+    (note,) = engines.drain_warnings()
     assert note.startswith("rollout engine 2 has work and gave no token")
     wait_for_all(engines)
     _, alive = psutil.wait_procs(family, timeout=30)
@@ -155,7 +155,7 @@ def test_a_stopped_engine_is_told_by_its_silence(started, whom):
 def test_an_engine_that_fails_in_an_update_gets_it_again(started, how):
     """In the middle, at bucket 3: the others keep theirs."""
     engines, publisher, senders, folders = started
-    engines.take_notes()
+    engines.drain_warnings()
     ray.get([sender.load.remote(folders[1]) for sender in senders])
     publisher.publish(10)
     expected = answers(engines, requests())
@@ -167,13 +167,13 @@ def test_an_engine_that_fails_in_an_update_gets_it_again(started, how):
     places = [engines.place(index) for index in range(3)]
     pid = vllm_process(engines, 0, "EngineCore").pid
     ray.get(senders[0].signal_at.remote(3, how, pid))
-    engines.weights_will_change()
+    engines.on_update_start()
     publisher.publish(12)
     assert engines.policy_version == 12
     assert answers(engines, requests()) == expected
     wait_for_all(engines)
     assert [engines.place(index) == places[index] for index in range(3)] == [False, True, True]
-    (note,) = engines.take_notes()
+    (note,) = engines.drain_warnings()
     # bucket 3 is filled while the engines take bucket 2
     assert "rollout engine 0" in note and (how == signal.SIGKILL or "bucket 2 of" in note)
     assert_all_agree(engines)
@@ -183,7 +183,7 @@ def test_an_engine_that_fails_in_an_update_gets_it_again(started, how):
 def test_an_engine_that_dies_while_the_trainer_changes_its_weights_waits_for_them(started):
     """What the trainer has in mid-step are nobody's weights: they must not be published."""
     engines, publisher, senders, folders = started
-    engines.take_notes()
+    engines.drain_warnings()
     ray.get([sender.load.remote(folders[0]) for sender in senders])
     publisher.publish(20)
     expected = answers(engines, requests())
@@ -191,7 +191,7 @@ def test_an_engine_that_dies_while_the_trainer_changes_its_weights_waits_for_the
     ray.get([sender.load.remote(folders[1]) for sender in senders])
     vllm_process(engines, 1, "EngineCore").kill()
     deadline = time.monotonic() + 200
-    while 1 in engines.updatable() and not engines.take_notes():
+    while 1 in engines.updatable() and not engines.drain_warnings():
         assert time.monotonic() < deadline, "the death was not seen"
         engines.check()
         time.sleep(0.2)

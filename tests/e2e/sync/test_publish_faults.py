@@ -121,7 +121,7 @@ def test_an_engine_of_two_ranks_that_fails_in_an_update_is_started_again(folder,
     assert engines.updatable() == [] and engines.policy_version == 2
     (after,), (before,) = greedy(engines), expected
     assert [tokens for tokens, _ in after] == [tokens for tokens, _ in before]
-    (note,) = engines.take_notes()
+    (note,) = engines.drain_warnings()
     assert "rollout engine 0" in note and "restart 1 of 3" in note
     _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
     assert alive == []

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from megadapo.data.prompts import Prompt
-from megadapo.observe.rollouts.saved_group import Fate, SavedGroup, SavedResponse
+from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup, SavedResponse
 
 
 def saved_response(text: str = "1 + 1 = 2", **values: object) -> SavedResponse:
@@ -42,7 +42,7 @@ def untrained(text: str, **values: object) -> SavedResponse:
 
 
 def saved_group(
-    *responses: SavedResponse, step: int = 4, order: int = 7, fate: Fate = "trained"
+    *responses: SavedResponse, step: int = 4, order: int = 7, fate: Disposition = "trained"
 ) -> SavedGroup:
     return SavedGroup(
         step=step,

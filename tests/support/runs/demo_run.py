@@ -11,7 +11,7 @@ from megadapo.data.prompts import Prompt
 from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
 from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
-from megadapo.observe.rollouts.saved_group import Fate, SavedGroup, SavedResponse
+from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup, SavedResponse
 
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\u2028<!--<script"
 
@@ -63,7 +63,7 @@ def _steps(long_tokens: int) -> list[list[SavedGroup]]:
     ]
 
 
-def _group(order: int, *responses: SavedResponse, fate: Fate = "trained") -> SavedGroup:
+def _group(order: int, *responses: SavedResponse, fate: Disposition = "trained") -> SavedGroup:
     question = HOSTILE if order == 5 else f"question {order}"
     return SavedGroup(
         step=1 + (order > 2) + (order > 5),

@@ -40,14 +40,14 @@ def gradients_by_estimator(
 
     The policy's weights are those of the reference times `scale`.
     """
-    from megadapo.trainer.update.update import hold_against_reference
+    from megadapo.trainer.update.update import add_reference_logprobs
 
     rank = scaled(build(rendezvous, settings), scale)
     trained, cut, old = held_by_shifted(rank, batch)
     found = {}
     for name, objective in cases.items():
         rank.settings = replace(settings, objective=objective)
-        held, *_ = hold_against_reference(rank, batch, trained, cut, old, kl_reward_coef=0.0)
+        held, *_ = add_reference_logprobs(rank, batch, trained, cut, old, kl_reward_coef=0.0)
         head = replace(rank.head, objective=objective)
         found[name] = gradients_under(rank, head, cut[0], held)
     return found if rendezvous.rank == 0 else None
@@ -91,14 +91,14 @@ def advantages_by_rule(
     scale: float,
 ) -> dict[str, np.ndarray]:
     """[T] advantages of tokens that this rank computes, NaN elsewhere."""
-    from megadapo.trainer.update.update import hold_against_reference
+    from megadapo.trainer.update.update import add_reference_logprobs
 
     rank = scaled(build(rendezvous, settings), scale)
     trained, cut, old = held_by_shifted(rank, batch)
     found = {}
     for rule in rules:
         rank.settings = replace(settings, advantage=rule)
-        held = hold_against_reference(
+        held = add_reference_logprobs(
             rank, batch, trained, cut, old, kl_reward_coef=settings.objective.kl_reward_coef
         )
         values = np.full(len(batch.tokens), np.nan)

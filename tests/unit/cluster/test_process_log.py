@@ -17,7 +17,7 @@ import torch
 from megadapo.cluster.process_log import START_LINE, quoted, read_tail
 from megadapo.cluster.watch.orphans import start_time
 from megadapo.cluster.watch.post_mortem import (
-    Whereabouts,
+    ProcessLocation,
     flight_pipe,
     flight_recorder,
     write_stacks,
@@ -68,8 +68,8 @@ def wait_for(log: Path, text: str) -> None:
         time.sleep(0.02)
 
 
-def here(pid: int) -> Whereabouts:
-    return Whereabouts(node="a", pid=pid, started=start_time(pid))
+def here(pid: int) -> ProcessLocation:
+    return ProcessLocation(node="a", pid=pid, started=start_time(pid))
 
 
 def test_all_that_a_process_says_is_in_its_log_which_stays_short(tmp_path):
@@ -112,7 +112,7 @@ def test_hung_processes_write_their_stacks_and_others_are_left_alone(tmp_path):
         # where nobody listens, and where nothing is
         pipe = tmp_path / "nccl-rank-0.pipe"
         os.mkfifo(pipe)
-        another_owner = Whereabouts(node="a", pid=deaf.pid, started="0")
+        another_owner = ProcessLocation(node="a", pid=deaf.pid, started="0")
         write_stacks(
             [here(stopped.pid), another_owner], mark, [pipe, tmp_path / "nccl-rank-1.pipe"]
         )

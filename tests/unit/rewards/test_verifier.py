@@ -99,13 +99,13 @@ def test_workers_that_cannot_be_replaced_end_nothing_where_the_rule_decides(monk
         verifier.score_batch(["Answer: 1", "Answer: 2"], ["1", "2"])
         verifier.ask_second_opinion()
         verifier._second.finish(SOON_S)
-        (note,) = verifier.take_notes()
+        (note,) = verifier.drain_warnings()
         assert "not compared symbolically" in note and "3 times before it was ready" in note
         assert verifier.score_batch(["Answer: 3"], ["3"])[0].correct
         verifier.ask_second_opinion()
         verifier.finish_second_opinion(SOON_S)
         assert verifier.second_opinions(["Answer: 3"], "3") == [None]
-        assert verifier.take_notes() == []
+        assert verifier.drain_warnings() == []
         assert verifier.counts.num_left_out == 1
 
 
@@ -116,7 +116,7 @@ def test_a_system_without_room_for_a_process_ends_nothing_either(monkeypatch) ->
         os.kill(verifier._pool.process_ids[0], signal.SIGKILL)
         verifier.score_batch(["Answer: 1"], ["1"])
         verifier.finish_second_opinion(SOON_S)
-        (note,) = verifier.take_notes()
+        (note,) = verifier.drain_warnings()
         assert "cannot start: " in note and "No such file" in note
 
 
@@ -143,7 +143,7 @@ def test_a_second_opinion_that_cannot_start_is_gone_without_and_a_decision_is_no
         verifier.ask_second_opinion()
         verifier.finish_second_opinion(SOON_S)
         assert verifier.second_opinions(["Answer: 1"], "1") == [None]
-        (note,) = verifier.take_notes()
+        (note,) = verifier.drain_warnings()
         assert "not compared symbolically" in note and "reward.symbolic = false" in note
     with pytest.raises(InfraError, match=r"reward\.symbolic = false"):
         Verifier(RewardConfig(symbolic_workers=1, decide="symbolic"))

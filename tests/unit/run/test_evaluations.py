@@ -166,7 +166,7 @@ def test_one_on_its_own_engine_is_never_waited_for_while_training_goes_on():
     assert run.evaluations.sampling_engines.evaluation is None
     for num_left in range(NUM_PROBLEMS - 1, 0, -1):
         run.others.policy_version += 1
-        run.evaluations.make_way()
+        run.evaluations.finish_pending()
         run.evaluations.check()
         assert run.own.num_in_flight == num_left and run.evaluations.on_reserved == 2
     records = []

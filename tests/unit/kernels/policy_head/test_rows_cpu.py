@@ -13,7 +13,7 @@ import torch
 from megadapo.kernels.cpu import native
 from megadapo.kernels.policy_head.rows import merge_stats
 from megadapo.kernels.policy_head.rows_cpu import SOURCE, RowGradients, row_grads_cpu, row_stats_cpu
-from megadapo.kernels.policy_head.tiles import NEVER, Tile, VocabShards
+from megadapo.kernels.policy_head.tiles import MASKED_LOGIT, Tile, VocabShards
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -139,7 +139,7 @@ def test_targets_of_other_ranks_are_left_to_them(passes):
     targets = torch.tensor([5, 130])
     tile = Tile(logits=logits, targets=targets, shards=shards, temperature=1.0)
     stats = row_stats_cpu(tile)
-    assert stats[0, 2, 0] == NEVER
+    assert stats[0, 2, 0] == MASKED_LOGIT
     assert stats[0, 2, 1] == logits[1, 2]
     terms = RowGradients(
         maximum=stats[0, 0],
@@ -190,7 +190,7 @@ def test_logits_of_minus_infinity_have_no_probability(passes):
     expected = logits[0, 1::2].double().log_softmax(-1)
     assert logprobs[0].item() == pytest.approx(expected[0].item(), abs=1e-6)
     assert entropy[0].item() == pytest.approx(-(expected.exp() * expected).sum().item(), abs=1e-6)
-    assert logprobs[1] <= NEVER and not logprobs[2].isfinite()
+    assert logprobs[1] <= MASKED_LOGIT and not logprobs[2].isfinite()
     assert d_logits.isfinite().all() and (d_logits[0, ::2] == 0).all()
     assert d_logits[1, 7] == 1.0
 

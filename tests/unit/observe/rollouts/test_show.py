@@ -14,7 +14,7 @@ from megadapo.cli import run_command
 from megadapo.commands.show import FATES
 from megadapo.errors import ConfigError, DataError
 from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
-from megadapo.observe.rollouts.saved_group import Fate, SavedGroup
+from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup
 from megadapo.observe.rollouts.show import Filter, printable, show_step
 from tests.support.rollout.saved_groups import awkward_group, saved_group, saved_response, untrained
 
@@ -76,12 +76,14 @@ def test_filters_show_what_they_say(tmp_path: Path, wanted: dict, texts: set[str
 
 
 def test_groups_thrown_away_are_found_by_their_fate(tmp_path: Path) -> None:
-    groups = [saved_group(RIGHT, order=i, fate=fate) for i, fate in enumerate(get_args(Fate))]
+    groups = [
+        saved_group(RIGHT, order=i, fate=fate) for i, fate in enumerate(get_args(Disposition))
+    ]
     save(tmp_path, 1, *groups)
     for order, fate in enumerate(FATES):
         text = shown(tmp_path, fate=fate)
         assert f"group {order}: {fate}" in text and text.count("group ") == 1
-    assert get_args(Fate) == FATES
+    assert get_args(Disposition) == FATES
 
 
 def test_no_more_groups_than_asked_for_and_how_many_are_left(tmp_path: Path) -> None:

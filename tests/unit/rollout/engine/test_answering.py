@@ -74,10 +74,10 @@ def answer(
     tool: Tool | None = None,
     returns_experts: bool = True,
 ) -> Response:
-    from megadapo.rollout.engine.answering import Answer, Asker
+    from megadapo.rollout.engine.answering import Answer, GroupContext
 
     settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS)
-    asker = Asker(
+    asker = GroupContext(
         group=GroupRequest(key=0, prompt_ids=PROMPT, seeds=(1,), settings=settings),
         policy_version=0,
         ask=engine.ask,

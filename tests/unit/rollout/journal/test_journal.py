@@ -16,7 +16,7 @@ from megadapo.rollout.journal.journal import JOURNAL_FOLDER, Journal, forget_bef
 from megadapo.rollout.journal.repeated_steps import RepeatedSteps
 from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampling.ahead import AheadSampler
-from megadapo.rollout.sampling.sampled_batch import Outcome, SampledBatch
+from megadapo.rollout.sampling.sampled_batch import GroupStats, SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from tests.support.rollout.samplers import contents, make_sampler
 from tests.support.rollout.scripted_engines import POLICY_VERSION, AtOnce, ScriptedEngines
@@ -120,11 +120,11 @@ def test_stopped_answers_go_on_from_the_same_tokens(tmp_path, num_groups):
 def test_groups_of_other_weights_or_settings_are_not_used(tmp_path, changed, word):
     killed_after(tmp_path, 5)
     journal = journal_in(tmp_path, **changed)
-    [note] = journal.take_notes()
+    [note] = journal.drain_warnings()
     assert f"it is of {word}" in note and "version-3.log" in note
     engines = ScriptedEngines()
     assert sampler_with(journal, engines).next_batch().num_from_journal == 0
-    assert journal_in(tmp_path, **changed).take_notes() == []
+    assert journal_in(tmp_path, **changed).drain_warnings() == []
 
 
 def test_another_seed_or_temperature_is_another_question(tmp_path):
@@ -144,7 +144,7 @@ def test_a_record_that_is_no_group_is_named_and_asked_again(tmp_path, monkeypatc
         finished = killed_after(tmp_path, 2)
     journal, engines = journal_in(tmp_path), ScriptedEngines()
     assert sampler_with(journal, engines).next_batch().num_from_journal == 0
-    notes = journal.take_notes()
+    notes = journal.drain_warnings()
     assert len(notes) == 2 and all("KeyError('samples')" in note for note in notes)
     assert set(finished) <= set(engines.asked)
 
@@ -154,7 +154,7 @@ def test_what_is_counted_of_a_group_comes_back_exact(tmp_path):
     sampler = make_sampler(ScriptedEngines())
     question = sampler._question(2)
     group = make_group(2)
-    outcome = Outcome(
+    outcome = GroupStats(
         **{"order": 2, "prompt_id": "id", "num_correct": 1, "num_responses": 2, "reward_sum": 0.1},
         **{"lengths": (1, 7), "num_truncated": 1, "is_mixed": True, "seconds": 1 / 3},
         **{"parts": (("judge", 0.1), ("judge/failed", 0.0)), "num_generated": 6},
@@ -172,7 +172,7 @@ def test_a_file_that_is_no_journal_is_begun_anew(tmp_path, content):
     path = tmp_path / JOURNAL_FOLDER / "version-3.log"
     path.write_bytes(content)
     journal = journal_in(tmp_path)
-    assert bool(journal.take_notes()) == bool(content)
+    assert bool(journal.drain_warnings()) == bool(content)
     sampler_with(journal, ScriptedEngines()).next_batch()
     batch = sampler_with(journal_in(tmp_path), ScriptedEngines()).next_batch()
     assert batch.num_from_journal > 0
@@ -181,7 +181,7 @@ def test_a_file_that_is_no_journal_is_begun_anew(tmp_path, content):
 def test_a_journal_of_another_format_is_named(tmp_path, monkeypatch):
     killed_after(tmp_path, 5)
     monkeypatch.setattr("megadapo.rollout.journal.journal.FORMAT", 2)
-    [note] = journal_in(tmp_path).take_notes()
+    [note] = journal_in(tmp_path).drain_warnings()
     assert "another version of megadapo" in note
 
 
@@ -193,7 +193,7 @@ def test_damage_in_the_middle_is_named_and_costs_what_lies_behind_it(tmp_path):
     data[len(data) // 2] ^= 0x10
     path.write_bytes(data)
     journal = journal_in(tmp_path)
-    [note] = journal.take_notes()
+    [note] = journal.drain_warnings()
     assert "a damaged record at byte" in note and str(path) in note
     batch = sampler_with(journal, ScriptedEngines()).next_batch()
     assert 0 < batch.num_from_journal < len(finished)
@@ -217,19 +217,19 @@ def test_a_full_disk_loses_the_journal_and_not_the_step(tmp_path, monkeypatch):
         patch.setattr(record_log.os, "pwrite", full)
         assert contents([sampler.next_batch()]) == contents([expected])
     assert len(calls) == 5, "it is asked again only for the next weights"
-    [note] = journal.take_notes()
+    [note] = journal.drain_warnings()
     assert "version-3.log: cannot be written: No space left on device" in note
     assert sampler_with(journal_in(tmp_path), ScriptedEngines()).next_batch().num_from_journal == 3
     journal.begin(POLICY_VERSION + 1, WEIGHTS)
     sampler.next_batch()
-    assert journal.take_notes() == []
+    assert journal.drain_warnings() == []
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / JOURNAL_FOLDER).touch()
     journal = journal_in(tmp_path)
     sampler_with(journal, ScriptedEngines()).next_batch()
-    assert "cannot be written" in journal.take_notes()[0]
+    assert "cannot be written" in journal.drain_warnings()[0]
 
 
 @pytest.mark.parametrize(("fsync", "num_syncs"), [("never", 0), ("step", 1), ("group", 8)])

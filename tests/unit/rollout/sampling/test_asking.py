@@ -8,40 +8,40 @@ import random
 import pytest
 
 from megadapo.rollout.sampling.asking import (
-    Chances,
-    YieldEstimate,
-    is_worth_asking,
-    may_grow_too_old,
+    ExpectedMixed,
+    KeepRate,
+    should_oversample,
+    would_go_stale,
 )
 
 
-def estimate(num_asked: int, num_with_signal: int) -> YieldEstimate:
-    known = YieldEstimate()
+def estimate(num_asked: int, num_with_signal: int) -> KeepRate:
+    known = KeepRate()
     known.end_step(num_asked, num_with_signal)
     return known
 
 
-def chances_of(num_groups: int, known: YieldEstimate) -> Chances:
-    chances = Chances()
+def chances_of(num_groups: int, known: KeepRate) -> ExpectedMixed:
+    chances = ExpectedMixed()
     chances.add(known, num_groups)
     return chances
 
 
-def num_asked(num_needed: int, known: YieldEstimate, *, num_at_once: int) -> int:
+def num_asked(num_needed: int, known: KeepRate, *, num_at_once: int) -> int:
     """Groups asked for before any of them has come back."""
     count = 0
-    while is_worth_asking(num_needed, chances_of(count, known), known, num_at_once=num_at_once):
+    while should_oversample(num_needed, chances_of(count, known), known, num_at_once=num_at_once):
         count += 1
     return count
 
 
 def test_the_first_guess_is_a_half_and_knows_that_it_is_one():
-    assert YieldEstimate().value == 0.5
-    assert YieldEstimate().variance == pytest.approx(1 / 12)  # of a flat distribution
+    assert KeepRate().value == 0.5
+    assert KeepRate().variance == pytest.approx(1 / 12)  # of a flat distribution
 
 
 def test_the_newest_step_weighs_most():
-    known = YieldEstimate()
+    known = KeepRate()
     for _ in range(20):
         known.end_step(100, 0)
     for _ in range(4):
@@ -60,7 +60,7 @@ def test_a_step_in_which_nothing_was_asked_forgets_nothing():
 
 def test_what_is_seen_within_a_step_counts_until_the_step_is_over():
     """Who finishes first decides what is seen when, and must not decide anything afterwards."""
-    known = YieldEstimate()
+    known = KeepRate()
     for _ in range(10):
         known.see(True)
     assert known.value > 0.9
@@ -69,7 +69,7 @@ def test_what_is_seen_within_a_step_counts_until_the_step_is_over():
 
 
 def test_the_estimate_survives_a_checkpoint_exactly():
-    one, other = YieldEstimate(), YieldEstimate()
+    one, other = KeepRate(), KeepRate()
     for asked, with_signal in ((39, 30), (7, 1), (3, 3)):
         one.end_step(asked, with_signal)
     other.load_state_dict(one.state_dict())
@@ -101,9 +101,9 @@ def test_the_batch_is_full_of_what_was_asked_for_in_nearly_all_steps():
 
 def test_nothing_is_asked_for_a_full_batch_nor_where_the_outcome_is_certain():
     known = estimate(100, 50)
-    assert not is_worth_asking(0, Chances(), known, num_at_once=1000)
-    assert not is_worth_asking(-3, Chances(), known, num_at_once=1000)
-    assert not is_worth_asking(1, Chances(mean=1.0), known, num_at_once=1000)
+    assert not should_oversample(0, ExpectedMixed(), known, num_at_once=1000)
+    assert not should_oversample(-3, ExpectedMixed(), known, num_at_once=1000)
+    assert not should_oversample(1, ExpectedMixed(mean=1.0), known, num_at_once=1000)
 
 
 def test_prompts_of_different_yields_are_added_up():
@@ -128,9 +128,9 @@ def test_one_wrong_guess_is_wrong_for_all_groups_it_is_made_for():
 
 def test_groups_that_could_find_no_batch_are_not_begun():
     known = estimate(10**9, 5 * 10**8)
-    assert not may_grow_too_old(20, 0, chances_of(10, known))
-    assert may_grow_too_old(20, 0, chances_of(40, known))
-    assert may_grow_too_old(20, 20, Chances())
+    assert not would_go_stale(20, 0, chances_of(10, known))
+    assert would_go_stale(20, 0, chances_of(40, known))
+    assert would_go_stale(20, 20, ExpectedMixed())
     # two standard deviations: 30 groups give 15 +- 2.7
-    assert may_grow_too_old(20, 0, chances_of(30, known))
-    assert not may_grow_too_old(21, 0, chances_of(30, known))
+    assert would_go_stale(20, 0, chances_of(30, known))
+    assert not would_go_stale(21, 0, chances_of(30, known))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 from megadapo.rollout.sampling.difficulty import Difficulty
-from megadapo.rollout.sampling.sampled_batch import Outcome
+from megadapo.rollout.sampling.sampled_batch import GroupStats
 
 
-def outcome(prompt_id: str, num_correct: int, *, order: int = 0, length: int = 10) -> Outcome:
-    return Outcome(
+def outcome(prompt_id: str, num_correct: int, *, order: int = 0, length: int = 10) -> GroupStats:
+    return GroupStats(
         num_generated=4 * length,
         order=order,
         prompt_id=prompt_id,

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from megadapo.rollout.sampling.asking import YieldEstimate
+from megadapo.rollout.sampling.asking import KeepRate
 from megadapo.rollout.sampling.plans import PartialPlan, Plan, RoundsPlan, SyncPlan
 
-ANY = YieldEstimate()
+ANY = KeepRate()
 
 
 def ask(plan: Plan, orders) -> None:
@@ -22,7 +22,7 @@ def test_a_late_group_is_waited_for():
     ask(plan, [3, 5, 8])
     plan.settle(5, True)
     plan.settle(8, True)
-    assert not plan.is_full and plan.hopeless() == []
+    assert not plan.is_full and plan.cannot_make_batch() == []
     plan.settle(3, True)
     assert plan.is_full and plan.chosen() == [3, 5]
 
@@ -32,7 +32,7 @@ def test_what_cannot_get_in_is_known_before_the_batch_is_full():
     ask(plan, [0, 1, 2, 3, 4])
     plan.settle(1, True)
     plan.settle(2, True)
-    assert plan.hopeless() == [3, 4]
+    assert plan.cannot_make_batch() == [3, 4]
     plan.drop([3, 4])
     plan.settle(0, True)
     assert plan.chosen() == [0, 1]
@@ -49,7 +49,7 @@ def test_any_order_of_finishing_gives_the_same_batch(seed):
     while not plan.is_full:
         order = source.choice(list(plan.open))
         plan.settle(order, signals[order])
-        plan.drop(plan.hopeless())
+        plan.drop(plan.cannot_make_batch())
     assert plan.chosen() == expected
 
 

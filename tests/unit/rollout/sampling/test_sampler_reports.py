@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megadapo.data.prompts import PromptStream
-from megadapo.observe.rollouts.saved_group import Fate
+from megadapo.observe.rollouts.saved_group import Disposition
 from megadapo.rollout.requests import SamplingSettings
 from tests.support.rollout.samplers import HALF, MAX_TOKENS, RARE, contents, make_sampler, take
 from tests.support.rollout.scripted_engines import (
@@ -81,7 +81,9 @@ def test_every_group_of_a_step_can_be_saved_with_what_became_of_it():
         assert {id(one) for one in trained} == {id(one) for one in batch.groups}
         assert sum(sampled.from_reserve for sampled in batch.saved) == batch.num_from_reserve
     seen = Counter(sampled.fate for batch in batches for sampled in batch.saved)
-    assert min(seen[fate] for fate in get_args(Fate)) > 0, f"not all fates were tried: {seen}"
+    assert min(seen[fate] for fate in get_args(Disposition)) > 0, (
+        f"not all fates were tried: {seen}"
+    )
 
 
 def test_nothing_is_saved_unless_a_number_is_named():

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import pytest
 
 from megadapo.data.batch import Group
-from megadapo.observe.rollouts.saved_group import Fate
+from megadapo.observe.rollouts.saved_group import Disposition
 from megadapo.rollout.sampling.selection import (
     SampledGroup,
     choose_saved,
@@ -37,7 +37,7 @@ def test_a_shortfall_is_told_word_for_word():
     )
 
 
-def sampled(*fates: Fate) -> list[SampledGroup]:
+def sampled(*fates: Disposition) -> list[SampledGroup]:
     (prompt,) = make_prompts(1)
     nothing = dict.fromkeys(("samples", "rewards", "correct", "answers", "symbolic_correct"), ())
     return [
