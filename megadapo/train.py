@@ -117,7 +117,7 @@ def training_steps(
                 update,
                 config,
                 workers.tokenizer,
-                workers.rollouts.second_opinions,
+                workers.rollouts.cross_checks,
             )
             run.log.save_rollouts(step, saved)
             with run.phase("rollout"):

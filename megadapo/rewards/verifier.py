@@ -20,7 +20,7 @@ from types import TracebackType
 from megadapo.errors import InfraError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.dapo_math import INVALID, Score, extract_answer, score
-from megadapo.rewards.symbolic.second_opinion import SecondOpinion
+from megadapo.rewards.symbolic.cross_check import CrossCheck
 from megadapo.rewards.symbolic.symbolic import Pair, SymbolicCounts, SymbolicPool
 
 logger = logging.getLogger(__name__)
@@ -83,13 +83,13 @@ class Verifier:
         self._asked: dict[Pair, list[bool]] = {}
         """What the rule said of each response with this answer and gold."""
         self._pool: SymbolicPool | None = None
-        self._second: SecondOpinion | None = None
+        self._second: CrossCheck | None = None
         self._notes: list[str] = []
         self._has_told_failure = False
         if config.symbolic:
             self._pool = self._start_pool()
         if self._pool is not None and config.decide == "rule":
-            self._second = SecondOpinion(self._pool, self._take_verdict)
+            self._second = CrossCheck(self._pool, self._take_verdict)
 
     def __enter__(self) -> Verifier:
         return self
@@ -123,7 +123,7 @@ class Verifier:
         """Score each response against its gold answer.
 
         `symbolic_correct` is None where the rule decides: that verdict comes later, as
-        `second_opinions`.
+        `cross_checks`.
         """
         if len(responses) != len(ground_truths):
             raise ValueError(f"{len(responses)} responses for {len(ground_truths)} gold answers")
@@ -146,7 +146,7 @@ class Verifier:
             for pair, by_rule in zip(pairs, scores, strict=True)
         ]
 
-    def ask_second_opinion(self, first: Iterable[tuple[str, str]] = ()) -> None:
+    def ask_cross_check(self, first: Iterable[tuple[str, str]] = ()) -> None:
         """Have what was scored since the last call compared symbolically, in the background.
 
         What the last call asked for and did not get yet is given up, and counted.
@@ -172,20 +172,20 @@ class Verifier:
                 self._counts, num_left_out=self._counts.num_left_out + len(given_up)
             )
 
-    def second_opinions(self, responses: Sequence[str], gold: str) -> list[bool | None]:
+    def cross_checks(self, responses: Sequence[str], gold: str) -> list[bool | None]:
         """Return what is known by now of each response: None where no verdict is there."""
         pairs = [_pair(response, gold) for response in responses]
         if self._second is None:
             return [None] * len(pairs)
         return [None if pair is None else self._second.verdict(pair) for pair in pairs]
 
-    def finish_second_opinion(self, timeout_s: float) -> None:
+    def finish_cross_check(self, timeout_s: float) -> None:
         """Wait for what was asked, then for what was not asked yet; at most so long in all."""
         if self._second is None:
             return
         until = time.monotonic() + timeout_s
         self._second.finish(timeout_s)
-        self.ask_second_opinion()
+        self.ask_cross_check()
         self._second.finish(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:

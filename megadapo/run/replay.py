@@ -137,7 +137,7 @@ class ReplayedRollouts:
         """Nothing was."""
         return []
 
-    def second_opinions(self, group: Group) -> Sequence[bool | None]:
+    def cross_checks(self, group: Group) -> Sequence[bool | None]:
         """Return what was saved of them."""
         return group.symbolic_correct
 

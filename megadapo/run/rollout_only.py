@@ -77,9 +77,9 @@ class RolloutOnly:
         config, verifier = self._config, self._questions.verifier
         before = verifier.num_disagreements
         sampled = self._sampler.next_batch()
-        self._questions.ask_second_opinion(sampled)
+        self._questions.ask_cross_check(sampled)
         # there is no trainer whose time it could use
-        verifier.finish_second_opinion(config.reward.symbolic_seconds_per_minute)
+        verifier.finish_cross_check(config.reward.symbolic_seconds_per_minute)
         if sampled.saved:
             of_responses = advantages(
                 sampled.groups,
@@ -94,7 +94,7 @@ class RolloutOnly:
                 None,
                 config,
                 self._questions.tokenizer,
-                self._questions.second_opinions,
+                self._questions.cross_checks,
             )
             write_rollouts(rollouts_path(self._folder, step), saved)
         return RolloutStep(

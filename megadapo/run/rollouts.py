@@ -77,7 +77,7 @@ class Rollouts(Protocol):
         """Return the evaluations that have finished since the last call."""
         ...
 
-    def second_opinions(self, group: Group) -> Sequence[bool | None]:
+    def cross_checks(self, group: Group) -> Sequence[bool | None]:
         """Return whether each response is right by the comparison that does not decide."""
         ...
 
@@ -120,7 +120,7 @@ class LiveRollouts:
         batch = self.sampler.next_batch()
         if self.config.cluster.engines_sleep:
             self.evaluations.finish_pending()
-        self.questions.ask_second_opinion(batch)
+        self.questions.ask_cross_check(batch)
         groups = in_training_order(
             batch.groups, self.policy_version, self.config.groups_per_mini_batch
         )
@@ -155,8 +155,8 @@ class LiveRollouts:
     def scored(self) -> list[EvaluationRecord]:
         return self.evaluations.take_finished()
 
-    def second_opinions(self, group: Group) -> Sequence[bool | None]:
-        return self.questions.second_opinions(group)
+    def cross_checks(self, group: Group) -> Sequence[bool | None]:
+        return self.questions.cross_checks(group)
 
     def drain_warnings(self) -> list[str]:
         """Which engines were lost or had other weights, which reward functions failed, and what
@@ -170,7 +170,7 @@ class LiveRollouts:
         ]
 
     def closing_notes(self) -> Iterator[str]:
-        self.questions.verifier.finish_second_opinion(FINISH_S)
+        self.questions.verifier.finish_cross_check(FINISH_S)
         yield verifier_note(self.questions.verifier.counts)
 
     def state_dict(self) -> dict[str, object]:

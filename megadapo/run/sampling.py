@@ -71,18 +71,18 @@ class Questions:
             scorer = stack.enter_context(Scorer(config.reward, decoder_of(tokenizer)))
         return cls(tokenizer=tokenizer, prompts=prompts, held_out=held_out, scorer=scorer)
 
-    def ask_second_opinion(self, sampled: SampledBatch) -> None:
+    def ask_cross_check(self, sampled: SampledBatch) -> None:
         """Have the answers of a batch compared symbolically, what is saved of them first."""
-        self.verifier.ask_second_opinion(
+        self.verifier.ask_cross_check(
             (sample.text, entry.group.prompt.ground_truth)
             for entry in sampled.saved
             for sample in entry.group.samples
         )
 
-    def second_opinions(self, group: Group) -> Sequence[bool | None]:
+    def cross_checks(self, group: Group) -> Sequence[bool | None]:
         """Verdicts of the symbolic comparison on a group's responses, as far as there are any."""
         texts = [sample.text for sample in group.samples]
-        later = self.verifier.second_opinions(texts, group.prompt.ground_truth)
+        later = self.verifier.cross_checks(texts, group.prompt.ground_truth)
         return [
             at_once if at_once is not None else verdict
             for at_once, verdict in zip(group.symbolic_correct, later, strict=True)

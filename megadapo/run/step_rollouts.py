@@ -106,7 +106,7 @@ def saved_groups(
     update: UpdateResult | None,
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
-    second_opinions: SecondOpinions,
+    cross_checks: SecondOpinions,
 ) -> Iterator[SavedGroup]:
     """Yield what is saved of a step, in the order the groups were asked for.
 
@@ -115,7 +115,7 @@ def saved_groups(
             come before, and with gae there are no others.
         update: of the batch, with the log-probs of its `saved_sequences`; None where it was not
             trained on.
-        second_opinions: is asked when a group's turn comes, and so as late as can be.
+        cross_checks: is asked when a group's turn comes, and so as late as can be.
     """
     of_responses = None if config.algorithm.advantage == "gae" else advantages
     trained = _TrainedBatch(sampled, of_responses, update)
@@ -129,7 +129,7 @@ def saved_groups(
             from_reserve=entry.from_reserve,
             prompt=group.prompt,
             prompt_ids=group.samples[0].prompt_ids,
-            responses=_responses(entry, trained.of(entry), second_opinions(group), config, decode),
+            responses=_responses(entry, trained.of(entry), cross_checks(group), config, decode),
         )
 
 

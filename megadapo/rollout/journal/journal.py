@@ -22,7 +22,7 @@ from megadapo.rollout.journal.record_log import RecordLog
 from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampling.reserve import decode_group, encode_group
 from megadapo.rollout.sampling.sampled_batch import GroupStats
-from megadapo.rollout.sampling.scoring import Question
+from megadapo.rollout.sampling.scoring import PromptRequest
 
 JOURNAL_FOLDER = "journal"
 FORMAT = 1
@@ -74,7 +74,7 @@ class Journal:
             self._open()
 
     def find(
-        self, question: Question, settings: SamplingSettings
+        self, question: PromptRequest, settings: SamplingSettings
     ) -> tuple[Group, GroupStats] | None:
         """The group that the same question has got, and what it counts as; None: it is to be
         asked."""
@@ -88,7 +88,7 @@ class Journal:
             return None
 
     def append(
-        self, question: Question, settings: SamplingSettings, group: Group, outcome: GroupStats
+        self, question: PromptRequest, settings: SamplingSettings, group: Group, outcome: GroupStats
     ) -> None:
         """Keep a group; where the disk refuses, a note says so and the step goes on without."""
         entry = {"group": encode_group(group), "outcome": asdict(outcome)}
@@ -220,7 +220,7 @@ def forget_before(run_folder: Path, policy_version: int) -> None:
                 path.unlink()
 
 
-def _digest(question: Question, settings: SamplingSettings) -> bytes:
+def _digest(question: PromptRequest, settings: SamplingSettings) -> bytes:
     """A name of all that an answer follows from but the weights and the scoring."""
     parts = (
         *(question.key, question.prompt.to_json(), question.prompt_ids, question.seeds),

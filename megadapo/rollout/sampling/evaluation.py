@@ -21,7 +21,7 @@ from megadapo.rollout.journal.answer_log import AnswerLog, ProblemResult
 from megadapo.rollout.requests import GroupResponse, SamplingSettings, response_seeds
 from megadapo.rollout.sampling.scoring import (
     Answer,
-    Question,
+    PromptRequest,
     ScoringPool,
     SupportsGenerate,
     SupportsScore,
@@ -60,7 +60,7 @@ class HeldOut:
     problems nor on their order: two policies are compared on equal terms.
     """
 
-    questions: tuple[Question, ...]
+    questions: tuple[PromptRequest, ...]
     """With negative keys; those of training are not."""
     settings: SamplingSettings
     samples_per_problem: int
@@ -85,7 +85,7 @@ class HeldOut:
         if not problems:
             raise DataError("there are no held-out problems to evaluate on")
         questions = tuple(
-            Question(
+            PromptRequest(
                 key=-number,
                 prompt=prompt,
                 prompt_ids=tuple(render(prompt, tokenizer)),
@@ -104,7 +104,7 @@ class HeldOut:
             questions=questions, settings=settings, samples_per_problem=config.samples_per_problem
         )
 
-    def digest(self, question: Question) -> str:
+    def digest(self, question: PromptRequest) -> str:
         """A name of all that an answer follows from but the weights and the scoring."""
         parts = (question.prompt_ids, question.seeds, question.prompt.ground_truth, self.settings)
         return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -33,7 +33,7 @@ from megadapo.rollout.sampling.sampled_batch import (
 )
 from megadapo.rollout.sampling.scoring import (
     Answer,
-    Question,
+    PromptRequest,
     ScoringPool,
     SupportsGenerate,
     SupportsScore,
@@ -198,7 +198,7 @@ class Sampler:
         room = max(room, not step.inquiry.open)
         if not room:
             return
-        questions: list[Question] = []
+        questions: list[PromptRequest] = []
         while len(questions) < room and not step.plan.is_full:
             if not step.plan.wants(self._estimate(self._drawing.next_order)):
                 break
@@ -212,7 +212,7 @@ class Sampler:
         if questions:
             step.inquiry.ask(questions, self._settings)
 
-    def _recall(self, step: Step, question: Question) -> bool:
+    def _recall(self, step: Step, question: PromptRequest) -> bool:
         """Take the group of a question from the journal, where it is in there."""
         found = None if self._journal is None else self._journal.find(question, self._settings)
         if found is None:
@@ -246,9 +246,9 @@ class Sampler:
     def _expected_length(self, order: int) -> float:
         return self._difficulty.mean_length(self._drawing.prompt(order).id)
 
-    def _question(self, order: int, unfinished: Unfinished | None = None) -> Question:
+    def _question(self, order: int, unfinished: Unfinished | None = None) -> PromptRequest:
         prompt = self._drawing.prompt(order)
-        return Question(
+        return PromptRequest(
             key=order,
             prompt=prompt,
             prompt_ids=tuple(render(prompt, self._tokenizer)),

@@ -78,7 +78,7 @@ class SupportsScore(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PromptRequest:
     """One prompt, as the model and as the scorer see it."""
 
     key: int
@@ -107,7 +107,7 @@ class Question:
 class Answer:
     """A question with all of its responses and their scores."""
 
-    question: Question
+    question: PromptRequest
     response: GroupResponse
     scores: tuple[Score, ...]
 
@@ -128,7 +128,7 @@ class ScoringPool:
         self._scorer = scorer
         self._executor = executor or ThreadPoolExecutor(scorer.num_threads, "scoring")
         self._lock = threading.Lock()
-        self._open: dict[int, Question] = {}
+        self._open: dict[int, PromptRequest] = {}
         self._scoring: dict[Future[Answer], GroupResponse] = {}
 
     def __enter__(self) -> Self:
@@ -143,11 +143,11 @@ class ScoringPool:
         self._executor.shutdown(cancel_futures=True)
 
     @property
-    def open(self) -> Collection[Question]:
+    def open(self) -> Collection[PromptRequest]:
         """The questions without an answer."""
         return self._open.values()
 
-    def ask(self, questions: Sequence[Question], settings: SamplingSettings) -> None:
+    def ask(self, questions: Sequence[PromptRequest], settings: SamplingSettings) -> None:
         """Ask every question once per seed."""
         self._open.update((question.key, question) for question in questions)
         self._engines.submit([question.request(settings) for question in questions])
@@ -195,7 +195,7 @@ class ScoringPool:
         # what was dropped while it was scored is not an answer any more
         return [a for a in answers if self._open.pop(a.question.key, None) is not None]
 
-    def _score(self, question: Question, response: GroupResponse) -> Answer:
+    def _score(self, question: PromptRequest, response: GroupResponse) -> Answer:
         start = time.perf_counter()
         texts = [sample.text for sample in response.responses]
         token_ids = [sample.token_ids for sample in response.responses]

@@ -10,7 +10,7 @@ from megadapo.rollout.requests import Response
 from megadapo.rollout.sampling.plans import Plan
 from megadapo.rollout.sampling.reserve import Unfinished
 from megadapo.rollout.sampling.sampled_batch import GroupStats, StepCounters
-from megadapo.rollout.sampling.scoring import Answer, Question, ScoringPool
+from megadapo.rollout.sampling.scoring import Answer, PromptRequest, ScoringPool
 
 
 @dataclass(kw_only=True)
@@ -78,7 +78,7 @@ def group_of(answer: Answer) -> Group:
     )
 
 
-def _sample(question: Question, response: Response) -> Sample:
+def _sample(question: PromptRequest, response: Response) -> Sample:
     if response.finish_reason == "unfinished":
         raise ValueError("a response that goes on cannot be trained on")
     return Sample(

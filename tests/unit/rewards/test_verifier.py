@@ -18,7 +18,7 @@ import ray
 from megadapo.errors import ConfigError, InfraError
 from megadapo.rewards.config import RewardConfig
 from megadapo.rewards.dapo_math import Score
-from megadapo.rewards.symbolic.second_opinion import CHUNK
+from megadapo.rewards.symbolic.cross_check import CHUNK
 from megadapo.rewards.verifier import Disagreement, Verifier
 
 RESPONSES = ["Answer: 42", "Answer: 42.", "so \\boxed{42}", "Answer: 7", "no idea"]
@@ -35,7 +35,7 @@ def verifier() -> Iterator[Verifier]:
         yield verifier
 
 
-def test_the_rule_decides_and_the_second_opinion_comes_later(verifier: Verifier) -> None:
+def test_the_rule_decides_and_the_cross_check_comes_later(verifier: Verifier) -> None:
     assert verifier.score_batch(RESPONSES, GOLDS) == [
         Score(1.0, True, "42"),
         Score(-1.0, False, "42."),
@@ -43,10 +43,10 @@ def test_the_rule_decides_and_the_second_opinion_comes_later(verifier: Verifier)
         Score(-1.0, False, "7"),
         Score(-1.0, False, "[INVALID]"),
     ]
-    assert verifier.second_opinions(RESPONSES, "42") == [None] * 5
-    verifier.ask_second_opinion()
-    verifier.finish_second_opinion(SOON_S)
-    assert verifier.second_opinions(RESPONSES, "42") == [True, True, True, False, None]
+    assert verifier.cross_checks(RESPONSES, "42") == [None] * 5
+    verifier.ask_cross_check()
+    verifier.finish_cross_check(SOON_S)
+    assert verifier.cross_checks(RESPONSES, "42") == [True, True, True, False, None]
 
 
 def test_disagreements_are_counted_and_kept() -> None:
@@ -54,8 +54,8 @@ def test_disagreements_are_counted_and_kept() -> None:
         verifier.score_batch(RESPONSES, GOLDS)
         # The rule compares words only after removing "cm", the symbols know no such word.
         verifier.score_batch(["Answer: x cm", "Answer: 42."], ["x", "42"])
-        verifier.ask_second_opinion([("Answer: 42.", "42"), ("not scored", "1")])
-        verifier.finish_second_opinion(SOON_S)
+        verifier.ask_cross_check([("Answer: 42.", "42"), ("not scored", "1")])
+        verifier.finish_cross_check(SOON_S)
         counts = verifier.counts
         assert (counts.num_scored, counts.num_unanswered) == (7, 2)
         assert verifier.num_disagreements == counts.num_only_rule + counts.num_only_symbolic
@@ -66,13 +66,13 @@ def test_disagreements_are_counted_and_kept() -> None:
         assert counts.symbolic.num_checked == 4
         # an answer that was seen before is not compared again, and is counted again
         verifier.score_batch(["Answer: 42."], ["42"])
-        verifier.finish_second_opinion(SOON_S)
+        verifier.finish_cross_check(SOON_S)
         assert verifier.counts.num_only_symbolic == 4
         assert verifier.counts.symbolic.num_checked == 4
 
 
 @pytest.mark.fault
-def test_a_second_opinion_that_is_behind_is_not_waited_for_and_says_what_it_left_out() -> None:
+def test_a_cross_check_that_is_behind_is_not_waited_for_and_says_what_it_left_out() -> None:
     config = RewardConfig(symbolic_workers=1, symbolic_timeout_s=300.0)
     with Verifier(config) as verifier:
         started = time.perf_counter()
@@ -80,12 +80,12 @@ def test_a_second_opinion_that_is_behind_is_not_waited_for_and_says_what_it_left
             slow = [f"Answer: (x+y+z+w)^{{{90 + i}}}" for i in range(30)]
             scores = verifier.score_batch(slow, [str(step)] * 30)
             assert not any(score.correct for score in scores)
-            verifier.ask_second_opinion()
+            verifier.ask_cross_check()
         assert time.perf_counter() - started < 2.0
         left_out = verifier.counts.num_left_out
         # all of the first two batches but what the worker had been given by then
         assert 2 * 30 - 2 * CHUNK <= left_out <= 2 * 30
-        verifier.finish_second_opinion(0.1)
+        verifier.finish_cross_check(0.1)
         assert verifier.counts.num_scored == 90
     assert time.perf_counter() - started < 10.0
 
@@ -97,14 +97,14 @@ def test_workers_that_cannot_be_replaced_end_nothing_where_the_rule_decides(monk
         monkeypatch.setattr(sys, "executable", "/bin/false")
         os.kill(verifier._pool.process_ids[0], signal.SIGKILL)
         verifier.score_batch(["Answer: 1", "Answer: 2"], ["1", "2"])
-        verifier.ask_second_opinion()
+        verifier.ask_cross_check()
         verifier._second.finish(SOON_S)
         (note,) = verifier.drain_warnings()
         assert "not compared symbolically" in note and "3 times before it was ready" in note
         assert verifier.score_batch(["Answer: 3"], ["3"])[0].correct
-        verifier.ask_second_opinion()
-        verifier.finish_second_opinion(SOON_S)
-        assert verifier.second_opinions(["Answer: 3"], "3") == [None]
+        verifier.ask_cross_check()
+        verifier.finish_cross_check(SOON_S)
+        assert verifier.cross_checks(["Answer: 3"], "3") == [None]
         assert verifier.drain_warnings() == []
         assert verifier.counts.num_left_out == 1
 
@@ -115,7 +115,7 @@ def test_a_system_without_room_for_a_process_ends_nothing_either(monkeypatch) ->
         monkeypatch.setattr(sys, "executable", "/does/not/exist")
         os.kill(verifier._pool.process_ids[0], signal.SIGKILL)
         verifier.score_batch(["Answer: 1"], ["1"])
-        verifier.finish_second_opinion(SOON_S)
+        verifier.finish_cross_check(SOON_S)
         (note,) = verifier.drain_warnings()
         assert "cannot start: " in note and "No such file" in note
 
@@ -129,20 +129,20 @@ def test_workers_that_hang_hold_nobody_up() -> None:
             for pid in verifier._pool.process_ids:
                 os.kill(pid, signal.SIGSTOP)
             assert verifier.score_batch(["Answer: 1"], ["1"])[0].correct
-            verifier.ask_second_opinion()
-            verifier.finish_second_opinion(0.1)
+            verifier.ask_cross_check()
+            verifier.finish_cross_check(0.1)
         closing = time.perf_counter()
         assert closing - started < 5
     assert time.perf_counter() - closing < 5
 
 
-def test_a_second_opinion_that_cannot_start_is_gone_without_and_a_decision_is_not(monkeypatch):
+def test_a_cross_check_that_cannot_start_is_gone_without_and_a_decision_is_not(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with Verifier(RewardConfig(symbolic_workers=1)) as verifier:
         assert verifier.score_batch(["Answer: 1"], ["1"])[0].correct
-        verifier.ask_second_opinion()
-        verifier.finish_second_opinion(SOON_S)
-        assert verifier.second_opinions(["Answer: 1"], "1") == [None]
+        verifier.ask_cross_check()
+        verifier.finish_cross_check(SOON_S)
+        assert verifier.cross_checks(["Answer: 1"], "1") == [None]
         (note,) = verifier.drain_warnings()
         assert "not compared symbolically" in note and "reward.symbolic = false" in note
     with pytest.raises(InfraError, match=r"reward\.symbolic = false"):
@@ -158,14 +158,14 @@ def test_the_symbols_decide_where_that_is_chosen_and_the_rule_where_they_cannot(
     assert verdicts[-1].symbolic_correct is None
 
 
-def test_without_a_second_opinion_nothing_is_started() -> None:
+def test_without_a_cross_check_nothing_is_started() -> None:
     with Verifier(RewardConfig(symbolic=False)) as verifier:
         verdicts = verifier.score_batch(RESPONSES, GOLDS)
         assert [v.correct for v in verdicts] == [True, False, False, False, False]
         assert all(v.symbolic_correct is None for v in verdicts)
-        verifier.ask_second_opinion()
-        verifier.finish_second_opinion(SOON_S)
-        assert verifier.second_opinions(RESPONSES, "42") == [None] * 5
+        verifier.ask_cross_check()
+        verifier.finish_cross_check(SOON_S)
+        assert verifier.cross_checks(RESPONSES, "42") == [None] * 5
         assert verifier._pool is None
         assert verifier.counts.num_scored == 5 and verifier.num_disagreements == 0
 
@@ -193,8 +193,8 @@ def test_lost_comparisons_do_not_change_the_reward_and_are_warned_of(caplog) -> 
     texts = [SLOW, "Answer: 42"]
     with caplog.at_level(logging.WARNING), Verifier(config) as verifier:
         assert [v.correct for v in verifier.score_batch(texts, ["42", "42"])] == [False, True]
-        verifier.finish_second_opinion(SOON_S)
-        assert verifier.second_opinions(texts, "42") == [None, True]
+        verifier.finish_cross_check(SOON_S)
+        assert verifier.cross_checks(texts, "42") == [None, True]
     assert "crashes: 1 for the last 2 answers" in caplog.text
 
 

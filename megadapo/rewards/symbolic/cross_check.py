@@ -23,7 +23,7 @@ _ENDING = (InfraError, OSError, LookupError, TypeError, ValueError)
 """What a pool whose workers fail, or reply with anything at all, can raise."""
 
 
-class SecondOpinion:
+class CrossCheck:
     """A thread that has pairs compared by a pool of workers; safe to use from any thread.
 
     Where the workers fail for good, there are no more verdicts, and whoever asks is not troubled.
