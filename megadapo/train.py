@@ -55,7 +55,7 @@ def _train(config: RunConfig, run: Run, replay: Path | None) -> None:
     """Start everything that trains, and do the steps that are still to do.
 
     Raises:
-        CorruptCheckpointError: those who load the run's checkpoint found out that it is not what was written.
+        CorruptCheckpointError: a process that loads the checkpoint found it damaged.
     """
     unfinished = None
     if replay is None:

@@ -203,8 +203,8 @@ class PulseWatch:
         """Read all pulses.
 
         Raises:
-            ProcessHungError: a process gives no sign of life, or does not get on; it is named, and where all
-                wait for each other those that are the furthest behind.
+            ProcessHungError: a process sends no heartbeat or makes no progress. The error names it;
+                if all wait for each other, it names those furthest behind.
         """
         now = self._clock()
         if now < self._looked + LOOK_S:

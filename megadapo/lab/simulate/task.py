@@ -25,7 +25,7 @@ RIGHT, WRONG = "right", "wrong"
 class TaskSettings:
     """What kind of prompts there are.
 
-    A prompt is solved for good (all responses right), cannot_make_batch (all wrong), or between: then each
+    A prompt is solved for good (all responses right), hopeless (all wrong), or between: then each
     response is right with a chance of its own, from a Beta(2, 2) distribution.
     """
 
