@@ -33,8 +33,8 @@ from megadapo.run.sampling import (
 from megadapo.run.state.checkpoint import Checkpoint
 from megadapo.run.state.drift import samples_digest
 from megadapo.run.workers import Workers
-from megadapo.trainer.settings import TrainerSettings
 from megadapo.trainer.trainer import Trainer
+from megadapo.trainer.types import TrainerSettings
 from megadapo.weights.sync.publish import Publisher
 
 

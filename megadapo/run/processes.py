@@ -13,8 +13,8 @@ from megadapo.models.folder import path_from_anywhere
 from megadapo.rollout.pool.engines import Engines
 from megadapo.run.sampling import Phases
 from megadapo.trainer.config import OffloadConfig
-from megadapo.trainer.settings import TrainerSettings
 from megadapo.trainer.trainer import Trainer
+from megadapo.trainer.types import TrainerSettings
 
 
 def start_processes(

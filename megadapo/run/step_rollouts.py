@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from megadapo.rollout.sampling.sampled_batch import SampledBatch
     from megadapo.rollout.sampling.selection import SampledGroup
-    from megadapo.trainer.result import UpdateResult
+    from megadapo.trainer.types import UpdateResult
 
 
 SecondOpinions = Callable[[Group], Sequence[bool | None]]

@@ -15,8 +15,8 @@ from megadapo.algorithm.kl_control import KlController
 from megadapo.data.batch import PackedBatch
 from megadapo.data.texts import TextStream, pack_texts
 from megadapo.run.rollouts import Rollouts
-from megadapo.trainer.result import UpdateResult
 from megadapo.trainer.trainer import Trainer
+from megadapo.trainer.types import UpdateResult
 from megadapo.weights.disk.hashed_files import Files
 
 KL_CONTROL_STATE = "kl_control"

@@ -17,23 +17,31 @@ from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.trainer.batch.micro_batch import MicroBatch, MicroBatchBuilder
 from megadapo.trainer.batch.mini_batch import MiniBatchCutter
-from megadapo.trainer.checkpoint.checkpoint import load_checkpoint, num_bytes_written, take_snapshot
-from megadapo.trainer.checkpoint.writer import CheckpointWriter
+from megadapo.trainer.checkpoint.checkpoint import (
+    CheckpointWriter,
+    load_checkpoint,
+    num_bytes_written,
+    take_snapshot,
+)
 from megadapo.trainer.critic.critic import Critic
 from megadapo.trainer.model.cpu_platform import CPU
-from megadapo.trainer.model.expert_balance import ExpertBalance
+from megadapo.trainer.model.experts import ExpertBalance
 from megadapo.trainer.model.head import PolicyHead
 from megadapo.trainer.model.initialize import set_first_weights
 from megadapo.trainer.model.model import build_chunks, rotary_of_own_layers, transformer_config
 from megadapo.trainer.model.model_layout import validate_model_layout
-from megadapo.trainer.model.parallel import context_part, join_groups, leave_groups
-from megadapo.trainer.model.position import parameters_by_global_name, shard_position
+from megadapo.trainer.model.parallel import (
+    context_part,
+    join_groups,
+    leave_groups,
+    parameters_by_global_name,
+    shard_position,
+)
 from megadapo.trainer.model.router_replay import check_choices
 from megadapo.trainer.offload import Kind, Offload, TrainedModel
-from megadapo.trainer.reference.policy import ReferencePolicy
-from megadapo.trainer.settings import CRITIC_FOLDER, Rendezvous, TrainerSettings
-from megadapo.trainer.update.gradient_buffers import wait_for_weight, wrap_for_gradients
-from megadapo.trainer.update.optimizer import build_optimizer
+from megadapo.trainer.reference import ReferencePolicy
+from megadapo.trainer.types import CRITIC_FOLDER, Rendezvous, TrainerSettings
+from megadapo.trainer.update.optimizer import build_optimizer, wait_for_weight, wrap_for_gradients
 from megadapo.trainer.update.step import compute_logprobs, finalize_sums
 from megadapo.weights.disk.export import export_weights
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights

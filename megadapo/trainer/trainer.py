@@ -20,15 +20,14 @@ from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.processes import RankProcesses
-from megadapo.trainer.result import RankUpdate, UpdateResult
-from megadapo.trainer.settings import TrainerSettings
+from megadapo.trainer.types import RankUpdate, TrainerSettings, UpdateResult
 from megadapo.weights.disk.hashed_files import Files
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from megadapo.cluster.cluster import Cluster
-    from megadapo.trainer.checkpoint.save_report import RankReport
+    from megadapo.trainer.checkpoint.save import RankReport
 
 CUDA_VARIABLES = {
     # keeps sequence-parallel communication in front of the matrix product it overlaps with
@@ -260,7 +259,7 @@ def wait_for_save(
         CheckpointError: a rank could not write; none is writing any more.
         InfraError: one is gone, or still writing at the deadline.
     """
-    from megadapo.trainer.checkpoint.save_report import complete_save
+    from megadapo.trainer.checkpoint.save import complete_save
 
     reports: dict[int, RankReport] = {}
     while True:

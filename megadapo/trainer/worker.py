@@ -22,11 +22,10 @@ from megadapo.cluster.watch.post_mortem import ProcessLocation
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError, MegadapoError
 from megadapo.observe.machine import PACKED_ATTENTION
-from megadapo.trainer.result import RankUpdate
-from megadapo.trainer.settings import Rendezvous, TrainerSettings
+from megadapo.trainer.types import RankUpdate, Rendezvous, TrainerSettings
 
 if TYPE_CHECKING:
-    from megadapo.trainer.checkpoint.save_report import RankReport
+    from megadapo.trainer.checkpoint.save import RankReport
     from megadapo.trainer.rank import TrainerRank
     from megadapo.weights.disk.hashed_files import FileEntry
 
@@ -122,7 +121,7 @@ class TrainerWorker:
         record: Sequence[int],
     ) -> RankUpdate:
         """One rollout step's updates; `record`: sequences whose log-probs come back."""
-        from megadapo.trainer.update.recorder import UpdateRecorder
+        from megadapo.trainer.update.measure import UpdateRecorder
         from megadapo.trainer.update.update import update_rank
 
         rank = self._started()

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from megadapo.trainer.settings import Rendezvous
+from megadapo.trainer.types import Rendezvous
 from tests.support.trainer.ranks import Ranks
 
 

@@ -17,7 +17,7 @@ from megadapo.models.folder import resolve_model_folder
 from megadapo.models.value_model import critic_config, describe_critic
 from megadapo.run.export.model_card import CARD_FILE, model_card
 from megadapo.run.state.checkpoint import CHECKPOINTS, MANIFEST, Checkpoint, CheckpointStore, load
-from megadapo.trainer.settings import CRITIC_FOLDER
+from megadapo.trainer.types import CRITIC_FOLDER
 from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
 from megadapo.weights.disk.export import check_new, export_weights, new_folder
 from megadapo.weights.disk.megatron_folder import open_layout

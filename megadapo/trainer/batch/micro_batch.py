@@ -12,8 +12,13 @@ from torch import Tensor
 
 from megadapo.data.batch import PackedBatch
 from megadapo.data.policy_versions import NO_VERSION
-from megadapo.trainer.batch.context_part import ALL, ContextPart
-from megadapo.trainer.batch.packing import PackedSequences, pack_sequences, tensors_on
+from megadapo.trainer.batch.packing import (
+    ALL,
+    ContextPart,
+    PackedSequences,
+    pack_sequences,
+    tensors_on,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ padded into one causal batch, so memory and work follow the sequences, not their
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,7 +15,40 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megadapo.trainer.batch.context_part import ALL, ContextPart
+
+@dataclass(frozen=True)
+class ContextPart:
+    """Of rank `rank` among `size`."""
+
+    rank: int
+    size: int
+
+    @property
+    def chunks_per_sequence(self) -> int:
+        """What the length of every packed sequence must be a multiple of."""
+        return 2 * self.size if self.size > 1 else 1
+
+    def places(self, lengths: Sequence[int]) -> np.ndarray:
+        """[T] int64: places of the rank's tokens among those of all ranks, ascending.
+
+        Args:
+            lengths: of the packed sequences, each a multiple of `chunks_per_sequence`.
+        """
+        if self.size == 1:
+            return np.arange(sum(lengths))
+        pieces, start = [np.empty(0, dtype=np.int64)], 0
+        for length in lengths:
+            chunk, rest = divmod(length, self.chunks_per_sequence)
+            assert not rest, "sequences are padded before they are cut"
+            for number in (self.rank, self.chunks_per_sequence - 1 - self.rank):
+                pieces.append(np.arange(start + number * chunk, start + (number + 1) * chunk))
+            start += length
+        return np.concatenate(pieces)
+
+
+ALL = ContextPart(0, 1)
+"""Whole sequences, where no other rank shares them."""
+
 
 SHORT_SEQUENCE = 32
 """Sequences up to this length share a bucket: the padding costs less than another call."""

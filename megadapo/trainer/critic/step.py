@@ -17,13 +17,11 @@ from torch import Tensor
 from megadapo.algorithm.gae import generalized_advantages, terminal_rewards
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.off_policy import OldPolicy
-from megadapo.trainer.critic.critic import Critic
-from megadapo.trainer.critic.sums import CriticSums, summarize_critic, whitened_over_ranks
-from megadapo.trainer.critic.value_loss import ValueTargets
+from megadapo.trainer.critic.critic import Critic, CriticSums, summarize_critic, whitened_over_ranks
+from megadapo.trainer.critic.value_model import ValueTargets
 from megadapo.trainer.model.parallel import add_up_over_context
-from megadapo.trainer.result import CriticResult
-from megadapo.trainer.update.gradient_buffers import gather_weights_now
-from megadapo.trainer.update.optimizer import step_if_finite
+from megadapo.trainer.types import CriticResult
+from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite
 
 
 class CriticStep:

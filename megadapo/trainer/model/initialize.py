@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megadapo.models.description import ModelDescription
-from megadapo.trainer.settings import TrainerSettings
+from megadapo.trainer.types import TrainerSettings
 from megadapo.weights.disk.load import fill_shard, import_weights, match_params
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition

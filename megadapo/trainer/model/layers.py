@@ -22,7 +22,7 @@ from megadapo.kernels.rmsnorm import rmsnorm
 from megadapo.kernels.rotary import rotary
 from megadapo.kernels.swiglu import swiglu
 from megadapo.trainer.batch.packing import Bucket, PackedSequences, from_padded, to_padded
-from megadapo.trainer.model.expert_balance import BalancedRouter
+from megadapo.trainer.model.experts import BalancedRouter
 from megadapo.trainer.model.megatron_internals import submodules_of
 
 

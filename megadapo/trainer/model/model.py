@@ -16,8 +16,12 @@ from torch.nn import functional
 from megadapo.models.description import ModelDescription
 from megadapo.models.rope import Rope
 from megadapo.trainer.config import TrainerConfig
-from megadapo.trainer.model.expert_balance import BalancedRouter
-from megadapo.trainer.model.experts import expert_options, forget_routing, mark_experts
+from megadapo.trainer.model.experts import (
+    BalancedRouter,
+    expert_options,
+    forget_routing,
+    mark_experts,
+)
 from megadapo.trainer.model.layers import local_block_spec
 from megadapo.trainer.model.megatron_internals import HookedGPTModel, submodules_of
 from megadapo.trainer.model.model_layout import validate_architecture

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
 import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megadapo.cluster.network import use_interface_towards
-from megadapo.trainer.batch.context_part import ContextPart
+from megadapo.trainer.batch.packing import ContextPart
 from megadapo.trainer.config import TrainerConfig
-from megadapo.trainer.settings import Rendezvous
+from megadapo.trainer.model.model_layout import layers_of_stages
+from megadapo.trainer.types import Rendezvous
+from megadapo.weights.layout.shards import ShardPosition
 
 
 def join_groups(
@@ -113,3 +117,47 @@ def leave_groups() -> None:
     if torch.distributed.is_initialized():
         mpu.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def shard_position(chunks: Sequence[GPTModel], trainer: TrainerConfig) -> ShardPosition:
+    """What this rank holds of every weight."""
+    stage = mpu.get_pipeline_model_parallel_rank()
+    layers = layers_of_stages(chunks[0].config.num_layers, trainer)[stage]
+    assert layers == tuple(n for chunk in chunks for n in _layers(chunk)), "megatron-core's split"
+    return ShardPosition(
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        tp_size=mpu.get_tensor_model_parallel_world_size(),
+        pp_rank=stage,
+        pp_size=mpu.get_pipeline_model_parallel_world_size(),
+        layer_indices=layers,
+        has_embedding=mpu.is_pipeline_first_stage(),
+        has_head=mpu.is_pipeline_last_stage(),
+        ep_rank=mpu.get_expert_model_parallel_rank(),
+        ep_size=mpu.get_expert_model_parallel_world_size(),
+        etp_rank=mpu.get_expert_tensor_parallel_rank(),
+        etp_size=mpu.get_expert_tensor_parallel_world_size(),
+        padded_vocab_size=chunks[0].vocab_size,
+    )
+
+
+def parameters_by_global_name(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
+    """Parameters of all chunks, with layers numbered over the whole model instead of the chunk."""
+    parameters: dict[str, Tensor] = {}
+    for chunk in chunks:
+        layers = _layers(chunk)
+        own = {_global_name(name, layers): param for name, param in chunk.named_parameters()}
+        assert not own.keys() & parameters.keys(), "a layer in two chunks"
+        parameters |= own
+    return parameters
+
+
+def _layers(chunk: GPTModel) -> list[int]:
+    """Numbers of its layers in the whole model, from 0; megatron-core counts from 1."""
+    return [layer.layer_number - 1 for layer in chunk.decoder.layers]
+
+
+def _global_name(name: str, layers: Sequence[int]) -> str:
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(layers[int(parts[2])])
+    return ".".join(parts)

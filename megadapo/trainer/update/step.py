@@ -26,8 +26,7 @@ from megadapo.kernels.policy_head.tiles import PolicyInputs
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.off_policy import OldPolicy
 from megadapo.trainer.model.head import HeadTask, PolicyHead, sequence_old
-from megadapo.trainer.update.gradient_share import gradient_sizes
-from megadapo.trainer.update.metrics import MiniBatchSums
+from megadapo.trainer.update.metrics import MiniBatchSums, gradient_sizes
 
 
 def finalize_sums(chunks: list[DistributedDataParallel], num_tokens: Any, **groups: Any) -> None:

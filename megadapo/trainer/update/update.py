@@ -17,14 +17,12 @@ from megadapo.trainer.batch.micro_batch import MicroBatch, trained_tokens, versi
 from megadapo.trainer.batch.off_policy import OldPolicy, old_policy
 from megadapo.trainer.critic.step import CriticStep
 from megadapo.trainer.rank import BETWEEN_UPDATES, TrainerRank
-from megadapo.trainer.reference.kl import with_kl_in_reward, with_reference
-from megadapo.trainer.result import UpdateResult
+from megadapo.trainer.reference import with_kl_in_reward, with_reference
+from megadapo.trainer.types import UpdateResult
 from megadapo.trainer.update.clip_bounds import BoundSearch
-from megadapo.trainer.update.gradient_buffers import gather_weights_now
+from megadapo.trainer.update.measure import UpdateRecorder, probe_shape
 from megadapo.trainer.update.metrics import MiniBatchSums, summarize
-from megadapo.trainer.update.optimizer import step_if_finite
-from megadapo.trainer.update.recorder import UpdateRecorder
-from megadapo.trainer.update.shape_probe import probe_shape
+from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite
 from megadapo.trainer.update.step import compute_gradients
 
 

@@ -39,7 +39,7 @@ def test_every_rank_enters_a_group_before_some_of_them_exchange_messages(
 def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]:
     import torch
 
-    from megadapo.trainer.checkpoint.save_report import complete_save
+    from megadapo.trainer.checkpoint.save import complete_save
     from megadapo.trainer.worker import TrainerWorker
 
     seen = []

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from megadapo.trainer.batch.context_part import ContextPart
+from megadapo.trainer.batch.packing import ContextPart
 from tests.support.trainer.ranks import Ranks, expected_megatron, megatron_version
 
 ROPES = {

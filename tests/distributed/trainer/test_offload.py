@@ -15,7 +15,7 @@ import pytest
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.trainer.config import OffloadConfig
-from megadapo.trainer.settings import TrainerSettings
+from megadapo.trainer.types import TrainerSettings
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.critics import with_critic
 from tests.support.trainer.probes import build, save_at, state_bits, update

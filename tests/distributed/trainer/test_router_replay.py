@@ -83,7 +83,7 @@ def test_routers_are_told_only_where_the_configuration_says_so(
 
 def _own_choices(rendezvous, settings, batch: PackedBatch) -> list[np.ndarray]:
     """[tokens, layers, K] of each sequence, as the routers choose."""
-    from megadapo.trainer.model.expert_balance import BalancedRouter
+    from megadapo.trainer.model.experts import BalancedRouter
 
     rank, chosen = build(rendezvous, settings), []
     for module in rank.chunks[0].modules():

@@ -39,7 +39,7 @@ def _compare(rank: int, ports: dict[str, int], models: str, answers: str) -> Non
     install_cpu_platform()
     import torch
 
-    from megadapo.trainer.settings import Rendezvous
+    from megadapo.trainer.types import Rendezvous
     from tests.support.trainer.te_layers import compare
 
     torch.set_num_threads(1)

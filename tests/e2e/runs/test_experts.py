@@ -94,7 +94,7 @@ def engine_routes(_index: int, folder: Path, answer: Path) -> None:
 
 def trainer_routes(rendezvous, settings, batch: PackedBatch):
     """[layers, tokens, experts] bool and log-probs [tokens], the sequences of a batch in order."""
-    from megadapo.trainer.model.expert_balance import BalancedRouter
+    from megadapo.trainer.model.experts import BalancedRouter
     from megadapo.trainer.rank import TrainerRank
 
     rank = TrainerRank(settings, rendezvous)

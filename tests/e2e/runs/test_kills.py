@@ -35,9 +35,9 @@ POINTS = {
         "megadapo.rollout.journal.record_log:RecordLog.append",
     ),
     "save": (
-        "megadapo.trainer.checkpoint.writer:write_snapshot",
+        "megadapo.trainer.checkpoint.checkpoint:write_snapshot",
         "megadapo.trainer.checkpoint.checkpoint:_check_live",
-        "megadapo.trainer.checkpoint.save_report:complete_save",
+        "megadapo.trainer.checkpoint.save:complete_save",
         "megadapo.run.state.checkpoint:_check_present",
         "megadapo.run.state.checkpoint:_digest",
         "megadapo.run.state.checkpoint:sync_path",

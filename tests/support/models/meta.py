@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megadapo.trainer.config import TrainerConfig
-from megadapo.trainer.settings import Rendezvous
+from megadapo.trainer.types import Rendezvous
 
 
 def parameters_of(

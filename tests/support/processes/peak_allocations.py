@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megadapo.data.batch import PackedBatch
-from megadapo.trainer.settings import Rendezvous, TrainerSettings
+from megadapo.trainer.types import Rendezvous, TrainerSettings
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from megadapo.algorithm.reference import generalized_advantages
 from megadapo.data.batch import PackedBatch
 from megadapo.trainer.config import CriticConfig, CriticOptimizerConfig
-from megadapo.trainer.settings import Rendezvous, TrainerSettings
+from megadapo.trainer.types import Rendezvous, TrainerSettings
 from tests.support.trainer import probes
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def observe(
     """
     from megadapo.trainer.batch.micro_batch import trained_tokens
     from megadapo.trainer.critic.step import CriticStep
-    from megadapo.trainer.critic.value_loss import ValueTargets
+    from megadapo.trainer.critic.value_model import ValueTargets
 
     rank = probes.build(rendezvous, settings)
     critic = rank.critic

@@ -12,8 +12,13 @@ import numpy as np
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
-from megadapo.trainer.result import ExpertResult, RankUpdate, UpdateResult
-from megadapo.trainer.settings import Rendezvous, TrainerSettings
+from megadapo.trainer.types import (
+    ExpertResult,
+    RankUpdate,
+    Rendezvous,
+    TrainerSettings,
+    UpdateResult,
+)
 from tests.support.trainer.batches import TEXT_COEF
 
 if TYPE_CHECKING:
@@ -231,7 +236,7 @@ def save_at(
     """
     import torch
 
-    from megadapo.trainer.checkpoint.save_report import RankReport, complete_save
+    from megadapo.trainer.checkpoint.save import RankReport, complete_save
 
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -264,7 +269,7 @@ def recorded_update(
     rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, sequences: list[int]
 ) -> RankUpdate:
     """What a step remembers of some sequences, on every rank."""
-    from megadapo.trainer.update.recorder import UpdateRecorder
+    from megadapo.trainer.update.measure import UpdateRecorder
 
     rank = build(rendezvous, settings)
     recorder = UpdateRecorder(batch, sequences)
@@ -300,8 +305,7 @@ def traffic(
     """Buckets whose sum had been started when the last backward pass ended, all buckets, and
     whether the optimizer step left weights to be gathered."""
     from megadapo.trainer.batch.micro_batch import trained_tokens
-    from megadapo.trainer.update.gradient_buffers import gather_weights_now
-    from megadapo.trainer.update.optimizer import step_if_finite
+    from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite
     from megadapo.trainer.update.step import compute_gradients
 
     rank = build(rendezvous, settings)

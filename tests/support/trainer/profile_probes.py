@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megadapo.data.batch import PackedBatch
-from megadapo.trainer.result import UpdateResult
-from megadapo.trainer.settings import Rendezvous, TrainerSettings
+from megadapo.trainer.types import Rendezvous, TrainerSettings, UpdateResult
 from tests.support.trainer.probes import build, update
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from megadapo.algorithm.config import AdvantageRule, ReferenceConfig
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
-from megadapo.trainer.settings import Rendezvous, TrainerSettings
+from megadapo.trainer.types import Rendezvous, TrainerSettings
 from tests.support.processes.forked import fork_context
 
 MEGATRON_VARIABLE = "MEGADAPO_TEST_MEGATRON"

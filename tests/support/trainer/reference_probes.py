@@ -11,7 +11,7 @@ import numpy as np
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import CheckpointError
-from megadapo.trainer.settings import Rendezvous, TrainerSettings
+from megadapo.trainer.types import Rendezvous, TrainerSettings
 from tests.support.trainer.probes import (
     Gradients,
     build,

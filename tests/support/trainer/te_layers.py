@@ -17,14 +17,18 @@ from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config
 from megadapo.trainer.batch.packing import pack_sequences
 from megadapo.trainer.checkpoint.checkpoint import load_checkpoint, take_snapshot, write_snapshot
-from megadapo.trainer.checkpoint.save_report import RankReport, complete_save
+from megadapo.trainer.checkpoint.save import RankReport, complete_save
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.model import build_chunks, rotary_of_own_layers, transformer_config
-from megadapo.trainer.model.parallel import context_part, join_groups, leave_groups
-from megadapo.trainer.model.position import parameters_by_global_name, shard_position
-from megadapo.trainer.settings import Rendezvous
-from megadapo.trainer.update.gradient_buffers import wrap_for_gradients
-from megadapo.trainer.update.optimizer import build_optimizer
+from megadapo.trainer.model.parallel import (
+    context_part,
+    join_groups,
+    leave_groups,
+    parameters_by_global_name,
+    shard_position,
+)
+from megadapo.trainer.types import Rendezvous
+from megadapo.trainer.update.optimizer import build_optimizer, wrap_for_gradients
 from megadapo.weights.disk.load import import_weights, match_params
 from megadapo.weights.layout.layout import ModelLayout
 from tests.support.trainer.batches import VOCAB_SIZE

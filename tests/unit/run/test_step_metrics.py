@@ -18,7 +18,7 @@ from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.tools import ToolsConfig
 from megadapo.run.step_metrics import step_metrics, step_notes, verifier_note
-from megadapo.trainer.result import ParityCauses, RankShare, Staleness, UpdateResult
+from megadapo.trainer.types import ParityCauses, RankShare, Staleness, UpdateResult
 from tests.support.rollout.saved_groups import saved_group
 
 SAMPLED = SampledBatch(

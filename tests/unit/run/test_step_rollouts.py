@@ -22,7 +22,7 @@ from megadapo.rollout.sampling.reserve import encode_group
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.step_rollouts import saved_groups, saved_sequences
-from megadapo.trainer.result import RecordedTokens, UpdateResult
+from megadapo.trainer.types import RecordedTokens, UpdateResult
 from tests.support.rollout.scripted_engines import (
     PlainTokenizer,
     RightAtLeast,

@@ -13,7 +13,7 @@ from megadapo.algorithm.kl_control import KlControlConfig, KlController
 from megadapo.config import load_config
 from megadapo.run.processes import trainer_settings
 from megadapo.run.workers import Workers
-from megadapo.trainer.result import ReferenceKl
+from megadapo.trainer.types import ReferenceKl
 from tests.support import REPOSITORY
 from tests.support.trainer.batches import random_batch
 from tests.unit.run.test_step_metrics import UPDATE

@@ -155,8 +155,8 @@ def test_a_broken_model_config_is_named() -> None:
 def test_driver_side_modules_load_neither_torch_nor_megatron() -> None:
     """`--dry-run` must answer at once, on machines without either."""
     code = (
-        "import sys, megadapo.trainer.model.model_layout, megadapo.trainer.result, "
-        "megadapo.trainer.settings, megadapo.trainer.trainer;"
+        "import sys, megadapo.trainer.model.model_layout, megadapo.trainer.types, "
+        "megadapo.trainer.types, megadapo.trainer.trainer;"
         "print([m for m in ('torch', 'megatron', 'ray') if m in sys.modules])"
     )
     answer = subprocess.run(

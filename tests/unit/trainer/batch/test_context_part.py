@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megadapo.trainer.batch.context_part import ALL, ContextPart
+from megadapo.trainer.batch.packing import ALL, ContextPart
 
 LENGTHS = [24, 0, 12, 36]
 

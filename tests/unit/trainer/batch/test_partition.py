@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megadapo.trainer.batch.partition import balance, first_fit, partition, sequence_cost
+from megadapo.trainer.batch.mini_batch import balance, first_fit, partition, sequence_cost
 
 RNG_SEEDS = range(40)
 

@@ -6,7 +6,7 @@ import os
 import threading
 from pathlib import Path
 
-from megadapo.trainer.checkpoint.writer import NICENESS, CheckpointWriter
+from megadapo.trainer.checkpoint.checkpoint import NICENESS, CheckpointWriter
 from megadapo.weights.disk.hashed_files import Files
 
 

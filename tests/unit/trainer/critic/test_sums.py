@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megadapo.trainer.critic.sums import CriticSums, summarize_critic
-from megadapo.trainer.result import CriticResult
+from megadapo.trainer.critic.critic import CriticSums, summarize_critic
+from megadapo.trainer.types import CriticResult
 
 
 def _sums(values: np.ndarray, returns: np.ndarray, **others: float) -> CriticSums:

@@ -13,8 +13,11 @@ from megadapo.errors import ConfigError
 from megadapo.models.description import ModelDescription, describe_model
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.model import transformer_config
-from megadapo.trainer.model.model_layout import validate_model_layout
-from megadapo.trainer.model.stages import layers_of_stages, stage_problems
+from megadapo.trainer.model.model_layout import (
+    layers_of_stages,
+    stage_problems,
+    validate_model_layout,
+)
 from megadapo.weights.layout.stages import stage_chunks
 
 QWEN = {

@@ -8,7 +8,7 @@ import torch
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.algorithm.reference import token_losses
 from megadapo.kernels.policy_head.tiles import PolicyInputs
-from megadapo.trainer.update.gradient_share import gradient_sizes
+from megadapo.trainer.update.metrics import gradient_sizes
 
 OBJECTIVES = {
     "dapo": PolicyObjective(),

@@ -1,1 +1,0 @@
-"""The reference policy and the KL divergence to it."""
