@@ -25,10 +25,10 @@ from megadapo.rewards.scorer import Scorer
 from megadapo.rewards.verifier import Verifier
 from megadapo.rollout.journal.journal import Journal
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.sampling.scoring import SupportsGenerate
+from megadapo.rollout.types import SamplingSettings
 
 
 class Phases(Protocol):

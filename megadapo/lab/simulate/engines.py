@@ -15,7 +15,7 @@ from megadapo.lab.simulate.speed import EngineSpeed
 from megadapo.lab.simulate.task import RIGHT, WRONG, Draw, Task
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.pool.fleet import AHEAD
-from megadapo.rollout.requests import (
+from megadapo.rollout.types import (
     GroupRequest,
     GroupResponse,
     Response,

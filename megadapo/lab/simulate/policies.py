@@ -14,8 +14,8 @@ from megadapo.data.prompts import Prompt, PromptStream, render
 from megadapo.lab.simulate.engines import Dealing, VirtualEngines
 from megadapo.lab.simulate.task import Task, TaskTokenizer, TaskVerifier
 from megadapo.rollout.config import SamplingConfig
-from megadapo.rollout.requests import GroupRequest, SamplingSettings, response_seeds
 from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.types import GroupRequest, SamplingSettings, response_seeds
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -21,7 +21,8 @@ from megadapo.algorithm.branches import Branch
 from megadapo.data.policy_versions import NO_VERSION
 from megadapo.errors import InfraError
 from megadapo.rollout.engine.branching import normalized_entropy
-from megadapo.rollout.requests import (
+from megadapo.rollout.tools import Tool
+from megadapo.rollout.types import (
     FinishReason,
     GroupRequest,
     LogprobTable,
@@ -30,7 +31,6 @@ from megadapo.rollout.requests import (
     continued_seed,
     sampled_logprobs,
 )
-from megadapo.rollout.tools import Tool
 
 Ask = Callable[[TokensInput, SamplingParams], Awaitable[RequestOutputCollector]]
 """Submits a request to vLLM."""

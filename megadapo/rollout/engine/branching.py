@@ -14,7 +14,7 @@ import numpy as np
 
 from megadapo.algorithm.branches import Branch
 from megadapo.rollout.branching_config import BranchingConfig
-from megadapo.rollout.requests import LogprobTable, Response
+from megadapo.rollout.types import LogprobTable, Response
 
 
 def normalized_entropy(table: LogprobTable, *, num_tokens: int, vocab_size: int) -> float:

@@ -22,7 +22,7 @@ from megadapo.errors import InfraError, ProcessDiedError
 from megadapo.rollout.engine.activity import ActivityCounter, EngineActivity
 from megadapo.rollout.engine.failure import describe_failure
 from megadapo.rollout.pool.engine_spec import EngineSpec
-from megadapo.rollout.requests import EngineReport, GroupRequest, SamplingSettings, StopReport
+from megadapo.rollout.types import EngineReport, GroupRequest, SamplingSettings, StopReport
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -25,14 +25,14 @@ from megadapo.algorithm.branches import Branch
 from megadapo.rollout.calculator import Calculator
 from megadapo.rollout.engine.answering import Answer, GroupContext, beginning
 from megadapo.rollout.engine.branching import choose_branches
-from megadapo.rollout.requests import (
+from megadapo.rollout.tools import Mark, Tool, ToolsConfig
+from megadapo.rollout.types import (
     EngineReport,
     GroupRequest,
     GroupResponse,
     Response,
     StopReport,
 )
-from megadapo.rollout.tools import Mark, Tool, ToolsConfig
 
 POLL_S = 0.05
 """Pause between two looks at how many responses have ended."""

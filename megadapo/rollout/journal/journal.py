@@ -19,10 +19,10 @@ from typing import Any
 from megadapo.data.batch import Group
 from megadapo.rollout.config import JournalSync
 from megadapo.rollout.journal.record_log import RecordLog
-from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampling.reserve import decode_group, encode_group
 from megadapo.rollout.sampling.sampled_batch import GroupStats
 from megadapo.rollout.sampling.scoring import PromptRequest
+from megadapo.rollout.types import SamplingSettings
 
 JOURNAL_FOLDER = "journal"
 FORMAT = 1

@@ -13,7 +13,7 @@ import numpy as np
 from megadapo.errors import InfraError
 from megadapo.rollout.pool.fleet import WATCH_S, Fleet
 from megadapo.rollout.pool.remote_engine import Place, RemoteEngine
-from megadapo.rollout.requests import (
+from megadapo.rollout.types import (
     EngineReport,
     GroupRequest,
     GroupResponse,

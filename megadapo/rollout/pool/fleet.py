@@ -12,7 +12,7 @@ from megadapo.cluster.calls import late, result_of
 from megadapo.errors import InfraError, ProcessDiedError
 from megadapo.rollout.engine.failure import describe_failure
 from megadapo.rollout.pool.remote_engine import Place, RemoteEngine
-from megadapo.rollout.requests import EngineReport, GroupRequest
+from megadapo.rollout.types import EngineReport, GroupRequest
 
 if TYPE_CHECKING:
     from ray import ObjectRef

@@ -17,7 +17,7 @@ from megadapo.cluster.watch.post_mortem import HungProcesses, ProcessLocation, s
 from megadapo.cluster.watch.reaper import kill_marked
 from megadapo.rollout.engine.engine import RolloutEngine
 from megadapo.rollout.pool.engine_spec import EngineSpec
-from megadapo.rollout.requests import EngineReport, GroupRequest
+from megadapo.rollout.types import EngineReport, GroupRequest
 
 if TYPE_CHECKING:
     from ray import ObjectRef

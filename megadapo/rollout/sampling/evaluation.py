@@ -18,7 +18,6 @@ from megadapo.data.prompts import Prompt, render
 from megadapo.errors import DataError
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.journal.answer_log import AnswerLog, ProblemResult
-from megadapo.rollout.requests import GroupResponse, SamplingSettings, response_seeds
 from megadapo.rollout.sampling.scoring import (
     Answer,
     PromptRequest,
@@ -27,6 +26,7 @@ from megadapo.rollout.sampling.scoring import (
     SupportsScore,
 )
 from megadapo.rollout.tools import ToolsConfig
+from megadapo.rollout.types import GroupResponse, SamplingSettings, response_seeds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from megadapo.rollout.engine.activity import EngineActivity
-from megadapo.rollout.requests import GroupRequest, GroupResponse, StopReport
 from megadapo.rollout.sampling.evaluation import EvaluationUnderWay
 from megadapo.rollout.sampling.scoring import SupportsGenerate
+from megadapo.rollout.types import GroupRequest, GroupResponse, StopReport
 
 
 class SupportsSharing(SupportsGenerate, Protocol):

@@ -17,7 +17,7 @@ from megadapo.data.policy_versions import NO_VERSION, decode_versions, encode_ve
 from megadapo.data.prompts import Prompt
 from megadapo.data.routed_experts import decode_experts, encode_experts
 from megadapo.errors import CheckpointError
-from megadapo.rollout.requests import Response, ToolCall
+from megadapo.rollout.types import Response, ToolCall
 
 
 class Reserve:

@@ -14,8 +14,8 @@ from megadapo.observe.config import SavedGroups
 from megadapo.observe.rollouts.saved_group import Disposition
 from megadapo.rewards.dapo_math import RewardParts
 from megadapo.rollout.engine.activity import EngineActivity
-from megadapo.rollout.requests import Response
 from megadapo.rollout.sampling.selection import SampledGroup, choose_saved
+from megadapo.rollout.types import Response
 
 
 @dataclass(frozen=True, kw_only=True)

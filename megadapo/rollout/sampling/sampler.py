@@ -18,7 +18,6 @@ from megadapo.errors import CheckpointError, SamplingError
 from megadapo.observe.config import SavedGroups
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.journal.journal import Journal
-from megadapo.rollout.requests import SamplingSettings, response_seeds
 from megadapo.rollout.sampling.asking import KeepRate
 from megadapo.rollout.sampling.difficulty import Difficulty
 from megadapo.rollout.sampling.drawing import PromptCursor
@@ -40,6 +39,7 @@ from megadapo.rollout.sampling.scoring import (
 )
 from megadapo.rollout.sampling.selection import describe_shortfall
 from megadapo.rollout.sampling.step import Step, group_of
+from megadapo.rollout.types import SamplingSettings, response_seeds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ import numpy as np
 from megadapo.data.prompts import Prompt
 from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.engine.activity import EngineActivity
-from megadapo.rollout.requests import (
+from megadapo.rollout.types import (
     GroupRequest,
     GroupResponse,
     Response,

@@ -6,11 +6,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from megadapo.data.batch import Group, Sample
-from megadapo.rollout.requests import Response
 from megadapo.rollout.sampling.plans import Plan
 from megadapo.rollout.sampling.reserve import Unfinished
 from megadapo.rollout.sampling.sampled_batch import GroupStats, StepCounters
 from megadapo.rollout.sampling.scoring import Answer, PromptRequest, ScoringPool
+from megadapo.rollout.types import Response
 
 
 @dataclass(kw_only=True)

@@ -14,12 +14,12 @@ from megadapo.errors import InfraError
 from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.branching_config import BranchingConfig
 from megadapo.rollout.config import EvaluationConfig, SamplingConfig
-from megadapo.rollout.requests import SamplingSettings, response_seeds
 from megadapo.rollout.sampling.evaluation import EvaluationUnderWay, HeldOut
 from megadapo.rollout.sampling.interleaving import InterleavedEngines
 from megadapo.rollout.sampling.reserve import encode_group
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.tools import ToolsConfig
+from megadapo.rollout.types import SamplingSettings, response_seeds
 from tests.support.rollout.engine_checks import (
     EOS,
     MAX_PROMPT_TOKENS,

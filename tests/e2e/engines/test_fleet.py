@@ -17,7 +17,7 @@ import ray
 
 from megadapo.errors import InfraError
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.requests import GroupRequest
+from megadapo.rollout.types import GroupRequest
 from tests.support.processes.scripted_processes import TOO_LONG, start_scripted_engines
 from tests.support.rollout.engine_checks import actor_pid, all_finished, bits, group_request
 from tests.support.weights.actors import ray_on_this_machine

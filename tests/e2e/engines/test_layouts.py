@@ -2,7 +2,7 @@
 
 import pytest
 
-from megadapo.rollout.requests import response_seeds
+from megadapo.rollout.types import response_seeds
 from tests.support.rollout.engine_checks import (
     Reference,
     ask,

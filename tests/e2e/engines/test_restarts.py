@@ -18,7 +18,7 @@ import ray
 import torch
 
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.requests import GroupRequest, SamplingSettings
+from megadapo.rollout.types import GroupRequest, SamplingSettings
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
 from tests.support.models.tiny_models import make_engine_model

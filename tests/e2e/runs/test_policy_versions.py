@@ -18,7 +18,7 @@ from megadapo.rollout.pool.engine_spec import EngineSpec
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.engine.platform import EnginePlatform
 from megadapo.rollout.pool.remote_engine import RemoteEngine
-from megadapo.rollout.requests import GroupRequest, Response, SamplingSettings
+from megadapo.rollout.types import GroupRequest, Response, SamplingSettings
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
 from tests.support.rollout.engine_checks import (

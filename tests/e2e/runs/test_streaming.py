@@ -20,7 +20,7 @@ from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.requests import SamplingSettings
+from megadapo.rollout.types import SamplingSettings
 from megadapo.rollout.sampling.reserve import encode_group
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler

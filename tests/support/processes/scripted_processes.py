@@ -17,7 +17,7 @@ from megadapo.rollout.engine.platform import EnginePlatform
 from megadapo.rollout.pool.engine_spec import EngineSpec
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.remote_engine import RemoteEngine
-from megadapo.rollout.requests import (
+from megadapo.rollout.types import (
     EngineReport,
     GroupRequest,
     GroupResponse,

@@ -18,7 +18,7 @@ from megadapo.cluster.config import ClusterConfig
 from megadapo.data.policy_versions import NO_VERSION
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.requests import (
+from megadapo.rollout.types import (
     GroupRequest,
     GroupResponse,
     Response,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megadapo.data.prompts import PromptStream
 from megadapo.rollout.config import SamplingConfig
-from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampling.sampler import SampledBatch, Sampler
+from megadapo.rollout.types import SamplingSettings
 from tests.support.rollout.scripted_engines import (
     AtOnce,
     PlainTokenizer,

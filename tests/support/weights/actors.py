@@ -18,7 +18,7 @@ from megadapo.rollout.engine.platform import EnginePlatform
 from megadapo.rollout.pool.engine_spec import EngineSpec, WeightsFrom
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.remote_engine import RemoteEngine
-from megadapo.rollout.requests import GroupRequest, SamplingSettings
+from megadapo.rollout.types import GroupRequest, SamplingSettings
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.layout.placement import replica_positions

@@ -16,11 +16,11 @@ from megadapo.data.prompts import PromptStream
 from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import SavedGroup
-from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampling.reserve import encode_group
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.sampling.selection import in_training_order
+from megadapo.rollout.types import SamplingSettings
 from megadapo.run.replay import ReplayedRollouts, check_replay
 from megadapo.run.rollouts import LiveRollouts
 from megadapo.run.step_rollouts import saved_groups

@@ -17,10 +17,10 @@ from megadapo.data.batch import Group
 from megadapo.data.prompts import PromptStream
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.rollout.config import SamplingConfig
-from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampling.reserve import encode_group
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.types import SamplingSettings
 from megadapo.run.step_rollouts import saved_groups, saved_sequences
 from megadapo.trainer.types import RecordedTokens, UpdateResult
 from tests.support.rollout.scripted_engines import (

@@ -8,7 +8,7 @@ import pytest
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError
 from megadapo.lab.simulate.task import RIGHT, WRONG, Draw, Task, TaskSettings, TaskVerifier
-from megadapo.rollout.requests import response_seeds
+from megadapo.rollout.types import response_seeds
 
 
 def draws(settings: TaskSettings) -> list[Draw]:

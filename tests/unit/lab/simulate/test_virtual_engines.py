@@ -8,7 +8,7 @@ import pytest
 from megadapo.lab.simulate.engines import Dealing, EngineSettings, VirtualEngines
 from megadapo.lab.simulate.speed import EngineSpeed
 from megadapo.lab.simulate.task import Task, TaskSettings
-from megadapo.rollout.requests import GroupRequest, Response, SamplingSettings
+from megadapo.rollout.types import GroupRequest, Response, SamplingSettings
 
 TASK = Task(TaskSettings(num_responses=4, num_prompts=100, prompt_tokens=5))
 SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=20480)

@@ -13,8 +13,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megadapo.errors import InfraError
-from megadapo.rollout.requests import GroupRequest, Response, SamplingSettings
 from megadapo.rollout.tools import Tool, ToolsConfig
+from megadapo.rollout.types import GroupRequest, Response, SamplingSettings
 from tests.support.models.tiny_models import write_tokenizer
 
 PROMPT = (3, 4, 5)

@@ -17,7 +17,7 @@ from megadapo.rollout.engine.branching import (
     choose_branches,
     normalized_entropy,
 )
-from megadapo.rollout.requests import GroupRequest, Response, SamplingSettings, ToolCall
+from megadapo.rollout.types import GroupRequest, Response, SamplingSettings, ToolCall
 
 ON = BranchingConfig(initial_rollouts=2)
 

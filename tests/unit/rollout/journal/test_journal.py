@@ -14,10 +14,10 @@ import pytest
 from megadapo.rollout.journal import record_log
 from megadapo.rollout.journal.journal import JOURNAL_FOLDER, Journal, forget_before
 from megadapo.rollout.journal.repeated_steps import RepeatedSteps
-from megadapo.rollout.requests import SamplingSettings
 from megadapo.rollout.sampling.ahead import AheadSampler
 from megadapo.rollout.sampling.sampled_batch import GroupStats, SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.types import SamplingSettings
 from tests.support.rollout.samplers import contents, make_sampler
 from tests.support.rollout.scripted_engines import POLICY_VERSION, AtOnce, ScriptedEngines
 from tests.unit.rollout.sampling.test_reserve import make_group

@@ -15,9 +15,9 @@ from megadapo.errors import DataError
 from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.journal.answer_log import AnswerLog, ProblemResult
-from megadapo.rollout.requests import GroupResponse, SamplingSettings, response_seeds
 from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationUnderWay, HeldOut
 from megadapo.rollout.tools import ToolsConfig
+from megadapo.rollout.types import GroupResponse, SamplingSettings, response_seeds
 from tests.support.rollout.scripted_engines import (
     PlainTokenizer,
     RightAtLeast,

@@ -8,12 +8,12 @@ import pytest
 
 from megadapo.data.prompts import PromptStream
 from megadapo.rollout.config import EvaluationConfig, SamplingConfig
-from megadapo.rollout.requests import GroupRequest, SamplingSettings
 from megadapo.rollout.sampling.ahead import AheadSampler
 from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationUnderWay, HeldOut
 from megadapo.rollout.sampling.interleaving import InterleavedEngines
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.types import GroupRequest, SamplingSettings
 from tests.support.rollout.scripted_engines import (
     PlainTokenizer,
     RightAtLeast,

@@ -6,8 +6,8 @@ import pytest
 
 from megadapo.data.batch import Group, Sample
 from megadapo.errors import CheckpointError
-from megadapo.rollout.requests import Response
 from megadapo.rollout.sampling.reserve import Reserve, Unfinished, decode_group, encode_group
+from megadapo.rollout.types import Response
 from tests.support.rollout.scripted_engines import make_prompts
 
 EXPERTS = np.argsort(np.random.default_rng(0).random((9, 2, 4))).astype(np.uint8)[..., :3]

@@ -11,7 +11,7 @@ import pytest
 
 from megadapo.data.prompts import PromptStream
 from megadapo.observe.rollouts.saved_group import Disposition
-from megadapo.rollout.requests import SamplingSettings
+from megadapo.rollout.types import SamplingSettings
 from tests.support.rollout.samplers import HALF, MAX_TOKENS, RARE, contents, make_sampler, take
 from tests.support.rollout.scripted_engines import (
     POLICY_VERSION,
@@ -40,7 +40,7 @@ def test_the_metrics_are_about_all_responses_of_the_step():
 
 def all_responses(batch, sampler, engines) -> list[str]:
     """Ask once more for what the sampler asked for, from the names of its groups."""
-    from megadapo.rollout.requests import response_seeds
+    from megadapo.rollout.types import response_seeds
     from tests.support.rollout.scripted_engines import respond
 
     settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS)

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megadapo.rollout.requests import continued_seed, response_seeds, sampled_logprobs
+from megadapo.rollout.types import continued_seed, response_seeds, sampled_logprobs
 
 
 def test_seeds_are_the_same_on_every_machine():
