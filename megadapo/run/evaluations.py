@@ -151,16 +151,6 @@ class Evaluations:
         """Step of the weights that the reserved engine is scoring; None: it has nothing to do."""
         return None if self._reserved is None or self._under_way is None else self._step
 
-    def on_update_start(self) -> None:
-        """The trainer begins to work: a reserved engine that was lost has to wait."""
-        if self._reserved is not None:
-            self._reserved.engines.on_update_start()
-
-    def on_update_done(self) -> None:
-        """The trainer has ended, and can give a reserved engine what it holds for it."""
-        if self._reserved is not None:
-            self._reserved.engines.on_update_done()
-
     def drain_warnings(self) -> list[str]:
         """One line for every time that the reserved engine was lost since the last call."""
         return [] if self._reserved is None else self._reserved.engines.drain_warnings()

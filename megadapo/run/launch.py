@@ -20,6 +20,7 @@ from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.ahead import AheadSampler
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.evaluations import Evaluations, ReservedEngine, UnfinishedEvaluation
+from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.processes import start_processes, start_trainer, trainer_settings
 from megadapo.run.replay import ReplayedRollouts
 from megadapo.run.rollouts import LiveRollouts, Rollouts
@@ -133,6 +134,7 @@ def _start_live(
     if journal is not None and config.sampling.follows_speed:
         source = RepeatedSteps(sampler, journal, config.sampling)
     ahead = config.sampling.mode == "one_step_off"
+    gpus = GpuSharing(trainer, engines, held_out)
     rollouts = LiveRollouts(
         config=config,
         engines=engines,
@@ -140,10 +142,10 @@ def _start_live(
         questions=questions,
         evaluations=evaluations,
         publisher=publisher,
-        trainer=trainer,
+        gpus=gpus,
         journal=journal,
     )
-    return _workers(config, trainer, rollouts, questions.tokenizer, texts)
+    return _workers(config, trainer, gpus, rollouts, questions.tokenizer, texts)
 
 
 def _start_replay(
@@ -159,12 +161,13 @@ def _start_replay(
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=0)
     trainer = start_trainer(settings, phases, cluster, stack, config.run.folder)
     trainer.watch = _each(cluster.control.look, _progress(gets_on, trainer))
-    return _workers(config, trainer, rollouts, tokenizer, texts)
+    return _workers(config, trainer, GpuSharing(trainer), rollouts, tokenizer, texts)
 
 
 def _workers(
     config: RunConfig,
     trainer: Trainer,
+    gpus: GpuSharing,
     rollouts: Rollouts,
     tokenizer: PreTrainedTokenizerBase,
     texts: TextStream | None,
@@ -175,7 +178,7 @@ def _workers(
         rollouts=rollouts,
         tokenizer=tokenizer,
         kl_controller=KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef),
-        engines_sleep=config.cluster.engines_sleep,
+        gpus=gpus,
         pretraining=algorithm.pretraining,
         texts=texts,
     )

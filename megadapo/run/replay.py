@@ -120,12 +120,6 @@ class ReplayedRollouts:
     def wait(self) -> None:
         """Nothing is sampled."""
 
-    def sleep(self, *, keep_weights: bool = False) -> None:
-        """Nothing shares the trainer's GPUs."""
-
-    def wake(self) -> None:
-        """Nothing slept."""
-
     def publish(self, policy_version: int) -> None:
         """Count the version, whose groups come next."""
         self._policy_version = policy_version

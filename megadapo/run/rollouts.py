@@ -18,10 +18,10 @@ from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.sampling.selection import in_training_order
 from megadapo.run.evaluations import Evaluations
+from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.sampling import Questions
 from megadapo.run.state.checkpoint import EVALUATING
 from megadapo.run.step_metrics import verifier_note
-from megadapo.trainer.trainer import Trainer
 from megadapo.weights.sync.publish import Publisher, PublishReport
 
 SAMPLER_STATE = "sampler"
@@ -52,17 +52,6 @@ class Rollouts(Protocol):
 
     def wait(self) -> None:
         """Wait until nothing is sampled or scored any more; the engines can take weights then."""
-        ...
-
-    def sleep(self, *, keep_weights: bool = False) -> None:
-        """Leave the memory of shared GPUs to the trainer until the next publish.
-
-        `keep_weights`: or until `wake`; engines have their weights then.
-        """
-        ...
-
-    def wake(self) -> None:
-        """Take the memory again, with the weights that were kept."""
         ...
 
     def publish(self, policy_version: int) -> PublishReport | None:
@@ -108,7 +97,7 @@ class LiveRollouts:
     questions: Questions
     evaluations: Evaluations
     publisher: Publisher
-    trainer: Trainer
+    gpus: GpuSharing
     journal: Journal | None = None
     """Where the sampler keeps its groups until a checkpoint holds their step."""
 
@@ -130,23 +119,12 @@ class LiveRollouts:
         self.sampler.wait()
         self.evaluations.finish_pending()
 
-    def sleep(self, *, keep_weights: bool = False) -> None:
-        self.engines.sleep(keep_weights=keep_weights)
-        self.evaluations.on_update_start()
-
-    def wake(self) -> None:
-        self.engines.wake()
-        self.evaluations.on_update_done()
-
     def publish(self, policy_version: int) -> PublishReport:
         """Put the trainer's weights into the engines, which then sample as that version."""
-        self.engines.wake_weights()
-        report = self.publisher.publish(policy_version)
-        if self.journal is not None:
-            self.journal.begin(policy_version, self.publisher.fingerprint())
-        self.trainer.leave_to_engines()
-        self.engines.wake_cache()
-        self.evaluations.on_update_done()
+        with self.gpus.publishing():
+            report = self.publisher.publish(policy_version)
+            if self.journal is not None:
+                self.journal.begin(policy_version, self.publisher.fingerprint())
         return report
 
     def evaluate(self, step: int) -> None:

@@ -14,6 +14,7 @@ from megadapo.algorithm.config import PretrainingConfig
 from megadapo.algorithm.kl_control import KlController
 from megadapo.data.batch import PackedBatch
 from megadapo.data.texts import TextStream, pack_texts
+from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.rollouts import Rollouts
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateResult
@@ -31,8 +32,7 @@ class Workers:
     rollouts: Rollouts
     tokenizer: PreTrainedTokenizerBase
     kl_controller: KlController
-    engines_sleep: bool
-    """Whether engines leave the memory of GPUs to the trainer while it works."""
+    gpus: GpuSharing
     pretraining: PretrainingConfig = PretrainingConfig()
     texts: TextStream | None = None
     """What there is a language-model loss on."""
@@ -42,7 +42,7 @@ class Workers:
 
         `record`: sequences of the batch whose log-probs the result holds.
         """
-        self.rollouts.sleep()
+        self.gpus.start_update()
         texts = None
         if self.texts is not None:
             num_tokens = self.pretraining.tokens_per_mini_batch
@@ -89,9 +89,5 @@ class Workers:
 
         Until this returns it needs memory that engines also use.
         """
-        if not self.engines_sleep:
+        with self.gpus.saving():
             return self.trainer.begin_save(folder)
-        self.rollouts.sleep(keep_weights=True)
-        wait = self.trainer.begin_save(folder)
-        self.rollouts.wake()
-        return wait

@@ -155,7 +155,7 @@ def _after_traced_step(config: RunConfig, trace: Path) -> Iterator[Trainer]:
         next(steps)  # compiles kernels and allocates
         with traced(workers.trainer, workers.rollouts.engines, folder, trace):
             next(steps)
-        workers.rollouts.sleep()
+        workers.gpus.start_update()
         yield workers.trainer
     # after an error its logs are wanted
     shutil.rmtree(folder)

@@ -197,25 +197,23 @@ class Engines(Dispatcher):
         self.policy_version = policy_version
         self._fleet.weights_are_published()
 
-    def sleep(self, *, keep_weights: bool = False) -> None:
-        """Leave the weights to the trainer, and GPU memory where engines share its GPUs.
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether the engines use the trainer's GPUs and must sleep while it works."""
+        return self._platform.sleeps
 
-        `keep_weights`: They wait in main memory for `wake`, and the trainer leaves them alone.
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Free the memory of GPUs that the engines share with the trainer.
+
+        `keep_weights`: keep the weights in main memory until `wake_weights`.
         """
-        self.on_update_start()
-        if self._platform.sleeps:
+        if self.shares_gpus:
             self._ask_all("sleep", self._config.start_timeout_s, keep_weights)
             for engine in self._fleet.present:
                 engine.asleep = True
 
-    def wake(self) -> None:
-        """Take memory again, with the weights that were kept."""
-        self.wake_weights()
-        self.wake_cache()
-        self.on_update_done()
-
     def wake_weights(self) -> None:
-        """Take memory for the weights; they hold nothing until they are published."""
+        """Take memory for the weights; without kept ones, they are undefined until a publish."""
         self._wake("weights")
 
     def wake_cache(self) -> None:

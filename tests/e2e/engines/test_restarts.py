@@ -187,7 +187,7 @@ def test_an_engine_that_dies_while_the_trainer_changes_its_weights_waits_for_the
     ray.get([sender.load.remote(folders[0]) for sender in senders])
     publisher.publish(20)
     expected = answers(engines, requests())
-    engines.sleep()
+    engines.on_update_start()
     ray.get([sender.load.remote(folders[1]) for sender in senders])
     vllm_process(engines, 1, "EngineCore").kill()
     deadline = time.monotonic() + 200

@@ -153,7 +153,6 @@ def test_publishing_counts_and_nothing_else_happens(
     tmp_path: Path, source: list[SampledBatch]
 ) -> None:
     rollouts = ReplayedRollouts(config_of(tmp_path), tmp_path / "rollouts", first_step=STEPS[0])
-    rollouts.sleep()
     assert rollouts.policy_version == STEPS[0] - 1
     rollouts.publish(STEPS[0])
     assert rollouts.policy_version == STEPS[0]

@@ -1,9 +1,8 @@
-"""The order in which trainer and engines use the memory that they share."""
+"""The parts of a run: updates, and the settings of the trainer."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,44 +10,13 @@ import pytest
 
 from megadapo.algorithm.kl_control import KlControlConfig, KlController
 from megadapo.config import load_config
+from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.processes import trainer_settings
 from megadapo.run.workers import Workers
 from megadapo.trainer.types import ReferenceKl
 from tests.support import REPOSITORY
 from tests.support.trainer.batches import random_batch
 from tests.unit.run.test_step_metrics import UPDATE
-
-
-class Calls:
-    """Writes down, in one list with others, which of its methods are called."""
-
-    policy_version = 7
-
-    def __init__(self, seen: list[str]) -> None:
-        self._seen = seen
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*_: object, **keys: object) -> None:
-            self._seen.append(" ".join([name, *(f"{key}={keys[key]}" for key in keys)]))
-
-        return call
-
-
-@pytest.mark.parametrize("engines_sleep", [True, False])
-def test_engines_sleep_while_a_checkpoint_is_made(engines_sleep: bool) -> None:
-    """Catches a save that needs the memory which engines on the same GPUs hold, and weights that
-    are sent a second time though they have not changed."""
-    seen: list[str] = []
-    workers: Any = Workers(
-        trainer=Calls(seen),  # type: ignore[arg-type]
-        rollouts=Calls(seen),  # type: ignore[arg-type]
-        tokenizer=None,  # type: ignore[arg-type]
-        kl_controller=None,  # type: ignore[arg-type]
-        engines_sleep=engines_sleep,
-    )
-    workers.begin_save(Path("state"))
-    expected = ["sleep keep_weights=True", "begin_save", "wake"]
-    assert seen == (expected if engines_sleep else ["begin_save"])
 
 
 def test_steps_that_warm_the_critic_up_leave_the_kl_coefficient_alone() -> None:
@@ -58,10 +26,10 @@ def test_steps_that_warm_the_critic_up_leave_the_kl_coefficient_alone() -> None:
     controller = KlController(KlControlConfig(target=0.1, horizon=100), 0.02)
     workers: Any = Workers(
         trainer=SimpleNamespace(update=lambda *_, **__: results.pop(0)),  # type: ignore[arg-type]
-        rollouts=Calls([]),  # type: ignore[arg-type]
+        rollouts=SimpleNamespace(policy_version=7),  # type: ignore[arg-type]
         tokenizer=None,  # type: ignore[arg-type]
         kl_controller=controller,
-        engines_sleep=False,
+        gpus=GpuSharing(SimpleNamespace()),  # type: ignore[arg-type]
     )
     coefs = []
     for step in (1, 2, 3):

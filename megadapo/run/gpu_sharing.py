@@ -1,0 +1,65 @@
+"""Turns of the trainer and the engines on the GPUs that they share.
+
+The engines start first, since each measures the free memory of its GPU, and sleep before the
+trainer starts (run/processes.py). They sleep during updates and saves and are awake otherwise.
+With GPUs of their own, or without GPUs, engines never sleep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megadapo.rollout.pool.engines import Engines
+from megadapo.trainer.trainer import Trainer
+
+
+class GpuSharing:
+    """The order in which the trainer and the engines use shared memory.
+
+    `reserved`: an engine for held-out problems on a GPU of its own, which never sleeps.
+    """
+
+    def __init__(
+        self, trainer: Trainer, engines: Engines | None = None, reserved: Engines | None = None
+    ) -> None:
+        self._trainer, self._engines = trainer, engines
+        self._all = [one for one in (engines, reserved) if one is not None]
+
+    def start_update(self) -> None:
+        """Leave the weights and the GPU memory to the trainer until `publishing`."""
+        self._on_update_start()
+        if self._engines is not None:
+            self._engines.sleep()
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Wake the engines around a block that publishes the trainer's weights."""
+        assert self._engines is not None, "a replay has no engines"
+        self._engines.wake_weights()
+        yield
+        # the key-value cache takes the memory that the trainer frees
+        self._trainer.leave_to_engines()
+        self._engines.wake_cache()
+        self._on_update_done()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Let the engines sleep, with their weights in main memory, while a save begins."""
+        if self._engines is None or not self._engines.shares_gpus:
+            yield
+            return
+        self._on_update_start()
+        self._engines.sleep(keep_weights=True)
+        yield
+        self._engines.wake_weights()
+        self._engines.wake_cache()
+        self._on_update_done()
+
+    def _on_update_start(self) -> None:
+        for engines in self._all:
+            engines.on_update_start()
+
+    def _on_update_done(self) -> None:
+        for engines in self._all:
+            engines.on_update_done()
