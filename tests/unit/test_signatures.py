@@ -55,7 +55,7 @@ def test_what_engines_call_by_name_is_vllms() -> None:
     """RolloutEngine._call takes a method of AsyncLLM as a text, which mypy cannot follow; sleeping
     and waking happen on GPUs only."""
     methods = methods_of("v1/engine/async_llm.py", "AsyncLLM")
-    engine = ast.parse((ROOT / "megadapo" / "rollout" / "engine.py").read_text())
+    engine = ast.parse((ROOT / "megadapo" / "rollout" / "engine" / "engine.py").read_text())
     # the name stands where the method has `self`
     named = [
         TOOL["call_from"](node, node.args[0].value, f"engine.py:{node.lineno}")
