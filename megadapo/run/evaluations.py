@@ -18,7 +18,7 @@ from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationUnderWay,
 from megadapo.rollout.sampling.interleaving import InterleavedEngines
 from megadapo.run.sampling import Phases, Questions
 from megadapo.run.state.checkpoint import EVALUATING, Checkpoint, load
-from megadapo.weights.disk.hashed_files import Files
+from megadapo.weights.disk.files import Files
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.rollouts import Rollouts
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateResult
-from megadapo.weights.disk.hashed_files import Files
+from megadapo.weights.disk.files import Files
 
 KL_CONTROL_STATE = "kl_control"
 TEXTS_STATE = "texts"

@@ -44,8 +44,8 @@ from megadapo.trainer.types import CRITIC_FOLDER, Rendezvous, TrainerSettings
 from megadapo.trainer.update.optimizer import build_optimizer, wait_for_weight, wrap_for_gradients
 from megadapo.trainer.update.step import compute_logprobs, finalize_sums
 from megadapo.weights.disk.export import export_weights
+from megadapo.weights.disk.files import Files
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
-from megadapo.weights.disk.hashed_files import Files
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.sync.sender import HeldWeightSender, WeightSender
 

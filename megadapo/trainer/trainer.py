@@ -21,7 +21,7 @@ from megadapo.errors import InfraError
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.processes import RankProcesses
 from megadapo.trainer.types import RankUpdate, TrainerSettings, UpdateResult
-from megadapo.weights.disk.hashed_files import Files
+from megadapo.weights.disk.files import Files
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

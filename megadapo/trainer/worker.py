@@ -27,7 +27,7 @@ from megadapo.trainer.types import RankUpdate, Rendezvous, TrainerSettings
 if TYPE_CHECKING:
     from megadapo.trainer.checkpoint.save import RankReport
     from megadapo.trainer.rank import TrainerRank
-    from megadapo.weights.disk.hashed_files import FileEntry
+    from megadapo.weights.disk.files import FileEntry
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,12 +10,12 @@ import torch.multiprocessing as mp
 
 from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync.delta.delta import Stamp, decode, encode
+from megadapo.weights.sync.buckets import num_rounds, pack
+from megadapo.weights.sync.delta.codec import Stamp, decode, encode
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver, change_in_place
 from megadapo.weights.sync.sender import WeightSender
-from megadapo.weights.sync.transports.buckets import num_rounds, pack
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from megadapo.weights.disk.hashed_files import sync_path
+from megadapo.weights.disk.files import sync_path
 
 _LENGTH = struct.Struct("<Q")
 _PREFIX = struct.Struct("<QI16s")

@@ -44,7 +44,7 @@ class Engines(Dispatcher):
 
     def __init__(self, engines: Sequence[RemoteEngine]) -> None:
         super().__init__(engines)
-        # what a weight update asks of them: UpdatableEngines in weights/sync/parties.py
+        # what a weight update asks of them: UpdatableEngines in weights/sync/peers.py
         self.call, self.gather = self._fleet.call, self._fleet.gather
         self.policy_version = 0
         self._config = engines[0].spec.config

@@ -19,7 +19,7 @@ from typing import Self
 from megadapo.cluster.watch.orphans import kill_after_this_process
 from megadapo.run.state.checkpoint import step_folders, step_of
 from megadapo.weights.disk.export import PARTIAL
-from megadapo.weights.disk.folders import remove_folder
+from megadapo.weights.disk.files import remove_folder
 
 EXPORTS = "exports"
 """Folder of a run's exports, in the run's folder."""

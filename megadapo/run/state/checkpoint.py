@@ -25,12 +25,12 @@ from typing import Any
 
 from megadapo.errors import CheckpointError, CorruptCheckpointError
 from megadapo.run.state.trust import check_trusted
-from megadapo.weights.disk.folders import remove_folder
-from megadapo.weights.disk.hashed_files import (
+from megadapo.weights.disk.files import (
     FileEntry,
     Files,
     check_files,
     hashed_file,
+    remove_folder,
     sync_path,
 )
 

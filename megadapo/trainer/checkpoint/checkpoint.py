@@ -35,9 +35,8 @@ from megadapo.trainer.checkpoint.pieces import (
 )
 from megadapo.trainer.checkpoint.save import RankReport
 from megadapo.trainer.model.megatron_internals import num_updates, set_num_updates
-from megadapo.weights.disk.checkpoint_metadata import StoredPiece
-from megadapo.weights.disk.hashed_files import FileEntry, Files, check_files, hashed_file
-from megadapo.weights.disk.stored_tensors import StoredTensors, Window
+from megadapo.weights.disk.files import FileEntry, Files, check_files, hashed_file
+from megadapo.weights.disk.torch_checkpoint import StoredPiece, StoredTensors, Window
 
 OPTIMIZER_FILE = "optimizer.json"
 """Beside the shards: what is not a tensor, written by the first rank."""

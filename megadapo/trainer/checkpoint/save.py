@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megadapo.errors import CheckpointError
-from megadapo.weights.disk.checkpoint_metadata import METADATA_FILE, StoredPiece, write_metadata
-from megadapo.weights.disk.hashed_files import Files
+from megadapo.weights.disk.files import Files
+from megadapo.weights.disk.torch_checkpoint import METADATA_FILE, StoredPiece, write_metadata
 
 
 @dataclass

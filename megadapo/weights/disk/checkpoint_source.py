@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megadapo.errors import WeightError
 from megadapo.weights.disk.load import collect_runs
-from megadapo.weights.disk.stored_tensors import StoredTensors, Window
+from megadapo.weights.disk.torch_checkpoint import StoredTensors, Window
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import Shard, ShardPosition
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megadapo.errors import WeightError
-from megadapo.weights.disk.folders import files_within, remove_folder
+from megadapo.weights.disk.files import files_within, remove_folder
 from megadapo.weights.disk.sources import INDEX_NAME, TensorSource, read_json
 from megadapo.weights.layout.layout import ModelLayout
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megadapo.errors import WeightError
 from megadapo.weights.disk.export import CARRIED, new_folder
-from megadapo.weights.disk.folders import files_within
+from megadapo.weights.disk.files import files_within
 from megadapo.weights.disk.megatron_folder import open_layout
 
 CONFIGS = {"fp8": "FP8_PER_CHANNEL_PER_TOKEN_CFG"}

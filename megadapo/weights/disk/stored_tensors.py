@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megadapo.errors import CheckpointError
-from megadapo.weights.disk.checkpoint_metadata import read_metadata
+from megadapo.weights.disk.torch_checkpoint import read_metadata
 
 _UNREADABLE = (OSError, EOFError, RuntimeError, pickle.UnpicklingError)
 """What a missing, short or changed file raises where torch reads it."""

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.parties import Parties, UpdatableEngines
+from megadapo.weights.sync.buckets import Room, Schedule, pack, piece_bytes, room_of
+from megadapo.weights.sync.peers import Parties, UpdatableEngines
 from megadapo.weights.sync.plan import EngineShape, Plan
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.sender import SenderInfo
-from megadapo.weights.sync.transports.buckets import Room, Schedule, pack, piece_bytes, room_of
 from megadapo.weights.sync.transports.places import Places, find_places
 
 MIB = 1 << 20

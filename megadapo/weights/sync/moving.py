@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megadapo.weights.sync.delta.changes import Sending
-from megadapo.weights.sync.parties import Parties
+from megadapo.weights.sync.peers import Parties
 from megadapo.weights.sync.transports.folder import Manifest, WrittenFile, prune
+from megadapo.weights.sync.update import Sending
 
 if TYPE_CHECKING:
     from ray import ObjectRef

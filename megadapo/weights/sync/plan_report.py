@@ -16,7 +16,7 @@ def report(
     plan: Plan, layout: ModelLayout, hosts: Hosts, *, bucket_bytes: int, num_links: int
 ) -> list[str]:
     """Bytes per rank and link, buckets and rounds of a plan, as lines of text."""
-    from megadapo.weights.sync.transports.buckets import (
+    from megadapo.weights.sync.buckets import (
         largest_buckets,
         largest_waves,
         num_rounds,

@@ -13,12 +13,12 @@ import torch
 
 from megadapo.errors import InfraError
 from megadapo.weights.config import WeightsConfig
+from megadapo.weights.sync.buckets import num_rounds, repack
 from megadapo.weights.sync.connect import Connected, connect
-from megadapo.weights.sync.delta.changes import Sending, Versions, all_have, sending_of
 from megadapo.weights.sync.moving import Sums, Update, move, write
-from megadapo.weights.sync.parties import Parties, UpdatableEngines, phase
+from megadapo.weights.sync.peers import Parties, UpdatableEngines, phase
 from megadapo.weights.sync.plan import EngineShape, Plan, plan_bytes
-from megadapo.weights.sync.transports.buckets import num_rounds, repack
+from megadapo.weights.sync.update import Sending, Versions, all_have, sending_of
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

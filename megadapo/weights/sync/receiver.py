@@ -10,10 +10,7 @@ import torch
 
 from megadapo.errors import WeightError
 from megadapo.weights.layout.shards import Shard
-from megadapo.weights.sync.delta.delta import Changes, Stamp, decode
-from megadapo.weights.sync.delta.sent import Delta, place_of
-from megadapo.weights.sync.plan import Copy, Plan, Transfer
-from megadapo.weights.sync.transports.buckets import (
+from megadapo.weights.sync.buckets import (
     Placed,
     Schedule,
     checksum,
@@ -23,6 +20,9 @@ from megadapo.weights.sync.transports.buckets import (
     room_of,
     slice_view,
 )
+from megadapo.weights.sync.delta.codec import Changes, Stamp, decode
+from megadapo.weights.sync.delta.state import Delta, place_of
+from megadapo.weights.sync.plan import Copy, Plan, Transfer
 from megadapo.weights.sync.transports.transports import Inbox
 
 

@@ -13,9 +13,7 @@ from megadapo.cluster.network import node_address
 from megadapo.weights.disk.load import match_params
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition
-from megadapo.weights.sync.delta.sent import Encoded, SentBundles
-from megadapo.weights.sync.plan import Plan, Transfer
-from megadapo.weights.sync.transports.buckets import (
+from megadapo.weights.sync.buckets import (
     Placed,
     Room,
     Schedule,
@@ -27,6 +25,8 @@ from megadapo.weights.sync.transports.buckets import (
     room_of,
     slice_view,
 )
+from megadapo.weights.sync.delta.state import Encoded, SentBundles
+from megadapo.weights.sync.plan import Plan, Transfer
 from megadapo.weights.sync.transports.folder import FolderOutbox, WrittenFile
 from megadapo.weights.sync.transports.parcels import Offer
 from megadapo.weights.sync.transports.relay import relay_batches

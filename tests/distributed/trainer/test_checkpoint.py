@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megadapo.errors import CheckpointError, CorruptCheckpointError
-from megadapo.weights.disk.hashed_files import check_files
+from megadapo.weights.disk.files import check_files
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, save_at, train, update, weights
 from tests.support.trainer.ranks import Ranks, settings_for

@@ -103,9 +103,9 @@ def sent(rank: TrainerRank) -> list[int]:
     """Checksums of what an update puts into this rank's buckets."""
     import torch.distributed as dist
 
+    from megadapo.weights.sync.buckets import num_rounds, pack
     from megadapo.weights.sync.plan import EngineShape
     from megadapo.weights.sync.planning import make_plan
-    from megadapo.weights.sync.transports.buckets import num_rounds, pack
 
     positions: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(positions, rank.position)

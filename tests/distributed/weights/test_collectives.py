@@ -13,12 +13,12 @@ from megadapo.weights.disk.export import export_weights
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
 from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync.delta.sent import delta_of
+from megadapo.weights.sync.buckets import num_rounds, pack, repack, room_of
+from megadapo.weights.sync.delta.state import delta_of
 from megadapo.weights.sync.plan import EngineShape, plan_bytes
 from megadapo.weights.sync.planning import Hosts, make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
-from megadapo.weights.sync.transports.buckets import num_rounds, pack, repack, room_of
 from megadapo.weights.sync.transports.shared_memory import SharedMemoryInbox
 from megadapo.weights.sync.transports.transports import open_inbox
 from tests.support.models.tiny_models import make_model

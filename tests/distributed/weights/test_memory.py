@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync.plan import EngineShape
-from megadapo.weights.sync.planning import make_plan
-from megadapo.weights.sync.receiver import WeightReceiver
-from megadapo.weights.sync.sender import WeightSender
-from megadapo.weights.sync.transports.buckets import (
+from megadapo.weights.sync.buckets import (
     CHECKSUM_CHUNK,
     checksum,
     num_rounds,
     pack,
     piece_bytes,
 )
+from megadapo.weights.sync.plan import EngineShape
+from megadapo.weights.sync.planning import make_plan
+from megadapo.weights.sync.receiver import WeightReceiver
+from megadapo.weights.sync.sender import WeightSender
 from megadapo.weights.sync.transports.transports import open_inbox
 from tests.support.models.tiny_models import make_model
 from tests.support.weights.ranks import Kept, rank_params, run_ranks

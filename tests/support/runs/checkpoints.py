@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megadapo.run.state.checkpoint import WriteTrainer
-from megadapo.weights.disk.hashed_files import Files, entry_of
+from megadapo.weights.disk.files import Files, entry_of
 
 
 def written_by(write: Callable[[Path], object]) -> WriteTrainer:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megadapo.trainer.batch.off_policy import OldPolicy
     from megadapo.trainer.model.head import PolicyHead
     from megadapo.trainer.rank import TrainerRank
-    from megadapo.weights.disk.hashed_files import Files
+    from megadapo.weights.disk.files import Files
 
 
 @dataclass(frozen=True)

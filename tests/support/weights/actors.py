@@ -180,7 +180,7 @@ class SilentEngine(RolloutEngine):
 
 
 def fingerprints_of(worker) -> dict[str, tuple[list[int], int]]:
-    from megadapo.weights.sync.transports.buckets import checksum
+    from megadapo.weights.sync.buckets import checksum
 
     parameters = worker.model_runner.get_model().named_parameters()
     return {name: (list(one.shape), checksum(one.data)) for name, one in parameters}

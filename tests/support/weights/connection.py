@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync.delta.sent import delta_of
+from megadapo.weights.sync.buckets import num_rounds, pack, repack, room_of
+from megadapo.weights.sync.delta.state import delta_of
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
-from megadapo.weights.sync.transports.buckets import num_rounds, pack, repack, room_of
 from megadapo.weights.sync.transports.shared_memory import SharedMemoryInbox
 
 BUCKET = 4096

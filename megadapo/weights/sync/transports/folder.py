@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megadapo.errors import WeightError
-from megadapo.weights.disk.folders import remove_folder
+from megadapo.weights.disk.files import remove_folder
 from megadapo.weights.sync.transports.parcels import Offer, Parcel
 
 MANIFEST = "manifest.json"

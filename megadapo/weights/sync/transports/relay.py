@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megadapo.weights.sync.transports.buckets import Placed, Schedule
+from megadapo.weights.sync.buckets import Placed, Schedule
 
 Batches = tuple[list[Placed], list[Placed]]
 """A rank's messages of a round, in the two batches that it issues and waits for in turn: what is

@@ -18,7 +18,7 @@ from megadapo.errors import CheckpointError, CorruptCheckpointError
 from megadapo.run.state import checkpoint as checkpoint_module
 from megadapo.run.state.checkpoint import MANIFEST, CheckpointStore, load
 from megadapo.run.state.checkpoint import STATE as STATE_FILE
-from megadapo.weights.disk.hashed_files import Files, check_files
+from megadapo.weights.disk.files import Files, check_files
 from tests.support.runs.checkpoints import written_by
 
 STATE = {"step": 3, "policy_version": 3, "reserve": []}

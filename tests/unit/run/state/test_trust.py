@@ -15,7 +15,7 @@ import pytest
 from megadapo.errors import CheckpointError, WeightError
 from megadapo.run.state.checkpoint import CheckpointStore, load
 from megadapo.weights.disk.export import carry_along, new_folder
-from megadapo.weights.disk.folders import files_within
+from megadapo.weights.disk.files import files_within
 from tests.support.runs.checkpoints import written_by
 
 NOBODY = 65534

@@ -12,7 +12,7 @@ import torch
 
 from megadapo.errors import CheckpointError
 from megadapo.trainer.checkpoint.pieces import boxes
-from megadapo.weights.disk.checkpoint_metadata import StoredPiece, read_metadata, write_metadata
+from megadapo.weights.disk.torch_checkpoint import StoredPiece, read_metadata, write_metadata
 
 
 def test_the_boxes_of_a_run_are_its_elements_in_their_order() -> None:

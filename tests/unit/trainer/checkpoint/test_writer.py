@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from megadapo.trainer.checkpoint.checkpoint import NICENESS, CheckpointWriter
-from megadapo.weights.disk.hashed_files import Files
+from megadapo.weights.disk.files import Files
 
 
 def test_the_writing_thread_gives_way_and_the_training_one_does_not(tmp_path: Path) -> None:

@@ -8,15 +8,15 @@ import pytest
 
 from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync.plan import EngineShape
-from megadapo.weights.sync.planning import make_plan
-from megadapo.weights.sync.transports.buckets import (
+from megadapo.weights.sync.buckets import (
     largest_buckets,
     largest_waves,
     num_rounds,
     pack,
     piece_bytes,
 )
+from megadapo.weights.sync.plan import EngineShape
+from megadapo.weights.sync.planning import make_plan
 from tests.support.models.large import BUCKET, QWEN_32B, QWEN_235B
 
 DENSE = (QWEN_32B, {"tp_size": 8, "pp_size": 4, "num_dp": 16}, {})

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megadapo.errors import WeightError
-from megadapo.weights.sync.delta.delta import HEADER_BYTES, Stamp, decode, encode
-from megadapo.weights.sync.transports.buckets import checksum
+from megadapo.weights.sync.buckets import checksum
+from megadapo.weights.sync.delta.codec import HEADER_BYTES, Stamp, decode, encode
 
 STAMP = Stamp(base=7, version=8, place=3)
 NUM_ELEMENTS = 40_000

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megadapo.errors import WeightError
+from megadapo.weights.sync.buckets import checksum
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.sender import HeldWeightSender
-from megadapo.weights.sync.transports.buckets import checksum
 from megadapo.weights.sync.transports.shared_memory import SharedMemoryInbox
 from tests.support.weights.connection import BUCKET, Connection, Live
 
@@ -209,7 +209,7 @@ def test_an_engine_whose_bits_differ_is_found_by_the_checksums(published):
 def test_an_update_that_changes_nearly_everything_is_for_a_full_one(published, monkeypatch):
     """Catches a rank that holds more than its share of the model in encoded form."""
     connection, targets = published
-    monkeypatch.setattr("megadapo.weights.sync.delta.sent.ALWAYS_ENCODED", 0)
+    monkeypatch.setattr("megadapo.weights.sync.delta.state.ALWAYS_ENCODED", 0)
     train(connection, 1.0)
     assert connection.encode(1, 2, max_share=0.25) is None
     connection.run(targets=targets, version=2)

@@ -15,9 +15,9 @@ from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import EnginePosition
+from megadapo.weights.sync.buckets import largest_buckets, num_rounds, pack, piece_bytes
 from megadapo.weights.sync.plan import EngineShape, plan_from_json
 from megadapo.weights.sync.planning import make_plan
-from megadapo.weights.sync.transports.buckets import largest_buckets, num_rounds, pack, piece_bytes
 from megadapo.weights.sync.transports.places import find_places
 from tests.support.models.large import BUCKET, QWEN_32B, QWEN_235B
 from tests.support.models.tiny_models import FAMILY_NAMES

@@ -16,9 +16,9 @@ from megadapo.config import load_config
 from megadapo.models.published import find_hf_config
 from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.layout.layout import layout_for
+from megadapo.weights.sync.buckets import num_rounds, pack, parcel_of, repack, room_of
 from megadapo.weights.sync.plan import ALIGNMENT
 from megadapo.weights.sync.transports import point_to_point
-from megadapo.weights.sync.transports.buckets import num_rounds, pack, parcel_of, repack, room_of
 from megadapo.weights.sync.transports.relay import relay_batches
 from tests.support.weights.message_order import stuck_ranks
 

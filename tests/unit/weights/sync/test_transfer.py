@@ -15,11 +15,11 @@ from megadapo.errors import InfraError, WeightError
 from megadapo.weights.disk.megatron_folder import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.stages import stage_layers
+from megadapo.weights.sync.buckets import checksum
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import HeldWeightSender
-from megadapo.weights.sync.transports.buckets import checksum
 from megadapo.weights.sync.transports.cuda_ipc import _HANDLE_FIELDS, CudaIpcInbox
 from megadapo.weights.sync.transports.parcels import Parcel
 from megadapo.weights.sync.transports.point_to_point import PointToPointOutbox

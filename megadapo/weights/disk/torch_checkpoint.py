@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megadapo.errors import CheckpointError
-from megadapo.weights.disk.hashed_files import FileEntry, hashed_file
+from megadapo.weights.disk.files import FileEntry, hashed_file
 
 METADATA_FILE = ".metadata"
 

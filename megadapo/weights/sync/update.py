@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.delta.sent import Delta, Encoded, delta_of
+from megadapo.weights.sync.delta.state import Delta, Encoded, delta_of
 from megadapo.weights.sync.plan import Plan, plan_bytes
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from megadapo.errors import ConfigError
 from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.delta.changes import Sending, Versions
-from megadapo.weights.sync.delta.sent import Delta
+from megadapo.weights.sync.delta.state import Delta
+from megadapo.weights.sync.update import Sending, Versions
 
 
 def verified(versions: Versions, *, in_full: bool) -> bool:

@@ -19,8 +19,8 @@ import torch
 
 from megadapo.errors import WeightError
 from megadapo.weights.layout.cuts import round_up
+from megadapo.weights.sync.buckets import checksum
 from megadapo.weights.sync.plan import ALIGNMENT
-from megadapo.weights.sync.transports.buckets import checksum
 
 MAGIC = int.from_bytes(b"mdelta01", "little")
 NUM_HEADER_WORDS = 10

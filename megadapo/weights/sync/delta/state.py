@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megadapo.weights.sync.delta.delta import Stamp, encode
+from megadapo.weights.sync.buckets import checksum
+from megadapo.weights.sync.delta.codec import Stamp, encode
 from megadapo.weights.sync.plan import Plan, Transfer
-from megadapo.weights.sync.transports.buckets import checksum
 
 ALWAYS_ENCODED = 1 << 20
 """Bytes that a rank may encode however little it has to send: norms alone change in full."""
