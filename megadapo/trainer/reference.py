@@ -34,7 +34,7 @@ from megadapo.trainer.update.optimizer import gather_weights_now
 from megadapo.weights.disk.export import carry_along
 from megadapo.weights.disk.files import Files, entry_of, sync_path
 from megadapo.weights.disk.load import import_weights, match_params
-from megadapo.weights.disk.megatron_folder import MANIFEST_NAME, manifest_of, rank_file_name
+from megadapo.weights.disk.sources import MANIFEST_NAME, manifest_of, rank_file_name
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition
 

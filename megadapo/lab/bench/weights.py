@@ -114,7 +114,7 @@ def _measure(model: Path, setting: Setting, folder: Path) -> tuple[list[Measurem
 
     from megadapo.lab.bench.weights_workers import start_engine, start_ranks
     from megadapo.weights.config import WeightsConfig
-    from megadapo.weights.disk.megatron_folder import open_layout
+    from megadapo.weights.disk.sources import open_layout
     from megadapo.weights.sync.publish import Publisher
 
     bucket_bytes = int(setting.bucket_mib * MIB)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megadapo.cluster.network import node_address
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
 from megadapo.weights.disk.load import import_weights
-from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.sender import WeightSender

@@ -19,11 +19,9 @@ from megadapo.run.export.model_card import CARD_FILE, model_card
 from megadapo.run.state.checkpoint import CHECKPOINTS, MANIFEST, Checkpoint, CheckpointStore, load
 from megadapo.trainer.types import CRITIC_FOLDER
 from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
-from megadapo.weights.disk.export import check_new, export_weights, new_folder
-from megadapo.weights.disk.megatron_folder import open_layout
-from megadapo.weights.disk.progress import progress_bar
-from megadapo.weights.disk.quantize import quantize_folder
-from megadapo.weights.disk.sources import read_json
+from megadapo.weights.disk.conversion import quantize_folder
+from megadapo.weights.disk.export import check_new, export_weights, new_folder, progress_bar
+from megadapo.weights.disk.sources import open_layout, read_json
 from megadapo.weights.layout.layout import ModelLayout
 
 GENERATION_CONFIG = "generation_config.json"

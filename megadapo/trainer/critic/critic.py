@@ -33,7 +33,7 @@ from megadapo.trainer.model.parallel import parameters_by_global_name, shard_pos
 from megadapo.trainer.types import CRITIC_FOLDER, CriticResult, TrainerSettings
 from megadapo.trainer.update.optimizer import build_optimizer, wrap_for_gradients
 from megadapo.trainer.update.step import finalize_sums, run_schedule
-from megadapo.weights.disk.megatron_folder import open_source
+from megadapo.weights.disk.sources import open_source
 from megadapo.weights.layout.layout import ModelLayout
 
 

@@ -1,8 +1,7 @@
-"""Full tensors out of a trainer's checkpoint, one weight at a time: no ranks, no model, no GPU.
+"""Full tensors of a trainer's checkpoint, one weight at a time; needs no ranks, model or GPU.
 
-Whatever split wrote it, a checkpoint names every parameter once for the whole model: those of all
-layers and experts stacked, cut into chunks, the vocabulary padded. So it reads like the only rank
-of a model that is not split.
+A checkpoint of any split names every parameter once for the whole model: stacked over layers and
+experts, cut into chunks, the vocabulary padded. So it reads like the one rank of an unsplit model.
 """
 
 from __future__ import annotations
@@ -24,22 +23,25 @@ from megadapo.weights.layout.shards import Shard, ShardPosition
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d+)\.(.+)")
 _NOT_WEIGHTS = ("optimizer.", "chained_")
-"""How the names of masters and moments begin."""
+"""Prefixes of masters and moments."""
 
 Place = tuple[str, tuple[int, ...]]
-"""A stored tensor, and the numbers of the layer and of the expert where it stacks them."""
+"""A stored tensor, and the layer and expert numbers that index its stacked axes."""
 
 
 class TrainerCheckpoint:
     """The weights of a checkpoint under their Hugging Face names.
 
+    Args:
+        folder: Folder of the trainer's shards, already checked against their SHA-256.
+        layout: Layout of the trained model.
+
     Raises:
-        CheckpointError: the metadata is damaged or not a checkpoint's.
-        WeightError: the checkpoint is not of the model that `layout` describes; names what differs.
+        CheckpointError: The metadata is damaged or not a checkpoint's.
+        WeightError: The checkpoint is not of the layout's model; the error names the differences.
     """
 
     def __init__(self, folder: Path, layout: ModelLayout) -> None:
-        """`folder`: of the trainer's shards, checked against their SHA-256."""
         self.folder = folder
         self._layout = layout
         self._all = StoredTensors(folder)
@@ -52,7 +54,7 @@ class TrainerCheckpoint:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The type that all weights share."""
+        """Return the type that all weights share."""
         dtypes = {stored.properties.dtype for stored in self._stored.values()}
         if len(dtypes) != 1:
             found = ", ".join(sorted(map(str, dtypes)))
@@ -60,7 +62,7 @@ class TrainerCheckpoint:
         return dtypes.pop()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every full tensor in the order of the model; holds those of one weight at a time."""
+        """Yield every full tensor in the order of the model; holds one weight at a time."""
         for shard, place in self._places:
             local = self._read(*place)
             full = {
@@ -71,7 +73,7 @@ class TrainerCheckpoint:
             yield from full.items()
 
     def _match(self) -> list[tuple[Shard, Place]]:
-        """Find every parameter of the model, and nothing else."""
+        """Pair every parameter of the model with its stored tensor."""
         shards = list(self._layout.megatron_shards(self._position()))
         pairs, problems, unknown = [], [], set(self._stored)
         for shard in shards:
@@ -91,7 +93,7 @@ class TrainerCheckpoint:
         return pairs
 
     def _position(self) -> ShardPosition:
-        """The only rank of a model that is not split, its vocabulary padded as it was stored."""
+        """Return the position of an unsplit rank, with the stored padding of the vocabulary."""
         embedding = self._stored.get(self._layout.family.embedding.megatron)
         rows = 0 if embedding is None else embedding.size[0]
         return ShardPosition(
@@ -112,7 +114,7 @@ class TrainerCheckpoint:
         return (*lengths[: len(numbers)], *shard.shape)
 
     def _read(self, name: str, numbers: tuple[int, ...]) -> Tensor:
-        """One parameter, put together from its chunks."""
+        """Read one parameter from its chunks."""
         stored = self._stored[name]
         start, sizes = [0] * len(stored.size), list(stored.size)
         for axis, number in enumerate(numbers):
@@ -123,7 +125,7 @@ class TrainerCheckpoint:
 
 
 def _stacked(name: str) -> Place:
-    """Where a checkpoint has a parameter of a model that is not split."""
+    """Return the stored tensor of an unsplit model's parameter."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return name, ()

@@ -1,8 +1,9 @@
-"""Conversions between Hugging Face folders and folders of trainer shards, a slice at a time."""
+"""Conversions between Hugging Face folders and folders of trainer shards, and FP8 export."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,20 +13,33 @@ from safetensors.torch import save_file
 
 from megadapo.errors import WeightError
 from megadapo.models.differences import config_differences
-from megadapo.weights.disk.export import carry_along, export_weights, full_tensors, new_folder
+from megadapo.weights.disk.export import (
+    CARRIED,
+    carry_along,
+    export_weights,
+    full_tensors,
+    new_folder,
+    progress_bar,
+)
+from megadapo.weights.disk.files import files_within
 from megadapo.weights.disk.load import fill_shard
-from megadapo.weights.disk.megatron_folder import (
+from megadapo.weights.disk.sources import (
     MANIFEST_NAME,
+    TensorSource,
+    check_tensors,
     manifest_of,
     open_layout,
     open_source,
     rank_file_name,
+    read_json,
     read_positions,
 )
-from megadapo.weights.disk.progress import progress_bar
-from megadapo.weights.disk.sources import TensorSource, check_tensors, read_json
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.placement import replica_positions
+
+QUANTIZATIONS = {"fp8": "FP8_PER_CHANNEL_PER_TOKEN_CFG"}
+"""modelopt's settings: one weight scale per output channel, and activation scales per token. They
+need no calibration data, which could bias the policy."""
 
 
 def hf_to_megatron(
@@ -39,11 +53,11 @@ def hf_to_megatron(
 ) -> None:
     """Cut a model folder into one safetensors file of Megatron-named shards per trainer rank.
 
-    Memory: the shards of one rank and one slice. The folder appears when it is complete.
+    Memory: the shards of one rank and one slice. The folder gets its name when it is complete.
 
     Raises:
-        WeightError: The folder does not hold exactly the model that its config.json describes, or
-            the model cannot be cut this way.
+        WeightError: The folder does not hold exactly the model of its config.json, or the model
+            cannot be split this way.
     """
     layout, tensors, dtype = _open_checked(source)
     positions = replica_positions(
@@ -70,15 +84,13 @@ def hf_to_megatron(
 
 
 def megatron_to_hf(source: Path, destination: Path, *, quantize: str | None = None) -> None:
-    """Put a folder of trainer shards together to a Hugging Face folder, optionally in FP8.
+    """Write a folder of trainer shards as a Hugging Face folder, optionally in FP8.
 
     Raises:
-        WeightError: A shard is missing or does not fit; it is named.
+        WeightError: A shard is missing or does not fit; the error names it.
     """
     layout, tensors, dtype = _open_checked(source)
     if quantize is not None:
-        from megadapo.weights.disk.quantize import quantize_folder
-
         with TemporaryDirectory(dir=destination.absolute().parent) as beside:
             megatron_to_hf(source, Path(beside) / "plain")
             quantize_folder(Path(beside) / "plain", destination, quantize)
@@ -94,8 +106,41 @@ def megatron_to_hf(source: Path, destination: Path, *, quantize: str | None = No
         )
 
 
+def quantize_folder(source: Path, destination: Path, how: str) -> None:
+    """Quantise a Hugging Face folder into another that vLLM loads as it is.
+
+    Needs nvidia-modelopt, and memory for the whole model. Embedding, head, router and norms keep
+    their type.
+
+    Raises:
+        WeightError: `how` is unknown, the model has experts, or modelopt quantised nothing.
+    """
+    if how not in QUANTIZATIONS:
+        raise WeightError(f"--quantize {how}: choose from {', '.join(QUANTIZATIONS)}.")
+    if open_layout(source).shape.num_experts:
+        raise WeightError(
+            f"--quantize {how}: vLLM reads per-channel FP8 for dense layers only; export without "
+            "it and start vLLM with quantization='fp8'."
+        )
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=False)
+    with torch.no_grad():
+        mtq.quantize(model, getattr(mtq, QUANTIZATIONS[how]))
+        partial = new_folder(destination)
+        export_hf_checkpoint(model, export_dir=partial)
+    if not (partial / "hf_quant_config.json").is_file():
+        raise WeightError(f"nvidia-modelopt wrote no quantised weights for {source}.")
+    for path in files_within(source, CARRIED):
+        if not (partial / path.name).exists():
+            shutil.copyfile(path, partial / path.name)
+    partial.rename(destination)
+
+
 def inspect(path: Path) -> str:
-    """What a model folder holds, after checking it against its config.json."""
+    """Describe a model folder, after checking it against its config.json."""
     layout, _, dtype = _open_checked(path)
     shape = layout.shape
     num_parameters = sum(prod(one) for one in layout.hf_shapes.values())
@@ -117,9 +162,9 @@ def inspect(path: Path) -> str:
 
 
 def verify(a: Path, b: Path) -> str:
-    """Compare two model folders of either kind: configuration by name, weights bit by bit.
+    """Compare two model folders of either kind: configuration by key, weights bit by bit.
 
-    Raises WeightError naming every configuration key and the first tensors that differ.
+    Raises WeightError naming every key and the first tensors that differ.
     """
     configs = [read_json(folder / "config.json") for folder in (a, b)]
     differences = config_differences(*configs)
@@ -146,7 +191,7 @@ def _same_bits(first: TensorSource, second: TensorSource, name: str, rows: int) 
 
 
 def _open_checked(folder: Path) -> tuple[ModelLayout, TensorSource, torch.dtype]:
-    """Layout, tensors and their one type, after comparing them with each other."""
+    """Open a model folder and check its tensors against the layout."""
     layout, source = open_layout(folder), open_source(folder)
     check_tensors(source, layout, folder)
     dtypes = {source.dtypes[name] for name in layout.hf_shapes}

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder, tensor by tensor."""
+"""Write a Hugging Face folder, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 
 from megadapo.errors import WeightError
@@ -27,9 +30,9 @@ CARRIED = (
     "chat_template*",
     "LICENSE*",
 )
-"""What goes along with the weights from one model folder to another."""
+"""Files that are copied along with the weights from one model folder to another."""
 PARTIAL = ".partial"
-"""Ends the name of a folder that is being written."""
+"""Suffix of a folder that is still being written."""
 
 
 def export_weights(
@@ -44,18 +47,17 @@ def export_weights(
 ) -> None:
     """Write full tensors as a Hugging Face folder that transformers and vLLM load.
 
-    The folder appears under its name only when it is complete. Memory: one file being put together
-    and one tensor.
+    The folder gets its name when it is complete. Memory: one output file and one tensor.
 
     Args:
-        tensors: Full tensors by Hugging Face name, each exactly once, in any order. They are kept
-            until their file is written, so they must not change meanwhile.
+        tensors: Full tensors by Hugging Face name, each exactly once, in any order. They must not
+            change until their file is written.
         folder: Folder to write; must not exist, or be empty.
         layout: Layout of the model; names and shapes are checked against it.
         dtype: Type of the tensors.
-        base_folder: Model folder whose configuration and tokenizer are carried along.
+        base_folder: Model folder to copy configuration and tokenizer from.
         max_file_bytes: Largest safetensors file.
-        on_tensor: Called with each name after it was taken in.
+        on_tensor: Called with the name of each tensor after it is added.
 
     Raises:
         WeightError: A tensor is missing, unknown, misshapen or of another type; the folder exists.
@@ -72,13 +74,13 @@ def export_weights(
 
 
 def check_new(folder: Path) -> None:
-    """Refuse a folder to write that is there already, unless it is empty."""
+    """Raise WeightError if the folder to write exists and is not empty."""
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise WeightError(f"{folder} exists already; name a new folder.")
 
 
 def new_folder(folder: Path | str) -> Path:
-    """An empty folder beside `folder`, to be renamed to it when it is complete."""
+    """Make an empty folder beside `folder`, to rename to it when it is complete."""
     folder = Path(folder)
     check_new(folder)
     partial = folder.with_name(folder.name + PARTIAL)
@@ -89,7 +91,7 @@ def new_folder(folder: Path | str) -> Path:
 
 
 def carry_along(base_folder: Path | str, folder: Path, dtype: torch.dtype) -> None:
-    """Copy configuration and tokenizer; the configuration names the type of the weights."""
+    """Copy configuration and tokenizer, and set the weights' type in the configuration."""
     for path in files_within(Path(base_folder), CARRIED):
         shutil.copyfile(path, folder / path.name)
     config = read_json(folder / "config.json")
@@ -129,7 +131,7 @@ class _FileWriter:
         self._files.append(sorted(self._pending))
         path = self._folder / f"part-{len(self._files):05d}"
         save_file(self._pending, path, metadata={"format": "pt"})
-        # safetensors writes for the user alone, and whoever serves the model may be another
+        # safetensors makes files private to the user, but another user may serve the model
         path.chmod((self._folder / "config.json").stat().st_mode)
         self._pending = {}
 
@@ -144,7 +146,7 @@ class _FileWriter:
             (self._folder / INDEX_NAME).write_text(text, encoding="utf-8")
 
     def _named_files(self) -> Iterator[tuple[str, str]]:
-        """Give the files their final names, now that their number is known."""
+        """Rename the files, now that their number is known; yield each tensor with its file."""
         total = len(self._files)
         for number, names in enumerate(self._files, start=1):
             file = f"model-{number:05d}-of-{total:05d}.safetensors"
@@ -154,6 +156,15 @@ class _FileWriter:
 
 
 def full_tensors(source: TensorSource, layout: ModelLayout) -> Iterator[tuple[str, torch.Tensor]]:
-    """The full tensors of a source in the order of the model, one at a time."""
+    """Yield the full tensors of a source in the order of the model."""
     for name, shape in layout.hf_shapes.items():
         yield name, source.read(name, 0, 0, shape[0])
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a progress bar on stderr if that is a terminal; yield the function that advances it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)

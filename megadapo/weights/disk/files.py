@@ -1,35 +1,39 @@
-"""Files of a checkpoint that are hashed while they are written, and checked before they are read.
+"""Files of models and checkpoints: hashed while written, and never followed out of a folder.
 
-A rank reports what it has written: so nobody has to read a file again to know what should be in it.
+Each rank reports the hashes of its files, so no process reads them again to list them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from megadapo.errors import CorruptCheckpointError
+from megadapo.errors import CorruptCheckpointError, WeightError
+
+_SNAPSHOTS, _BLOBS = "snapshots", "blobs"
+"""Folders of the Hub's cache: files of a snapshot are links to blobs of the same model."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file must be."""
+    """The expected size and hash of a file."""
 
     bytes: int
     sha256: str
 
 
 Files = dict[str, FileEntry]
-"""By path, relative to the folder that they are listed for."""
+"""Entries by path, relative to the folder that lists them."""
 
 
 class HashedFile:
-    """The part of a file object that torch.save needs; every byte is hashed on its way."""
+    """The part of a file object that torch.save needs; hashes every byte it writes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -54,7 +58,7 @@ class HashedFile:
 
 @contextmanager
 def hashed_file(path: Path) -> Iterator[HashedFile]:
-    """Write a new file, which is on the disk when this returns; its folder is made if need be."""
+    """Write a new file and flush it to the disk on exit; creates its folder if necessary."""
     path.parent.mkdir(exist_ok=True)
     with path.open("xb") as file:
         yield HashedFile(file)
@@ -64,7 +68,7 @@ def hashed_file(path: Path) -> Iterator[HashedFile]:
 
 
 def sync_path(path: Path) -> None:
-    """Put a file, or the names in a folder, on the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -73,17 +77,17 @@ def sync_path(path: Path) -> None:
 
 
 def entry_of(path: Path) -> FileEntry:
-    """What a file is, read from the disk."""
+    """Hash a file that is on the disk."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileEntry(path.stat().st_size, digest)
 
 
 def check_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Read files and compare them with what they must be.
+    """Compare the files of a folder with their entries.
 
     Raises:
-        CorruptCheckpointError: one is missing or differs.
+        CorruptCheckpointError: A file is missing or differs.
     """
     for name, expected in sorted(files.items()):
         try:
@@ -96,3 +100,37 @@ def check_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
             raise CorruptCheckpointError(
                 f"{folder / name} is damaged: it does not match its SHA-256"
             )
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder, or only the link if `path` is one.
+
+    Raises:
+        OSError: It could not be deleted.
+    """
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def files_within(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
+    """Yield the files of a model folder that match, in the order of the patterns.
+
+    Raises:
+        WeightError: A match is a link out of the folder; its target may be a private file.
+    """
+    root = folder.resolve()
+    roots = {root}
+    if root.parent.name == _SNAPSHOTS:
+        roots.add(root.parent.parent / _BLOBS)
+    for pattern in patterns:
+        for path in sorted(folder.glob(pattern)):
+            target = path.resolve()
+            if not roots.intersection(target.parents):
+                raise WeightError(
+                    f"{path} is a link to {target}, outside of the model's folder: it is not "
+                    "copied; put the file itself there"
+                )
+            if path.is_file():
+                yield path

@@ -1,4 +1,4 @@
-"""Putting full tensors together from the shards of a trainer's ranks, one weight at a time."""
+"""Gather full tensors from the shards of a trainer's ranks, one weight at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megadapo.weights.layout.shards import Shard, ShardPosition
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The process groups that one replica of the model is spread over; None: not spread."""
+    """The process groups of one replica of the model; None for an axis of size 1."""
 
     tp: dist.ProcessGroup | None = None
     pp: dist.ProcessGroup | None = None
@@ -36,14 +36,14 @@ def gather_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every full tensor by its Hugging Face name, on every rank, in the same order.
 
-    Collective over `groups`: all ranks must iterate to the end, in step. At any time a rank holds
-    the tensors of one weight (with experts: of one expert per expert-parallel rank).
+    Collective over `groups`: all ranks must iterate to the end. Memory: the tensors of one weight,
+    or of one expert per expert-parallel rank.
     """
     yield from _Gatherer(params, layout, position, groups)
 
 
 class _Gatherer:
-    """One pass over a model; every rank walks the same weights in the same order."""
+    """One pass over a model; every rank visits the same weights in the same order."""
 
     def __init__(
         self,
@@ -57,8 +57,10 @@ class _Gatherer:
         self._dtype = single_dtype(self._local.values())
         self._device = next(iter(self._local.values())).device
         self._layout, self._position, self._groups = layout, position, groups
-        held = (position.layer_indices, position.has_embedding, position.has_head)
-        self._stages = _all_gather_object(held, groups.pp)
+        own = (position.layer_indices, position.has_embedding, position.has_head)
+        self._stages: list[Any] = [own] * position.pp_size
+        if groups.pp is not None:
+            dist.all_gather_object(self._stages, own, group=groups.pp)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         family = self._layout.family
@@ -72,7 +74,7 @@ class _Gatherer:
             yield from self._weight(family.head, None, self._stage("head"))
 
     def _stage(self, what: int | str) -> int:
-        """The pipeline stage that holds a layer, the embedding or the head."""
+        """Return the pipeline stage of a layer, the embedding or the head."""
         for stage, (layers, has_embedding, has_head) in enumerate(self._stages):
             if (
                 (what == "embedding" and has_embedding)
@@ -100,7 +102,7 @@ class _Gatherer:
     def _assemble(
         self, row: Weight, layer: str | None, expert: int | None, owner: int
     ) -> dict[str, torch.Tensor]:
-        """The full tensors of one weight from the shards of the tensor-parallel ranks."""
+        """Assemble the full tensors of one weight from the tensor-parallel ranks' shards."""
         position = self._position
         if not self._mine(owner):
             ranks = range(position.ep_size) if row.expert else [0]
@@ -150,7 +152,7 @@ class _Gatherer:
     def _exchange_experts(
         self, mine: dict[str, torch.Tensor], row: Weight, layer: str | None, local: int
     ) -> dict[str, torch.Tensor]:
-        """The same local expert of every expert-parallel rank, by its global name."""
+        """Gather the same local expert of every expert-parallel rank, under global names."""
         position = self._position
         if position.ep_size == 1:
             return mine
@@ -168,7 +170,7 @@ class _Gatherer:
     def _broadcast(
         self, full: dict[str, torch.Tensor], owner: int
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hand the tensors of the owning stage to the other stages."""
+        """Broadcast the tensors of the owning stage to the other stages."""
         for name, tensor in full.items():
             if self._position.pp_size > 1:
                 stages = self._groups.pp
@@ -181,11 +183,3 @@ def _at_tp_rank(position: ShardPosition, rank: int, row: Weight) -> ShardPositio
     if not row.expert:
         return replace(position, tp_rank=rank)
     return replace(position, etp_rank=rank, etp_size=position.expert_tp[1])
-
-
-def _all_gather_object(value: object, group: dist.ProcessGroup | None) -> list[Any]:
-    if group is None:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values

@@ -1,4 +1,4 @@
-"""Filling a trainer rank's parameters from full tensors, and taking full tensors out of shards."""
+"""Fill a trainer rank's parameters from full tensors, and copy shards into full tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megadapo.errors import WeightError
-from megadapo.weights.disk.sources import TensorSource, check_tensors
+from megadapo.weights.disk.sources import TensorSource, check_tensors, open_source
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import Shard, ShardPosition
 
@@ -21,19 +21,17 @@ def import_weights(
 ) -> None:
     """Fill this rank's parameters in place from a Hugging Face or converted folder.
 
-    Reads only what this rank holds; memory beyond `params` is about one slice.
+    Reads only this rank's slices. Memory beyond `params` is about one slice.
 
     Args:
         folder: Hugging Face folder, or one written by `megadapo convert hf-to-megatron`.
         params: Megatron-named parameters of this rank, with global layer numbers.
         layout: Layout of the model that `params` belong to.
-        position: What of the model this rank holds.
+        position: Position of this rank in the model.
 
     Raises:
-        WeightError: A tensor or parameter is missing, unknown or misshapen; it is named.
+        WeightError: A tensor or parameter is missing, unknown or misshapen; the error names it.
     """
-    from megadapo.weights.disk.megatron_folder import open_source
-
     source = open_source(folder)
     check_tensors(source, layout, folder)
     for shard, param in match_params(params, layout, position):
@@ -45,7 +43,7 @@ def match_params(
 ) -> list[tuple[Shard, torch.Tensor]]:
     """Pair every shard of a rank with its parameter.
 
-    Raises WeightError naming parameters the layout does not know, misses, or sizes differently.
+    Raises WeightError naming parameters that are unknown, missing or of another shape.
     """
     pairs, unknown, problems = [], set(params), []
     for shard in layout.megatron_shards(position):
@@ -67,7 +65,7 @@ def match_params(
 
 @torch.no_grad()
 def fill_shard(param: torch.Tensor, shard: Shard, source: TensorSource) -> None:
-    """Copy a shard's runs out of `source` into `param` and zero what is padding."""
+    """Copy a shard's runs out of `source` into `param` and zero the padding."""
     filled = 0
     for offset, run in shard.placed_runs():
         piece = source.read(run.tensor, shard.axis, run.start, run.stop)
@@ -79,14 +77,14 @@ def fill_shard(param: torch.Tensor, shard: Shard, source: TensorSource) -> None:
 
 @torch.no_grad()
 def collect_runs(full: Mapping[str, torch.Tensor], shard: Shard, local: torch.Tensor) -> None:
-    """Copy a shard's runs out of `local` into the full tensors they belong to."""
+    """Copy a shard's runs out of `local` into their full tensors."""
     for offset, run in shard.placed_runs():
         target = full[run.tensor].narrow(shard.axis, run.start, run.size)
         target.copy_(local.narrow(shard.axis, offset, run.size))
 
 
 def single_dtype(params: Iterable[torch.Tensor]) -> torch.dtype:
-    """The type that all parameters share."""
+    """Return the type that all parameters share."""
     dtypes = {param.dtype for param in params}
     if len(dtypes) != 1:
         raise WeightError(f"Parameters of one model must share a type, but there are {dtypes}.")

@@ -1,12 +1,13 @@
-"""The `.metadata` of a distributed checkpoint: written from what ranks report, read without trust.
+"""A distributed checkpoint of torch: its `.metadata`, written and read without trust, and tensors.
 
-The file is a pickle, which could name any function to be called. Here it can name the plain
-classes that such metadata consists of, and nothing else: anything more is refused, not run.
+The metadata is a pickle, which could name any function to call. This reader admits only the plain
+classes that such metadata consists of and refuses everything else.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -22,6 +25,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megadapo.errors import CheckpointError
 from megadapo.weights.disk.files import FileEntry, hashed_file
@@ -51,7 +56,7 @@ _ADMITTED = {
         "WriteItemType",
     },
 }
-"""By module, what torch and megatron-core write; torch's types (`float32`) are admitted besides."""
+"""Module -> names that torch and megatron-core write; torch dtypes are admitted as well."""
 
 _DAMAGED = (
     pickle.UnpicklingError,
@@ -63,17 +68,23 @@ _DAMAGED = (
     TypeError,
     ValueError,
 )
-"""What reading a pickle raises, by the place where it is damaged."""
+"""Errors that reading a damaged pickle raises, depending on where it is damaged."""
+
+_UNREADABLE = (OSError, EOFError, RuntimeError, pickle.UnpicklingError)
+"""Errors that torch's reader raises for a missing, short or changed file."""
+
+_Targets = dict[tuple[str, torch.Size | None], Tensor]
+"""(tensor, offset) -> the memory to read into."""
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A box of a tensor, and where a rank has put it."""
+    """A box of a tensor and its position in a rank's file."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
@@ -82,12 +93,94 @@ class StoredPiece:
     num_bytes: int
 
 
-def write_metadata(folder: Path, pieces: Iterable[StoredPiece]) -> FileEntry:
-    """Say where everything lies that the ranks have written into `folder`.
+@dataclass(frozen=True)
+class Window:
+    """A box of a stored tensor to read into memory."""
+
+    key: str
+    offset: tuple[int, ...]
+    target: Tensor
+    """Tensor of the box's sizes; elements beyond the stored tensor stay unchanged."""
+
+
+class StoredTensors:
+    """The tensors of one checkpoint folder, by name.
 
     Raises:
-        CheckpointError: a tensor has gaps, or two ranks have written the same part of it.
-        OSError: it could not be written.
+        CheckpointError: The metadata is missing, damaged or not a checkpoint's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        metadata = read_metadata(folder)
+        self.tensors = {
+            key: stored
+            for key, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+        self._reader = FileSystemReader(folder)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+
+    def read(self, windows: Iterable[Window]) -> None:
+        """Fill all targets; opens every file once.
+
+        Raises:
+            CheckpointError: A file cannot be read or does not match the metadata.
+        """
+        wanted: dict[str, list[Window]] = defaultdict(list)
+        for window in windows:
+            wanted[window.key].append(window)
+        items = [item for key, of_key in wanted.items() for item in self._items(key, of_key)]
+        targets: _Targets = {
+            (w.key, torch.Size(w.offset)): w.target for of in wanted.values() for w in of
+        }
+        try:
+            self._reader.read_data(LoadPlan(items), _ReadInto(targets))
+        except _UNREADABLE as error:
+            raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
+
+    def _items(self, key: str, windows: list[Window]) -> list[ReadItem]:
+        stored = self.tensors[key]
+        boxes = [
+            ChunkStorageMetadata(torch.Size(window.offset), window.target.size())
+            for window in windows
+        ]
+        items = create_read_items_for_chunk_list(key, stored, boxes)
+        within = sum(_num_within(box, stored.size) for box in boxes)
+        if sum(prod(item.lengths) for item in items) != within:
+            raise CheckpointError(f"{self.folder}: the chunks of {key} do not add up to it")
+        return items
+
+
+def _num_within(box: ChunkStorageMetadata, shape: torch.Size) -> int:
+    ends = (min(a + b, c) for a, b, c in zip(box.offsets, box.sizes, shape, strict=True))
+    return prod(max(0, end - start) for end, start in zip(ends, box.offsets, strict=True))
+
+
+class _ReadInto(DefaultLoadPlanner):
+    """A planner that directs torch's reader to the targets."""
+
+    def __init__(self, targets: _Targets) -> None:
+        super().__init__()
+        self._targets = targets
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        index = read_item.dest_index
+        offsets = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._targets[index.fqn, index.offset][
+            tuple(slice(at, at + length) for at, length in offsets)
+        ]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Do nothing: the reader has copied into the target itself."""
+
+
+def write_metadata(folder: Path, pieces: Iterable[StoredPiece]) -> FileEntry:
+    """Record the position of every piece that the ranks have written into `folder`.
+
+    Raises:
+        CheckpointError: A tensor has gaps, or two ranks have written the same part of it.
+        OSError: The file could not be written.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -113,11 +206,11 @@ def write_metadata(folder: Path, pieces: Iterable[StoredPiece]) -> FileEntry:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The metadata of the checkpoint in `folder`.
+    """Read the metadata of the checkpoint in `folder`.
 
     Raises:
-        CheckpointError: it is not there, damaged, or names something that no checkpoint consists
-            of, which is not run; or it points at files outside of the folder.
+        CheckpointError: It is missing or damaged, names a class that no checkpoint consists of
+            (which is not run), or points at files outside of the folder.
     """
     path = folder / METADATA_FILE
     try:
@@ -129,7 +222,13 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointError(f"{path} is not the metadata of a checkpoint: {error}") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise CheckpointError(f"{path} is not the metadata of a checkpoint")
-    _check_files(path, metadata)
+    places = metadata.storage_data
+    if not isinstance(places, dict):
+        raise CheckpointError(f"{path} does not say in which files its tensors are")
+    for index, place in places.items():
+        is_known = isinstance(index, MetadataIndex) and isinstance(place, _StorageInfo)
+        if not is_known or Path(place.relative_path).name != place.relative_path:
+            raise CheckpointError(f"{path} points at {place!r}, which is not a file beside it")
     return metadata
 
 
@@ -140,14 +239,3 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"it names {module}.{name}, which was not run")
-
-
-def _check_files(path: Path, metadata: Metadata) -> None:
-    """Every chunk must lie in a file beside the metadata."""
-    places = metadata.storage_data
-    if not isinstance(places, dict):
-        raise CheckpointError(f"{path} does not say where its tensors lie")
-    for index, place in places.items():
-        is_known = isinstance(index, MetadataIndex) and isinstance(place, _StorageInfo)
-        if not is_known or Path(place.relative_path).name != place.relative_path:
-            raise CheckpointError(f"{path} points at {place!r}, which is not a file beside it")

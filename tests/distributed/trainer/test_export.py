@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
-from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.disk.sources import open_layout
 from tests.support.models.tiny_models import TRAINED, make_model
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import build, save_at, update

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from megadapo.weights.disk.export import export_weights
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
-from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync.buckets import num_rounds, pack, repack, room_of
 from megadapo.weights.sync.delta.state import delta_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync.buckets import (
     CHECKSUM_CHUNK,

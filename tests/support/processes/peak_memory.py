@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megadapo.weights.disk.checkpoint_source import TrainerCheckpoint
 from megadapo.weights.disk.export import export_weights
-from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.disk.sources import open_layout
 
 
 def peak_bytes() -> int:

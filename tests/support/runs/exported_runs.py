@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
 from megadapo.run.state.checkpoint import CheckpointStore
 from megadapo.weights.disk.load import fill_shard
-from megadapo.weights.disk.megatron_folder import open_layout, open_source
+from megadapo.weights.disk.sources import open_layout, open_source
 from megadapo.weights.layout.shards import ShardPosition
 from tests.support.runs.checkpoints import written_by
 

@@ -20,7 +20,7 @@ from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.remote_engine import RemoteEngine
 from megadapo.rollout.types import GroupRequest, SamplingSettings
 from megadapo.weights.disk.load import import_weights
-from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.sender import WeightSender

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megadapo.errors import WeightError
 from megadapo.weights.disk.load import import_weights
-from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from tests.support.models.tiny_models import FAMILY_NAMES, make_model
 from tests.support.runs.commands import convert

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megadapo.errors import WeightError
 from megadapo.weights.disk.load import collect_runs, import_weights, match_params
-from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.layout import layout_for, padded_vocab_size
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import EnginePosition

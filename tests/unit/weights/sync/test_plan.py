@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megadapo.errors import WeightError
-from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import EnginePosition

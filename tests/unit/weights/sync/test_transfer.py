@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megadapo.errors import InfraError, WeightError
-from megadapo.weights.disk.megatron_folder import open_layout
+from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.stages import stage_layers
 from megadapo.weights.sync.buckets import checksum
