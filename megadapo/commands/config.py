@@ -22,6 +22,7 @@ def add(commands: Commands) -> None:
         "--schema", action="store_true", help="print the JSON schema of a recipe, for editors"
     )
     what.add_argument("--markdown", action="store_true", help="print docs/configuration.md")
+    what.add_argument("--metrics", action="store_true", help="print docs/metrics.md")
     parser.set_defaults(run=run)
 
 
@@ -32,6 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(reference.json_schema(), indent=2))
     elif arguments.markdown:
         print(reference.markdown(), end="")
+    elif arguments.metrics:
+        from megadapo.observe.metrics.names import metrics_page
+
+        print(metrics_page(), end="")
     else:
         _show(reference.tables(arguments.section))
     return 0

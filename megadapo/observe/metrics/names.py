@@ -1,221 +1,172 @@
-"""The names of a step's metrics, in the field's terms: what dashboards are built on."""
+"""The metrics of a step: every name with its meaning, in the order a record is written.
+
+`megadapo config --metrics` makes docs/metrics.md of this table.
+"""
 
 from __future__ import annotations
 
-METRIC_NAMES = (
-    "step",
-    "policy_version",
-    "time/step_s",
-    "time/rollout_s",
-    "time/train_s",
-    "time/sync_s",
-    "time/reward_s",
-    "time/evaluate_s",
-    "time/checkpoint_s",
-    "time/group_p50_s",
-    "time/group_p95_s",
-    "time/group_max_s",
-    "time/engine_min_s",
-    "time/engine_max_s",
-    "time/rank_logprobs_min_s",
-    "time/rank_logprobs_max_s",
-    "tokens_per_s",
-    "reward/mean",
-    "reward/overlong_penalty_mean",
-    "reward/shaped_mean",
-    "accuracy/mean",
-    "response_length/mean",
-    "response_length/p50",
-    "response_length/p95",
-    "response_length/max",
-    "response_length/truncated_fraction",
-    "groups/sampled",
-    "groups/kept",
-    "groups/all_correct",
-    "groups/all_wrong",
-    "groups/from_reserve",
-    "groups/to_reserve",
-    "groups/dropped",
-    "groups/stopped",
-    "groups/carried",
-    "groups/resting",
-    "groups/from_journal",
-    "tokens/generated",
-    "tokens/stopped",
-    "tokens/trained",
-    "tools/calls_per_response",
-    "tools/token_share",
-    "tools/branches_per_group",
-    "tools/entropy_rise",
-    "rollout/engine_busy_share",
-    "rollout/slot_use",
-    "rollout/preemptions",
-    "rollout/kv_use_max",
-    "rollout/tokens_per_s_min",
-    "rollout/tokens_per_s_max",
-    "rollout/engine_tokens_min",
-    "rollout/engine_tokens_max",
-    "train/rank_tokens_min",
-    "train/rank_tokens_max",
-    "policy/loss",
-    "policy/entropy",
-    "policy/ratio_mean",
-    "policy/ratio_first_max_error",
-    "policy/clip_low_fraction",
-    "policy/clip_high_fraction",
-    "policy/dual_clip_fraction",
-    "policy/token_probability_mean",
-    "policy/positive_gradient_share",
-    "policy/grad_norm",
-    "policy/lr",
-    "policy/skipped_updates",
-    "parity/logprob_abs_mean",
-    "parity/logprob_abs_max",
-    "parity/batch_shape_abs_mean",
-    "parity/batch_shape_abs_max",
-    "parity/engine_abs_mean",
-    "parity/engine_abs_max",
-    "staleness/token_share",
-    "staleness/mean",
-    "staleness/max",
-    "staleness/logprob_drift_mean",
-    "staleness/logprob_drift_max",
-    "staleness/weight_truncated_share",
-    "staleness/weight_masked_share",
-    "bapo/clip_low",
-    "bapo/clip_high",
-    "bapo/share_before",
-    "bapo/share",
-    "bapo/share_min",
-    "kl/mean",
-    "kl/max",
-    "kl/coef",
-    "pretraining/loss",
-    "pretraining/tokens",
-    "reflection/response_share",
-    "critic/loss",
-    "critic/explained_variance",
-    "critic/value_mean",
-    "critic/return_mean",
-    "critic/clip_fraction",
-    "critic/grad_norm",
-    "critic/lr",
-    "critic/skipped_updates",
-    "experts/balance_loss",
-    "experts/max_load",
-    "weights/bytes",
-    "weights/density",
-    "weights/update_s",
-    "weights/pause_s",
-    "memory/driver_mib",
-    "memory/rank_min_mib",
-    "memory/rank_max_mib",
-    "memory/engine_min_mib",
-    "memory/engine_max_mib",
-    "eval/accuracy",
-    "eval/policy_version",
-)
-"""Every name of a step's record, in the order it is written; a value is null where not measured.
-Names that the configuration gives (`OWN_AREAS`) follow them.
+METRICS = {
+    "step": "Number of the rollout step, counted from 1.",
+    "policy_version": "Weight publication that the step ends with.",
+    "time/step_s": "Rollout, training and weight sync of the step: the sum of the next three.",
+    "time/rollout_s": "Seconds in which the step waited for its batch.",
+    "time/train_s": "Seconds of old log-probs, reference, critic and updates.",
+    "time/sync_s": "Seconds of the weight update, sleeping and waking of engines included.",
+    "time/reward_s": "Seconds that responses waited to be scored.",
+    "time/evaluate_s": "Seconds the run waited for evaluations since the record before.",
+    "time/checkpoint_s": "Seconds spent on checkpoints since the record before, so those of the "
+    "step before.",
+    "time/group_p50_s": "Median seconds from a group's submission to its last token.",
+    "time/group_p95_s": "95th percentile of the same.",
+    "time/group_max_s": "Largest value of the same.",
+    "time/engine_min_s": "Busy seconds of the engine that was busy for the shortest time.",
+    "time/engine_max_s": "Busy seconds of the engine that was busy for the longest time.",
+    "time/rank_logprobs_min_s": "Seconds of the fastest rank for the old log-probs; no "
+    "data-parallel rank waits for another in that pass.",
+    "time/rank_logprobs_max_s": "Seconds of the slowest rank for the same.",
+    "tokens_per_s": "Tokens generated per second of the step.",
+    "reward/mean": "Mean reward of all responses generated, before overlong shaping.",
+    "reward/overlong_penalty_mean": "Mean soft overlong punishment of the same responses.",
+    "reward/shaped_mean": "Sum of the two above.",
+    "accuracy/mean": "Share of correct responses among all generated.",
+    "response_length/mean": "Mean response length in tokens.",
+    "response_length/p50": "Median response length.",
+    "response_length/p95": "95th percentile of the response length.",
+    "response_length/max": "Longest response.",
+    "response_length/truncated_fraction": "Share of responses cut at the longest length.",
+    "groups/sampled": "Groups completed in this step. All response metrics are over them.",
+    "groups/kept": "Groups that the step trained on.",
+    "groups/all_correct": "Completed groups with only correct responses.",
+    "groups/all_wrong": "Completed groups with only incorrect responses.",
+    "groups/from_reserve": "Groups of the batch that an earlier step completed.",
+    "groups/to_reserve": "Mixed groups kept for the next step.",
+    "groups/dropped": "Mixed groups that were not used. Depends on the engines' speed if "
+    "sampling.max_staleness is 0.",
+    "groups/stopped": "Groups ended before completion; depends on the engines' speed likewise.",
+    "groups/carried": "Unfinished groups that continue in the next step.",
+    "groups/resting": "Prompts left out by sampling.rest_after.",
+    "groups/from_journal": "Groups read from the journal of a killed process instead of being "
+    "generated again.",
+    "tokens/generated": "Tokens sampled by engines. Tool output is not counted; a prefix that "
+    "branches share is counted once.",
+    "tokens/stopped": "Tokens of groups that were stopped; depends on the engines' speed likewise.",
+    "tokens/trained": "Response tokens with a loss weight; a shared prefix counts once per branch.",
+    "tools/calls_per_response": "Mean tool calls of a response; null without rollout.tools.",
+    "tools/token_share": "Share of response tokens that a tool wrote.",
+    "tools/branches_per_group": "Responses of a group that branch off another one; null without "
+    "sampling.branching.",
+    "tools/entropy_rise": "Mean normalised entropy after a tool call, less that of the response's "
+    "start.",
+    "rollout/engine_busy_share": "Share of the engines' time in which they had work.",
+    "rollout/slot_use": "Mean share of rollout.max_num_seqs in use while busy.",
+    "rollout/preemptions": "Responses that vLLM preempted for lack of key-value cache.",
+    "rollout/kv_use_max": "Largest share of the key-value cache in use.",
+    "rollout/tokens_per_s_min": "Tokens per second of the slowest engine.",
+    "rollout/tokens_per_s_max": "Tokens per second of the fastest engine.",
+    "rollout/engine_tokens_min": "Tokens of the engine that generated the fewest.",
+    "rollout/engine_tokens_max": "Tokens of the engine that generated the most.",
+    "train/rank_tokens_min": "Tokens, prompts included, of the trainer rank with the fewest.",
+    "train/rank_tokens_max": "Tokens, prompts included, of the trainer rank with the most.",
+    "policy/loss": "Mean loss of the step's updates, without the pretraining loss.",
+    "policy/entropy": "Mean token entropy in nats.",
+    "policy/ratio_mean": "Mean ratio of new to old token probability.",
+    "policy/ratio_first_max_error": "Largest |ratio - 1| in the step's first mini-batch; exactly "
+    "0.0 unless old and new log-probs differ for the same weights.",
+    "policy/clip_low_fraction": "Share of tokens clipped at the lower bound.",
+    "policy/clip_high_fraction": "Share of tokens clipped at the upper bound.",
+    "policy/dual_clip_fraction": "Share of tokens bounded by algorithm.objective.dual_clip.",
+    "policy/token_probability_mean": "Mean probability of the trained tokens.",
+    "policy/positive_gradient_share": "Share of tokens with a positive advantage in the sum of "
+    "|loss weight x derivative of the policy term|, after the clip; 0.5 is balanced.",
+    "policy/grad_norm": "Mean global gradient norm of the applied updates, before clipping.",
+    "policy/lr": "Learning rate of the step; 0 during critic.warmup.",
+    "policy/skipped_updates": "Updates skipped on all ranks for a non-finite loss or gradient.",
+    "parity/logprob_abs_mean": "Mean |log-prob(trainer) - log-prob(engine)| over fresh tokens, "
+    "before the first update.",
+    "parity/logprob_abs_max": "Largest value of the same.",
+    "parity/batch_shape_abs_mean": "Mean gap between the trainer's log-probs of a token in two "
+    "micro-batch shapes, over a few sequences scored twice.",
+    "parity/batch_shape_abs_max": "Largest value of the same.",
+    "parity/engine_abs_mean": "Mean distance of the engine's log-prob from the range of those two. "
+    "A token's gap is at most the sum of both causes.",
+    "parity/engine_abs_max": "Largest value of the same.",
+    "staleness/token_share": "Share of tokens with a loss weight that earlier weights sampled.",
+    "staleness/mean": "Mean number of publications between sampling and training of a token.",
+    "staleness/max": "Largest value of the same.",
+    "staleness/logprob_drift_mean": "Mean |log-prob(trainer) - log-prob(engine)| over stale "
+    "tokens, before the first update.",
+    "staleness/logprob_drift_max": "Largest value of the same.",
+    "staleness/weight_truncated_share": "Share of importance weights that were truncated.",
+    "staleness/weight_masked_share": "Share of importance weights that were masked.",
+    "bapo/clip_low": 'Lower ratio bound, mean over updates; null unless the gate is "bapo".',
+    "bapo/clip_high": "Upper ratio bound, mean over updates.",
+    "bapo/share_before": "Share of positive tokens before the search, mean over updates.",
+    "bapo/share": "Share of positive tokens after the search, mean over updates.",
+    "bapo/share_min": "Smallest value of the same.",
+    "kl/mean": "Mean KL estimate to the reference before the first update; null without kl_coef.",
+    "kl/max": "Largest absolute value of the same.",
+    "kl/coef": "Coefficient of the KL divergence in this step, which kl_control moves.",
+    "pretraining/loss": "Mean loss of pretraining tokens in nats, without its coefficient.",
+    "pretraining/tokens": "Pretraining tokens that were predicted.",
+    "reflection/response_share": "Share of trained responses with any of "
+    "observe.reflection_phrases; reflection/NAME is the share of one phrase.",
+    "critic/loss": "Mean value loss of the updates; null unless the advantage is gae.",
+    "critic/explained_variance": "1 - Var(return - value) / Var(return), before the first update.",
+    "critic/value_mean": "Mean value before the first update.",
+    "critic/return_mean": "Mean return before the first update.",
+    "critic/clip_fraction": "Share of tokens whose value was clipped.",
+    "critic/grad_norm": "Mean global gradient norm of the critic's updates.",
+    "critic/lr": "Learning rate of the critic.",
+    "critic/skipped_updates": "Critic updates skipped for a non-finite loss or gradient.",
+    "experts/balance_loss": "Load-balancing loss without its coefficient, mean over layers; 1 is "
+    "even, null without experts.",
+    "experts/max_load": "Most tokens of one expert, relative to the mean of its layer.",
+    "weights/bytes": "Bytes that trainer ranks gave to engines in the update.",
+    "weights/density": "Share of elements that changed since the update before; null after a full "
+    "update.",
+    "weights/update_s": "Seconds of the whole update, within time/sync_s.",
+    "weights/pause_s": "Part of it in which engines had neither old nor new weights.",
+    "memory/driver_mib": "Private memory of the driver in MiB; memory/* shows leaks.",
+    "memory/rank_min_mib": "Smallest private memory of a trainer rank after the updates.",
+    "memory/rank_max_mib": "Largest private memory of a trainer rank after the updates.",
+    "memory/engine_min_mib": "Smallest private memory of an engine with its processes.",
+    "memory/engine_max_mib": "Largest private memory of an engine with its processes.",
+    "eval/accuracy": "Held-out accuracy that became known in this step; the newest if several did.",
+    "eval/policy_version": "Weights that the evaluation scored.",
+}
+"""Meaning of each metric by its name. A value is null if there was nothing to measure."""
 
-time/step_s is time/rollout_s + time/train_s + time/sync_s. time/evaluate_s and time/checkpoint_s
-are not part of it: they are the seconds spent on those since the record before, or since the
-process started. So a checkpoint, which is written after the record of its step, is in the next
-one's. Of an evaluation it is what the run waited for: nothing of what passes beside training.
-
-eval/accuracy is in the record of the step in which it became known, and eval/policy_version says
-which weights it is of: the step's own where evaluation.placement is "alone", and after the last
-step; with "interleaved" those that the step sampled with, with "engine" those or earlier ones.
-Where several became known it is the newest. evaluations.jsonl has each evaluation under the step
-that trained its weights, with its standard error. What engines did (time/engine_*, rollout/*)
-includes the share of an evaluation beside the rollouts.
-
-time/group_* is from a group's submission to its last token. time/engine_* is how long an engine was
-busy in the step and rollout/engine_tokens_* what it generated; rollout/engine_busy_share is the
-share of the engines' time in which they had anything to do, rollout/slot_use that of
-rollout.max_num_seqs that was running on average.
-
-groups/sampled are those that came back and count in the step, and everything said of responses is
-said of theirs. groups/stopped were ended unfinished, groups/dropped had a signal and were not used,
-tokens/stopped were generated for nothing: with sampling.max_staleness = 0 these three depend on the
-engines' speed, as times do, and nothing else does. groups/carried go on in the next step.
-groups/resting were left out, see sampling.rest_after. groups/from_journal had come back to a
-process that ended before the step did, and were not generated again; all else counts them as if
-they had been. train/rank_tokens_* is what a trainer rank had to compute, prompts included, and
-time/rank_logprobs_* how long it took for the old log-probs of that, a pass in which no
-data-parallel rank waits for another but for those that share experts. reward/* is over all
-responses generated, as accuracy/mean is; reward/shaped_mean is reward/mean +
-reward/overlong_penalty_mean.
-Where reward.functions has more than the rule, reward/NAME is the mean score of a function, without
-its weight, reward/NAME/PART the mean of a part, and reward/NAME/failed the share of responses that
-it failed on; where it scores steps, reward/NAME/steps is the mean number of them in a response and
-reward/NAME/step_mean that of a response's mean score. Those a step has none of are not in its
-record.
-
-tokens/generated is what engines sampled: what a tool put out is in no tokens/*, and what responses
-share that branch is counted once, but tokens/trained has it once for each. tools/calls_per_response
-is how often a tool was called, tools/token_share what it put out of all response tokens,
-tools/branches_per_group how many responses began in the middle of another one, and
-tools/entropy_rise the mean normalised entropy behind a call less that of the response's start; null
-without `[rollout.tools]`, or without `[sampling.branching]`.
-
-parity/* is |trainer - engine| log-prob before the step's first update on fresh tokens, which the
-present weights sampled, and staleness/logprob_drift_* the same on stale ones, which earlier weights
-sampled. A few sequences are scored a second time, in a smaller micro-batch:
-parity/batch_shape_* is how far the trainer's own two log-probs of a token are apart, and
-parity/engine_* how far the engine's is outside of what lies between them, so that a token's gap is
-at most the sum of both. staleness/token_share, mean and max are over all tokens with a loss weight,
-in publications since sampling. staleness/weight_*_share is of the tokens with an importance weight
-(`[algorithm.importance]`), null where none has one.
-
-policy/dual_clip_fraction is the share of tokens whose term algorithm.objective.dual_clip bounded, 0
-without it.
-
-policy/positive_gradient_share is what tokens with a positive advantage have of the sum of |loss
-weight x derivative of the policy term in the log-prob|, behind the clip: 0.5 is a balance, and
-negative tokens that drown the others lead to a low one.
-
-reflection/response_share is the share of the responses trained on that have any of
-observe.reflection_phrases, and reflection/NAME the share that have that phrase, with _ between its
-words.
-
-bapo/* is null unless algorithm.objective.gate is "bapo". clip_low and clip_high are the bounds of
-the ratio itself, share_before and share the positive tokens' share where the search of an update
-began and where it ended, as means over the step's updates; share_min is the smallest share.
-
-critic/* is null unless algorithm.advantage is "gae". Values and returns are those before the step's
-first update; critic/explained_variance is 1 - Var(return - value) / Var(return). In the steps of
-critic.warmup policy/lr is 0, and everything else of policy/* is of updates that were not applied.
-
-experts/* is null for a model without experts; both are of the step's tokens, prompts included, in
-the pass that gave the old log-probs. experts/balance_loss is the loss of
-trainer.router_aux_loss_coef without that coefficient, mean over the layers: 1 where all experts get
-as much. experts/max_load is the most tokens of one expert against the mean of its layer.
-
-kl/* is null unless algorithm.objective.kl_coef is above 0: the estimates of the KL divergence to
-the reference (algorithm.objective.kl_value) before the step's first update, over all tokens with a
-loss weight, as mean and as the largest absolute value. While policy and reference are the same
-weights, as in the first step of a run, both are exactly 0. kl/coef is the weight that the step gave
-it, which algorithm.kl_control moves after each step.
-
-pretraining/* is null unless algorithm.pretraining.data is set: the mean loss of the step's texts in
-nats a token, without its coefficient, and how many tokens of text were predicted. policy/loss does
-not have it, policy/grad_norm is of both.
-
-weights/bytes is what trainer ranks gave to engines in the step's update, and weights/density the
-share of the elements that changed since the update before; null where that was not looked at, as
-all weights were sent (weights.mode, weights.full_every). weights/update_s is the whole update,
-within time/sync_s, and weights/pause_s the part of it in which engines had neither old nor new
-weights.
-
-memory/* is main memory that no other process has, in MiB: of the driver, of a trainer rank after
-the step's updates, and of an engine with all of its processes at the end of the rollout. Where it
-grows step after step, something is kept.
-
-Where saved rollouts are trained on again, what needs engines is null (tokens/generated,
-tokens_per_s, time/sync_s, time/reward_s, *engine*, weights/*, eval/*), what is said of the groups
-is of those saved, and parity/* is against the saved log-probs.
-"""
+METRIC_NAMES = tuple(METRICS)
 
 OWN_AREAS = ("reward/", "reflection/")
-"""Begin the names that the configuration and its reward functions give."""
+"""Prefixes of names that the configuration and its reward functions give."""
+
+_NOTES = """\
+`reward.functions` beyond the rule add names: `reward/NAME` is the mean score of a function without
+its weight, `reward/NAME/PART` the mean of a part, and `reward/NAME/failed` the share of responses
+that it failed on. A function that scores steps also has `reward/NAME/steps`, the mean number of
+steps, and `reward/NAME/step_mean`, the mean score of a step. A step without such values leaves
+them out.
+
+If saved rollouts are trained on again, everything that needs engines is null, group metrics
+describe the saved groups, and `parity/*` compares with the saved log-probs.
+"""
+
+
+def metrics_page() -> str:
+    """Return docs/metrics.md: one row per metric, and notes on the names that users add."""
+    meanings = {name: meaning.replace("|", "\\|") for name, meaning in METRICS.items()}
+    rows = "\n".join(f"| `{name}` | {meaning} |" for name, meaning in meanings.items())
+    return f"""# Metrics
+
+`metrics.jsonl` has one object a step with all of these names, null where a step has no value.
+TensorBoard, wandb and mlflow receive the same numbers. `evaluations.jsonl` has each evaluation with
+its standard error, under the step that trained its weights.
+
+This page is written by `megadapo config --metrics`.
+
+| metric | meaning |
+| --- | --- |
+{rows}
+
+{_NOTES}"""
