@@ -24,11 +24,18 @@ Advantages = np.ndarray | Sequence[np.ndarray]
 
 
 def advantages(
-    groups: Sequence[ScoredGroup], config: AlgorithmConfig, *, max_response_tokens: int
+    groups: Sequence[ScoredGroup],
+    config: AlgorithmConfig,
+    *,
+    max_response_tokens: int,
+    rewards: np.ndarray | None = None,
 ) -> Advantages:
-    """The advantage of every response of a step, [S] float64; with grpo-process its tokens', [n].
+    """Return the advantage of every response of a step, [S]; with grpo-process of its tokens, [n].
 
-    With gae it is the response's reward: what its tokens get is known where the critic is.
+    With gae it is the response's reward: the critic's ranks make the advantages of tokens.
+
+    Args:
+        rewards: [S] result of `response_rewards` if the caller has it.
     """
     if config.compares_steps:
         return [
@@ -41,8 +48,10 @@ def advantages(
             )
         ]
     lengths = np.array([n for group in groups for n in group.num_sampled], dtype=np.int64)
+    if rewards is None:
+        rewards = response_rewards(groups, config, max_response_tokens=max_response_tokens)
     return response_advantages(
-        response_rewards(groups, config, max_response_tokens=max_response_tokens),
+        rewards,
         [len(group.lengths) for group in groups],
         lengths * kept_responses(groups, config),
         rule=config.advantage,

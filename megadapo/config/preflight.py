@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from megadapo.cluster.gpus import has_gpu
 from megadapo.config import RunConfig
-from megadapo.config.recipe import NAMED_FILE
+from megadapo.config.recipe import RESUME_TARGET_FILE
 from megadapo.data.arithmetic import is_built_in
 from megadapo.data.sources import TEXT_SUFFIXES, Row, read_rows, read_text_rows
 from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoError
@@ -225,7 +225,7 @@ def _check_data(config: RunConfig) -> list[str]:
 def _check_resume(config: RunConfig) -> list[str]:
     resume = config.run.resume
     # a run that was told before may have gone on since, and need it no more
-    told_before = (config.run.folder / NAMED_FILE).exists()
+    told_before = (config.run.folder / RESUME_TARGET_FILE).exists()
     if resume not in ("auto", "never") and not told_before and not Path(resume).is_dir():
         raise CheckpointError(f"run.resume = {resume}: there is no such checkpoint folder")
     return []

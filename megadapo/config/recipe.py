@@ -17,7 +17,7 @@ from megadapo.errors import ConfigError
 
 RESOLVED_FILE = "config.json"
 """The resolved configuration in a run's folder."""
-NAMED_FILE = "resumed.json"
+RESUME_TARGET_FILE = "resumed.json"
 """File in a run's folder with the checkpoint that a user named to resume from."""
 
 

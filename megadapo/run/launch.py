@@ -1,12 +1,11 @@
-"""The parts of a run, started, put together and ended together."""
+"""Start-up of a run: every process and object of the loop, from the cluster to the sampler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -32,17 +31,23 @@ from megadapo.run.sampling import (
     start_cluster,
 )
 from megadapo.run.state.checkpoint import Checkpoint
-from megadapo.run.state.drift import samples_digest
-from megadapo.run.workers import Workers
+from megadapo.run.state.config_diff import samples_digest
+from megadapo.run.training import StepTrainer
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import TrainerSettings
 from megadapo.weights.sync.publish import Publisher
 
+OnProgress = Callable[[int, int], None]
+"""Receives micro-batches computed and tokens generated, every few seconds."""
 
-class GetsOn(Protocol):
-    """Takes note of how far the processes are."""
 
-    def __call__(self, *, micro_batches: int, tokens: int) -> None: ...
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """The trainer and the rollouts, as the loop uses them."""
+
+    trainer: StepTrainer
+    rollouts: Rollouts
+    tokenizer: PreTrainedTokenizerBase
 
 
 @contextmanager
@@ -54,48 +59,44 @@ def start_workers(
     replay: Path | None = None,
     folder: Path | None = None,
     unfinished: UnfinishedEvaluation | None = None,
-    gets_on: GetsOn | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Iterator[Workers]:
-    """Start every part, at `checkpoint` where there is one; all have ended when this returns.
+    """Start trainer and engines at `checkpoint`, if there is one; end them on exit.
 
     Args:
-        replay: folder of saved rollouts that take the place of engines.
-        folder: the run's, where groups and the answers of an evaluation under way are kept, so that
-            neither is asked for again after a stop; None: they are not kept.
-        unfinished: an evaluation of weights before the checkpoint's, to be gone on with.
-        gets_on: is told every few seconds how far trainer and engines are.
+        replay: folder of saved rollouts to use instead of engines.
+        folder: the run's folder, which keeps sampled groups and the answers of an evaluation
+            across restarts; None keeps neither.
+        unfinished: an evaluation of weights older than the checkpoint's, to resume.
+        on_progress: called every few seconds while trainer or engines work.
 
     Raises:
-        ConfigError: steps to be replayed are not saved.
+        ConfigError: steps to replay are not saved.
         DataError: prompts, gold answers or the tokenizer cannot be used.
         InfraError: a process did not start.
-        CheckpointError: the checkpoint is not of this model.
-        CorruptCheckpointError: a file of it is not what was written.
+        CheckpointError: the checkpoint belongs to another model.
+        CorruptCheckpointError: a file of the checkpoint is damaged.
     """
     with ExitStack() as stack:
-        # a run that goes on has no use for the weights it began with, but to evaluate them
+        # a resumed run needs the model's own weights only to finish evaluating them
         reads = checkpoint is None or (unfinished is not None and not unfinished.trainer_folder)
         settings = replace(trainer_settings(config), reads_weights=reads)
         if replay is None:
-            workers = _start_live(config, settings, phases, stack, folder, gets_on)
+            workers = _start_live(config, settings, phases, stack, folder, on_progress)
         else:
             first_step = 1 if checkpoint is None else checkpoint.step + 1
             rollouts = ReplayedRollouts(config, replay, first_step=first_step)
-            workers = _start_replay(config, settings, phases, stack, rollouts, gets_on)
+            workers = _start_replay(config, settings, phases, stack, rollouts, on_progress)
         if checkpoint is not None:
             with phases.phase("load checkpoint"):
                 if unfinished is not None:
-                    _resume(unfinished, workers)
-                workers.trainer.load(checkpoint.trainer_folder, checkpoint.files)
-                workers.load_state_dict(checkpoint.state)
+                    if unfinished.trainer_folder is not None:
+                        workers.trainer.ranks.load(unfinished.trainer_folder, unfinished.files)
+                    # publishes these weights to the reserved engine before they are replaced
+                    workers.rollouts.evaluate(unfinished.step)
+                workers.trainer.load(checkpoint)
+                workers.rollouts.load_state_dict(checkpoint.state)
         yield workers
-
-
-def _resume(unfinished: UnfinishedEvaluation, workers: Workers) -> None:
-    """Let the trainer take the weights of an earlier step, for as long as they are published."""
-    if unfinished.trainer_folder is not None:
-        workers.trainer.load(unfinished.trainer_folder, unfinished.files)
-    workers.rollouts.evaluate(unfinished.step)
 
 
 def _start_live(
@@ -104,7 +105,7 @@ def _start_live(
     phases: Phases,
     stack: ExitStack,
     folder: Path | None,
-    gets_on: GetsOn | None,
+    on_progress: OnProgress | None,
 ) -> Workers:
     questions = Questions.start(config, phases, stack)
     texts = load_texts(config, phases, questions.tokenizer)
@@ -122,7 +123,7 @@ def _start_live(
         reserved=None if held_out is None else _reserved(config, trainer, engines, held_out),
     )
     stack.callback(evaluations.close)
-    progress = _progress(gets_on, trainer, engines)
+    progress = _progress(on_progress, trainer, engines)
     engines.watch = _each(trainer.check, evaluations.check, cluster.control.look, progress)
     trainer.watch = _each(engines.check, evaluations.check, cluster.control.look, progress)
     journal = None
@@ -154,13 +155,13 @@ def _start_replay(
     phases: Phases,
     stack: ExitStack,
     rollouts: ReplayedRollouts,
-    gets_on: GetsOn | None,
+    on_progress: OnProgress | None,
 ) -> Workers:
     tokenizer = load_tokenizer(config)
     texts = load_texts(config, phases, tokenizer)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=0)
     trainer = start_trainer(settings, phases, cluster, stack, config.run.folder)
-    trainer.watch = _each(cluster.control.look, _progress(gets_on, trainer))
+    trainer.watch = _each(cluster.control.look, _progress(on_progress, trainer))
     return _workers(config, trainer, GpuSharing(trainer), rollouts, tokenizer, texts)
 
 
@@ -173,15 +174,14 @@ def _workers(
     texts: TextStream | None,
 ) -> Workers:
     algorithm = config.algorithm
-    return Workers(
-        trainer=trainer,
-        rollouts=rollouts,
-        tokenizer=tokenizer,
+    step_trainer = StepTrainer(
+        trainer,
+        gpus,
         kl_controller=KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef),
-        gpus=gpus,
         pretraining=algorithm.pretraining,
         texts=texts,
     )
+    return Workers(trainer=step_trainer, rollouts=rollouts, tokenizer=tokenizer)
 
 
 def _publisher(
@@ -196,13 +196,13 @@ def _publisher(
         expert_parallel=config.rollout.expert_parallel,
         dtype=getattr(torch, config.model.dtype),
         held=held,
-        deltas=_sends_changes(config),
+        deltas=_sends_deltas(config),
         logs=trainer.processes.logs,
     )
 
 
-def _sends_changes(config: RunConfig) -> bool:
-    """Whether engines may be sent only what changed, as they have kept the rest."""
+def _sends_deltas(config: RunConfig) -> bool:
+    """Return whether an update may send only changed weights: engines must keep the others."""
     if config.weights.mode == "auto":
         has_16_bits = getattr(torch, config.model.dtype).itemsize == 2
         forget = config.cluster.engines_sleep and config.rollout.sleep_level == 2
@@ -213,7 +213,7 @@ def _sends_changes(config: RunConfig) -> bool:
 def _reserved(
     config: RunConfig, trainer: Trainer, engines: Engines, held_out: Engines
 ) -> ReservedEngine:
-    """The engine of the held-out problems, whose weights the trainer's ranks hold for it."""
+    """Return the evaluation's own engine; the trainer's ranks keep a copy of its weights."""
     publisher = _publisher(config, trainer, held_out, held=True)
 
     def publish(policy_version: int) -> None:
@@ -227,20 +227,17 @@ def _reserved(
 
 
 def _progress(
-    gets_on: GetsOn | None, trainer: Trainer, engines: Engines | None = None
+    on_progress: OnProgress | None, trainer: Trainer, engines: Engines | None = None
 ) -> Callable[[], None]:
-    """What tells `gets_on` how far they are."""
-
     def progress() -> None:
-        if gets_on is not None:
-            tokens = 0 if engines is None else engines.num_tokens
-            gets_on(micro_batches=trainer.processes.num_pieces, tokens=tokens)
+        if on_progress is not None:
+            on_progress(trainer.processes.num_pieces, 0 if engines is None else engines.num_tokens)
 
     return progress
 
 
 def _each(*checks: Callable[[], None]) -> Callable[[], None]:
-    """All of the checks as one."""
+    """Return one function that calls all of the checks."""
 
     def check() -> None:
         for one in checks:

@@ -8,10 +8,9 @@ saved, and a measure of how far it has left it afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from megadapo.data.batch import Group
 from megadapo.errors import ConfigError, DataError
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
-from megadapo.observe.metrics.records import EvaluationRecord
 from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, read_rollouts, step_file, steps_in
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.rollout.sampling.sampled_batch import (
@@ -30,6 +28,7 @@ from megadapo.rollout.sampling.sampled_batch import (
     StepCounters,
 )
 from megadapo.rollout.sampling.selection import in_training_order
+from megadapo.run.rollouts import Rollouts
 
 WITHOUT_SIGNAL = ("all_correct", "all_wrong", "out_of_band")
 """Fates of groups that were never fit for a batch."""
@@ -53,7 +52,7 @@ def check_replay(config: RunConfig, folder: Path) -> str:
     )
 
 
-class ReplayedRollouts:
+class ReplayedRollouts(Rollouts):
     """Saved groups as batches; publishing only counts, as no engine is there to take weights."""
 
     def __init__(self, config: RunConfig, folder: Path, *, first_step: int) -> None:
@@ -117,38 +116,13 @@ class ReplayedRollouts:
             ),
         )
 
-    def wait(self) -> None:
-        """Nothing is sampled."""
-
     def publish(self, policy_version: int) -> None:
         """Count the version, whose groups come next."""
         self._policy_version = policy_version
 
-    def evaluate(self, step: int) -> None:
-        """Nothing can answer the held-out problems."""
-
-    def scored(self) -> list[EvaluationRecord]:
-        """Nothing was."""
-        return []
-
     def cross_checks(self, group: Group) -> Sequence[bool | None]:
         """Return what was saved of them."""
         return group.symbolic_correct
-
-    def drain_warnings(self) -> list[str]:
-        """Nothing happens."""
-        return []
-
-    def closing_notes(self) -> Iterator[str]:
-        """Nothing was scored that could be reported."""
-        return iter(())
-
-    def state_dict(self) -> dict[str, object]:
-        """The step says all."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Where the run that was saved stood in its prompts does not matter here."""
 
     def _is_fresh(self, saved: SavedGroup) -> bool:
         """Whether the weights that sampled a group are, by their number, the present ones."""

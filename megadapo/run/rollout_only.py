@@ -8,8 +8,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadapo.algorithm.advantages import advantages
-from megadapo.algorithm.branches import branch_advantages
 from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig, to_dict
 from megadapo.config.recipe import RESOLVED_FILE
@@ -21,6 +19,7 @@ from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.sampling import Phases, Questions, start_engines_alone
 from megadapo.run.state.checkpoint import CHECKPOINTS
 from megadapo.run.step_rollouts import saved_groups
+from megadapo.run.training import make_batch
 
 SUFFIX = "-rollout"
 
@@ -81,16 +80,10 @@ class RolloutOnly:
         # there is no trainer whose time it could use
         verifier.finish_cross_check(config.reward.symbolic_seconds_per_minute)
         if sampled.saved:
-            of_responses = advantages(
-                sampled.groups,
-                config.algorithm,
-                max_response_tokens=config.rollout.max_response_tokens,
-            )
-            values = branch_advantages(sampled.groups, of_responses, config.algorithm)
             saved = saved_groups(
                 step,
                 sampled,
-                values,
+                make_batch(sampled, config).advantages,
                 None,
                 config,
                 self._questions.tokenizer,

@@ -1,10 +1,10 @@
-"""Where the loop gets its groups from and sends its weights to: engines, or what was saved."""
+"""Sources of the loop's batches, which also receive the trained weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from megadapo.config import RunConfig
 from megadapo.data.batch import Group
@@ -21,16 +21,16 @@ from megadapo.run.evaluations import Evaluations
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.sampling import Questions
 from megadapo.run.state.checkpoint import EVALUATING
-from megadapo.run.step_metrics import verifier_note
+from megadapo.run.step_metrics import verifier_summary
 from megadapo.weights.sync.publish import Publisher, PublishReport
 
 SAMPLER_STATE = "sampler"
 FINISH_S = 10.0
-"""How long a finished run waits for the second opinion on its last answers."""
+"""Seconds that a finished run waits for the cross-check of its last answers."""
 
 
 def without_samples(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's state without the groups that wait for a later step, whole or in part."""
+    """Return a run's state without the complete and partial groups kept for a later step."""
     sampler = state.get(SAMPLER_STATE)
     if sampler is None:
         return dict(state)
@@ -38,58 +38,58 @@ def without_samples(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, SAMPLER_STATE: {**sampler, "reserve": [], "unfinished": [], **waiting}}
 
 
-class Rollouts(Protocol):
-    """A source of batches that takes the weights trained on them."""
+class Rollouts:
+    """A source of batches that receives the weights trained on them.
+
+    The methods that do nothing suit a source without engines.
+    """
 
     @property
     def policy_version(self) -> int:
-        """Of the weights published last."""
-        ...
+        """Version of the weights published last."""
+        raise NotImplementedError
 
     def next_batch(self) -> SampledBatch:
         """Return the groups of the step after the published weights."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until nothing is sampled or scored any more; the engines can take weights then."""
-        ...
+        raise NotImplementedError
 
     def publish(self, policy_version: int) -> PublishReport | None:
-        """Take the trainer's weights; what that took, where there are engines."""
-        ...
+        """Take the trainer's weights; return how the update went if there are engines."""
+        raise NotImplementedError
+
+    def cross_checks(self, group: Group) -> Sequence[bool | None]:
+        """Return the cross-check's result for each response, None where it is not known."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Wait until no response is sampled or scored, so that engines can take weights."""
 
     def evaluate(self, step: int) -> None:
-        """Score the published weights on the held-out problems, or begin to."""
-        ...
+        """Start to score the published weights on the held-out problems."""
 
     def scored(self) -> list[EvaluationRecord]:
         """Return the evaluations that have finished since the last call."""
-        ...
-
-    def cross_checks(self, group: Group) -> Sequence[bool | None]:
-        """Return whether each response is right by the comparison that does not decide."""
-        ...
+        return []
 
     def drain_warnings(self) -> list[str]:
-        """Return what happened since the last call that must not be missed."""
-        ...
+        """Return the warnings since the last call."""
+        return []
 
-    def closing_notes(self) -> Iterator[str]:
-        """Yield what is to be said after the last step."""
-        ...
+    def closing_messages(self) -> Iterator[str]:
+        """Yield the messages to show after the last step."""
+        return iter(())
 
     def state_dict(self) -> dict[str, object]:
-        """Return what a checkpoint must hold for going on after the last batch."""
-        ...
+        """Return the state with which a resumed run continues after the last batch."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        ...
+        """Restore what `state_dict` returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiveRollouts:
-    """The engines and what feeds them."""
+class LiveRollouts(Rollouts):
+    """The engines with everything that feeds them."""
 
     config: RunConfig
     engines: Engines
@@ -99,7 +99,7 @@ class LiveRollouts:
     publisher: Publisher
     gpus: GpuSharing
     journal: Journal | None = None
-    """Where the sampler keeps its groups until a checkpoint holds their step."""
+    """The journal that keeps sampled groups until a checkpoint holds their step."""
 
     @property
     def policy_version(self) -> int:
@@ -120,7 +120,7 @@ class LiveRollouts:
         self.evaluations.finish_pending()
 
     def publish(self, policy_version: int) -> PublishReport:
-        """Put the trainer's weights into the engines, which then sample as that version."""
+        """Put the trainer's weights into the engines, which then sample as `policy_version`."""
         with self.gpus.publishing():
             report = self.publisher.publish(policy_version)
             if self.journal is not None:
@@ -137,8 +137,7 @@ class LiveRollouts:
         return self.questions.cross_checks(group)
 
     def drain_warnings(self) -> list[str]:
-        """Which engines were lost or had other weights, which reward functions failed, and what
-        the journal lost."""
+        """Return the warnings of journal, engines, weight updates and reward functions."""
         return [
             *(() if self.journal is None else self.journal.drain_warnings()),
             *self.engines.drain_warnings(),
@@ -147,9 +146,9 @@ class LiveRollouts:
             *self.questions.scorer.drain_warnings(),
         ]
 
-    def closing_notes(self) -> Iterator[str]:
+    def closing_messages(self) -> Iterator[str]:
         self.questions.verifier.finish_cross_check(FINISH_S)
-        yield verifier_note(self.questions.verifier.counts)
+        yield verifier_summary(self.questions.verifier.counts)
 
     def state_dict(self) -> dict[str, object]:
         state: dict[str, object] = {SAMPLER_STATE: self.sampler.state_dict()}
@@ -158,14 +157,14 @@ class LiveRollouts:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Restore the sampler.
 
         Raises:
-            CheckpointError: the state is damaged, or of a run that did not sample.
+            CheckpointError: the state is damaged, or its run replayed saved rollouts.
         """
         if SAMPLER_STATE not in state:
             raise CheckpointError(
-                "the checkpoint does not say where sampling stands, as it is of a replay: go on "
-                "with --replay, or sample in another run.folder"
+                "the checkpoint has no state of the sampler because its run replayed saved "
+                "rollouts: resume it with --replay, or sample in another run.folder"
             )
         self.sampler.load_state_dict(state[SAMPLER_STATE])

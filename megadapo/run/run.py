@@ -1,4 +1,4 @@
-"""A run's folder and its place in the step count."""
+"""One training run: its folder, its step count, and how it starts, stops and ends."""
 
 from __future__ import annotations
 
@@ -17,41 +17,42 @@ from megadapo.observe.plot import plot_run
 from megadapo.observe.summary import RunSummary, print_report
 from megadapo.run.run_log import RunLog
 from megadapo.run.state.checkpoint import WriteTrainer
-from megadapo.run.state.drift import check_drift
+from megadapo.run.state.config_diff import ConfigDiff, check_config_diff
 from megadapo.run.state.lease import Lease
-from megadapo.run.state.resume import checkpoint_store, find_start
+from megadapo.run.state.resume import checkpoint_store, find_resume_point
 from megadapo.run.state.run_checkpoints import RunCheckpoints
 from megadapo.run.state.stop import StopSignal
 
-GIVEN_UP = ("train", "evaluate")
-"""Phases that take long, and are given up where they outlast the grace of a stop signal."""
+BOUNDED_PHASES = ("train", "evaluate")
+"""Long phases that a stop signal interrupts if they would outlast `run.grace_s`."""
 
 
 class Run:
     """One training run on disk and on screen. Use as a context manager."""
 
     def __init__(self, config: RunConfig, lease: Lease, *, keeps_samples: bool) -> None:
-        """`keeps_samples`: whether groups that wait from before are still what would be sampled."""
+        """`keeps_samples`: whether groups in the checkpoint still match the configuration."""
         self.folder = config.run.folder
         self.step = 0
+        """Last completed step."""
         self.log = RunLog(config)
         self.checkpoints = RunCheckpoints(config, self.log, self.phase, keeps_samples=keeps_samples)
         self._config = config
         self._state: dict[str, Any] = {}
         self._lease = lease
         self._stop = StopSignal(grace_s=config.run.grace_s)
-        self._under_way = False
+        self._is_stepping = False
         self._open = ExitStack()
 
     @classmethod
     def open(cls, config: RunConfig, *, accept_changes: bool = False) -> Self:
-        """Take the run's folder, find where it stands, bring it to that step, and say so.
+        """Lease the run's folder and bring it to the checkpoint that the run resumes from.
 
         Raises:
-            CheckpointError: `run.resume` names no usable checkpoint, or says "never" in a folder
+            CheckpointError: `run.resume` names no usable checkpoint, or is "never" in a folder
                 that already holds one.
-            ConfigError: `run.folder` cannot be made, another driver is at work in it, or the run
-                in it learns something else and `accept_changes` is not given.
+            ConfigError: `run.folder` cannot be made, another driver holds it, or its run would
+                learn something else and `accept_changes` is not set.
         """
         try:
             config.run.folder.mkdir(parents=True, exist_ok=True)
@@ -62,31 +63,26 @@ class Run:
         with ExitStack() as failed:
             lease = Lease.take(config.run.folder)
             failed.callback(lease.close)
-            run = cls._open_leased(config, lease, accept_changes=accept_changes)
+            point, diff = find_resume_point(config), ConfigDiff()
+            if point.checkpoint is not None:
+                path = point.checkpoint.path
+                diff = check_config_diff(config, path, accept_changes=accept_changes)
+            run = cls(config, lease, keeps_samples=diff.keeps_samples)
+            with run._failure_in_status():
+                text = json.dumps(to_dict(config), indent=2) + "\n"
+                replace_text(run.folder / RESOLVED_FILE, text)
+                checkpoint_store(config).remove_unfinished()
+                run.checkpoints.resume_from(point)
+                run._restore_step()
+                run.log.show(*diff.lines)
+                if not diff.keeps_samples:
+                    run.log.show("reserved groups are dropped: the old configuration sampled them")
             failed.pop_all()
         return run
 
-    @classmethod
-    def _open_leased(cls, config: RunConfig, lease: Lease, *, accept_changes: bool) -> Self:
-        start = find_start(config)
-        drift = None
-        if start.checkpoint is not None:
-            drift = check_drift(config, start.checkpoint.path, accept_changes=accept_changes)
-        keeps_samples = drift is None or drift.keeps_samples
-        run = cls(config, lease, keeps_samples=keeps_samples)
-        with run._failure_is_its_end():
-            replace_text(run.folder / RESOLVED_FILE, json.dumps(to_dict(config), indent=2) + "\n")
-            checkpoint_store(config).remove_unfinished()
-            run.checkpoints.go_on_from(start)
-            run._stand_at_checkpoint()
-            run.log.note(*(() if drift is None else drift.lines))
-            if not keeps_samples:
-                run.log.note("groups that waited are dropped: they were sampled as it was before")
-        return run
-
     @contextmanager
-    def _failure_is_its_end(self) -> Iterator[None]:
-        """Write down that a run which could not even begin is none that is going on."""
+    def _failure_in_status(self) -> Iterator[None]:
+        """Mark the run as failed in status.json if start-up raises."""
         try:
             yield
         except BaseException as error:
@@ -94,23 +90,23 @@ class Run:
             raise
 
     def fall_back(self, error: CorruptCheckpointError) -> None:
-        """Go on from the checkpoint before the present one, which those who read it found damaged.
+        """Resume from the checkpoint before the current one, which proved to be damaged.
 
         Raises:
-            CheckpointError: there is no other, or the user has named this one.
+            CheckpointError: there is no other, or the user chose this one.
         """
-        if self._under_way:
+        if self._is_stepping:
             raise error
         self.checkpoints.fall_back(error)
-        self._stand_at_checkpoint()
+        self._restore_step()
 
-    def _stand_at_checkpoint(self) -> None:
+    def _restore_step(self) -> None:
         checkpoint = self.checkpoints.current
         self.step = 0 if checkpoint is None else checkpoint.step
         self._state = {} if checkpoint is None else checkpoint.state
 
     def __enter__(self) -> Self:
-        with ExitStack() as opened, self._failure_is_its_end():
+        with ExitStack() as opened, self._failure_in_status():
             opened.callback(self._lease.close)
             self._stop.install()
             opened.callback(self._stop.uninstall)
@@ -146,13 +142,13 @@ class Run:
         return self.step >= self._config.run.num_steps
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do, counted from 1.
+        """Yield the remaining steps, counted from 1.
 
         Raises:
-            RunInterruptedError: a stop was asked for; all completed steps stand.
-            InfraError: another driver has taken the run's folder over.
+            RunInterruptedError: the run was asked to stop between two steps.
+            InfraError: another driver has taken over the run's folder.
         """
-        self._under_way = True
+        self._is_stepping = True
         self.log.recall_evaluation()
         while not self.finished:
             self.checkpoints.settle(wait=False)
@@ -162,33 +158,31 @@ class Run:
 
     @contextmanager
     def phase(self, name: str, *, interruptible: bool = False) -> Iterator[None]:
-        """Show and time a phase of a step, and say when a stop signal ends it.
+        """Show and time a phase of a step, and decide when a stop signal ends it.
 
         Args:
-            name: rollout, train, sync or anything else to be shown.
-            interruptible: a stop signal ends the phase at once; only for phases that leave the
-                trainer as the last completed step left it, as all before the first step do.
+            name: rollout, train, sync or any other name to show.
+            interruptible: whether a stop signal ends the phase at once. The trainer must then have
+                the weights of a completed step. Phases before the first step always end at once.
         """
         stopping: AbstractContextManager[None] = nullcontext()
-        if interruptible or not self._under_way:
+        if interruptible or not self._is_stepping:
             stopping = self._stop.interruptible()
-        elif name in GIVEN_UP:
-            expected_s, spare_s = self.log.expected_s(name), self.checkpoints.spare_s
-            stopping = self._stop.within_grace(expected_s, spare_s=spare_s)
+        elif name in BOUNDED_PHASES:
+            stopping = self._stop.within_grace(
+                self.log.expected_s(name), reserved_s=self.checkpoints.reserved_s
+            )
         with self.log.phase(name), stopping:
             yield
 
     def complete(self, step: int, state: dict[str, Any]) -> None:
-        """Count the step as done; `state` is what its checkpoint holds beside the trainer's."""
+        """Count the step as completed; `state` goes into its checkpoint."""
         self.step = step
         self._state = state
         self.log.status.completed(step)
 
     def evaluates(self, step: int) -> bool:
-        """Whether the weights after `step` are scored; before the first step and after the last.
-
-        Those of the step that a run resumed from may have been, before it was stopped.
-        """
+        """Return whether the weights after `step` are due for evaluation and not evaluated yet."""
         config = self._config.evaluation
         if config.every == 0:
             return False
@@ -196,14 +190,14 @@ class Run:
         return due and all(record.step != step for record in read_evaluations(self.folder))
 
     def save(self, write_trainer: WriteTrainer, *, num_bytes: int = 0, wait: bool = False) -> None:
-        """Begin to checkpoint the last completed step, unless that has been done.
+        """Begin to checkpoint the last completed step unless it is saved already.
 
-        A save that fails is noted and tried again after the next step; the second failure in a row
-        ends the run.
+        A failed save is shown and repeated after the next step; the second failure in a row ends
+        the run.
 
         Args:
-            num_bytes: of the trainer's files, about.
-            wait: return when it is on the disk; any failure is raised. So after the last step.
+            num_bytes: approximate size of the trainer's files.
+            wait: whether to wait for the checkpoint and raise any failure, as after the last step.
 
         Raises:
             CheckpointError: it could not be written.
@@ -217,7 +211,7 @@ class Run:
             self.checkpoints.settle(last=True)
 
     def finish(self) -> RunSummary:
-        """Draw the plot and print the table of a run that has done all of its steps."""
+        """Plot a run that has done all its steps, print its table and return it."""
         self._open.close()
         plot_run(self.folder)
         return print_report(self.folder)

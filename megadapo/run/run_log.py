@@ -1,4 +1,4 @@
-"""What is written down and shown of a run: records, phases and their times, saved rollouts."""
+"""The record of a run: metrics, phases and their times, saved rollouts, status and display."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.rollout.journal.answer_log import answers_path
 from megadapo.run.state.status import StatusFile
 
-NEWEST = 5
-"""Steps by which a phase's time is told."""
+NUM_RECENT = 5
+"""Number of recent steps from which a phase's duration is predicted."""
 
 
 class RunLog:
@@ -43,16 +43,16 @@ class RunLog:
         self._display = RunDisplay(self._folder, num_steps=config.run.num_steps)
         self._seconds: dict[str, float] = defaultdict(float)
         self._evaluated: EvaluationRecord | None = None
-        """The newest evaluation that no step's record has."""
+        """Newest evaluation that is in no step's record yet."""
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Show the run within this block; all is written when it ends."""
+        """Show the run within this block, and finish all writes on exit."""
         with self.metrics, self._display, closing(self._rollouts):
             yield
 
     def rewind(self, step: int) -> None:
-        """Drop what was recorded and saved after `step`, as a run that goes on there redoes it."""
+        """Delete records and saved rollouts of steps after `step`, which the run will repeat."""
         self.metrics.rewind(step)
         self._rollouts.rewind(step)
         self.records = read_metrics(self._folder)
@@ -60,7 +60,7 @@ class RunLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show and time a phase of a step; the time of a phase within it is not its own."""
+        """Show and time a phase; a nested phase does not count in the outer one."""
         self._display.phase(name)
         self.status.phase(name)
         start, counted = time.perf_counter(), sum(self._seconds.values())
@@ -70,18 +70,17 @@ class RunLog:
         self._seconds[name] += time.perf_counter() - start - within
 
     def expected_s(self, name: str) -> float:
-        """What a phase may take, by the newest steps; 0 where none had it."""
-        times = (record.get(f"time/{name}_s") for record in self.records[-NEWEST:])
+        """Return the longest time of a phase in recent steps; 0 if it is not known."""
+        times = (record.get(f"time/{name}_s") for record in self.records[-NUM_RECENT:])
         return max((float(one) for one in times if one), default=0.0)
 
     def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
-        """Write and show one step's metrics; times, the driver's memory and what was evaluated are
-        added here.
+        """Write and show one step's metrics; add times, the driver's memory and an evaluation.
 
-        What was saved of the step is on the disk before.
+        The step's saved rollouts are on the disk before its record.
 
         Raises:
-            InfraError: it could not be written; it may be tried again.
+            InfraError: it could not be written; a second try is allowed.
         """
         self._rollouts.wait()
         seconds = self._seconds
@@ -92,15 +91,21 @@ class RunLog:
         }
         generated, speed = values.get("tokens/generated"), None
         if generated is None:
-            # a step that generates nothing has no engines to send weights to
+            # a replay has no engines to send weights to
             times["time/sync_s"] = None
         else:
             speed = generated / step_s
+        evaluated: dict[str, int | float | None] = {}
+        if self._evaluated is not None:
+            evaluated = {
+                "eval/accuracy": self._evaluated.accuracy,
+                "eval/policy_version": self._evaluated.policy_version,
+            }
         record = self.metrics.record(
             {
                 **{**values, **times, "time/step_s": step_s, "tokens_per_s": speed},
                 "memory/driver_mib": private_bytes(os.getpid()) / MIB,
-                **self._newest_evaluation(),
+                **evaluated,
             }
         )
         self._seconds, self._evaluated = defaultdict(float), None
@@ -109,21 +114,22 @@ class RunLog:
         return record
 
     def save_rollouts(self, step: int, groups: Iterable[SavedGroup]) -> None:
-        """Begin to write what is saved of a step; the step's record waits for it."""
+        """Begin to write a step's saved groups; the step's record waits for them."""
         if self._config.observe.saved_groups != 0:
             self._rollouts.write(step, groups)
 
     def record_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Write and show one held-out evaluation; its answers need not be kept any more."""
+        """Write and show one held-out evaluation, and delete its stored answers."""
         self.metrics.record_evaluation(evaluation)
         self._display.evaluation(evaluation)
         self._evaluated = evaluation
         answers_path(self._folder, evaluation.step).unlink(missing_ok=True)
 
     def recall_evaluation(self) -> None:
-        """Let the next record have the newest evaluation, where the one that had it is redone.
+        """Put the newest evaluation into the next record if no record has it.
 
-        What was scored before the first step need not be in one.
+        A run that repeats a step does not repeat the step's evaluation. The evaluation before the
+        first step is in no record.
         """
         self._evaluated = None
         evaluations = read_evaluations(self._folder)
@@ -133,19 +139,11 @@ class RunLog:
         if evaluations[-1].policy_version not in reported:
             self._evaluated = evaluations[-1]
 
-    def _newest_evaluation(self) -> dict[str, int | float | None]:
-        if self._evaluated is None:
-            return {}
-        return {
-            "eval/accuracy": self._evaluated.accuracy,
-            "eval/policy_version": self._evaluated.policy_version,
-        }
-
-    def note(self, *texts: str) -> None:
-        """Show messages that must not be missed."""
-        for text in texts:
-            self._display.note(text)
+    def show(self, *messages: str) -> None:
+        """Show messages on the console and in log.txt."""
+        for message in messages:
+            self._display.note(message)
 
     def end(self, error: BaseException | None) -> None:
-        """Write down how the run ended, as the last line of its log too."""
+        """Write how the run ended to status.json and as the last line of log.txt."""
         self._display.write(self.status.end(error), console=False)

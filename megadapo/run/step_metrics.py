@@ -173,10 +173,10 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, int | float | None]
     }
 
 
-def step_notes(
+def step_warnings(
     step: int, sampled: SampledBatch, update: UpdateResult, config: RunConfig
 ) -> Iterator[str]:
-    """What was left out of a step, a line for each reason; a healthy step has none."""
+    """Yield one line for each thing that a step left out; a healthy step has none."""
     prompts_per_step = config.sampling.prompts_per_step
     if sampled.num_kept < prompts_per_step and sampled.num_tokens is None:
         yield (
@@ -215,8 +215,8 @@ def _smaller_batch(num_groups: int, config: RunConfig) -> str:
     )
 
 
-def verifier_note(counts: VerifierCounts) -> str:
-    """One line on what was scored, and where the two comparisons differed."""
+def verifier_summary(counts: VerifierCounts) -> str:
+    """Return one line on the scored responses and on where the two comparisons differed."""
     symbolic = counts.symbolic
     lost = symbolic.num_timeouts + symbolic.num_crashes + symbolic.num_skipped
     return (

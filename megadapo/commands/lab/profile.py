@@ -153,10 +153,10 @@ def _after_traced_step(config: RunConfig, trace: Path) -> Iterator[Trainer]:
     ):
         assert isinstance(workers.rollouts, LiveRollouts), "nothing is replayed"
         next(steps)  # compiles kernels and allocates
-        with traced(workers.trainer, workers.rollouts.engines, folder, trace):
+        with traced(workers.trainer.ranks, workers.rollouts.engines, folder, trace):
             next(steps)
-        workers.gpus.start_update()
-        yield workers.trainer
+        workers.trainer.gpus.start_update()
+        yield workers.trainer.ranks
     # after an error its logs are wanted
     shutil.rmtree(folder)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megadapo.errors import CheckpointError, CorruptCheckpointError
-from megadapo.run.state.trust import check_trusted
+from megadapo.run.state.permissions import check_permissions
 from megadapo.weights.disk.files import (
     FileEntry,
     Files,
@@ -294,7 +294,7 @@ def load(path: Path, *, hashes: bool = True) -> Checkpoint:
             links in it.
     """
     if (path / MANIFEST).is_file():
-        check_trusted(path)
+        check_permissions(path)
     manifest = _read_manifest(path)
     try:
         files = {_inside(name): FileEntry(**entry) for name, entry in manifest["files"].items()}

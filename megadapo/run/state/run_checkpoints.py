@@ -1,29 +1,42 @@
-"""The checkpoints of a run: which one it goes on from, which it makes, keeps and exports."""
+"""The checkpoints of a run: which one it resumes from, which ones it writes, keeps and exports."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megadapo.config import RunConfig
+from megadapo.config import RunConfig, to_dict
 from megadapo.errors import CorruptCheckpointError, MegadapoError
 from megadapo.rollout.journal.journal import forget_before
 from megadapo.run.export.background_export import BackgroundExports
 from megadapo.run.rollouts import without_samples
 from megadapo.run.run_log import RunLog
-from megadapo.run.state.background_saves import BackgroundSaves
-from megadapo.run.state.checkpoint import EVALUATING, Checkpoint, WriteTrainer
-from megadapo.run.state.resume import Named, Start, checkpoint_store, find_start, named_steps
+from megadapo.run.state.checkpoint import EVALUATING, Checkpoint, OpenCheckpoint, WriteTrainer
+from megadapo.run.state.resume import (
+    ResumePoint,
+    ResumeTarget,
+    checkpoint_store,
+    find_resume_point,
+    pinned_steps,
+)
 
 SAVE_MARGIN = 1.5
-"""A save that is waited for may take that much longer than the slowest one so far."""
+"""Factor on the slowest save so far: the time reserved for a save that must finish."""
+_VERSIONED = ("megadapo", "torch", "megatron-core", "transformers", "vllm", "ray")
 
 
 class RunCheckpoints:
-    """The checkpoints of one run and their exports."""
+    """The checkpoints of one run and their exports; one save at a time, beside training."""
 
     def __init__(
         self,
@@ -33,138 +46,174 @@ class RunCheckpoints:
         *,
         keeps_samples: bool,
     ) -> None:
-        """`keeps_samples`: whether groups that wait from before are still what would be sampled."""
+        """`keeps_samples`: whether groups in the checkpoint still match the configuration."""
         self.current: Checkpoint | None = None
-        """What a start goes on from."""
+        """Checkpoint to resume from."""
         self._config = config
         self._folder = config.run.folder
         self._log = log
         self._phase = phase
         self._keeps_samples = keeps_samples
         self._store = checkpoint_store(config)
-        self._saves = BackgroundSaves(self._store, config)
-        self._exports = BackgroundExports(self._folder, log.note)
+        self._exports = BackgroundExports(self._folder, log.show)
         self._damaged: dict[Path, str] = {}
-        """Checkpoints that cannot be used, and why."""
-        self._named: Named | None = None
-        """The checkpoint that the user has named, where the run goes on from it."""
+        """Reason why each unusable checkpoint is unusable."""
+        self._target: ResumeTarget | None = None
+        """Checkpoint that the user chose, if the run resumed from it."""
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[Checkpoint] | None = None
+        self._saved_step = 0
+        """Step of the newest save, complete or pending, or the step resumed from."""
+        self._began_at = time.monotonic()
+        self._slowest_s = 0.0
+        self._has_failed = False
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Let saves and exports be made within this block; none is under way when it ends."""
+        """Allow saves and exports within this block, and end them on exit."""
         with self._exports:
             try:
-                # a run that was stopped has ended the export of the checkpoint it resumes from
+                # a stopped run has ended the export of the checkpoint it resumes from
                 self._start_export()
                 yield
             finally:
-                self._saves.close()
+                self._executor.shutdown()
 
-    def go_on_from(self, start: Start) -> None:
-        """Bring everything in the folder to where the run goes on."""
-        checkpoint = start.checkpoint
+    def resume_from(self, point: ResumePoint) -> None:
+        """Bring the run's folder to the state it had at `point`."""
+        checkpoint = point.checkpoint
         if checkpoint is not None and not self._keeps_samples:
             checkpoint = replace(checkpoint, state=without_samples(checkpoint.state))
         self.current = checkpoint
         step = 0 if checkpoint is None else checkpoint.step
-        self._saves.step = step
+        self._saved_step = step
         self._log.status.resumed(step)
-        aside = self._store.set_aside_after(step, damaged=start.named is None)
-        self._named = start.named
-        if start.named is not None:
-            # only now: whatever is later than it comes after it
-            start.named.write(self._folder)
+        aside = self._store.set_aside_after(step, damaged=point.target is None)
+        self._target = point.target
+        if point.target is not None:
+            # after newer checkpoints are set aside: any newer one then was written from here
+            point.target.write(self._folder)
         self._exports.tidy(step)
-        # nothing recorded counts where no checkpoint stands, the first evaluation included
+        # without a checkpoint no record counts, not even the first evaluation
         self._log.rewind(step if checkpoint is not None else -1)
-        self._log.note(*start.notes, *(f"set aside: {path}" for path in aside))
+        self._log.show(*point.messages, *(f"set aside: {path}" for path in aside))
 
     def fall_back(self, error: CorruptCheckpointError) -> None:
-        """Go on from the checkpoint before the present one, which those who read it found damaged.
+        """Resume from the checkpoint before the current one, which proved to be damaged.
 
         Raises:
-            CheckpointError: there is no other, or the user has named this one.
+            CheckpointError: there is no other, or the user chose this one.
         """
-        if self.current is None or self._named is not None:
+        if self.current is None or self._target is not None:
             raise error
         self._damaged[self.current.path] = str(error)
-        start = find_start(self._config, damaged=self._damaged)
+        point = find_resume_point(self._config, damaged=self._damaged)
         self._exports.end()
-        self.go_on_from(start)
+        self.resume_from(point)
         self._log.metrics.open_writers()
         self._start_export()
 
     def is_due(self, step: int) -> bool:
-        """Whether the completed step gets a checkpoint.
+        """Return whether the completed step gets a checkpoint.
 
-        Every one does where the next update would outlast the grace of a stop signal: it is given
-        up then, and its weights are of no step.
+        If an update outlasts the grace after a stop signal, every step gets one: the interrupted
+        update leaves weights that belong to no step.
         """
-        run = self._config.run
-        outlasts = 0 < run.grace_s < self._log.expected_s("train") + self.spare_s
-        return step >= run.num_steps or outlasts or self._saves.is_due(step)
+        run, section = self._config.run, self._config.checkpoint
+        if step >= run.num_steps or self._has_failed or step % section.every == 0:
+            return True
+        if 0 < run.grace_s < self._log.expected_s("train") + self.reserved_s:
+            return True
+        return 0 < section.every_minutes <= (time.monotonic() - self._began_at) / 60
 
     @property
-    def spare_s(self) -> float:
-        """What a save may take, as far as is known."""
-        return SAVE_MARGIN * self._saves.longest_s
+    def reserved_s(self) -> float:
+        """Seconds to reserve for a save, from the saves so far."""
+        return SAVE_MARGIN * self._slowest_s
 
     def begin(
         self, step: int, write_trainer: WriteTrainer, state: Mapping[str, Any], *, num_bytes: int
     ) -> None:
-        """Begin to save a completed step, unless that has been done; none may be under way.
+        """Begin to save a completed step unless it is saved already; none may be pending.
+
+        An error is raised or shown by the next `settle`.
 
         Args:
-            state: what its checkpoint holds beside the trainer's.
-            num_bytes: of the trainer's files, about.
+            state: the run's state beside the trainer's.
+            num_bytes: approximate size of the trainer's files.
         """
-        if step == self._saves.step:
+        if step == self._saved_step:
             return
+        assert self._pending is None, "settle the save before"
         self._exports.collect()
         in_use = self._steps_to_keep() | {state.get(EVALUATING, step)}
         with self._phase("checkpoint"):
-            self._saves.begin(step, write_trainer, state, num_bytes=num_bytes, in_use=in_use)
+            self._saved_step, self._began_at = step, time.monotonic()
+            try:
+                begun = self._store.begin(step, write_trainer, num_bytes=num_bytes)
+            except MegadapoError as error:
+                self._pending = Future()
+                self._pending.set_exception(error)
+                return
+            self._pending = self._executor.submit(self._commit, begun, state, in_use)
 
     def settle(self, *, wait: bool = True, last: bool = False) -> None:
-        """Take note of the save that is under way, if any.
+        """Show and count the pending save if it has ended.
 
         Args:
-            wait: for it to end; else nothing is done while it is under way.
-            last: there is no next step to try again after.
+            wait: whether to wait for its end.
+            last: whether no later step can repeat a failed save.
 
         Raises:
-            MegadapoError: it failed, as the one before did, or is the last.
+            MegadapoError: the save failed, and it is the last or the one before failed too.
         """
         with self._phase("checkpoint") if wait else nullcontext():
-            ended, note = self._saves.ended(wait=wait, last=last)
-        if note:
-            self._log.note(note)
-        if ended is not None:
-            self.current = ended
-            self._log.status.saved(ended.step)
-            forget_before(self._folder, ended.step)
-            self._start_export()
+            if self._pending is None or not (wait or self._pending.done()):
+                return
+            pending, self._pending = self._pending, None
+            try:
+                self.current = pending.result()
+            except MegadapoError as error:
+                is_second, self._has_failed, self._saved_step = self._has_failed, True, -1
+                if is_second or last:
+                    raise
+                self._log.show(f"{error}; it is tried again after the next step")
+                return
+        self._has_failed = False
+        self._log.status.saved(self.current.step)
+        forget_before(self._folder, self.current.step)
+        self._start_export()
 
     def settle_after_failure(self) -> None:
-        """Take note of the save under way; what ended the run is what is to be reported."""
+        """Wait for the pending save; show its error instead of raising it."""
         try:
             self.settle(last=True)
         except MegadapoError as error:
-            self._log.note(str(error))
+            self._log.show(str(error))
 
     def join(self) -> None:
-        """Wait for the save under way, if any, while there still is a trainer."""
-        self._saves.join()
+        """Wait for the pending save, which needs the trainer; `settle` reports its result."""
+        if self._pending is not None:
+            wait_for([self._pending])
 
     def finish_exports(self) -> None:
-        """Wait for the exports under way; their checkpoints need not be kept any more."""
+        """Wait for pending exports, then delete checkpoints that only they needed."""
         if self._exports.steps:
             with self._phase("export"):
                 self._exports.wait()
             self._store.prune(self._steps_to_keep())
 
+    def _commit(
+        self, begun: OpenCheckpoint, state: Mapping[str, Any], in_use: Collection[int]
+    ) -> Checkpoint:
+        """Complete a checkpoint and delete old ones; runs in the executor's thread."""
+        checkpoint = begun.commit(state, _provenance(self._config, policy_version=begun.step))
+        self._slowest_s = max(self._slowest_s, time.monotonic() - self._began_at)
+        self._store.prune(in_use)
+        return checkpoint
+
     def _start_export(self) -> None:
-        """Export the present checkpoint where `checkpoint.export_every` asks for its step."""
+        """Export the current checkpoint if `checkpoint.export_every` includes its step."""
         every, checkpoint = self._config.checkpoint.export_every, self.current
         if every == 0 or checkpoint is None:
             return
@@ -172,5 +221,31 @@ class RunCheckpoints:
             self._exports.start(checkpoint.path, checkpoint.step)
 
     def _steps_to_keep(self) -> frozenset[int]:
-        """Steps whose checkpoints are being exported, or were named to go on from."""
-        return self._exports.steps | named_steps(self._folder)
+        """Return the steps whose checkpoints are being exported or were chosen by the user."""
+        return self._exports.steps | pinned_steps(self._folder)
+
+
+def _provenance(config: RunConfig, *, policy_version: int) -> dict[str, Any]:
+    """Return what a manifest records about the program and the run that wrote it."""
+    trainer = config.trainer
+    versions = {"python": platform.python_version()}
+    for name in _VERSIONED:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # the trainer's machine may have no vLLM, and an engine's no megatron-core
+    return {
+        "policy_version": policy_version,
+        "config_sha256": hashlib.sha256(
+            json.dumps(to_dict(config), sort_keys=True).encode()
+        ).hexdigest(),
+        "layout": {
+            "num_ranks": trainer.num_ranks,
+            "tensor_parallel": trainer.tensor_parallel,
+            "pipeline_parallel": trainer.pipeline_parallel,
+            "context_parallel": trainer.context_parallel,
+            "expert_parallel": trainer.expert_parallel,
+            "data_parallel": trainer.data_parallel,
+        },
+        "versions": versions,
+    }

@@ -85,8 +85,8 @@ class StatusFile:
     def saved(self, step: int) -> None:
         self._set(replace(self._status, checkpoint_step=step))
 
-    def gets_on(self, *, micro_batches: int, tokens: int) -> None:
-        """Note how far the processes are; for every few seconds of a phase."""
+    def report_progress(self, micro_batches: int, tokens: int) -> None:
+        """Update the progress counters; write them at most every `PROGRESS_S` seconds."""
         seen = replace(self._status, micro_batches=micro_batches, tokens=tokens)
         if seen != self._status:
             self._status, self._has_news = replace(seen, progress=_now()), True

@@ -27,7 +27,7 @@ class _Bound:
 
     expected_end: float
     """On the clock `time.monotonic`."""
-    spare_s: float
+    reserved_s: float
 
 
 class StopSignal:
@@ -81,12 +81,12 @@ class StopSignal:
             self._may_interrupt = False
 
     @contextmanager
-    def within_grace(self, expected_s: float, *, spare_s: float) -> Iterator[None]:
+    def within_grace(self, expected_s: float, *, reserved_s: float) -> Iterator[None]:
         """Within this block a signal stops the run where the block would outlast the grace.
 
         Args:
             expected_s: what the block takes, as far as that is known.
-            spare_s: what must be left of the grace behind it.
+            reserved_s: what must be left of the grace behind it.
 
         Raises:
             RunInterruptedError: it would, or it does.
@@ -94,7 +94,7 @@ class StopSignal:
         if self._grace_s == 0:
             yield
             return
-        outer, self._bound = self._bound, _Bound(time.monotonic() + expected_s, spare_s)
+        outer, self._bound = self._bound, _Bound(time.monotonic() + expected_s, reserved_s)
         try:
             with _unwrapped():
                 self._stop_if_late()
@@ -108,7 +108,7 @@ class StopSignal:
         if self._requested is None or self._bound is None:
             return
         now, bound = time.monotonic(), self._bound
-        left = self._requested_at + self._grace_s - bound.spare_s - now
+        left = self._requested_at + self._grace_s - bound.reserved_s - now
         if left <= 0 or bound.expected_end - now > left:
             self._bound = None
             raise RunInterruptedError(

@@ -158,7 +158,7 @@ def test_publishing_counts_and_nothing_else_happens(
     assert rollouts.policy_version == STEPS[0]
     rollouts.evaluate(1)
     assert rollouts.scored() == []
-    assert rollouts.state_dict() == {} and list(rollouts.closing_notes()) == []
+    assert rollouts.state_dict() == {} and list(rollouts.closing_messages()) == []
 
 
 def test_of_a_partial_save_what_is_there_is_a_batch(

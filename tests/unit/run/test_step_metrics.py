@@ -17,9 +17,10 @@ from megadapo.rollout.branching_config import BranchingConfig
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.tools import ToolsConfig
-from megadapo.run.step_metrics import step_metrics, step_notes, verifier_note
-from megadapo.trainer.types import ParityCauses, RankShare, Staleness, UpdateResult
+from megadapo.run.step_metrics import step_metrics, step_warnings, verifier_summary
+from megadapo.trainer.types import ParityCauses, Staleness, UpdateResult
 from tests.support.rollout.saved_groups import saved_group
+from tests.support.runs.step_results import UPDATE
 
 SAMPLED = SampledBatch(
     groups=(),
@@ -64,29 +65,6 @@ SAMPLED = SampledBatch(
         ),
     ),
     saved=(),
-)
-UPDATE = UpdateResult(
-    loss=-0.1,
-    entropy=0.2,
-    ratio_mean=1.0,
-    ratio_first_max_error=0.0,
-    clip_low_fraction=0.01,
-    clip_high_fraction=0.02,
-    dual_clip_fraction=0.03,
-    token_probability_mean=0.9,
-    positive_gradient_share=0.45,
-    logprob_mean=-0.2,
-    grad_norm=1.0,
-    lr=1e-6,
-    skipped_updates=0,
-    num_dropped_tokens=0,
-    logprob_abs_mean=math.nan,
-    logprob_abs_max=math.nan,
-    tokens_trained=400,
-    shares=(
-        RankShare(num_tokens=210, logprobs_seconds=0.5, private_bytes=7 << 20),
-        RankShare(num_tokens=190, logprobs_seconds=0.75, private_bytes=9 << 20),
-    ),
 )
 CONFIG = from_dict(
     {
@@ -230,7 +208,7 @@ def test_a_step_that_generated_nothing_says_so_and_not_zero():
 
 def notes(num_groups: int = 8, update: UpdateResult = UPDATE, **values: object) -> str:
     sampled = replace(SAMPLED, groups=(saved_group().group,) * num_groups, **values)
-    return "\n".join(step_notes(3, sampled, update, CONFIG))
+    return "\n".join(step_warnings(3, sampled, update, CONFIG))
 
 
 def test_a_healthy_step_says_nothing():
@@ -259,6 +237,6 @@ def test_disagreements_of_the_two_opinions_are_counted_apart():
         num_only_symbolic=4,
         symbolic=SymbolicCounts(num_checked=50, num_timeouts=1, num_skipped=2),
     )
-    note = verifier_note(counts)
+    note = verifier_summary(counts)
     assert "3 right by the rule alone" in note and "4 right symbolically alone" in note
     assert "3 lost to limits" in note

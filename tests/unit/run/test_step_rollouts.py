@@ -29,7 +29,7 @@ from tests.support.rollout.scripted_engines import (
     ScriptedEngines,
     make_prompts,
 )
-from tests.unit.run.test_step_metrics import UPDATE
+from tests.support.runs.step_results import UPDATE
 
 MAX_TOKENS = 12
 CONFIG: RunConfig = from_dict(

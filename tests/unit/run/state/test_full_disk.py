@@ -59,7 +59,7 @@ def test_a_record_without_room_is_named_and_tears_nothing(tmp_path):
         ):
             step(run, 1)
             filler = fill(disk, leave=4096)
-            run.log.note("y" * 50_000)
+            run.log.show("y" * 50_000)
             for number in range(2, 99):
                 record(run, number)
         assert (folder / "metrics.jsonl").read_bytes().endswith(b"}\n")

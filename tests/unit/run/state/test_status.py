@@ -37,17 +37,17 @@ def test_a_status_says_that_a_long_phase_gets_on_without_being_written_all_the_t
     status.phase("rollout")
     for _ in range(12):
         now[0] += 1.0
-        status.gets_on(micro_batches=0, tokens=int(now[0]))
+        status.report_progress(0, int(now[0]))
     read = read_status(tmp_path)
     assert (read.micro_batches, read.tokens) == (0, 111)
     before = (tmp_path / STATUS_FILE).stat().st_mtime_ns
     now[0] += 100.0
-    status.gets_on(micro_batches=0, tokens=112)
+    status.report_progress(0, 112)
     assert read_status(tmp_path).tokens == 112
     after = (tmp_path / STATUS_FILE).stat().st_mtime_ns
     assert after > before
     now[0] += 100.0
-    status.gets_on(micro_batches=0, tokens=112)
+    status.report_progress(0, 112)
     assert (tmp_path / STATUS_FILE).stat().st_mtime_ns == after
 
 

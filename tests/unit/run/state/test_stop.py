@@ -82,17 +82,17 @@ import os, signal, sys, time
 from megadapo.errors import RunInterruptedError
 from megadapo.run.state.stop import StopSignal
 
-grace_s, expected_s, takes_s, spare_s = map(float, sys.argv[1:])
+grace_s, expected_s, takes_s, reserved_s = map(float, sys.argv[1:])
 stop = StopSignal(grace_s=grace_s)
 stop.install()
 start = time.monotonic()
 try:
-    with stop.within_grace(expected_s, spare_s=spare_s):
+    with stop.within_grace(expected_s, reserved_s=reserved_s):
         os.kill(os.getpid(), signal.SIGTERM)
         while time.monotonic() < start + takes_s:
             time.sleep(0.01)
     print("finished", end=" ")
-    with stop.within_grace(60, spare_s=spare_s):
+    with stop.within_grace(60, reserved_s=reserved_s):
         print("began", end=" ")
 except RunInterruptedError as error:
     print("interrupted", end=" ")
@@ -101,7 +101,7 @@ print(time.monotonic() - start)
 
 
 @pytest.mark.parametrize(
-    ("grace_s", "expected_s", "takes_s", "spare_s", "outcome", "at_s"),
+    ("grace_s", "expected_s", "takes_s", "reserved_s", "outcome", "at_s"),
     [
         (0, 60, 0.1, 60, "finished began", 0.1),
         (30, 0.1, 0.1, 5, "finished interrupted", 0.1),
@@ -111,10 +111,12 @@ print(time.monotonic() - start)
     ],
     ids=["no-grace", "in-time", "too-long", "no-room-for-a-save", "longer-than-expected"],
 )
-def test_what_outlasts_the_grace_is_given_up(grace_s, expected_s, takes_s, spare_s, outcome, at_s):
+def test_what_outlasts_the_grace_is_given_up(
+    grace_s, expected_s, takes_s, reserved_s, outcome, at_s
+):
     """Catches a scheduler's SIGKILL in the middle of an update that could not have ended, and an
     update that is given up although there was time for it."""
-    numbers = map(str, (grace_s, expected_s, takes_s, spare_s))
+    numbers = map(str, (grace_s, expected_s, takes_s, reserved_s))
     result = subprocess.run(
         [sys.executable, "-c", GRACE, *numbers], capture_output=True, text=True, timeout=50
     )

@@ -10,7 +10,7 @@ import pytest
 from megadapo.config import RunConfig, from_dict, to_dict
 from megadapo.config.recipe import with_key
 from megadapo.errors import ConfigError
-from megadapo.run.state.drift import MEANING, SAMPLES, check_drift, samples_digest
+from megadapo.run.state.config_diff import MEANING, SAMPLES, check_config_diff, samples_digest
 
 RECIPE = {
     "run": {"folder": "runs/one", "num_steps": 5},
@@ -35,8 +35,8 @@ def checkpoint_of(config: RunConfig) -> Path:
 
 def test_the_same_configuration_says_nothing(tmp_path):
     config = config_of(tmp_path)
-    drift = check_drift(config, checkpoint_of(config), accept_changes=False)
-    assert (drift.lines, drift.keeps_samples) == ((), True)
+    diff = check_config_diff(config, checkpoint_of(config), accept_changes=False)
+    assert (diff.lines, diff.keeps_samples) == ((), True)
 
 
 def test_where_and_how_fast_may_change_and_is_said(tmp_path):
@@ -46,14 +46,14 @@ def test_where_and_how_fast_may_change_and_is_said(tmp_path):
         **{"rollout__num_engines": 3, "run__num_steps": 9, "run__resume": "auto"},
         **{"trainer__optimizer__lr": 1e-5, "trainer__tensor_parallel": 2},
     )
-    drift = check_drift(after, path, accept_changes=False)
-    assert drift.lines == (
+    diff = check_config_diff(after, path, accept_changes=False)
+    assert diff.lines == (
         "changed: run.num_steps: 5 -> 9",
         "changed: rollout.num_engines: 1 -> 3",
         "changed: trainer.tensor_parallel: 1 -> 2",
         "changed: trainer.optimizer.lr: 1e-06 -> 1e-05",
     )
-    assert drift.keeps_samples
+    assert diff.keeps_samples
 
 
 @pytest.mark.parametrize(
@@ -72,18 +72,18 @@ def test_what_is_learnt_changes_only_where_that_is_accepted(tmp_path, key, value
     after = config_of(tmp_path, **{key: value})
     dotted = key.replace("__", ".")
     with pytest.raises(ConfigError, match=rf"(?s){dotted}: .* -> .*--accept-changes"):
-        check_drift(after, path, accept_changes=False)
-    drift = check_drift(after, path, accept_changes=True)
-    assert any(line.startswith(f"changed: {dotted}: ") for line in drift.lines)
-    assert drift.keeps_samples == keeps_samples
+        check_config_diff(after, path, accept_changes=False)
+    diff = check_config_diff(after, path, accept_changes=True)
+    assert any(line.startswith(f"changed: {dotted}: ") for line in diff.lines)
+    assert diff.keeps_samples == keeps_samples
 
 
 def test_another_run_that_begins_with_a_checkpoint_may_be_another(tmp_path):
     path = checkpoint_of(config_of(tmp_path / "one"))
     after = config_of(tmp_path / "two", reward__rule="boxed")
-    drift = check_drift(after, path, accept_changes=False)
-    assert not drift.keeps_samples
-    assert drift.lines == ('changed: reward.rule: "answer" -> "boxed"',)
+    diff = check_config_diff(after, path, accept_changes=False)
+    assert not diff.keeps_samples
+    assert diff.lines == ('changed: reward.rule: "answer" -> "boxed"',)
 
 
 def test_keys_that_an_older_program_did_not_know_have_their_defaults(tmp_path):
@@ -93,7 +93,7 @@ def test_keys_that_an_older_program_did_not_know_have_their_defaults(tmp_path):
     table = to_dict(config)
     del table["algorithm"]["shared_prefix"]
     (tmp_path / "config.json").write_text(json.dumps(table))
-    assert check_drift(config, path, accept_changes=False).lines == ()
+    assert check_config_diff(config, path, accept_changes=False).lines == ()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"other": 1}'])
@@ -101,7 +101,7 @@ def test_a_configuration_that_cannot_be_read_is_said(tmp_path, text):
     config = config_of(tmp_path)
     path = checkpoint_of(config)
     (tmp_path / "config.json").write_text(text)
-    (line,) = check_drift(config, path, accept_changes=False).lines
+    (line,) = check_config_diff(config, path, accept_changes=False).lines
     assert "config.json cannot be read" in line
 
 

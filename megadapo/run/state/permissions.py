@@ -1,4 +1,4 @@
-"""Whether a checkpoint may be read: it is the user's own, and nothing in it leads elsewhere."""
+"""The check that only this user can have written a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from pathlib import Path
 from megadapo.errors import CheckpointError
 
 
-def check_trusted(folder: Path) -> None:
-    """Find out who can have written what a checkpoint's folder holds.
+def check_permissions(folder: Path) -> None:
+    """Check who can have written the files of a checkpoint.
 
-    The folders must belong to whoever writes here: this user, or whom a file server takes this user
-    for, as one that maps root to nobody does. Files in them may belong to others (ranks that the
-    server maps in another way), as only who may write in a folder can have put them there. Nothing
-    may be writable by everyone, and nothing be a link.
+    Folders must belong to this user, or to the user that the file server maps this user to (root
+    is often mapped to nobody). Files may belong to others, because only a folder's owner decides
+    who writes in it. Links and entries that everyone may write are refused.
 
     Raises:
-        CheckpointError: somebody else can have written it, or a part of it lies elsewhere.
+        CheckpointError: another user may have written it, or a part of it is a link.
     """
     for path in _everything(folder):
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode):
-            raise CheckpointError(f"{path} is a link: nothing of a checkpoint may lie elsewhere")
+            raise CheckpointError(f"{path} is a link: a checkpoint may not contain links")
         if not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
             raise CheckpointError(f"{path} is neither a file nor a folder")
         if status.st_mode & stat.S_IWOTH:
@@ -41,17 +40,17 @@ def _everything(folder: Path) -> Iterator[Path]:
 
 
 def _own_users(beside: Path) -> Iterator[int]:
-    """Who this process is, and whose its files are in a folder."""
+    """Yield this process's user and the owner of the files that it writes in a folder."""
     yield os.getuid()
     try:
         with tempfile.TemporaryFile(dir=beside) as fresh:
             yield os.fstat(fresh.fileno()).st_uid
     except OSError:
-        return  # what cannot be written to says nothing of its server
+        return  # a read-only folder does not show how its server maps users
 
 
 def _not_loaded(folder: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint {folder} is not loaded: {reason}, so somebody else can have made it what it "
-        "is; chown and chmod o-w it if you trust it"
+        f"checkpoint {folder} is not loaded: {reason}, so another user may have modified it; "
+        "chown and chmod o-w it if you trust it"
     )

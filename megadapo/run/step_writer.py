@@ -1,0 +1,162 @@
+"""What is written about each step, and the last save of a run that ends early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from megadapo.config import RunConfig
+from megadapo.errors import (
+    InfraError,
+    MegadapoError,
+    OracleError,
+    ProcessHungError,
+    RunInterruptedError,
+)
+from megadapo.observe.metrics.records import MetricRecord
+from megadapo.observe.oracles import check_oracles
+from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.run.launch import Workers
+from megadapo.run.run import Run
+from megadapo.run.step_metrics import step_metrics, step_warnings
+from megadapo.run.step_rollouts import saved_groups
+from megadapo.run.training import StepBatch
+from megadapo.trainer.types import UpdateResult
+from megadapo.weights.sync.publish import PublishReport
+
+
+@dataclass(frozen=True)
+class _UpdatedStep:
+    """A step whose update is complete and whose record is not written yet."""
+
+    step: int
+    state: dict[str, Any]
+    metrics: Callable[[], MetricRecord]
+    """Returns the metrics to record if the weights cannot be published."""
+
+
+class StepWriter:
+    """Writes saved rollouts, evaluations, metrics and checkpoints of each step."""
+
+    def __init__(self, config: RunConfig, run: Run, workers: Workers) -> None:
+        self._config = config
+        self._run = run
+        self._trainer = workers.trainer
+        self._rollouts = workers.rollouts
+        self._tokenizer = workers.tokenizer
+        self._updated: _UpdatedStep | None = None
+
+    @contextmanager
+    def saving_last_step(self) -> Iterator[None]:
+        """Save the last complete step if an error ends this block, then re-raise the error."""
+        try:
+            yield
+        except MegadapoError as error:
+            self._save_last_step(error)
+            raise
+        finally:
+            self._run.checkpoints.join()
+            self._run.log.show(*self._rollouts.drain_warnings())
+
+    def evaluate(self, step: int) -> None:
+        """Start the evaluation of the published weights if one is due; record finished ones."""
+        if self._run.evaluates(step):
+            self._rollouts.evaluate(step)
+        for evaluation in self._rollouts.scored():
+            self._run.log.record_evaluation(evaluation)
+
+    def update_done(
+        self, step: int, sampled: SampledBatch, batch: StepBatch, update: UpdateResult
+    ) -> None:
+        """Begin to save the step's rollouts, and finish sampling that runs beside the update.
+
+        After this call an early end of the run saves this step, whether or not it is published.
+        """
+        saved = saved_groups(
+            step,
+            sampled,
+            batch.advantages,
+            update,
+            self._config,
+            self._tokenizer,
+            self._rollouts.cross_checks,
+        )
+        self._run.log.save_rollouts(step, saved)
+        with self._run.phase("rollout"):
+            self._rollouts.wait()
+        metrics = partial(
+            step_metrics, step, sampled, update, policy_version=step, config=self._config
+        )
+        self._updated = _UpdatedStep(step, self._state_dict(), metrics)
+
+    def finish_step(
+        self,
+        step: int,
+        sampled: SampledBatch,
+        update: UpdateResult,
+        published: PublishReport | None,
+    ) -> MetricRecord:
+        """Evaluate, record and check a published step; begin its checkpoint if one is due.
+
+        Raises:
+            OracleError: the step broke an invariant; it is recorded.
+            MegadapoError: a record, an evaluation or a checkpoint failed.
+        """
+        run, config = self._run, self._config
+        self.evaluate(step)
+        metrics = step_metrics(
+            step, sampled, update, policy_version=step, config=config, published=published
+        )
+        record = run.log.record(metrics)
+        run.log.show(*step_warnings(step, sampled, update, config))
+        run.log.show(*self._rollouts.drain_warnings())
+        run.complete(step, self._state_dict())
+        self._updated = None
+        # after the record, so that metrics.jsonl shows the step that broke a bound
+        broken = check_oracles(run.log.records, config.oracles, repeats_bits=config.repeats_bits)
+        run.log.show(*broken)
+        if run.checkpoints.is_due(step):
+            run.save(self._trainer.begin_save, num_bytes=self._trainer.checkpoint_bytes)
+        return record
+
+    def _state_dict(self) -> dict[str, Any]:
+        return {**self._rollouts.state_dict(), **self._trainer.state_dict()}
+
+    def _save_last_step(self, error: MegadapoError) -> None:
+        """Save the last complete step before `error` ends the run.
+
+        Raises:
+            MegadapoError: the save failed, and `error` itself was no failure of a process.
+        """
+        run, trainer = self._run, self._trainer
+        if trainer.step != (run.step if self._updated is None else self._updated.step):
+            # the trainer is in the middle of an update, and its weights belong to no step
+            return
+        self._complete_updated_step()
+        if isinstance(error, ProcessHungError) and not trainer.ranks.processes.all_beat():
+            run.log.show(f"step {run.step} cannot be saved: a rank of the trainer hangs")
+            return
+        # after a failure engines may not answer a request to leave the GPUs, or are gone already
+        begin = trainer.ranks.begin_save if isinstance(error, InfraError) else trainer.begin_save
+        try:
+            run.save(begin, num_bytes=trainer.checkpoint_bytes, wait=True)
+        except MegadapoError as failed:
+            if isinstance(error, RunInterruptedError | OracleError):
+                raise
+            run.log.show(str(failed))
+
+    def _complete_updated_step(self) -> None:
+        """Count and record a step whose update is done, though it may not be published."""
+        updated, run = self._updated, self._run
+        if updated is None:
+            return
+        try:
+            run.complete(updated.step, updated.state)
+            if not any(record["step"] == updated.step for record in run.log.records[-1:]):
+                run.log.record(updated.metrics())
+        except MegadapoError as failed:
+            # a disk without room for the record may still have room for the checkpoint
+            run.log.show(f"step {run.step} is not in the metrics: {failed}")

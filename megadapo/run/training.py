@@ -1,0 +1,136 @@
+"""One step's batch and its update: from sampled groups to the trainer's result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megadapo.algorithm.advantages import Advantages, advantages, response_rewards
+from megadapo.algorithm.branches import branch_advantages
+from megadapo.algorithm.config import PretrainingConfig
+from megadapo.algorithm.kl_control import KlController
+from megadapo.algorithm.loss_weights import loss_weights
+from megadapo.config import RunConfig
+from megadapo.data.batch import PackedBatch, pack
+from megadapo.data.texts import TextStream, pack_texts
+from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.run.gpu_sharing import GpuSharing
+from megadapo.run.state.checkpoint import Checkpoint
+from megadapo.run.step_rollouts import saved_sequences
+from megadapo.trainer.trainer import Trainer
+from megadapo.trainer.types import UpdateResult
+from megadapo.weights.disk.files import Files
+
+KL_CONTROL_STATE = "kl_control"
+TEXTS_STATE = "texts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """A step's groups as the trainer takes them."""
+
+    packed: PackedBatch
+    advantages: Advantages
+    """Advantages that the saved rollouts show; the trainer may replace those in `packed`."""
+    recorded: Sequence[int] = ()
+    """Sequences whose log-probs the update returns, for the saved rollouts; ascending."""
+
+
+def make_batch(sampled: SampledBatch, config: RunConfig) -> StepBatch:
+    """Return the packed batch: shaped rewards, advantages and loss weights of a step's groups."""
+    groups, algorithm = sampled.groups, config.algorithm
+    max_response_tokens = config.rollout.max_response_tokens
+    rewards = response_rewards(groups, algorithm, max_response_tokens=max_response_tokens)
+    values = advantages(groups, algorithm, max_response_tokens=max_response_tokens, rewards=rewards)
+    values = branch_advantages(groups, values, algorithm)
+    packed = pack(
+        groups,
+        values,
+        loss_weights(groups, algorithm),
+        mini_batch_size=algorithm.responses_per_mini_batch,
+        rewards=rewards,
+    )
+    return StepBatch(packed=packed, advantages=values, recorded=saved_sequences(sampled))
+
+
+class StepTrainer:
+    """The trainer with what changes from step to step: KL coefficient and pretraining data."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        gpus: GpuSharing,
+        *,
+        kl_controller: KlController,
+        pretraining: PretrainingConfig,
+        texts: TextStream | None = None,
+    ) -> None:
+        """`texts`: the pretraining data, if `pretraining` names any."""
+        self.ranks = trainer
+        self.step: int | None = 0
+        """Step that produced the trainer's weights; None in the middle of an update."""
+        self.gpus = gpus
+        self._kl_controller = kl_controller
+        self._pretraining = pretraining
+        self._texts = texts
+
+    def update(self, batch: StepBatch, step: int) -> UpdateResult:
+        """Train on one step's batch. Engines on shared GPUs sleep until the next publish."""
+        self.step = None
+        self.gpus.start_update()
+        result = self.ranks.update(
+            batch.packed,
+            policy_version=step - 1,
+            step=step,
+            kl_reward_coef=self._kl_controller.coef,
+            texts=self._next_texts(len(batch.packed.mini_batches)),
+            record=batch.recorded,
+        )
+        # at a learning rate of 0 neither the policy nor its KL divergence changes
+        if result.lr > 0.0:
+            self._kl_controller.observe(result.kl.mean, batch.packed.num_sequences)
+        self.step = step
+        return result
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Restore the ranks, and what `state_dict` returned.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged.
+            DataError: the pretraining data differs from the checkpoint's.
+        """
+        self.ranks.load(checkpoint.trainer_folder, checkpoint.files)
+        self.step, state = checkpoint.step, checkpoint.state
+        self._kl_controller.load_state_dict(state.get(KL_CONTROL_STATE, {}))
+        # a run that adds pretraining data starts with its first document
+        if self._texts is not None and TEXTS_STATE in state:
+            self._texts.load_state_dict(state[TEXTS_STATE])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the part of the run's state that the ranks do not save."""
+        state = {KL_CONTROL_STATE: self._kl_controller.state_dict()}
+        return state if self._texts is None else {**state, TEXTS_STATE: self._texts.state_dict()}
+
+    @cached_property
+    def checkpoint_bytes(self) -> int:
+        """Approximate size of the trainer's part of a checkpoint."""
+        return self.ranks.checkpoint_bytes()
+
+    def begin_save(self, folder: Path) -> Callable[[], Files]:
+        """Begin to write the trainer's part of a checkpoint while engines leave shared GPUs.
+
+        Returns:
+            A function that waits for the files and returns them.
+        """
+        with self.gpus.saving():
+            return self.ranks.begin_save(folder)
+
+    def _next_texts(self, num_mini_batches: int) -> PackedBatch | None:
+        if self._texts is None:
+            return None
+        num_tokens = self._pretraining.tokens_per_mini_batch
+        parts = [self._texts.take(num_tokens) for _ in range(num_mini_batches)]
+        return pack_texts(parts, coef=self._pretraining.coef)
