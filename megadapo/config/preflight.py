@@ -17,9 +17,8 @@ from megadapo.config.recipe import RESUME_TARGET_FILE
 from megadapo.data.arithmetic import is_built_in
 from megadapo.data.sources import TEXT_SUFFIXES, Row, read_rows, read_text_rows
 from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoError
-from megadapo.models.description import ModelDescription, describe_model
+from megadapo.models.description import ModelDescription, describe_critic, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, read_hf_config
-from megadapo.models.value_model import describe_critic
 from megadapo.observe.metrics.writers import missing_packages
 from megadapo.rewards.workers.runners import check_functions
 from megadapo.rollout.engine.model_layout import validate_engine_layout

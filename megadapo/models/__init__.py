@@ -1,1 +1,1 @@
-"""What each model family consists of, and the one reader of a Hugging Face configuration."""
+"""Model families and the one reader of a Hugging Face config.json."""

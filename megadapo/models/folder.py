@@ -1,9 +1,10 @@
-"""Where a model lies: a folder, or a name on the Hugging Face Hub, and the config.json in it."""
+"""Model folders and names on the Hugging Face Hub: config.json and weights by path."""
 
 from __future__ import annotations
 
 import json
 import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a model's folder.
+    """Read the config.json of a model's folder.
 
     Raises:
-        DataError: there is none, or it is not one.
+        DataError: the file is missing or is not a JSON object.
     """
     path = folder / "config.json"
     try:
@@ -29,8 +30,41 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     return content
 
 
+def find_hf_config(path: str, *, key: str = "model.path") -> dict[str, Any]:
+    """Return a model's configuration without a download, also for some models that are not here.
+
+    megadapo ships the size keys of a few published models' config.json files.
+
+    Args:
+        path: a folder, a name on the Hub, or the model's path on another machine.
+        key: configuration key of the path, for the error.
+
+    Raises:
+        DataError: the model is neither here nor a published one that megadapo ships.
+    """
+    folder = Path(path) if Path(path).is_dir() else None
+    if folder is None and is_hub_name(path):
+        folder = cached_hub_folder(path)
+    name = Path(path).name
+    if folder is None and name in published_models():
+        folder = Path(str(files(__package__) / "configs" / name))
+    if folder is None:
+        raise DataError(
+            f"{key} = {path!r}: there is no such folder, and megadapo ships only the "
+            f"configurations of {', '.join(published_models())}; copy the model's config.json "
+            "into a folder and pass that folder"
+        )
+    return read_hf_config(folder)
+
+
+def published_models() -> tuple[str, ...]:
+    """Return the names, without organisation, of the models with a shipped configuration."""
+    folder = files(__package__) / "configs"
+    return tuple(sorted(entry.name for entry in folder.iterdir()))
+
+
 def cached_hub_folder(name: str) -> Path | None:
-    """Where a Hub model's config.json lies in the Hub's cache; None where it does not."""
+    """Return the folder of a Hub model's config.json in the Hub's cache; None: not cached."""
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(name, "config.json")
@@ -38,23 +72,23 @@ def cached_hub_folder(name: str) -> Path | None:
 
 
 def path_from_anywhere(path: str) -> str:
-    """A model's path for processes that start in other folders; a Hub name stays what it is."""
+    """Return a path that is valid in any working directory; a Hub name stays as it is."""
     return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a path that does not exist here can be meant as ORGANISATION/NAME on the Hub."""
+    """Return whether a path that does not exist here can be a Hub name, ORGANISATION/NAME."""
     return HUB_NAME.fullmatch(text) is not None and not Path(text).parent.is_dir()
 
 
 def resolve_model_folder(path: str, *, with_weights: bool, key: str = "model.path") -> Path:
-    """The model's folder on this machine; a Hub name is downloaded into the Hub's cache.
+    """Return the model's folder on this machine; download a Hub name into the Hub's cache.
 
     Args:
-        key: what the path is called in the configuration.
+        key: configuration key of the path, for the error.
 
     Raises:
-        DataError: there is no such folder, and the Hub does not give it.
+        DataError: the folder does not exist and the Hub cannot provide it.
     """
     if Path(path).is_dir():
         return Path(path)

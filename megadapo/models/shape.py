@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megadapo.errors import WeightError
-from megadapo.models.families.registry import Family, family_of
+from megadapo.models.families import family_of
 
 CONFIG_KEYS = {
     "hidden": "hidden_size",
@@ -20,12 +20,12 @@ CONFIG_KEYS = {
     "expert_ffn": "moe_intermediate_size",
     "values": "num_labels",
 }
-"""What a size symbol of the family tables is called in a Hugging Face configuration."""
+"""Hugging Face configuration key of each size symbol of the family tables, for errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What of a Hugging Face configuration decides which weights exist and how large they are."""
+    """Sizes and flags that decide which weights a model has and how large they are."""
 
     num_layers: int
     hidden_size: int
@@ -41,7 +41,7 @@ class ModelShape:
     expert_ffn_size: int = 0
 
     def size(self, symbol: str) -> int:
-        """Length of an axis by the symbol that the family tables use."""
+        """Return the length of an axis by its symbol in the family tables."""
         return {
             "hidden": self.hidden_size,
             "vocab": self.vocab_size,
@@ -56,16 +56,21 @@ class ModelShape:
 
 
 def model_shape(hf_config: Mapping[str, Any]) -> ModelShape:
-    """Read the shape of a model out of its Hugging Face configuration.
+    """Read the shape of a model from its Hugging Face configuration.
 
-    Raises WeightError that names the key where one is missing or not supported.
+    Raises:
+        WeightError: a key is missing or its value is not supported; the error names the key.
     """
     family = family_of(hf_config)
     num_heads = required_size(hf_config, "num_attention_heads")
     hidden_size = required_size(hf_config, "hidden_size")
     is_moe = any(row.expert for row in family.layer)
     if is_moe:
-        _refuse_dense_layers(hf_config)
+        _check_every_layer_has_experts(hf_config)
+    experts_key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
+    attention_bias = family.attention_bias
+    if attention_bias is None:
+        attention_bias = bool(hf_config.get("attention_bias", False))
     return ModelShape(
         num_layers=required_size(hf_config, "num_hidden_layers"),
         hidden_size=hidden_size,
@@ -75,33 +80,22 @@ def model_shape(hf_config: Mapping[str, Any]) -> ModelShape:
         ffn_size=required_size(hf_config, "intermediate_size"),
         vocab_size=required_size(hf_config, "vocab_size"),
         tied=bool(hf_config.get("tie_word_embeddings", family.tied_by_default)),
-        attention_bias=_attention_bias(hf_config, family),
+        attention_bias=attention_bias,
         mlp_bias=bool(hf_config.get("mlp_bias", False)),
-        num_experts=_num_experts(hf_config) if is_moe else 0,
+        num_experts=required_size(hf_config, experts_key) if is_moe else 0,
         expert_ffn_size=required_size(hf_config, "moe_intermediate_size") if is_moe else 0,
     )
 
 
 def required_size(hf_config: Mapping[str, Any], key: str) -> int:
-    """A positive integer of the configuration, or a WeightError that names the key."""
+    """Return a positive integer of the configuration; raise WeightError if it is not one."""
     value = hf_config.get(key)
     if not isinstance(value, int) or value < 1:
         raise WeightError(f"config.json: {key} must be a positive integer, but it is {value!r}.")
     return value
 
 
-def _attention_bias(hf_config: Mapping[str, Any], family: Family) -> bool:
-    if family.attention_bias is None:
-        return bool(hf_config.get("attention_bias", False))
-    return family.attention_bias
-
-
-def _num_experts(hf_config: Mapping[str, Any]) -> int:
-    key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
-    return required_size(hf_config, key)
-
-
-def _refuse_dense_layers(hf_config: Mapping[str, Any]) -> None:
+def _check_every_layer_has_experts(hf_config: Mapping[str, Any]) -> None:
     if hf_config.get("mlp_only_layers") or hf_config.get("decoder_sparse_step", 1) != 1:
         raise WeightError(
             "config.json: mlp_only_layers and decoder_sparse_step ask for dense layers between "

@@ -56,8 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> tuple[Plan, Hosts]:
     """The plan of a run's updates, and the nodes of ranks and receivers."""
-    from megadapo.weights.layout.placement import replica_positions
-    from megadapo.weights.layout.stages import stage_layers
+    from megadapo.weights.layout.placement import replica_positions, stage_layers
     from megadapo.weights.sync.buckets import piece_bytes
     from megadapo.weights.sync.plan import EngineShape
     from megadapo.weights.sync.planning import make_plan

@@ -18,8 +18,7 @@ from megadapo.lab.plan.cards import (
 from megadapo.lab.plan.engine import EngineBytes, engine_bytes
 from megadapo.lab.plan.ranks import RankKind, StateBytes, rank_kinds, state_bytes
 from megadapo.lab.plan.training import UpdateBytes, UpdateLoad, update_bytes
-from megadapo.models.description import ModelDescription
-from megadapo.models.value_model import describe_critic
+from megadapo.models.description import ModelDescription, describe_critic
 from megadapo.trainer.config import OffloadConfig, TrainerConfig
 from megadapo.weights.layout.layout import ModelLayout
 
@@ -64,7 +63,7 @@ def models_of(config: RunConfig) -> Models:
         WeightError: its configuration is of no family that is known.
     """
     from megadapo.models.description import describe_model
-    from megadapo.models.published import find_hf_config
+    from megadapo.models.folder import find_hf_config
 
     policy = find_hf_config(config.model.path)
     if config.algorithm.advantage != "gae":

@@ -9,9 +9,8 @@ from functools import lru_cache
 
 from megadapo.trainer.config import TrainerConfig
 from megadapo.weights.layout.layout import ModelLayout
-from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.layout.placement import replica_positions, stage_chunks
 from megadapo.weights.layout.shards import EnginePosition, Shard, ShardPosition
-from megadapo.weights.layout.stages import stage_chunks
 
 FP32_BYTES = 4
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import CheckpointError, ConfigError, DataError
+from megadapo.models.description import critic_config, describe_critic
 from megadapo.models.folder import resolve_model_folder
-from megadapo.models.value_model import critic_config, describe_critic
 from megadapo.run.export.model_card import CARD_FILE, model_card
 from megadapo.run.state.checkpoint import CHECKPOINTS, MANIFEST, Checkpoint, CheckpointStore, load
 from megadapo.trainer.types import CRITIC_FOLDER

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megadapo.errors import CheckpointError
-from megadapo.models.description import ModelDescription
+from megadapo.models.description import ModelDescription, describe_critic
 from megadapo.models.folder import read_hf_config, resolve_model_folder
-from megadapo.models.value_model import describe_critic
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.checkpoint.checkpoint import Snapshot, load_checkpoint, take_snapshot
 from megadapo.trainer.critic.value_model import (

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from megadapo.algorithm.gae import value_losses
 from megadapo.models.description import ModelDescription
-from megadapo.models.families.rows import VALUE_HEAD
+from megadapo.models.rows import VALUE_HEAD
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.model import build_chunks

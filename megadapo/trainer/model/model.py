@@ -13,8 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from megadapo.models.description import ModelDescription
-from megadapo.models.rope import Rope
+from megadapo.models.description import ModelDescription, Rope
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.experts import (
     BalancedRouter,

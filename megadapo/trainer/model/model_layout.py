@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from megadapo.errors import ConfigError
 from megadapo.models.description import ModelDescription, Routing
 from megadapo.trainer.config import TrainerConfig
-from megadapo.weights.layout.stages import stage_layers
+from megadapo.weights.layout.placement import stage_layers
 
 ROPE_KINDS = ("default", "linear", "llama3")
 """Rotary scalings that the trainer knows."""

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megadapo.errors import WeightError
-from megadapo.models.differences import config_differences
+from megadapo.models.description import config_differences
 from megadapo.weights.disk.export import (
     CARRIED,
     carry_along,

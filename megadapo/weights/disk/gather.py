@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megadapo.errors import WeightError
-from megadapo.models.families.rows import Weight
+from megadapo.models.rows import Weight
 from megadapo.weights.disk.load import collect_runs, match_params, single_dtype
 from megadapo.weights.layout.layout import ModelLayout, hf_names
 from megadapo.weights.layout.shards import Shard, ShardPosition

@@ -1,1 +1,1 @@
-"""Where each weight lies in Megatron, vLLM and Hugging Face, and how it is cut."""
+"""Position of each weight in Megatron, in vLLM and in Hugging Face files."""

@@ -1,4 +1,4 @@
-"""How a full tensor is cut into shards: the arithmetic that all layouts are made of.
+"""Arithmetic that cuts full tensors into shards; all layouts are made of it.
 
 Every sharded or fused parameter of Megatron and of vLLM is a sequence of runs: ranges of rows (or
 columns) of full Hugging Face tensors laid end to end. Interleaved QKV, gate beside up, padded
@@ -27,12 +27,12 @@ class Run:
 
 
 def whole(tensors: Sequence[str], sizes: Sequence[int]) -> list[Run]:
-    """Every tensor in full, one after the other."""
+    """Return one run per tensor, each in full."""
     return [Run(tensor, 0, size) for tensor, size in zip(tensors, sizes, strict=True)]
 
 
 def cut_evenly(runs: Sequence[Run], rank: int, size: int) -> list[Run]:
-    """Part `rank` of `size` equal parts of `runs` laid end to end."""
+    """Return part `rank` of `size` equal parts of `runs` laid end to end."""
     total = sum(run.size for run in runs)
     if total % size:
         names = ", ".join(dict.fromkeys(run.tensor for run in runs))
@@ -41,7 +41,7 @@ def cut_evenly(runs: Sequence[Run], rank: int, size: int) -> list[Run]:
 
 
 def clip(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """What of `runs`, laid end to end, lies between `start` and `stop`."""
+    """Return the part of `runs`, laid end to end, between `start` and `stop`."""
     clipped = []
     offset = 0
     for run in runs:
@@ -53,16 +53,16 @@ def clip(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
 
 
 def cut_each(tensors: Sequence[str], sizes: Sequence[int], rank: int, size: int) -> list[Run]:
-    """Part `rank` of every tensor, one after the other (gate beside up, vLLM's q, k and v)."""
+    """Return part `rank` of every tensor, in order (gate beside up, vLLM's q, k and v)."""
     return [run for one in whole(tensors, sizes) for run in cut_evenly([one], rank, size)]
 
 
 def interleave_groups(
     tensors: Sequence[str], sizes: Sequence[int], num_groups: int, rank: int, size: int
 ) -> list[Run]:
-    """Megatron's QKV: per query group its q rows, k rows and v rows; then cut evenly.
+    """Return Megatron's QKV: q, k and v rows of each query group in turn, then cut evenly.
 
-    With fewer groups than ranks a cut falls inside a group, as Megatron's own does.
+    With fewer groups than ranks a cut is inside a group, as in Megatron.
     """
     runs = []
     for group in range(num_groups):
@@ -73,7 +73,7 @@ def interleave_groups(
 
 
 def cut_heads(tensor: str, full: int, num_heads: int, rank: int, size: int) -> list[Run]:
-    """vLLM's k or v: heads cut evenly, or each head repeated where there are fewer than ranks."""
+    """Return vLLM's k or v: heads cut evenly, or each head repeated if there are more ranks."""
     if num_heads >= size:
         return cut_evenly([Run(tensor, 0, full)], rank, size)
     if size % num_heads:
@@ -84,7 +84,7 @@ def cut_heads(tensor: str, full: int, num_heads: int, rank: int, size: int) -> l
 
 
 def cut_padded(tensor: str, full: int, padded: int, rank: int, size: int) -> list[Run]:
-    """Part `rank` of a vocabulary padded to `padded` rows; padding rows belong to no run."""
+    """Return part `rank` of a vocabulary padded to `padded` rows; padding rows are in no run."""
     if padded % size or padded < full:
         raise WeightError(
             f"{tensor}: {full} rows padded to {padded} cannot be cut into {size} parts."
@@ -93,5 +93,5 @@ def cut_padded(tensor: str, full: int, padded: int, rank: int, size: int) -> lis
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

@@ -1,7 +1,7 @@
-"""The layout of one model: every weight as shards of Megatron's, vLLM's and Hugging Face's.
+"""Layout of one model: every weight as shards in Megatron, in vLLM and in Hugging Face files.
 
-A `Shard` is one local parameter written as runs of full Hugging Face tensors. Import copies runs
-in, export copies them out, the plan of a weight update intersects the runs of both sides.
+A `Shard` is one local parameter as runs of full Hugging Face tensors. Import copies runs in, export
+copies runs out, and the plan of a weight update intersects the runs of trainer and engine.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ from functools import cached_property
 from typing import Any
 
 from megadapo.errors import WeightError
-from megadapo.models.families.registry import Family, family_of
-from megadapo.models.families.rows import Cut, Weight
+from megadapo.models.families import Family, family_of
+from megadapo.models.rows import Cut, Weight
 from megadapo.models.shape import ModelShape, model_shape
 from megadapo.weights.layout import cuts
 from megadapo.weights.layout.cuts import Run
 from megadapo.weights.layout.shards import EnginePosition, Shard, ShardPosition
 
 VOCAB_MULTIPLE = 64
-"""The trainer and vLLM both pad the vocabulary to a multiple of this, so that checkpoints fit
-every common split."""
+"""Multiple to which the trainer and vLLM pad the vocabulary: checkpoints fit every common split."""
 
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Every weight of one model in all three layouts."""
+    """All weights of one model, with their shards on any trainer or engine rank."""
 
     family: Family
     shape: ModelShape
 
     @cached_property
     def layer_rows(self) -> tuple[Weight, ...]:
-        """The rows of a decoder layer that this model has."""
+        """Rows of a decoder layer that this model has."""
         return tuple(
             row
             for row in self.family.layer
@@ -62,7 +61,7 @@ class ModelLayout:
         }
 
     def megatron_shards(self, position: ShardPosition) -> Iterator[Shard]:
-        """Every parameter of a trainer rank, in the order of the model."""
+        """Yield every parameter of a trainer rank, in model order."""
         if position.has_embedding:
             yield self.megatron_shard(self.family.embedding, position)
         for layer in position.layer_indices:
@@ -71,12 +70,12 @@ class ModelLayout:
             yield from self.megatron_layer(position, str(layer))
         if position.has_head:
             yield self.megatron_shard(self.family.final_norm, position)
-            # A tied head is the embedding itself unless it sits on another pipeline stage.
+            # a tied head is the embedding itself, unless it is on another pipeline stage
             if not (self.shape.tied and position.has_embedding):
                 yield self.megatron_head(position)
 
     def megatron_layer(self, position: ShardPosition, layer: str) -> Iterator[Shard]:
-        """The parameters of one decoder layer on a trainer rank; `layer` may be a placeholder."""
+        """Yield a decoder layer's parameters on a trainer rank; `layer` may be a placeholder."""
         for row in self.layer_rows:
             if not row.expert:
                 yield self.megatron_shard(row, position, layer)
@@ -88,7 +87,7 @@ class ModelLayout:
                 )
 
     def megatron_head(self, position: ShardPosition) -> Shard:
-        """The output layer; of a tied model, its copy of the embedding."""
+        """Return the output layer; of a tied model, its copy of the embedding."""
         head = self.megatron_shard(self.family.head, position)
         if not self.shape.tied:
             return head
@@ -102,7 +101,7 @@ class ModelLayout:
         layer: str | None = None,
         expert: tuple[int, int] | None = None,
     ) -> Shard:
-        """One trainer parameter; `expert` is its local and its global number."""
+        """Return one trainer parameter; `expert` is its local and its global index."""
         local, number = expert if expert is not None else (None, None)
         rank, size = position.expert_tp if row.expert else (position.tp_rank, position.tp_size)
         padded = position.padded_vocab_size or padded_vocab_size(self.shape.vocab_size, size)
@@ -124,8 +123,10 @@ class ModelLayout:
         )
 
     def engine_layers(self, position: EnginePosition) -> range:
-        """The decoder layers of an engine's pipeline stage, by vLLM's own rule: what is left over
-        after an even split goes to the stages before the last."""
+        """Return the decoder layers of an engine's pipeline stage, by vLLM's rule.
+
+        The remainder of an even split goes to the stages before the last one.
+        """
         base, left = divmod(self.shape.num_layers, position.pp_size)
         counts = [base] * position.pp_size
         for stage in range(position.pp_size - 1 - left, position.pp_size - 1):
@@ -134,7 +135,7 @@ class ModelLayout:
         return range(start, start + counts[position.pp_rank])
 
     def engine_shards(self, position: EnginePosition) -> Iterator[Shard]:
-        """Every parameter of an engine rank, in the order of the model."""
+        """Yield every parameter of an engine rank, in model order."""
         is_first, is_last = position.pp_rank == 0, position.pp_rank == position.pp_size - 1
         if is_first or (is_last and self.shape.tied):
             yield self.engine_shard(self.family.embedding, position)
@@ -146,7 +147,7 @@ class ModelLayout:
                 yield self.engine_shard(self.family.head, position)
 
     def engine_layer(self, position: EnginePosition, layer: str) -> Iterator[Shard]:
-        """The parameters of one decoder layer on an engine rank; `layer` may be a placeholder."""
+        """Yield a decoder layer's parameters on an engine rank; `layer` may be a placeholder."""
         for row in self.layer_rows:
             if not row.expert:
                 yield self.engine_shard(row, position, layer)
@@ -167,7 +168,7 @@ class ModelLayout:
         expert: tuple[int, int] | None = None,
         num_experts: int = 0,
     ) -> Shard:
-        """One engine parameter, or one expert's slice of it."""
+        """Return one engine parameter, or one expert's slice of it."""
         local, number = expert if expert is not None else (None, None)
         whole_experts = row.expert and position.expert_parallel
         rank, size = (0, 1) if whole_experts else (position.tp_rank, position.tp_size)
@@ -193,7 +194,7 @@ class ModelLayout:
     def _plain_runs(
         self, row: Weight, tensors: list[str], sizes: list[int], rank: int, size: int, padded: int
     ) -> list[Run]:
-        """The cuts that Megatron and vLLM make alike."""
+        """Return the runs of a cut that Megatron and vLLM make in the same way."""
         if row.cut is Cut.REPLICATED:
             return cuts.whole(tensors, sizes)
         if row.cut is Cut.VOCAB:
@@ -230,12 +231,12 @@ class ModelLayout:
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Rows of the trainer's vocabulary with padding, over all of its tensor-parallel ranks."""
+    """Return the padded vocabulary's rows over all tensor-parallel ranks of the trainer."""
     return cuts.round_up(vocab_size, math.lcm(VOCAB_MULTIPLE, tp_size))
 
 
 def layout_for(hf_config: Mapping[str, Any]) -> ModelLayout:
-    """The layout of the model that a Hugging Face configuration describes."""
+    """Return the layout of the model that a Hugging Face configuration describes."""
     return ModelLayout(family_of(hf_config), model_shape(hf_config))
 
 
@@ -248,6 +249,6 @@ def _numbered(name: str, expert: int | None) -> str:
 
 
 def hf_names(row: Weight, layer: str | None, expert: int | None) -> list[str]:
-    """Full Hugging Face names of a row's tensors; `expert` is the global number."""
+    """Return the full Hugging Face names of a row's tensors; `expert` is the global index."""
     prefix = "" if layer is None else f"model.layers.{layer}."
     return [prefix + _numbered(name, expert) for name in row.hf]

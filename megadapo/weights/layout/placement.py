@@ -1,11 +1,69 @@
-"""Which trainer rank holds what, for a given set of parallel sizes."""
+"""Layers of each pipeline stage and position of each trainer rank, for given parallel sizes.
+
+Chunk c of all stages comes before chunk c + 1 of any: with two stages of two chunks, stage 0 has
+the first and the third quarter of the layers.
+"""
 
 from __future__ import annotations
 
 from megadapo.errors import WeightError
 from megadapo.weights.layout.layout import ModelLayout, padded_vocab_size
 from megadapo.weights.layout.shards import ShardPosition
-from megadapo.weights.layout.stages import stage_layers
+
+
+def stage_chunks(
+    num_layers: int, *, pp_size: int, vpp_size: int = 1, first: int = 0, last: int = 0
+) -> list[list[range]]:
+    """Return [stage][chunk] -> layers of the whole model.
+
+    The remainder of an even split goes to the first chunks in model order.
+
+    Args:
+        pp_size: stages.
+        vpp_size: chunks of each stage.
+        first: layers of the first stage; 0: as many as the others.
+        last: layers of the last stage; 0: as many as the others.
+
+    Raises:
+        WeightError: some chunk would have no layer.
+    """
+    chunks: list[list[range]] = [[] for _ in range(pp_size)]
+    start = 0
+    for number, size in enumerate(_chunk_sizes(num_layers, pp_size, vpp_size, first, last)):
+        if size < 1:
+            raise WeightError(
+                f"{num_layers} layers cannot be spread over {pp_size} stages of {vpp_size} chunks."
+            )
+        chunks[number % pp_size].append(range(start, start + size))
+        start += size
+    return chunks
+
+
+def stage_layers(
+    num_layers: int, *, pp_size: int, vpp_size: int = 1, first: int = 0, last: int = 0
+) -> list[tuple[int, ...]]:
+    """Return [stage] -> its layers, ascending; arguments as for `stage_chunks`."""
+    chunks = stage_chunks(num_layers, pp_size=pp_size, vpp_size=vpp_size, first=first, last=last)
+    return [tuple(layer for chunk in stage for layer in chunk) for stage in chunks]
+
+
+def _chunk_sizes(num_layers: int, pp_size: int, vpp_size: int, first: int, last: int) -> list[int]:
+    """Return the number of layers of each chunk, in model order."""
+    fixed = {0: first} if first else {}
+    fixed |= {pp_size - 1: last} if last else {}
+    per_chunk = {stage: size // vpp_size for stage, size in fixed.items()}
+    num_even = vpp_size * (pp_size - len(fixed))
+    rest = num_layers - sum(per_chunk.values()) * vpp_size
+    base, left = divmod(rest, num_even) if num_even else (0, 0)
+    sizes = []
+    for chunk in range(pp_size * vpp_size):
+        stage = chunk % pp_size
+        if stage in per_chunk:
+            sizes.append(per_chunk[stage])
+        else:
+            sizes.append(base + (left > 0))
+            left -= 1
+    return sizes
 
 
 def replica_positions(
@@ -19,13 +77,16 @@ def replica_positions(
     stages: list[tuple[int, ...]] | None = None,
     num_dp: int = 1,
 ) -> list[ShardPosition]:
-    """Position of every rank, in Megatron's rank order (TP fastest, then DP with EP, then PP).
+    """Return the position of every rank, in Megatron's rank order (TP fastest, then DP, then PP).
 
-    Experts cut the TP x DP ranks of a stage anew: expert TP fastest, then EP, then replicas.
+    Experts split the TP x DP ranks of a stage differently: expert TP fastest, EP, then replicas.
 
     Args:
-        stages: Layers of each pipeline stage; None spreads them evenly.
-        num_dp: Ranks with the same weights outside of experts, context-parallel ones included.
+        stages: layers of each pipeline stage; None spreads them evenly.
+        num_dp: ranks with the same non-expert weights, context-parallel ones included.
+
+    Raises:
+        WeightError: a size is below 1, or experts cannot be split over a stage's ranks.
     """
     sizes = {"TP": tp_size, "PP": pp_size, "VPP": vpp_size, "EP": ep_size, "DP": num_dp}
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""What one rank holds: its position in the model, and its parameters as runs of full tensors."""
+"""Positions of trainer and engine ranks, and their parameters as runs of full tensors."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from megadapo.weights.layout.cuts import Run
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPosition:
-    """Where a trainer rank stands in the model: what of it the rank holds."""
+    """Position of a trainer rank, which decides its part of the model."""
 
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
     layer_indices: tuple[int, ...]
-    """Global numbers of the decoder layers this rank holds, over all its virtual stages."""
+    """Global indices of this rank's decoder layers, over all its virtual stages."""
     has_embedding: bool = True
     has_head: bool = True
-    """Holds the final norm and the head (of a tied model: its copy of the embedding)."""
+    """Whether the rank has the final norm and the head (of a tied model: its embedding copy)."""
     ep_rank: int = 0
     ep_size: int = 1
     etp_rank: int | None = None
     etp_size: int | None = None
-    """Tensor parallelism inside experts; None: as outside of them."""
+    """Tensor-parallel size inside experts; None: `tp_size`."""
     padded_vocab_size: int | None = None
-    """Rows of the vocabulary with padding; None: as `padded_vocab_size` says."""
+    """Rows of the vocabulary with padding; None: `layout.padded_vocab_size`."""
 
     @property
     def expert_tp(self) -> tuple[int, int]:
@@ -39,14 +39,14 @@ class ShardPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePosition:
-    """Where an engine rank stands: its tensor-parallel rank, its stage, its experts."""
+    """Position of an engine rank, which decides its part of the model."""
 
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
     expert_parallel: bool = False
-    """vLLM's `enable_expert_parallel`: whole experts, spread over the tensor-parallel ranks."""
+    """Whether the tensor-parallel ranks have whole experts (vLLM's `enable_expert_parallel`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,11 @@ class Shard:
     width: int | None
     """Extent along the other axis; None for a vector."""
     alias: str | None = None
-    """Another name the parameter may have."""
+    """Second name that the parameter may have."""
     expert: int | None = None
-    """Index along a leading expert axis, where the parameter stacks several experts."""
+    """Index along the leading expert axis of a parameter that stacks several experts."""
     num_experts: int = 0
-    """Length of that axis."""
+    """Length of the expert axis; 0: no such axis."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class Shard:
         return 1 if self.width is None else self.width
 
     def placed_runs(self) -> Iterator[tuple[int, Run]]:
-        """Each run with its offset along `axis` in the local parameter."""
+        """Yield each run with its offset along `axis` in the local parameter."""
         offset = 0
         for run in self.runs:
             yield offset, run

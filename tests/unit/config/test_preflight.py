@@ -10,7 +10,7 @@ import pytest
 from megadapo.config import load_config
 from megadapo.config.preflight import check_run
 from megadapo.errors import ConfigError, DataError
-from megadapo.models.value_model import critic_config
+from megadapo.models.description import critic_config
 
 REPOSITORY = Path(__file__).parents[3]
 

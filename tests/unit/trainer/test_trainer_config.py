@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from megadapo.errors import ConfigError, WeightError
-from megadapo.models.description import describe_model
-from megadapo.models.rope import Rope, read_rope
+from megadapo.models.description import Rope, describe_model, read_rope
 from megadapo.trainer.config import ModelConfig, OptimizerConfig, TrainerConfig
 from megadapo.trainer.model.model_layout import validate_model_layout
 

@@ -23,7 +23,7 @@ from megadapo.lab.plan.phases import (
 )
 from megadapo.lab.plan.ranks import rank_kinds, state_bytes
 from megadapo.models.description import describe_model
-from megadapo.models.published import find_hf_config, published_models
+from megadapo.models.folder import find_hf_config, published_models
 from megadapo.weights.layout.layout import ModelLayout
 
 CONFIGS = Path(megadapo.__file__).parents[1] / "configs"

@@ -18,7 +18,7 @@ from megadapo.trainer.model.model_layout import (
     stage_problems,
     validate_model_layout,
 )
-from megadapo.weights.layout.stages import stage_chunks
+from megadapo.weights.layout.placement import stage_chunks
 
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],

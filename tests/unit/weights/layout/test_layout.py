@@ -1,4 +1,4 @@
-"""Layouts against explicit tensor algebra, and whole models through every split and back."""
+"""Layouts compared with explicit tensor algebra, and round trips of models over every split."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from megadapo.errors import WeightError
 from megadapo.weights.disk.load import collect_runs, import_weights, match_params
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.layout import layout_for, padded_vocab_size
-from megadapo.weights.layout.placement import replica_positions
+from megadapo.weights.layout.placement import replica_positions, stage_layers
 from megadapo.weights.layout.shards import EnginePosition
-from megadapo.weights.layout.stages import stage_layers
 from tests.support.models.tiny_models import FAMILY_NAMES, make_model
 
 
 def rank_params(layout, position):
-    """Parameters as a rank of the trainer would hold them, filled with NaN to expose gaps."""
+    """Return a trainer rank's parameters, filled with NaN to expose gaps."""
     return {
         shard.name: torch.full(shard.shape, torch.nan) for shard in layout.megatron_shards(position)
     }
@@ -36,8 +35,8 @@ def imported_ranks(folder, layout, **sizes):
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_qkv_is_interleaved_per_query_group_as_megatron_does(model_folders, tp_size):
-    """Catches q, k and v stacked instead of interleaved, and a wrong cut where TP > KV heads."""
+def test_qkv_is_interleaved_per_query_group(model_folders, tp_size):
+    """Catches q, k and v stacked instead of interleaved, and a wrong cut if TP > KV heads."""
     folder = model_folders["Llama"]
     layout = open_layout(folder)
     hf = load_file(folder / "model.safetensors")
@@ -50,7 +49,7 @@ def test_qkv_is_interleaved_per_query_group_as_megatron_does(model_folders, tp_s
         assert torch.equal(actual, expected[position.tp_rank])
 
 
-def test_gate_and_up_rows_are_cut_per_rank_not_stacked_first(model_folders):
+def test_gate_and_up_are_cut_per_rank(model_folders):
     """Catches rank 0 getting all of gate and rank 1 all of up."""
     folder = model_folders["Qwen2"]
     layout = open_layout(folder)
@@ -64,7 +63,7 @@ def test_gate_and_up_rows_are_cut_per_rank_not_stacked_first(model_folders):
         assert torch.equal(params["decoder.layers.1.mlp.linear_fc2.weight"], cut)
 
 
-def test_vocabulary_is_padded_with_zeros_to_a_common_multiple(model_folders):
+def test_vocabulary_is_padded_with_zeros(model_folders):
     """Catches padding rows left uninitialised, and a cut of the unpadded vocabulary."""
     folder = model_folders["Qwen3"]
     layout = open_layout(folder)
@@ -81,7 +80,7 @@ def test_vocabulary_is_padded_with_zeros_to_a_common_multiple(model_folders):
     (1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1),
     (1, 2, 2), (2, 2, 2), (4, 4, 1), (4, 1, 4),
 ])  # fmt: skip
-def test_every_split_adds_up_to_the_model_bitwise(
+def test_ranks_of_every_split_give_the_model_bitwise(
     model_folders, family, tp_size, pp_size, vpp_size
 ):
     """Catches a weight that is dropped, doubled or misplaced by any split."""
@@ -99,7 +98,7 @@ def test_every_split_adds_up_to_the_model_bitwise(
 
 
 @pytest.mark.parametrize("etp_size,ep_size,num_dp", [(1, 2, 1), (2, 2, 2), (1, 4, 2)])
-def test_experts_are_spread_over_expert_parallel_ranks(model_folders, etp_size, ep_size, num_dp):
+def test_experts_are_spread_over_expert_ranks(model_folders, etp_size, ep_size, num_dp):
     """Catches an expert with another expert's number."""
     folder = model_folders["Qwen3Moe"]
     layout = open_layout(folder)
@@ -115,7 +114,7 @@ def test_experts_are_spread_over_expert_parallel_ranks(model_folders, etp_size, 
 
 
 @pytest.mark.parametrize("pp_size", [1, 2])
-def test_a_tied_head_is_the_embedding_and_exists_only_on_another_stage(tmp_path, pp_size):
+def test_tied_head_exists_only_on_another_stage(tmp_path, pp_size):
     """Catches an untrained output layer on the last stage of a tied model."""
     folder = make_model(tmp_path / "tied", "Qwen2", tie_word_embeddings=True)
     layout = open_layout(folder)
@@ -130,7 +129,7 @@ def test_a_tied_head_is_the_embedding_and_exists_only_on_another_stage(tmp_path,
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-def test_attention_bias_follows_the_configuration(tmp_path, family, bias):
+def test_attention_bias_follows_config(tmp_path, family, bias):
     folder = make_model(tmp_path / "model", family, attention_bias=bias)
     layout = open_layout(folder)
     ((_, params),) = imported_ranks(folder, layout)
@@ -138,7 +137,7 @@ def test_attention_bias_follows_the_configuration(tmp_path, family, bias):
     assert ("decoder.layers.0.self_attention.linear_proj.bias" in params) == bias
 
 
-def test_fused_norm_names_of_transformer_engine_are_known(model_folders):
+def test_fused_norm_names_are_known(model_folders):
     folder = model_folders["Qwen2"]
     layout = open_layout(folder)
     (position,) = replica_positions(layout)
@@ -153,7 +152,7 @@ def test_fused_norm_names_of_transformer_engine_are_known(model_folders):
 
 
 def damage(folder, tmp_path, change):
-    """A copy of a model folder whose tensors went through `change`."""
+    """Copy a model folder and apply `change` to its tensors."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -166,9 +165,7 @@ def damage(folder, tmp_path, change):
     (lambda t: t.update({"model.layers.9.x": torch.zeros(1)}), "model.layers.9.x is not in"),
     (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"norm.weight has shape \[3\]"),
 ])  # fmt: skip
-def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
-    model_folders, tmp_path, change, message
-):
+def test_mismatched_checkpoint_is_rejected_by_name(model_folders, tmp_path, change, message):
     """Catches a silent partial import."""
     folder = damage(model_folders["Qwen2"], tmp_path, change)
     layout = open_layout(folder)
@@ -177,7 +174,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
         import_weights(folder, rank_params(layout, position), layout, position)
 
 
-def test_a_model_that_does_not_fit_is_refused_by_name(model_folders):
+def test_mismatched_model_is_rejected_by_name(model_folders):
     """Catches a parameter that keeps its random initialisation."""
     folder = model_folders["Qwen2"]
     layout = open_layout(folder)
@@ -187,7 +184,7 @@ def test_a_model_that_does_not_fit_is_refused_by_name(model_folders):
         import_weights(folder, params, layout, position)
 
 
-def test_a_stored_tied_head_must_equal_the_embedding(tmp_path):
+def test_stored_tied_head_must_equal_embedding(tmp_path):
     folder = make_model(tmp_path / "tied", "Qwen2", tie_word_embeddings=True)
     same = damage(folder, tmp_path, lambda t: t.update(
         {"lm_head.weight": t["model.embed_tokens.weight"].clone()}
@@ -201,7 +198,7 @@ def test_a_stored_tied_head_must_equal_the_embedding(tmp_path):
         imported_ranks(other, layout)
 
 
-def test_an_unknown_family_and_odd_configurations_are_refused_by_name(model_folders):
+def test_unsupported_configs_are_rejected_by_name(model_folders):
     config = json.loads((model_folders["Qwen3Moe"] / "config.json").read_text())
     with pytest.raises(WeightError, match="GPT2LMHeadModel"):
         layout_for(config | {"architectures": ["GPT2LMHeadModel"]})
@@ -221,7 +218,7 @@ def test_uneven_stages_cover_every_layer_once():
                 assert sorted(layer for stage in stages for layer in stage) == list(range(layers))
 
 
-def test_engine_stages_follow_vllms_own_rule(model_folders):
+def test_engine_stages_match_vllm(model_folders):
     """Catches layers planned for the wrong pipeline stage of an engine."""
     from vllm.distributed.utils import get_pp_indices
 
@@ -233,12 +230,12 @@ def test_engine_stages_follow_vllms_own_rule(model_folders):
 
 
 @pytest.mark.parametrize("tp_size, rows", [(1, 320), (3, 384), (5, 320), (128, 384)])
-def test_the_trainers_vocabulary_is_padded_for_every_split(tp_size, rows):
-    """301 rows go up to a multiple of 64 that the ranks divide."""
+def test_trainer_vocabulary_padding(tp_size, rows):
+    """301 rows are padded to a multiple of 64 that the ranks divide."""
     assert padded_vocab_size(301, tp_size) == rows
 
 
-def test_a_position_that_names_no_padding_has_the_usual_one(model_folders):
+def test_default_padding(model_folders):
     layout = open_layout(model_folders["Llama"])
     (position,) = replica_positions(layout)
     assert position.padded_vocab_size == 320
@@ -246,8 +243,8 @@ def test_a_position_that_names_no_padding_has_the_usual_one(model_folders):
     assert list(layout.megatron_shards(unnamed)) == list(layout.megatron_shards(position))
 
 
-def test_only_experts_are_cut_by_expert_parallelism(model_folders):
-    """Dense rows cut by the experts' split would be whole where each rank holds a half."""
+def test_expert_parallelism_cuts_only_experts(model_folders):
+    """Dense rows cut by the expert split would be whole instead of halved."""
     layout = open_layout(model_folders["Qwen3Moe"])
     split = replica_positions(layout, tp_size=2, num_dp=1, ep_size=2, etp_size=1)[1]
     dense = replica_positions(layout, tp_size=2)[1]

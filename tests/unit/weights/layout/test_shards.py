@@ -1,4 +1,4 @@
-"""Shards written out by hand: a name or a range that is off fills a weight from another one."""
+"""Shards of trainer and engine ranks, compared with results written out by hand."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ model.norm.weight (8,): model.norm.weight[0:8]
 lm_head.weight (64, 8): lm_head.weight[64:70]"""  # noqa: E501
 
 
-def told(shards: Iterable[Shard]) -> str:
-    """One line per shard; `.name` is a tensor of layer 0."""
+def describe(shards: Iterable[Shard]) -> str:
+    """Return one line per shard; `.name` is a tensor of layer 0."""
     lines = []
     for shard in shards:
         name = shard.name if shard.alias is None else f"{shard.name} or {shard.alias}"
@@ -78,11 +78,11 @@ def names(shards: Iterable[Shard]) -> list[str]:
     return [shard.name for shard in shards]
 
 
-def test_a_trainer_rank_holds_exactly_this() -> None:
+def test_shards_of_trainer_rank() -> None:
     layout = layout_of()
     position = replica_positions(layout, tp_size=2)[1]
     shards = list(layout.megatron_shards(position))
-    assert told(shards) == TRAINER_RANK_1_OF_2
+    assert describe(shards) == TRAINER_RANK_1_OF_2
     columns = {shard.name for shard in shards if shard.axis == 1}
     assert columns == {
         "decoder.layers.0.self_attention.linear_proj.weight",
@@ -90,19 +90,19 @@ def test_a_trainer_rank_holds_exactly_this() -> None:
     }
 
 
-def test_an_engine_rank_holds_exactly_this() -> None:
+def test_shards_of_engine_rank() -> None:
     position = EnginePosition(tp_rank=1, tp_size=2)
-    assert told(layout_of().engine_shards(position)) == ENGINE_RANK_1_OF_2
+    assert describe(layout_of().engine_shards(position)) == ENGINE_RANK_1_OF_2
 
 
-def test_a_trainer_rank_holds_its_experts_under_their_own_numbers() -> None:
-    """Whole experts here: expert parallelism took the place of their tensor parallelism."""
+def test_experts_of_trainer_rank() -> None:
+    """Experts are whole: expert parallelism replaces their tensor parallelism."""
     layout = layout_of("Qwen3Moe")
     position = replica_positions(layout, tp_size=2, ep_size=2, etp_size=1)[1]
     experts = (s for s in layout.megatron_layer(position, "0") if ".experts." in s.name)
     mlp = "decoder.layers.0.mlp.experts."
     one, two = (f"{mlp}local_experts.{{n}}.linear_fc{part}.weight" for part in (1, 2))
-    assert told(experts).splitlines() == [
+    assert describe(experts).splitlines() == [
         f"{one.format(n=0)} or {mlp}linear_fc1.weight0 (12, 8):"
         " .mlp.experts.2.gate_proj.weight[0:6] .mlp.experts.2.up_proj.weight[0:6]",
         f"{one.format(n=1)} or {mlp}linear_fc1.weight1 (12, 8):"
@@ -115,14 +115,14 @@ def test_a_trainer_rank_holds_its_experts_under_their_own_numbers() -> None:
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
-def test_an_engine_rank_holds_its_experts_in_one_stack(expert_parallel: bool) -> None:
-    """Whole ones from its own on, or a half of each."""
+def test_engine_rank_stacks_experts(expert_parallel: bool) -> None:
+    """With expert parallelism whole experts, without it half of each."""
     position = EnginePosition(tp_rank=1, tp_size=2, expert_parallel=expert_parallel)
     experts = (s for s in layout_of("Qwen3Moe").engine_layer(position, "0") if "exp" in s.name)
     mlp, stack = "model.layers.0.mlp.experts.routed_experts", ".mlp.experts"
     local, first, rows = (2, 2, slice(0, 6)) if expert_parallel else (4, 0, slice(3, 6))
     height, cut = rows.stop - rows.start, f"[{rows.start}:{rows.stop}]"
-    assert told(experts).splitlines() == [
+    assert describe(experts).splitlines() == [
         *(
             f"{mlp}.w13_weight[{n} of {local}] ({2 * height}, 8): {stack}.{first + n}.gate_proj"
             f".weight{cut} {stack}.{first + n}.up_proj.weight{cut}"
@@ -136,15 +136,15 @@ def test_an_engine_rank_holds_its_experts_in_one_stack(expert_parallel: bool) ->
     ]
 
 
-def test_experts_that_do_not_spread_evenly_are_refused() -> None:
+def test_uneven_experts_are_rejected() -> None:
     layout = layout_of("Qwen3Moe")
     position = ShardPosition(layer_indices=(0,), ep_size=3)
     with pytest.raises(WeightError, match=r"^4 experts cannot be spread evenly over 3 ranks\.$"):
         list(layout.megatron_shards(position))
 
 
-def test_the_tensors_of_a_model_are_known_in_its_order() -> None:
-    """A checkpoint is written in this order, and refused where a name or a shape is another."""
+def test_tensors_are_in_model_order() -> None:
+    """A checkpoint is written in this order, and rejected if a name or a shape differs."""
     layout = layout_of()
     assert tuple(layout.hf_shapes) == ALL_NAMES
     assert layout.hf_axes["model.layers.0.self_attn.k_proj.weight"] == ("kv", "hidden")
@@ -162,19 +162,19 @@ def test_the_tensors_of_a_model_are_known_in_its_order() -> None:
     assert moe["model.layers.0.mlp.gate.weight"] == (4, 8)
 
 
-def test_a_tied_head_of_another_stage_is_filled_from_the_embedding() -> None:
-    """On the only stage it does not exist; elsewhere no stored tensor has its name."""
+def test_tied_head_on_another_stage_copies_embedding() -> None:
+    """With one stage the head does not exist; no stored tensor has its name."""
     layout = layout_of(num_hidden_layers=2, tie_word_embeddings=True)
     (only,) = replica_positions(layout)
     assert "output_layer.weight" not in names(layout.megatron_shards(only))
     first, last = replica_positions(layout, pp_size=2)
     assert "output_layer.weight" not in names(layout.megatron_shards(first))
     *_, head = layout.megatron_shards(last)
-    assert told([head]) == "output_layer.weight (128, 8): model.embed_tokens.weight[0:70]"
+    assert describe([head]) == "output_layer.weight (128, 8): model.embed_tokens.weight[0:70]"
 
 
-def test_ends_of_an_engine_hold_the_embedding_and_the_head() -> None:
-    """A tied head is the embedding once more, on the last stage."""
+def test_first_and_last_engine_stage_have_embedding_and_head() -> None:
+    """The last stage has a second copy of a tied embedding."""
     for tied, last_has in ((False, "lm_head.weight"), (True, "model.embed_tokens.weight")):
         layout = layout_of(num_hidden_layers=3, tie_word_embeddings=tied)
         stages = [
@@ -188,7 +188,7 @@ def test_ends_of_an_engine_hold_the_embedding_and_the_head() -> None:
     ("pp_size", "sizes"),
     [(1, [5]), (2, [3, 2]), (3, [2, 2, 1]), (4, [1, 1, 2, 1]), (5, [1, 1, 1, 1, 1])],
 )
-def test_layers_left_over_go_before_an_engines_last_stage(pp_size: int, sizes: list[int]) -> None:
+def test_remaining_layers_go_before_last_engine_stage(pp_size: int, sizes: list[int]) -> None:
     layout = layout_of(num_hidden_layers=5)
     stages = [
         layout.engine_layers(EnginePosition(pp_rank=rank, pp_size=pp_size))
@@ -199,13 +199,13 @@ def test_layers_left_over_go_before_an_engines_last_stage(pp_size: int, sizes: l
 
 
 @pytest.mark.parametrize("layer", [-1, 1])
-def test_a_layer_that_the_model_does_not_have_is_refused(layer: int) -> None:
+def test_unknown_layer_is_rejected(layer: int) -> None:
     with pytest.raises(WeightError, match=rf"^Layer {layer} is not in a 1-layer model\.$"):
         list(layout_of().megatron_shards(ShardPosition(layer_indices=(layer,))))
 
 
-def test_the_vocabulary_is_padded_as_the_position_says() -> None:
-    """Checkpoints of another split have other padding; without a word it is the usual one."""
+def test_position_sets_vocabulary_padding() -> None:
+    """Checkpoints of another split have other padding; the default depends on TP."""
     layout = layout_of()
     (position,) = replica_positions(layout)
     padded = replace(position, padded_vocab_size=192, tp_rank=1, tp_size=2)
@@ -214,8 +214,8 @@ def test_the_vocabulary_is_padded_as_the_position_says() -> None:
     assert layout.megatron_head(unsaid).length == 64
 
 
-def test_runs_lie_end_to_end() -> None:
-    """Catches a run that begins where the one before it begins."""
+def test_runs_are_placed_end_to_end() -> None:
+    """Catches a run placed at the start of the run before it."""
     runs = (Run("q", 4, 8), Run("k", 2, 4), Run("v", 2, 4))
     shard = Shard("qkv", runs, axis=0, length=9, width=3)
     assert list(shard.placed_runs()) == list(zip((0, 4, 6), runs, strict=True))
@@ -225,7 +225,7 @@ def test_runs_lie_end_to_end() -> None:
     assert vector.shape == (9,) and vector.numel_per_row == 1
 
 
-def test_names_of_tensors_outside_of_layers_have_no_prefix() -> None:
+def test_names_outside_layers_have_no_prefix() -> None:
     layout = layout_of("Qwen3Moe")
     assert hf_names(layout.family.head, None, None) == ["lm_head.weight"]
     *_, down = layout.layer_rows

@@ -13,7 +13,7 @@ import torch
 import megadapo
 from megadapo.commands.lab.weights import plan_for
 from megadapo.config import load_config
-from megadapo.models.published import find_hf_config
+from megadapo.models.folder import find_hf_config
 from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.sync.buckets import num_rounds, pack, parcel_of, repack, room_of

@@ -13,8 +13,7 @@ import torch
 
 from megadapo.errors import InfraError, WeightError
 from megadapo.weights.disk.sources import open_layout
-from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.layout.stages import stage_layers
+from megadapo.weights.layout.placement import replica_positions, stage_layers
 from megadapo.weights.sync.buckets import checksum
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan

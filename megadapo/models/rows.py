@@ -1,7 +1,7 @@
-"""The rows that family tables are made of: one weight each, in all three layouts.
+"""Rows of the family tables: one weight each, with its names, sizes and tensor-parallel split.
 
-A row says what Megatron, Hugging Face and vLLM call a weight, how long each of its Hugging Face
-tensors is, and how tensor parallelism cuts it. Sizes are symbols resolved by `ModelShape`.
+A row has the weight's names in Megatron, Hugging Face and vLLM, the sizes of its Hugging Face
+tensors, and its split. Sizes are symbols, which `ModelShape.size` resolves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class Cut(enum.Enum):
-    """How tensor parallelism cuts a weight, in Megatron and in vLLM."""
+    """Tensor-parallel split of a weight, in Megatron and in vLLM."""
 
     REPLICATED = enum.auto()
     """Whole on every rank."""
@@ -20,14 +20,14 @@ class Cut(enum.Enum):
     QKV = enum.auto()
     """Megatron: interleaved by query group, then equal parts. vLLM: q, k, v parts; KV repeated."""
     GATE_UP = enum.auto()
-    """The rank's part of gate, then its part of up, in both."""
+    """Both: the rank's part of gate, then its part of up."""
     VOCAB = enum.auto()
-    """Rows padded with zeros to a multiple that each side chooses, then equal parts."""
+    """Rows padded with zeros to a multiple that each system chooses, then equal parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One parameter of the trainer and of the engine, and the tensors it is made of."""
+    """One parameter of the trainer and of the engine, made of one or more Hugging Face tensors."""
 
     megatron: str
     """Name in Megatron, below `decoder.layers.N.` for a layer's weight."""
@@ -41,16 +41,16 @@ class Weight:
     """Size symbol of axis 1; None for a vector."""
     cut: Cut = Cut.REPLICATED
     only_if: str | None = None
-    """`ModelShape` flag without which the model does not have this weight."""
+    """`ModelShape` flag that the model must have set to have this weight."""
     expert: bool = False
     """One per expert: `{e}` in a name is the expert's number (local in Megatron, global in HF);
     vLLM stacks a rank's experts along a leading axis."""
     megatron_alias: str | None = None
-    """Megatron's name under Transformer Engine's fused layers."""
+    """Name in Megatron with Transformer Engine's fused layers."""
 
 
 def norm(megatron: str, hf: str, *, alias: str | None = None, size: str = "hidden") -> Weight:
-    """A normalisation weight, whole everywhere and called the same in vLLM."""
+    """Return the row of a norm's weight: replicated, with the same name in vLLM."""
     return Weight(megatron=megatron, hf=(hf,), vllm=hf, rows=(size,), megatron_alias=alias)
 
 

@@ -1,1 +1,0 @@
-"""One table of weights per model family."""
