@@ -33,6 +33,7 @@ setup(
         "nvidia-modelopt>=0.47",
         "math-verify>=0.9",
         "matplotlib",
+        "psutil",
         "pyarrow",
         "pydantic>=2.12",
         "ray>=2.58",

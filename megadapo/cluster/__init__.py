@@ -1,1 +1,1 @@
-"""Ray, placement groups, and the end of every process that was started."""
+"""Ray, its placement groups, and the processes that run in them."""

@@ -1,4 +1,4 @@
-"""Waiting for calls of Ray actors, and naming the process that is to blame when one fails."""
+"""Waits for calls of Ray actors and turns Ray's errors into megadapo's."""
 
 from __future__ import annotations
 
@@ -8,17 +8,74 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megadapo.cluster.process_log import quoted
-from megadapo.cluster.ray_errors import translated
-from megadapo.errors import InfraError, MegadapoError, ProcessDiedError, ProcessHungError
+from megadapo.cluster.process_log import quote_log
+from megadapo.errors import (
+    CallCancelledError,
+    DataLostError,
+    InfraError,
+    MegadapoError,
+    NodeDiedError,
+    OutOfMemory,
+    ProcessDiedError,
+    ProcessHungError,
+)
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+    from ray.exceptions import RayError
 
 WATCH_S = 2.0
-"""Longest time between two looks at what else may fail while calls are waited for."""
+"""Seconds between two calls of `watch`."""
 GRACE_S = 3.0
-"""How long other calls may take to fail as well, so that the root cause can be told."""
+"""Seconds to wait for further failures before the root cause is chosen."""
+
+_MEMORY = (
+    OutOfMemory,
+    "its node's memory was nearly full, and Ray killed it: give the node more, or put less on it "
+    "(fewer ranks or engines a node, trainer.offload, and on the CPU rollout.kv_cache_gib)",
+)
+_NODE = (NodeDiedError, "its node is gone: is the machine up, and its network?")
+KINDS: tuple[tuple[tuple[str, ...], type[InfraError], str], ...] = (
+    (("OutOfMemoryError",), *_MEMORY),
+    (("NodeDiedError", "LocalRayletDiedError"), *_NODE),
+    (
+        ("ActorUnavailableError", "RpcError"),
+        NodeDiedError,
+        "Ray cannot reach it: is its node up, and the network between them?",
+    ),
+    (
+        ("RayActorError", "WorkerCrashedError"),
+        ProcessDiedError,
+        "if its log does not say why, it was killed: by the kernel for its memory (dmesg), by "
+        "a scheduler, or by `ray stop`",
+    ),
+    (
+        ("ObjectStoreFullError", "OutOfDiskError"),
+        DataLostError,
+        "Ray's object store is full: it needs more room in /dev/shm, and in /tmp/ray to spill to",
+    ),
+    (
+        ("ObjectLostError", "PlasmaObjectNotAvailable"),
+        DataLostError,
+        "its input is lost; the process or node that held the data has probably died",
+    ),
+    (("GetTimeoutError",), ProcessHungError, "it did not answer in time"),
+    (
+        ("TaskCancelledError", "TaskPlacementGroupRemoved", "ActorPlacementGroupRemoved"),
+        CallCancelledError,
+        "Ray cancelled the call: has another program ended this run's Ray or its slots?",
+    ),
+    (
+        ("RuntimeEnvSetupError", "TaskUnschedulableError", "ActorUnschedulableError"),
+        CallCancelledError,
+        "Ray could not start it: are all nodes of the run still up?",
+    ),
+    (("RayError",), InfraError, "Ray failed; see its own logs in /tmp/ray/session_latest/logs"),
+)
+"""Names of Ray's errors (a base class covers its subclasses), our error, and what to do."""
+# Ray uses one error for all deaths of an actor; only its text tells them apart
+_WORDS_OF_MEMORY = ("running low on memory", "OUT_OF_MEMORY")
+_WORDS_OF_NODE = ("its node has died", "node was terminated")
 
 
 def gather(
@@ -32,28 +89,32 @@ def gather(
     logs: Sequence[Path] = (),
     watch: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """The results of calls that run at once, in order.
+    """Return the results of concurrent calls, in order.
 
     Args:
         calls: one call per actor.
-        names: what each actor is called in messages.
-        doing: what they do, for messages.
-        timeout_s: seconds until all of them must have answered.
-        limit: the key of the configuration that says so.
-        describe_death: what to say of the actor with this index when its process is gone.
-        logs: of the actors' processes, for messages; they may lie where this process sees none.
+        names: name of each actor in messages.
+        doing: name of the work in messages.
+        timeout_s: seconds until all actors must have answered.
+        limit: config key of the timeout.
+        describe_death: describes the death of the actor with an index better than Ray does.
+        logs: log of each actor's process, for messages; may be on another node.
         watch: called every few seconds; may raise.
 
     Raises:
-        MegadapoError: what an actor raised; InfraError where one died, failed otherwise, or gave
-            no answer in time. Of several errors the one that explains the others.
+        MegadapoError: the error that an actor raised, or InfraError if one died, failed otherwise
+            or did not answer in time. Of several errors, the root cause.
     """
     import ray
+
+    def take(call: ObjectRef[Any], index: int) -> Any:
+        death = None if describe_death is None else partial(describe_death, index)
+        log = logs[index] if logs else None
+        return result_of(call, name=names[index], doing=doing, describe_death=death, log=log)
 
     deadline = time.monotonic() + timeout_s
     index_of = {call: index for index, call in enumerate(calls)}
     results: list[Any] = [None] * len(calls)
-    outcome = _Outcome(names, doing, describe_death, logs)
     while index_of:
         remaining = max(0.0, deadline - time.monotonic())
         slice_s = remaining if watch is None else min(remaining, WATCH_S)
@@ -65,12 +126,12 @@ def gather(
         if not ready:
             silent = list(index_of.values())
             own = [logs[index] for index in silent] if logs else []
-            raise late([names[index] for index in silent], doing, timeout_s, limit, own)
+            raise timeout_error([names[index] for index in silent], doing, timeout_s, limit, own)
         index = index_of.pop(ready[0])
         try:
-            results[index] = outcome.of(ready[0], index)
+            results[index] = take(ready[0], index)
         except MegadapoError as first:
-            raise _root_cause(first, index_of, outcome) from None
+            raise _root_cause(first, index_of, take) from None
     return results
 
 
@@ -79,18 +140,36 @@ def result_of(
     *,
     name: str,
     doing: str,
-    describe_death: Callable[[], str],
+    describe_death: Callable[[], str] | None = None,
+    log: Path | None = None,
 ) -> Any:
-    """The result of a call that has ended; errors as for `gather`."""
-    return _Outcome([name], doing, lambda _: describe_death()).of(call, 0)
+    """Return the result of a call that has ended.
+
+    Args:
+        describe_death: describes the death of the actor's process better than Ray does.
+        log: of the actor's process; its last lines are quoted if the process died.
+
+    Raises:
+        MegadapoError: the error that the actor raised, or InfraError if it died or failed.
+    """
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        return ray.get(call)
+    except RayError as error:
+        ours = translate_error(error, name, doing, describe_death)
+        if log is not None and isinstance(ours, ProcessDiedError):
+            ours = type(ours)(f"{ours}{quote_log(log)}")
+        raise ours from None
 
 
-def late(
+def timeout_error(
     names: Sequence[str], doing: str, timeout_s: float, limit: str, logs: Sequence[Path] = ()
 ) -> ProcessHungError:
-    """The error of processes that did not answer in time.
+    """Return the error of processes that did not answer in time.
 
-    `logs`: of these, which have their stacks once they are ended.
+    `logs`: hold the stacks of the processes once these have been killed.
     """
     key = f" ({limit})" if limit else ""
     where = f"; stacks: {', '.join(map(str, logs))}" if logs else ""
@@ -99,42 +178,56 @@ def late(
     )
 
 
-class _Outcome:
-    """Turns what Ray raises for a call into errors of ours."""
+def translate_error(
+    error: RayError, name: str, doing: str, describe_death: Callable[[], str] | None = None
+) -> MegadapoError:
+    """Return megadapo's error for the error that a call raised, with what to do about it."""
+    from ray.exceptions import RayActorError, RayError, RayTaskError
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        doing: str,
-        describe_death: Callable[[int], str] | None = None,
-        logs: Sequence[Path] = (),
-    ) -> None:
-        self._names = names
-        self._doing = doing
-        self._describe_death = describe_death
-        self._logs = logs
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, MegadapoError):
+            return cause
+        if not isinstance(cause, RayError):
+            return InfraError(f"{name} failed in {doing}: {cause}")
+        # the call failed before it ran, for example because its arguments are lost
+        error = cause
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        return ProcessDiedError(f"{name} could not start: {error}")
+    kind, hint = _kind(error)
+    if kind is ProcessDiedError and describe_death is not None:
+        return ProcessDiedError(describe_death())
+    if issubclass(kind, ProcessDiedError):
+        return kind(f"{name} died during {doing}: {hint}")
+    return kind(f"{name} did not finish {doing}: {hint} ({_first_line(error)})")
 
-    def of(self, call: ObjectRef[Any], index: int) -> Any:
-        import ray
-        from ray.exceptions import RayError
 
-        try:
-            return ray.get(call)
-        except RayError as error:
-            describe = self._describe_death
-            death = None if describe is None else partial(describe, index)
-            ours = translated(error, self._names[index], self._doing, death)
-            if self._logs and isinstance(ours, ProcessDiedError):
-                ours = type(ours)(f"{ours}{quoted(self._logs[index])}")
-            raise ours from None
+def _kind(error: RayError) -> tuple[type[InfraError], str]:
+    from ray.exceptions import RayActorError
+
+    if isinstance(error, RayActorError):
+        text = str(error)
+        if any(words in text for words in _WORDS_OF_MEMORY):
+            return _MEMORY
+        if any(words in text for words in _WORDS_OF_NODE):
+            return _NODE
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return next((ours, hint) for theirs, ours, hint in KINDS if names.intersection(theirs))
+
+
+def _first_line(error: RayError) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _root_cause(
-    first: MegadapoError, index_of: dict[ObjectRef[Any], int], outcome: _Outcome
+    first: MegadapoError,
+    index_of: dict[ObjectRef[Any], int],
+    take: Callable[[ObjectRef[Any], int], Any],
 ) -> MegadapoError:
-    """The error that explains the others: a named one, else a death, else the first.
+    """Return the error that explains the others: a specific one, else a death, else the first.
 
-    Processes that lose their partner fail too, and often sooner than Ray knows of the death.
+    Processes that lose their partner fail too, often before Ray notices the death.
     """
     import ray
 
@@ -144,9 +237,9 @@ def _root_cause(
     others, _ = ray.wait(list(index_of), num_returns=len(index_of), timeout=GRACE_S)
     for call in others:
         try:
-            outcome.of(call, index_of[call])
+            take(call, index_of[call])
         except MegadapoError as error:
             errors.append(error)
-    named = [error for error in errors if not isinstance(error, InfraError)]
+    specific = [error for error in errors if not isinstance(error, InfraError)]
     died = [error for error in errors if isinstance(error, ProcessDiedError)]
-    return (named + died + errors)[0]
+    return (specific + died + errors)[0]

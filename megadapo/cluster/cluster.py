@@ -1,9 +1,8 @@
-"""Ray, placement groups and which process sits on which device."""
+"""The Ray cluster of a run: one slot per process, reserved in a placement group."""
 
 from __future__ import annotations
 
 import os
-import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,11 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.config import ClusterConfig
-from megadapo.cluster.join import QUIET, admits_strangers, join_cluster
-from megadapo.cluster.nodes import Needs, ask_nodes, lost_nodes
-from megadapo.cluster.watch.control import ControlWatch, has_node, leave_ray
-from megadapo.cluster.watch.orphans import descendants, kill_after_this_process, start_time
-from megadapo.errors import ConfigError, InfraError
+from megadapo.cluster.nodes import Needs, check_needs, lost_nodes
+from megadapo.cluster.ray_connection import connect_to_ray
+from megadapo.cluster.watch.ray_daemons import RayDaemonWatch, has_node, leave_ray
+from megadapo.errors import InfraError
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -27,12 +25,12 @@ GPU_SHARE = 0.4
 
 @dataclass(frozen=True)
 class Slot:
-    """One place for a process: a bundle of the placement group and, with CUDA, its GPU."""
+    """A place for one process: a bundle of the placement group and, with CUDA, its GPU."""
 
     bundle: int
     node: str
     gpu: str | None
-    """As the node calls it: a number, or a UUID where CUDA_VISIBLE_DEVICES holds such."""
+    """Name of the GPU on the node: a number, or a UUID if CUDA_VISIBLE_DEVICES holds UUIDs."""
 
 
 class Cluster:
@@ -47,17 +45,17 @@ class Cluster:
         uses_cuda: bool,
         daemons: Mapping[int, str | None] = {},
     ) -> None:
-        """`daemons`: Ray's, where they were started for this process alone, and when."""
+        """`daemons`: start time by pid of Ray's daemons, if they serve this process alone."""
         import ray
 
         self.uses_cuda = uses_cuda
-        self.control = ControlWatch(partial(has_node, ray.get_runtime_context().get_node_id()))
-        self._daemons = daemons
+        self.daemons = RayDaemonWatch(partial(has_node, ray.get_runtime_context().get_node_id()))
+        self._own_daemons = daemons
         self._placement_group = placement_group
         self._trainer = trainer
         self._engines = engines
         self._num_cores: dict[str, int] = {}
-        """Of the nodes of a cluster that was joined."""
+        """Number of cores by node; empty unless a cluster was joined."""
 
     @classmethod
     def start(
@@ -73,14 +71,14 @@ class Cluster:
         """Start or join Ray and reserve the slots.
 
         Args:
-            tensor_parallel: neighbouring trainer ranks that must be on one node.
-            needs: what every node of a cluster that is joined must see.
+            tensor_parallel: number of neighbouring trainer ranks that must be on one node.
+            needs: folders that every node of a joined cluster must see.
 
         Raises:
-            ConfigError: a cluster is to be joined that lets in whoever reaches it; or
-                `cluster.device` is auto, and its nodes differ from this machine.
-            InfraError: the cluster does not have what the layout asks for in time, or not so that
-                engines and tensor-parallel groups stay on one node; or a node lacks something.
+            ConfigError: the cluster to join needs no token, or `cluster.device` is auto and the
+                nodes differ from this machine.
+            InfraError: the cluster has too few slots in time, an engine or a tensor-parallel group
+                would span nodes, or a node lacks a folder.
         """
         num_engine_ranks = num_engines * engine_ranks
         shared = config.placement == "colocated"
@@ -89,9 +87,9 @@ class Cluster:
             if shared
             else num_trainer_ranks + num_engine_ranks
         )
-        daemons = _start_ray(config, num_slots)
+        daemons = connect_to_ray(config, num_slots)
         group = _reserve(config, num_slots)
-        slots = sorted(_locate(group, num_slots, uses_cuda=config.uses_cuda), key=_place)
+        slots = sorted(_locate(group, num_slots, uses_cuda=config.uses_cuda), key=_sort_key)
         offset = 0 if shared else num_trainer_ranks
         engines = [
             slots[offset + i * engine_ranks : offset + (i + 1) * engine_ranks]
@@ -103,27 +101,27 @@ class Cluster:
         if needs is not None and config.address is not None:
             one_of_each = {slot.node: slot for slot in reversed(slots)}
             options = {node: cluster._options(slot) for node, slot in one_of_each.items()}
-            cluster._num_cores = ask_nodes(options, needs)
+            cluster._num_cores = check_needs(options, needs)
         return cluster
 
     def trainer_cores(self) -> list[int]:
-        """Cores of each trainer rank: those of its node, shared out among its ranks there."""
+        """Return the number of cores of each trainer rank: its share of its node's cores."""
         nodes = [slot.node for slot in self._trainer]
         here = dict.fromkeys(nodes, len(os.sched_getaffinity(0)))
         return share_cores(nodes, self._num_cores or here)
 
     @contextmanager
     def naming_lost_nodes(self) -> Iterator[None]:
-        """Say of a failure in this block which nodes are gone, if any are.
+        """Add the names of lost nodes to an error of this block.
 
         Raises:
-            InfraError: the failure's.
+            InfraError: raised in the block.
         """
         try:
             yield
         except InfraError as error:
-            # who asks a silent service which nodes there are waits for it
-            lost = lost_nodes(self._num_cores) if self.control.answers else []
+            # asking a control service that does not answer for its nodes would never return
+            lost = lost_nodes(self._num_cores) if self.daemons.answers else []
             if not lost:
                 raise
             raise InfraError(
@@ -132,24 +130,24 @@ class Cluster:
             ) from error
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
-        """Ray actor options for trainer rank `rank`."""
+        """Return the Ray actor options of a trainer rank."""
         return self._options(self._trainer[rank])
 
     def engine_options(self, index: int) -> dict[str, Any]:
-        """Ray actor options for the engine; its own ranks are processes of vLLM beside it."""
+        """Return the Ray actor options of an engine; vLLM starts the engine's ranks beside it."""
         return self._options(self._engines[index][0])
 
     def engine_gpus(self, index: int) -> tuple[str, ...]:
-        """What the engine's node calls its GPUs, one per engine rank; empty on a CPU."""
+        """Return the node's names of an engine's GPUs, one per rank; empty on a CPU."""
         return tuple(slot.gpu for slot in self._engines[index] if slot.gpu is not None)
 
     def shutdown(self) -> None:
-        """Give the slots back and leave Ray; a cluster that was only joined keeps running."""
+        """Release the slots and leave Ray; a joined cluster keeps running."""
         import ray
 
-        self.control.close()
+        self.daemons.close()
         if ray.is_initialized():
-            leave_ray(self._placement_group, self._daemons)
+            leave_ray(self._placement_group, self._own_daemons)
 
     def _options(self, slot: Slot) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -161,77 +159,6 @@ class Cluster:
                 self._placement_group, placement_group_bundle_index=slot.bundle
             ),
         }
-
-
-def _start_ray(config: ClusterConfig, num_slots: int) -> dict[int, str | None]:
-    """Start or join Ray; returns the daemons that end with this process, and when they started."""
-    import ray
-
-    if ray.is_initialized():
-        return {}
-    if config.address is not None:
-        with _own_sigterm_handler():
-            join_cluster(config.address)
-        if not config.allow_unauthenticated and admits_strangers():
-            ray.shutdown()
-            raise ConfigError(
-                f"cluster.address = {config.address}: this Ray cluster asks for no token, so "
-                "whoever reaches it runs code on its nodes: start Ray with RAY_AUTH_MODE=token "
-                "(docs/clusters.md), or set cluster.allow_unauthenticated = true where nobody else "
-                "is in its network"
-            )
-        check_device(config, ray.cluster_resources().get("GPU", 0))
-        return {}
-    _stay_on_loopback()
-    # a process without a GPU share sees no GPU, instead of all of them
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
-    # nobody asks this cluster what every call took, which its control service would keep
-    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-    # Ray's default of 15 lets trainer and engines starve beside any other program
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    # slots are logical: more processes than cores is legal on a laptop
-    before = set(descendants(os.getpid()))
-    # without "local" Ray would join any cluster that this machine happens to be a node of
-    num_cpus = max(num_slots, os.cpu_count() or 1)
-    with _own_sigterm_handler():
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **QUIET)
-    daemons = set(descendants(os.getpid())) - before
-    kill_after_this_process(daemons)
-    return {pid: start_time(pid) for pid in daemons}
-
-
-def check_device(config: ClusterConfig, num_gpus: float) -> None:
-    """Make sure that `auto`, which asks this machine, holds for a cluster that it has joined.
-
-    Args:
-        num_gpus: that the cluster hands out.
-
-    Raises:
-        ConfigError: this machine has a GPU and the cluster has none, or the other way round.
-    """
-    if config.device == "auto" and config.uses_cuda != (num_gpus > 0):
-        here = "has a GPU" if config.uses_cuda else "has no GPU that torch can use"
-        raise ConfigError(
-            f'cluster.device = "auto" asks this machine, which {here}, but the nodes of the Ray '
-            f'cluster hand out {num_gpus:g}: say "cpu" or "cuda"'
-        )
-
-
-@contextmanager
-def _own_sigterm_handler() -> Iterator[None]:
-    """Keep the program's handler, if it has one; the one Ray puts in its place ends the process."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    if callable(before):
-        signal.signal(signal.SIGTERM, before)
-
-
-def _stay_on_loopback() -> None:
-    """Let Ray bind 127.0.0.1, as it does on desktops; otherwise it takes the network's address."""
-    from ray._private import ray_constants
-
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for the processes it starts
-    ray_constants.ENABLE_RAY_CLUSTER = False  # this process has read the variable already
 
 
 def _reserve(config: ClusterConfig, num_slots: int) -> PlacementGroup:
@@ -254,7 +181,7 @@ def _reserve(config: ClusterConfig, num_slots: int) -> PlacementGroup:
 
 
 def _locate(group: PlacementGroup, num_slots: int, *, uses_cuda: bool) -> list[Slot]:
-    """Where each bundle is; its GPU is known on its node only, by a task."""
+    """Return the slot of each bundle; only a task on the node can tell the GPU."""
     import ray
     from ray.util.placement_group import placement_group_table
 
@@ -270,12 +197,12 @@ def _locate_gpus(group: PlacementGroup, num_slots: int) -> list[Slot]:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     @ray.remote(num_cpus=0, num_gpus=GPU_SHARE)
-    def whereabouts() -> tuple[str, str]:
+    def locate() -> tuple[str, str]:
         return ray.util.get_node_ip_address(), str(ray.get_gpu_ids()[0])
 
     answers = ray.get(
         [
-            whereabouts.options(
+            locate.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=bundle
                 )
@@ -286,14 +213,19 @@ def _locate_gpus(group: PlacementGroup, num_slots: int) -> list[Slot]:
     return [Slot(bundle, node, gpu) for bundle, (node, gpu) in enumerate(answers)]
 
 
-def _place(slot: Slot) -> tuple[str, int, str]:
-    """Sorts slots so that neighbours share a node, and those of a node by their GPU's number."""
+def _sort_key(slot: Slot) -> tuple[str, int, str]:
+    """Sort by node, then by number of the GPU, so that neighbours share a node."""
     gpu = slot.gpu or ""
     return slot.node, int(gpu) if gpu.isdigit() else -1, gpu
 
 
 def share_cores(nodes: Sequence[str], num_cores: Mapping[str, int]) -> list[int]:
-    """Cores of each process, given the node of each and the cores of each node; at least one."""
+    """Return the cores of each process, at least one.
+
+    Args:
+        nodes: node of each process.
+        num_cores: cores of each node.
+    """
     processes = Counter(nodes)
     return [max(1, num_cores[node] // processes[node]) for node in nodes]
 
@@ -301,10 +233,10 @@ def share_cores(nodes: Sequence[str], num_cores: Mapping[str, int]) -> list[int]
 def check_nodes(
     trainer: Sequence[Slot], engines: Sequence[Sequence[Slot]], *, tensor_parallel: int
 ) -> None:
-    """Make sure that what talks all the time is on one node.
+    """Check that no engine and no tensor-parallel group spans nodes.
 
     Raises:
-        InfraError: an engine, or a tensor-parallel group of the trainer, would span nodes.
+        InfraError: one would, and its all-reduces of every layer would cross the network.
     """
     for index, slots in enumerate(engines):
         _check_one_node(
@@ -316,10 +248,10 @@ def check_nodes(
         _check_one_node(slots, ranks, "trainer.tensor_parallel")
 
 
-def _check_one_node(slots: Sequence[Slot], who: str, keys: str) -> None:
+def _check_one_node(slots: Sequence[Slot], processes: str, keys: str) -> None:
     nodes = sorted({slot.node for slot in slots})
     if len(nodes) > 1:
         raise InfraError(
-            f"{who} would span the nodes {', '.join(nodes)}: choose {keys} so that it divides the "
-            "GPUs of a node"
+            f"{processes} would span the nodes {', '.join(nodes)}: choose {keys} so that it "
+            "divides the GPUs of a node"
         )

@@ -1,4 +1,4 @@
-"""The `[cluster]` section: where the processes of a run live."""
+"""The `[cluster]` section: where the processes of a run are."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from megadapo.section import Section, Timeout
 
 
 class ClusterConfig(Section, title="cluster"):
-    """Where the processes of a run live."""
+    """Settings of the Ray cluster and the placement of processes on it."""
 
     placement: Literal["colocated", "separate"] = "colocated"
     """Whether engines share the trainer's GPUs (and sleep while it works) or have their own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What to run on; auto takes CUDA where this machine has it."""
+    """Device to run on; auto takes CUDA if this machine has it."""
     address: str | None = None
     """Address of a running Ray cluster; none starts Ray on this machine, on loopback."""
     allow_unauthenticated: bool = False
-    """Whether to join a Ray cluster that asks nobody for a token: whoever reaches one of its nodes
-    can run code on all of them."""
+    """Whether to join a Ray cluster without a token: anyone who reaches one of its nodes can run
+    code on all of them."""
     start_timeout_s: Timeout = 600.0
-    """Seconds to wait until the cluster has the GPUs the layout asks for."""
+    """Seconds to wait until the cluster has the GPUs that the layout needs."""
 
     @property
     def uses_cuda(self) -> bool:
-        """Whether processes get GPUs; asks torch only where `device` is auto."""
+        """Whether processes get GPUs; loads torch only if `device` is auto."""
         if self.device != "auto":
             return self.device == "cuda"
         import torch
@@ -33,5 +33,5 @@ class ClusterConfig(Section, title="cluster"):
 
     @property
     def engines_sleep(self) -> bool:
-        """Whether engines leave the memory of GPUs to the trainer while it works."""
+        """Whether engines release GPU memory while the trainer works."""
         return self.uses_cuda and self.placement == "colocated"

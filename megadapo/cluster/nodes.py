@@ -1,4 +1,4 @@
-"""What a run needs on each node that it has slots on, asked on the node before it starts."""
+"""Checks, before a run starts, that each of its nodes has what the run needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import gather
-from megadapo.cluster.network import node_address
+from megadapo.cluster.this_node import node_address
 from megadapo.errors import InfraError
 
 if TYPE_CHECKING:
@@ -22,42 +22,42 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT_S = 60.0
 CONNECT_S = 5.0
 VISIBLE_S = 5.0
-"""How long a shared folder may take to show a file to another node."""
+"""Seconds that a shared folder may take to show a file to another node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Folders that a run uses on every node, by absolute paths."""
+    """Folders that a run uses on every node, as absolute paths."""
 
     shared: Path
-    """What one node writes here, all others must see."""
+    """Folder in which every node must see the files of the others."""
     present: Mapping[str, Path]
-    """Folders that must be there, by the keys of the configuration that name them."""
+    """Folders that must exist, by config key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeAnswer:
-    """What a node says of itself."""
+    """A node's answer to the check."""
 
     num_cores: int
     saw_question: bool
     lacks: tuple[str, ...]
-    """Keys whose folders are not there."""
+    """Config keys of the folders that are missing."""
 
 
-def ask_nodes(options: Mapping[str, dict[str, Any]], needs: Needs) -> dict[str, int]:
-    """The cores of every node, once all of them have what a run needs.
+def check_needs(options: Mapping[str, dict[str, Any]], needs: Needs) -> dict[str, int]:
+    """Check that every node has what a run needs; return the number of cores by node.
 
     Args:
-        options: Ray's, for a task on each node, by the node's address.
+        options: Ray options of a task on each node, by the node's address.
 
     Raises:
-        InfraError: nodes that lack something, by name; or one that does not answer.
+        InfraError: nodes lack something or do not answer; the error names them.
     """
     import ray
 
     task: Any = ray.remote(max_retries=0)(_answer_here)
-    with asked_in(needs.shared) as question:
+    with question_file(needs.shared) as question:
         calls: list[ObjectRef[Any]] = [
             task.options(**entry).remote(question, dict(needs.present))
             for entry in options.values()
@@ -79,7 +79,7 @@ def ask_nodes(options: Mapping[str, dict[str, Any]], needs: Needs) -> dict[str, 
 
 
 def lost_nodes(nodes: Collection[str]) -> list[str]:
-    """Those of the nodes that Ray has lost, or that it will: their daemon takes no connection."""
+    """Return the nodes that Ray has lost, or whose daemon accepts no connection."""
     import ray
 
     daemons = {
@@ -89,10 +89,10 @@ def lost_nodes(nodes: Collection[str]) -> list[str]:
 
 
 @contextmanager
-def asked_in(folder: Path) -> Iterator[Path]:
-    """A file in a folder, which others answer by one beside it; neither stays.
+def question_file(folder: Path) -> Iterator[Path]:
+    """Create a file in a folder, and remove it with its answers at the end of the block.
 
-    The folder is made where it is missing.
+    A node answers with a file beside it. The folder is created if it is missing.
     """
     question = folder / f".megadapo-{uuid.uuid4().hex}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,22 +105,22 @@ def asked_in(folder: Path) -> Iterator[Path]:
 
 
 def answer_to(question: Path, answer: str, *, wait_s: float = VISIBLE_S) -> bool:
-    """Whether a question comes to be seen here; then an answer lies beside it."""
+    """Answer a question file once it is visible here; return whether it is."""
     if not _appears(question, wait_s):
         return False
-    _answered(question, answer).touch()
+    _answer_file(question, answer).touch()
     return True
 
 
 def is_answered(question: Path, answer: str, *, wait_s: float = VISIBLE_S) -> bool:
-    """Whether an answer comes to be seen here."""
-    return _appears(_answered(question, answer), wait_s)
+    """Return whether an answer becomes visible here."""
+    return _appears(_answer_file(question, answer), wait_s)
 
 
 def answer_for(
     question: Path, present: Mapping[str, Path], node: str, *, wait_s: float = VISIBLE_S
 ) -> NodeAnswer:
-    """What this node, which is called `node`, has of a run's needs."""
+    """Check this node, whose name is `node`."""
     return NodeAnswer(
         num_cores=len(os.sched_getaffinity(0)),
         saw_question=answer_to(question, node, wait_s=wait_s),
@@ -131,7 +131,7 @@ def answer_for(
 def problems_of(
     node: str, answer: NodeAnswer, needs: Needs, question: Path, *, wait_s: float = VISIBLE_S
 ) -> Iterator[str]:
-    """What a node lacks, in words."""
+    """Yield a message for each thing that a node lacks."""
     if not (answer.saw_question and is_answered(question, node, wait_s=wait_s)):
         yield (
             f"node {node}: it and the driver do not see each other's files in {needs.shared} "
@@ -139,13 +139,13 @@ def problems_of(
         )
     for key in answer.lacks:
         yield (
-            f"node {node}: {needs.present[key]} ({key}) is not there: bring it to every node, to "
-            "that path"
+            f"node {node}: {needs.present[key]} ({key}) does not exist: copy it to that path on "
+            "every node"
         )
 
 
 def listens(address: str, port: int) -> bool:
-    """Whether somebody takes connections there, within CONNECT_S."""
+    """Return whether a connection is accepted within CONNECT_S."""
     try:
         socket.create_connection((address, port), timeout=CONNECT_S).close()
     except OSError:
@@ -160,10 +160,9 @@ def _appears(path: Path, wait_s: float) -> bool:
     return path.exists()
 
 
-def _answered(question: Path, answer: str) -> Path:
+def _answer_file(question: Path, answer: str) -> Path:
     return question.with_name(f"{question.name}-{answer}")
 
 
 def _answer_here(question: Path, present: dict[str, Path]) -> NodeAnswer:
-    """The task on a node."""
     return answer_for(question, present, node_address())

@@ -1,7 +1,7 @@
-"""Where a process of a run writes: a file of its own in the run's folder, whatever writes there.
+"""The log file of each process of a run, in the run's folder.
 
-Standard output and error are that file from the process's first moment on, so that native crashes
-and the processes it starts are in it as well. It also holds the stacks of a process that hangs.
+Standard output and error go to that file from the start of the process. So native crashes and child
+processes are in it too, and the stacks of a process that hangs.
 """
 
 from __future__ import annotations
@@ -14,69 +14,69 @@ import threading
 from pathlib import Path
 
 LOGS_FOLDER = "logs"
-"""Of a run's folder."""
+"""Name of the folder of logs in a run's folder."""
 START_LINE = "=== a process starts ===\n"
-"""What a process writes into its log first: only what follows the last one is of this process."""
+"""First line that a process writes; it separates the processes that share a log."""
 STACK_SIGNAL = signal.SIGUSR1
-"""A process that has it writes the Python stacks of its threads, whatever it is doing."""
+"""Signal on which a process writes the Python stacks of its threads."""
 MAX_BYTES = 64 << 20
-"""A longer log is moved aside, in the place of the one that was before."""
+"""Size above which a log is moved to FILE.1, which is overwritten."""
 TAIL_BYTES = 1 << 20
 LAST_LINES = 5
-_LOOK_S = 10.0
+_CHECK_S = 10.0
 
 
 def trainer_log(folder: Path, rank: int) -> Path:
-    """Of a trainer rank, in a run's folder of logs."""
+    """Return the log of a trainer rank."""
     return folder / f"trainer-rank-{rank}.log"
 
 
 def engine_log(folder: Path, index: int) -> Path:
-    """Of a rollout engine and vLLM's processes."""
+    """Return the log of a rollout engine and of vLLM's processes."""
     return folder / f"engine-{index}.log"
 
 
-def redirect_output(path: Path, *, max_bytes: int = MAX_BYTES, look_s: float = _LOOK_S) -> None:
-    """Let this process and those it starts write to a file from here on, which stays short.
+def redirect_output(path: Path, *, max_bytes: int = MAX_BYTES, check_s: float = _CHECK_S) -> None:
+    """Redirect the output of this process and its children to a log, and limit the log's size.
 
     Args:
-        path: of the log; what others wrote there before stays.
-        max_bytes: how long it may get.
-        look_s: seconds between two looks at that.
+        path: the log; earlier contents are kept.
+        max_bytes: size limit.
+        check_s: seconds between two checks of the size.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # to append lets several processes share it, also when it is cut
+    # appending lets several processes share the file, also after it is truncated
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.write(log, START_LINE.encode())
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
     write_stacks_on_signal()
-    cutter = threading.Thread(target=_keep_short, args=(path, max_bytes, look_s), daemon=True)
-    cutter.start()
+    limiter = threading.Thread(target=_limit_size, args=(path, max_bytes, check_s), daemon=True)
+    limiter.start()
 
 
 def write_stacks_on_signal() -> None:
-    """Let this process answer STACK_SIGNAL; the handler needs neither interpreter nor lock."""
+    """Write stacks on STACK_SIGNAL; the handler needs neither the interpreter nor a lock."""
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True, chain=False)
 
 
-def _keep_short(path: Path, max_bytes: int, look_s: float) -> None:
+def _limit_size(path: Path, max_bytes: int, check_s: float) -> None:
     wait = threading.Event().wait
-    while not wait(look_s):
+    while not wait(check_s):
         try:
             if os.fstat(1).st_size > max_bytes:
-                # all who write hold this file: only its contents can be moved. What is written in
-                # between is lost
+                # other processes have this file open, so only its contents can be moved; lines
+                # written between the two calls are lost
                 shutil.copyfile(path, path.with_name(f"{path.name}.1"))
                 os.ftruncate(1, 0)
         except OSError:
-            # a full disk: the log may get longer meanwhile
+            # full disk: try again at the next check
             continue
 
 
 def read_tail(path: Path) -> str:
-    """The end of a log, of its last process only; a missing one is empty."""
+    """Return the end of a log, of its last process only; empty if the log is missing."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
@@ -86,10 +86,8 @@ def read_tail(path: Path) -> str:
     return text.rpartition(START_LINE)[2]
 
 
-def quoted(path: Path | None) -> str:
-    """Where a process's log is and its last lines, to be put behind a message."""
-    if path is None:
-        return ""
+def quote_log(path: Path) -> str:
+    """Return the path of a log and its last lines, as the end of a message."""
     lines = [line.rstrip() for line in read_tail(path).splitlines() if line.strip()]
     ending = "".join(f"\n  {line}" for line in lines[-LAST_LINES:])
     return f" (log: {path})" + (f"; it ends in{ending}" if ending else "")

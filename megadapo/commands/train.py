@@ -47,7 +47,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     config, notes = load_checked(arguments)
     if arguments.dry_run:
-        from megadapo.cluster.gpus import has_gpu
+        from megadapo.cluster.this_node import has_gpu
         from megadapo.config import to_toml
 
         if arguments.replay is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megadapo.cluster.config import ClusterConfig
-from megadapo.cluster.gpus import has_gpu
+from megadapo.cluster.this_node import has_gpu
 from megadapo.errors import ConfigError
 from megadapo.rollout.config import RolloutConfig
 from megadapo.trainer.config import TrainerConfig

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megadapo.cluster.gpus import has_gpu
+from megadapo.cluster.this_node import has_gpu
 from megadapo.config import RunConfig
 from megadapo.config.recipe import RESUME_TARGET_FILE
 from megadapo.data.arithmetic import is_built_in

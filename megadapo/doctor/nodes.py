@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megadapo
-from megadapo.cluster.clock import ClockOffset, ClockReading, clock_offset, read_clock
-from megadapo.cluster.join import admits_strangers, join_cluster
-from megadapo.cluster.nodes import ANSWER_TIMEOUT_S, answer_to, asked_in, is_answered
+from megadapo.cluster.nodes import ANSWER_TIMEOUT_S, answer_to, is_answered, question_file
+from megadapo.cluster.ray_connection import admits_strangers, join_cluster
+from megadapo.cluster.this_node import ClockOffset, ClockReading, clock_offset, read_clock
 from megadapo.observe.machine import GIB, Machine, inspect_machine
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _clock_of(inspector: ActorHandle[Any]) -> ClockReading:
 
 def _share_folder(inspector: ActorHandle[Any], folder: Path) -> bool:
     """Ask by a file, and look for the answer's."""
-    with asked_in(folder) as question:
+    with question_file(folder) as question:
         is_seen, _ = _answer(inspector.answer.remote(question))
         return bool(is_seen) and is_answered(question, ANSWER)
 

@@ -124,8 +124,8 @@ def _start_live(
     )
     stack.callback(evaluations.close)
     progress = _progress(on_progress, trainer, engines)
-    engines.watch = _each(trainer.check, evaluations.check, cluster.control.look, progress)
-    trainer.watch = _each(engines.check, evaluations.check, cluster.control.look, progress)
+    engines.watch = _each(trainer.check, evaluations.check, cluster.daemons.check, progress)
+    trainer.watch = _each(engines.check, evaluations.check, cluster.daemons.check, progress)
     journal = None
     if folder is not None and config.sampling.journal:
         journal = Journal(folder, samples_digest(config), fsync=config.sampling.journal_fsync)
@@ -161,7 +161,7 @@ def _start_replay(
     texts = load_texts(config, phases, tokenizer)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=0)
     trainer = start_trainer(settings, phases, cluster, stack, config.run.folder)
-    trainer.watch = _each(cluster.control.look, _progress(on_progress, trainer))
+    trainer.watch = _each(cluster.daemons.check, _progress(on_progress, trainer))
     return _workers(config, trainer, GpuSharing(trainer), rollouts, tokenizer, texts)
 
 
@@ -231,7 +231,7 @@ def _progress(
 ) -> Callable[[], None]:
     def progress() -> None:
         if on_progress is not None:
-            on_progress(trainer.processes.num_pieces, 0 if engines is None else engines.num_tokens)
+            on_progress(trainer.processes.progress, 0 if engines is None else engines.num_tokens)
 
     return progress
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 
-from megadapo.cluster.memory import MIB, private_bytes
+from megadapo.cluster.processes import MIB, private_bytes
 from megadapo.config import RunConfig, to_dict
 from megadapo.kernels.torch_internals import profiled_range
 from megadapo.observe.metrics.records import (

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megadapo.cluster.watch.orphans import descendants
+from megadapo.cluster.processes import descendants
 from megadapo.errors import DataError, InfraError, RunInterruptedError
 from megadapo.run.state.lease import STALE_S, heartbeat_of
 from megadapo.run.state.status import Status, read_status

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import gather
 from megadapo.cluster.process_log import trainer_log
-from megadapo.cluster.watch.heartbeat import PulseWatch, all_beat
-from megadapo.cluster.watch.post_mortem import (
+from megadapo.cluster.watch.diagnostics import (
     HungProcesses,
     ProcessLocation,
     flight_pipe,
     save_stacks,
 )
+from megadapo.cluster.watch.heartbeat import HeartbeatWatch, all_alive
 from megadapo.errors import InfraError, MegadapoError, ProcessHungError
-from megadapo.trainer.worker import TrainerWorker, pulse_of
+from megadapo.trainer.worker import TrainerWorker, heartbeat_file
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-IN_PIECES = ("update", "logprobs")
-"""Calls whose micro-batches are counted as they are done."""
-PULSE_LIMIT = "trainer.progress_timeout_s"
+WITH_PROGRESS = ("update", "logprobs")
+"""Calls that report each micro-batch as progress."""
+HEARTBEAT_LIMIT = "trainer.progress_timeout_s"
 LEAVE_TIMEOUT_S = 10.0
 """How long a rank may take to leave in good order before it is killed."""
 
@@ -50,9 +50,9 @@ class RankProcesses:
         self.names = [f"trainer rank {rank}" for rank in range(len(options))]
         self.logs = [trainer_log(log_folder.resolve(), rank) for rank in range(len(options))]
         self._options = list(options)
-        self._whereabouts: list[ProcessLocation] = []
+        self._locations: list[ProcessLocation] = []
         self._pings: list[ObjectRef[Any]] = []
-        self._pulses: PulseWatch | None = None
+        self._heartbeats: HeartbeatWatch | None = None
         self._looking = threading.Lock()
         actor: Any = ray.remote(TrainerWorker)  # with options, Ray loses its type
         self.actors: list[ActorHandle[Any]] = [
@@ -69,39 +69,39 @@ class RankProcesses:
         Raises:
             InfraError: one could not start in time.
         """
-        calls = [actor.whereabouts.remote() for actor in self.actors]
-        self._whereabouts = self.gather(calls, "start", timeout_s, limit)
+        calls = [actor.location.remote() for actor in self.actors]
+        self._locations = self.gather(calls, "start", timeout_s, limit)
 
     def watch_over(self, limit_s: float) -> None:
-        """From now on, when all have started, look whether one hangs."""
-        self._pulses = self.pulse_watch(limit_s)
+        """Start to check for hung ranks; all must have started."""
+        self._heartbeats = self.heartbeat_watch(limit_s)
 
-    def pulse_watch(self, limit_s: float) -> PulseWatch:
-        """What tells whether a rank hangs, for another thread than the one that calls them."""
-        paths = [pulse_of(log) for log in self.logs]
-        return PulseWatch(
+    def heartbeat_watch(self, limit_s: float) -> HeartbeatWatch:
+        """Return a check for hung ranks; each thread needs its own."""
+        paths = [heartbeat_file(log) for log in self.logs]
+        return HeartbeatWatch(
             self.names,
             paths,
             self.logs,
-            in_pieces=IN_PIECES,
+            with_progress=WITH_PROGRESS,
             limit_s=limit_s,
-            limit=PULSE_LIMIT,
+            limit=HEARTBEAT_LIMIT,
         )
 
     @property
-    def num_pieces(self) -> int:
-        """Micro-batches that all ranks have done, as far as is known."""
-        return 0 if self._pulses is None else self._pulses.num_pieces
+    def progress(self) -> int:
+        """Number of micro-batches that all ranks have reported."""
+        return 0 if self._heartbeats is None else self._heartbeats.progress
 
     def look(self) -> None:
-        """Look at the ranks' signs of life.
+        """Check the ranks' heartbeats.
 
         Raises:
             ProcessHungError: a rank hangs.
         """
-        if self._pulses is not None and self.actors and self._looking.acquire(blocking=False):
+        if self._heartbeats is not None and self.actors and self._looking.acquire(blocking=False):
             try:
-                self._pulses.look()
+                self._heartbeats.check()
             finally:
                 self._looking.release()
 
@@ -167,9 +167,9 @@ class RankProcesses:
         if len(answered) == len(self._pings):
             self._pings = []
 
-    def all_beat(self) -> bool:
-        """Whether all ranks give signs of life, whatever they are doing."""
-        return all_beat([pulse_of(log) for log in self.logs])
+    def all_alive(self) -> bool:
+        """Return whether all ranks send heartbeats."""
+        return all_alive([heartbeat_file(log) for log in self.logs])
 
     def end(self) -> None:
         """Let all ranks leave, and kill those that do not; safe to call again."""
@@ -187,13 +187,13 @@ class RankProcesses:
 
         actors, self.actors = self.actors, []
         if stacks:
-            save_stacks(self._suspects())
+            save_stacks(self._hung_processes())
         for actor in actors:
             ray.kill(actor)
 
-    def _suspects(self) -> list[HungProcesses]:
+    def _hung_processes(self) -> list[HungProcesses]:
         by_node: dict[str, HungProcesses] = {}
-        for rank, process in enumerate(self._whereabouts):
+        for rank, process in enumerate(self._locations):
             suspects = by_node.setdefault(process.node, HungProcesses(options=self._options[rank]))
             suspects.processes.append(process)
             suspects.pipes.append(flight_pipe(self.logs[rank].parent, rank))

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megadapo.cluster.calls import gather
-from megadapo.cluster.cpu_process import cpu_environment
-from megadapo.cluster.gpu_process import full_precision
-from megadapo.cluster.watch.post_mortem import flight_recorder
+from megadapo.cluster.environment import cpu_environment, full_precision
+from megadapo.cluster.watch.diagnostics import flight_recorder
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError
 from megadapo.trainer.config import TrainerConfig
@@ -182,14 +181,14 @@ class Trainer:
         """
         num_bytes = sum(self.call_all("begin_save", folder.absolute()))
         deadline = time.monotonic() + self._config.timeout_s + num_bytes / SLOWEST_STORAGE
-        pulses = self.processes.pulse_watch(self._config.progress_timeout_s)
+        heartbeats = self.processes.heartbeat_watch(self._config.progress_timeout_s)
         return partial(
             wait_for_save,
             list(self.ranks),
             self.processes,
             folder.absolute(),
             deadline=deadline,
-            watch=pulses.look,
+            watch=heartbeats.check,
         )
 
     def load(self, folder: Path, files: Files) -> None:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from megadapo.cluster.memory import return_freed_memory
 from megadapo.cluster.process_log import redirect_output
-from megadapo.cluster.watch.heartbeat import at_work, start_heart
-from megadapo.cluster.watch.post_mortem import ProcessLocation
+from megadapo.cluster.processes import return_freed_memory
+from megadapo.cluster.watch.diagnostics import ProcessLocation
+from megadapo.cluster.watch.heartbeat import start_heartbeat, working_on
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError, MegadapoError
 from megadapo.observe.machine import PACKED_ATTENTION
@@ -47,7 +47,7 @@ def _named_failures(
     @functools.wraps(method)
     def call(worker: TrainerWorker, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            with at_work(method.__name__):
+            with working_on(method.__name__):
                 return method(worker, *args, **kwargs)
         except MegadapoError:
             raise
@@ -61,8 +61,8 @@ def _named_failures(
     return call
 
 
-def pulse_of(log: Path) -> Path:
-    """Where the process with this log gives signs of life."""
+def heartbeat_file(log: Path) -> Path:
+    """Return the heartbeat file of the process with this log."""
     return log.with_suffix(".pulse")
 
 
@@ -78,8 +78,8 @@ class TrainerWorker:
         self._trainer: TrainerRank | None = None
         self._listener: socket.socket | None = None
 
-    def whereabouts(self) -> ProcessLocation:
-        """Where this process is."""
+    def location(self) -> ProcessLocation:
+        """Return the location of this process."""
         return ProcessLocation.here()
 
     def find_rendezvous(self, world_size: int) -> Rendezvous:
@@ -108,7 +108,7 @@ class TrainerWorker:
 
         self._trainer = TrainerRank(settings, rendezvous, self._listener)
         if self.log is not None:
-            start_heart(pulse_of(self.log), limit_s=settings.trainer.progress_timeout_s)
+            start_heartbeat(heartbeat_file(self.log), limit_s=settings.trainer.progress_timeout_s)
 
     @_named_failures
     def update(

@@ -1,1 +1,1 @@
-"""Heartbeats, diagnostics of hung processes, and guards against orphans."""
+"""Detection of processes that hang or are left behind."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from megadapo.cluster.watch.orphans import kill_after_this_process
+from megadapo.cluster.watch.guard import Guard, kill_after_this_process
 from megadapo.errors import RunInterruptedError
 from megadapo.lab.ablation.plan import PlannedRun
 from megadapo.run.state.stop import StopSignal
@@ -37,8 +37,8 @@ class Failure:
 class _Child:
     run: PlannedRun
     process: subprocess.Popen[bytes]
-    watcher: subprocess.Popen[bytes]
-    """Ends the child when this process is killed."""
+    guard: Guard
+    """Kills the child if this process is killed."""
     since: float
     log_start: int
     """Bytes of the log that earlier processes of the run wrote."""
@@ -96,14 +96,13 @@ class Runner:
                 # a terminal's Ctrl-C would reach it a second time, which means: end at once
                 start_new_session=True,
             )
-        watcher = kill_after_this_process([process.pid])
-        self._children.append(_Child(run, process, watcher, time.monotonic(), log_start))
+        guard = kill_after_this_process([process.pid])
+        self._children.append(_Child(run, process, guard, time.monotonic(), log_start))
         self._say(f"{run.name} {goes_on}: {run.folder}")
 
     def _close(self, child: _Child) -> None:
         self._children.remove(child)
-        child.watcher.kill()
-        child.watcher.wait()
+        child.guard.stand_down()
         took, code = time.monotonic() - child.since, child.process.returncode
         if code == 0:
             self._say(f"{child.run.name} finished after {took:.0f} s")
@@ -117,8 +116,7 @@ class Runner:
             child.process.terminate()
         for child in self._children:
             child.process.wait()
-            child.watcher.kill()
-            child.watcher.wait()
+            child.guard.stand_down()
         self._children.clear()
 
 

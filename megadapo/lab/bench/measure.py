@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from megadapo.cluster.memory import MIB, return_freed_memory
+from megadapo.cluster.processes import MIB, return_freed_memory
 
 Clock = Literal["wall", "cpu"]
 

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megadapo.cluster.memory import MIB, private_bytes
-from megadapo.cluster.watch.orphans import descendants, start_time
+from megadapo.cluster.processes import MIB, descendants, private_bytes
+from megadapo.cluster.watch.guard import start_time
 from megadapo.lab.bench.step import machine
 from megadapo.observe.metrics.records import MetricRecord
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megadapo.cluster.network import node_address
+from megadapo.cluster.this_node import node_address
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.sources import open_layout

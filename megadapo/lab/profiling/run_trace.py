@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megadapo.cluster.clock import ClockReading, clock_offset, read_clock
 from megadapo.cluster.process_log import LOGS_FOLDER
+from megadapo.cluster.this_node import ClockReading, clock_offset, read_clock
 from megadapo.errors import InfraError
 from megadapo.lab.profiling.merged_trace import TracePart, merge_traces
 from megadapo.rollout.pool.engine_spec import profile_folder

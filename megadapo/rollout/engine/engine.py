@@ -11,13 +11,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megadapo.cluster.clock import ClockReading, read_clock
-from megadapo.cluster.memory import private_bytes
-from megadapo.cluster.network import node_address, use_interface_towards
 from megadapo.cluster.process_log import redirect_output
-from megadapo.cluster.watch.orphans import descendants
-from megadapo.cluster.watch.post_mortem import ProcessLocation
-from megadapo.cluster.watch.reaper import kill_marked, start_reaper
+from megadapo.cluster.processes import descendants, private_bytes
+from megadapo.cluster.this_node import (
+    ClockReading,
+    node_address,
+    read_clock,
+    use_interface_towards,
+)
+from megadapo.cluster.watch.diagnostics import ProcessLocation
+from megadapo.cluster.watch.guard import kill_marked, mark_and_guard
 from megadapo.errors import InfraError, ProcessDiedError
 from megadapo.rollout.engine.activity import ActivityCounter, EngineActivity
 from megadapo.rollout.engine.failure import describe_failure
@@ -51,10 +54,10 @@ class RolloutEngine:
         os.environ.update(spec.platform.environment(spec.config, spec.dtype))
         # vLLM's groups would look the host's name up, each of them, and listen where it leads
         use_interface_towards(node_address())
-        self._reaper = start_reaper(self._mark)
+        self._guard = mark_and_guard(self._mark)
 
-    def whereabouts(self) -> ProcessLocation:
-        """Where this process is."""
+    def location(self) -> ProcessLocation:
+        """Return the location of this process."""
         return ProcessLocation.here()
 
     def node(self) -> str:

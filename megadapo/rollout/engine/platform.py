@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megadapo.cluster.cpu_process import cpu_environment
-from megadapo.cluster.gpu_process import full_precision
+from megadapo.cluster.environment import cpu_environment, full_precision
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine import cpu_stages
 from megadapo.weights.sync import vllm_worker
@@ -53,7 +52,7 @@ class EnginePlatform:
         variables = {
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
-            # a forked child would not carry the reaper's mark
+            # a forked child would not carry the guard's mark
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         }
         if self.uses_cuda:

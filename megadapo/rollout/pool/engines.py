@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import gather
-from megadapo.cluster.clock import ClockReading
 from megadapo.cluster.process_log import engine_log
+from megadapo.cluster.this_node import ClockReading
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.engine.platform import EnginePlatform
@@ -233,7 +233,7 @@ class Engines(Dispatcher):
             try:
                 ray.get(ref, timeout=SHUTDOWN_TIMEOUT_S)
             except RayError:
-                # dead or stuck: its reaper ends what it has left when the actor is killed
+                # dead or stuck: its guard ends what it has left when the actor is killed
                 continue
         for engine in engines:
             ray.kill(engine.actor)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megadapo.cluster.calls import late, result_of
+from megadapo.cluster.calls import result_of, timeout_error
 from megadapo.errors import InfraError, ProcessDiedError
 from megadapo.rollout.engine.failure import describe_failure
 from megadapo.rollout.pool.remote_engine import Place, RemoteEngine
@@ -128,7 +128,7 @@ class Fleet:
         results: dict[int, Any] = {}
         for index, ref in refs.items():
             engine = self.slots[index]
-            cause = str(late([engine.name], doing, timeout_s, limit))
+            cause = str(timeout_error([engine.name], doing, timeout_s, limit))
             if (died := self._wait_for(engine, ref, deadline)) is not None:
                 self.lose(engine, died or cause, hangs=not died)
                 continue
@@ -242,10 +242,12 @@ def _describe_silence(engine: RemoteEngine) -> str:
     config = engine.spec.config
     if engine.state in ("starting", "ending"):
         what = "start" if engine.state == "starting" else "end"
-        return str(late([engine.name], what, config.start_timeout_s, "rollout.start_timeout_s"))
+        return str(
+            timeout_error([engine.name], what, config.start_timeout_s, "rollout.start_timeout_s")
+        )
     if not engine.load:
         return (
-            f"{engine.name} gave no sign of life for {config.engine_progress_timeout_s:g} s "
+            f"{engine.name} sent no heartbeat for {config.engine_progress_timeout_s:g} s "
             "(rollout.engine_progress_timeout_s)"
         )
     return (

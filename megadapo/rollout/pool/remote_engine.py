@@ -13,8 +13,8 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from megadapo.cluster.watch.post_mortem import HungProcesses, ProcessLocation, save_stacks
-from megadapo.cluster.watch.reaper import kill_marked
+from megadapo.cluster.watch.diagnostics import HungProcesses, ProcessLocation, save_stacks
+from megadapo.cluster.watch.guard import kill_marked
 from megadapo.rollout.engine.engine import RolloutEngine
 from megadapo.rollout.pool.engine_spec import EngineSpec
 from megadapo.rollout.types import EngineReport, GroupRequest
@@ -72,7 +72,7 @@ class RemoteEngine:
         """Calls to submit that have not been answered."""
         self._mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         self.actor: ActorHandle[Any] = self._start_actor()
-        self._whereabouts: ObjectRef[ProcessLocation] = self.actor.whereabouts.remote()
+        self._location: ObjectRef[ProcessLocation] = self.actor.location.remote()
         self.awaited: ObjectRef[Any] | None = self.actor.start.remote()
         """Start, report or end."""
 
@@ -92,7 +92,7 @@ class RemoteEngine:
         self.state = "ending"
         self.quiet_s = 0.0
         self.submits = {}
-        known, _ = ray.wait([self._whereabouts], timeout=0)
+        known, _ = ray.wait([self._location], timeout=0)
         process = _result(known[0]) if known else None
         if hangs:
             processes = [] if process is None else [process]

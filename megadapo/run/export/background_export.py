@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megadapo.cluster.watch.orphans import kill_after_this_process
+from megadapo.cluster.watch.guard import Guard, kill_after_this_process
 from megadapo.run.state.checkpoint import step_folders, step_of
 from megadapo.weights.disk.export import PARTIAL
 from megadapo.weights.disk.files import remove_folder
@@ -37,8 +37,8 @@ _ENVIRONMENT = {
 @dataclass(frozen=True)
 class _Child:
     process: subprocess.Popen[bytes]
-    watcher: subprocess.Popen[bytes]
-    """Ends the child when this process is killed."""
+    guard: Guard
+    """Kills the child if this process is killed."""
     log: Path
 
 
@@ -115,12 +115,12 @@ class BackgroundExports:
             child.process.terminate()
         for child in self._children.values():
             child.process.wait()
-            _end(child.watcher)
+            child.guard.stand_down()
         self._children.clear()
 
     def _close(self, step: int) -> None:
         child = self._children.pop(step)
-        _end(child.watcher)
+        child.guard.stand_down()
         if child.process.returncode == 0:
             self._num_written += 1
             return
@@ -143,11 +143,6 @@ def _start_child(checkpoint: Path, destination: Path, log: Path) -> subprocess.P
         )
     os.setpriority(os.PRIO_PROCESS, process.pid, LOWEST_PRIORITY)
     return process
-
-
-def _end(watcher: subprocess.Popen[bytes]) -> None:
-    watcher.kill()
-    watcher.wait()
 
 
 def _last_line(log: Path) -> str:

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from megadapo.cluster.clock import this_machine
-from megadapo.cluster.watch.orphans import start_time
+from megadapo.cluster.this_node import this_machine
+from megadapo.cluster.watch.guard import start_time
 from megadapo.errors import ConfigError, InfraError
 
 LEASE_FILE = "lease.json"

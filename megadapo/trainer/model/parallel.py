@@ -14,7 +14,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megadapo.cluster.network import use_interface_towards
+from megadapo.cluster.this_node import use_interface_towards
 from megadapo.trainer.batch.packing import ContextPart
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.model_layout import layers_of_stages

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megadapo.cluster.memory import private_bytes
+from megadapo.cluster.processes import private_bytes
 from megadapo.data.batch import PackedBatch
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.mini_batch import MiniBatch

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.cluster.watch.heartbeat import piece_done
+from megadapo.cluster.watch.heartbeat import report_progress
 from megadapo.kernels.policy_head import PolicyHeadOutput
 from megadapo.kernels.policy_head.tiles import PolicyInputs
 from megadapo.trainer.batch.micro_batch import MicroBatch
@@ -140,7 +140,7 @@ def _forward_step(
         output_processor=head,
         output_processor_context=task,
     )
-    piece_done()
+    report_progress()
     return output, _loss_and_data
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megadapo.algorithm.bapo import BapoBounds
-from megadapo.cluster.watch.heartbeat import piece_done
+from megadapo.cluster.watch.heartbeat import report_progress
 from megadapo.data.batch import PackedBatch
 from megadapo.trainer.batch.micro_batch import MicroBatch, trained_tokens, version_gaps
 from megadapo.trainer.batch.off_policy import OldPolicy, old_policy
@@ -96,7 +96,7 @@ def update_rank(
             grad_norms.append(outcome.grad_norm)
         if values is not None:
             values.update(number)
-        piece_done()
+        report_progress()
     # whoever reads weights after this (save, export, weight updates) finds them whole
     gather_weights_now(rank.chunks)
     if rank.reference is not None:

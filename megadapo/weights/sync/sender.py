@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megadapo.cluster.network import node_address
+from megadapo.cluster.this_node import node_address
 from megadapo.weights.disk.load import match_params
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition

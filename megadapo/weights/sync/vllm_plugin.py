@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megadapo.cluster.process_log import write_stacks_on_signal
-from megadapo.cluster.watch.reaper import MARK
+from megadapo.cluster.watch.guard import MARK
 from megadapo.errors import WeightError
 from megadapo.weights.layout.layout import ModelLayout, layout_for
 from megadapo.weights.sync.delta.state import Delta

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megadapo.cluster.watch.heartbeat import read_pulse
+from megadapo.cluster.watch.heartbeat import read_heartbeat
 from megadapo.errors import ConfigError, DataError, ProcessDiedError, ProcessHungError
 from megadapo.trainer.trainer import Trainer, rank_environment
 from tests.support.trainer.batches import RAGGED, random_batch
@@ -48,7 +48,7 @@ def stop_the_second_in_an_update(trainer, path: Path) -> None:
     import torch
 
     def stop(*_: object) -> None:
-        pulse = read_pulse(path)
+        pulse = read_heartbeat(path)
         if pulse is not None and pulse.doing == "update":
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -140,7 +140,7 @@ def test_a_rank_stopped_in_an_update_is_named_within_the_deadline(
             group.update(batch, policy_version=0, step=step)
     assert time.monotonic() - began < 30
     message = str(caught.value)
-    assert message.startswith("trainer rank 1 gave no sign of life for 4 s in update")
+    assert message.startswith("trainer rank 1 sent no heartbeat for 4 s in update")
     assert message.endswith(f"stacks: {tmp_path}/trainer-rank-1.log")
     wait_until_gone(pids)
     for rank in (0, 1):

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from megadapo.cluster.watch.reaper import marked_processes
+from megadapo.cluster.watch.guard import marked_processes
 from megadapo.errors import InfraError
 from tests.support.rollout.engine_checks import (
     actor_pid,

@@ -95,7 +95,7 @@ def test_an_engine_that_is_stopped_without_work_is_found_and_its_stack_kept(engi
     assert len(notes) == 1, notes
     (note,) = notes
     log = tmp_path / "engine-2.log"
-    assert note.startswith("rollout engine 2 gave no sign of life for 6 s")
+    assert note.startswith("rollout engine 2 sent no heartbeat for 6 s")
     assert f"stacks: {log}; it is started again" in note
     assert "most recent call first" in log.read_text()
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForSequenceClassification
 
-from megadapo.cluster.cpu_process import cpu_environment
+from megadapo.cluster.environment import cpu_environment
 from megadapo.data.prompts import Prompt
 from megadapo.rewards.function_config import RewardFunction
 from megadapo.rewards.workers.runner import FunctionScore

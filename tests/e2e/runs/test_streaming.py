@@ -15,7 +15,7 @@ import pytest
 import ray
 from transformers import AutoTokenizer
 
-from megadapo.cluster.watch.reaper import marked_processes
+from megadapo.cluster.watch.guard import marked_processes
 from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.config import SamplingConfig

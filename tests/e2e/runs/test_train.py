@@ -324,7 +324,7 @@ def test_a_rank_that_hangs_ends_the_run_in_time_and_the_run_resumes(uninterrupte
     os.kill(hung[0], signal.SIGSTOP)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == InfraError.exit_code, output
-    assert "trainer rank 0 gave no sign of life for 15 s" in " ".join(output.split())
+    assert "trainer rank 0 sent no heartbeat for 15 s" in " ".join(output.split())
     assert "most recent call first" in (folder / "logs" / "trainer-rank-0.log").read_text()
     assert "trainer-rank-0.log" in (folder / "log.txt").read_text().splitlines()[-1]
     assert descendants(folder) == []

@@ -116,7 +116,7 @@ def call_all(engines: Engines, method: str) -> list[Any]:
 def actor_pid(engines: Engines, index: int) -> int:
     import ray
 
-    pid: int = ray.get(engines.actors[index].whereabouts.remote()).pid
+    pid: int = ray.get(engines.actors[index].location.remote()).pid
     return pid
 
 

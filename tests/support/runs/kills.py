@@ -26,7 +26,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from megadapo.cluster.watch.orphans import descendants as below
+from megadapo.cluster.processes import descendants as below
 from megadapo.errors import DataError, RunInterruptedError
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.run.state.status import Status, read_status

@@ -1,4 +1,4 @@
-"""Where processes may be: what must stay on one node, what nodes must have, and how they talk."""
+"""Placement on nodes, what each node must have, and the network interface between them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.cluster.cluster import Slot, check_device, check_nodes, share_cores
+from megadapo.cluster.cluster import Slot, check_nodes, share_cores
 from megadapo.cluster.config import ClusterConfig
-from megadapo.cluster.network import INTERFACE_VARIABLES, interface_towards, use_interface_towards
-from megadapo.cluster.nodes import Needs, answer_for, asked_in, listens, problems_of
+from megadapo.cluster.nodes import Needs, answer_for, listens, problems_of, question_file
+from megadapo.cluster.ray_connection import check_device
+from megadapo.cluster.this_node import INTERFACE_VARIABLES, interface_towards, use_interface_towards
 from megadapo.errors import ConfigError, InfraError
 
 
@@ -19,8 +20,8 @@ def slots(num: int, *, per_node: int) -> list[Slot]:
     return [Slot(n, f"node-{n // per_node}", str(n % per_node)) for n in range(num)]
 
 
-def test_tensor_parallel_groups_and_engines_stay_on_one_node() -> None:
-    """Catches all-reduces of every layer that cross the network, in the trainer or in an engine."""
+def test_groups_and_engines_stay_on_one_node() -> None:
+    """All-reduces of every layer would cross the network, in the trainer or in an engine."""
     trainer = slots(12, per_node=6)
     check_nodes(trainer, [trainer[:6], trainer[6:]], tensor_parallel=2)
     with pytest.raises(InfraError, match=r"ranks 4 to 7, .* nodes node-0, node-1: .*trainer\.tens"):
@@ -29,34 +30,31 @@ def test_tensor_parallel_groups_and_engines_stay_on_one_node() -> None:
         check_nodes(trainer, [trainer[:4], trainer[4:8]], tensor_parallel=1)
 
 
-def test_trainer_ranks_share_the_cores_of_their_own_node() -> None:
-    """Catches threads by the driver's cores: none for its node's ranks, too many for others'; and
-    a rank without a thread."""
+def test_ranks_share_the_cores_of_their_node() -> None:
     nodes = ["big", "big", "small", "small", "small"]
     assert share_cores(nodes, {"big": 96, "small": 2}) == [48, 48, 1, 1, 1]
 
 
-def test_auto_is_refused_where_the_nodes_differ_from_this_machine() -> None:
-    """Catches a driver without a GPU that lets a whole GPU cluster compute on its CPUs."""
+def test_auto_device_must_match_the_nodes() -> None:
+    """A driver without a GPU would make a whole GPU cluster compute on its CPUs."""
     auto = ClusterConfig()
     if not auto.uses_cuda:
-        with pytest.raises(ConfigError, match=r"cluster.device.* no GPU .* hand out 16:"):
+        with pytest.raises(ConfigError, match=r"cluster.device.* no GPU .* offer 16:"):
             check_device(auto, 16.0)
     check_device(auto, float(auto.uses_cuda))
     check_device(ClusterConfig(device="cpu"), 16.0)
 
 
-def test_a_node_without_the_runs_folder_or_model_is_named(tmp_path: Path) -> None:
-    """Catches checkpoints on disks of their own, and a model that lies on the driver's alone: as
-    seen by a node whose answers land in a folder that the driver does not see."""
+def test_error_names_node_without_run_folder_or_model(tmp_path: Path) -> None:
+    """Otherwise each node saves checkpoints on its own disk, or only the driver has the model."""
     run, model = tmp_path / "run", tmp_path / "model"
     needs = Needs(shared=run, present={"model.path": model})
-    with asked_in(run) as question:
+    with question_file(run) as question:
         blind = answer_for(tmp_path / question.name, needs.present, "10.0.0.7", wait_s=0.0)
         lacks_folder, lacks_model = problems_of("10.0.0.7", blind, needs, question, wait_s=0.0)
         assert lacks_folder.startswith("node 10.0.0.7: ") and f"{run} (run.folder)" in lacks_folder
-        assert lacks_model.startswith(f"node 10.0.0.7: {model} (model.path) is not there")
-        # it sees the question, and what it writes stays on its own disk
+        assert lacks_model.startswith(f"node 10.0.0.7: {model} (model.path) does not exist")
+        # it sees the question, but its answer stays on its own disk
         one_way = answer_for(question, {}, "10.0.0.8", wait_s=0.0)
         (run / f"{question.name}-10.0.0.8").unlink()
         assert len(list(problems_of("10.0.0.8", one_way, needs, question, wait_s=0.0))) == 1
@@ -66,23 +64,21 @@ def test_a_node_without_the_runs_folder_or_model_is_named(tmp_path: Path) -> Non
     assert not list(run.iterdir())
 
 
-def test_a_daemon_that_is_gone_takes_no_connection() -> None:
-    """Catches a dead node that is not named, as Ray takes it for alive for a while."""
+def test_dead_daemon_accepts_no_connection() -> None:
+    """Ray reports a dead node as alive for a while."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert listens("127.0.0.1", port)
     assert not listens("127.0.0.1", port)
 
 
-def test_the_interface_that_leads_to_an_address_is_found() -> None:
-    """Catches collectives that try an interface from which the other nodes are not reached."""
+def test_interface_towards_an_address() -> None:
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("::1") is None
     assert interface_towards("not an address") is None
 
 
-def test_an_interface_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches overriding a cluster's own settings."""
+def test_users_interface_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in INTERFACE_VARIABLES:
         monkeypatch.setenv(variable, "ib0")
     use_interface_towards("127.0.0.1")

@@ -1,5 +1,4 @@
-"""Would catch: a crash or a child's output that is in no log, a log that fills the disk, the stack
-of a hung process that is not there when the process is killed, a bystander killed for its stack."""
+"""Logs of processes: crashes, children's output, size limit, and the stacks of hung processes."""
 
 from __future__ import annotations
 
@@ -14,21 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadapo.cluster.process_log import START_LINE, quoted, read_tail
-from megadapo.cluster.watch.orphans import start_time
-from megadapo.cluster.watch.post_mortem import (
+from megadapo.cluster.process_log import START_LINE, quote_log, read_tail
+from megadapo.cluster.watch.diagnostics import (
     ProcessLocation,
     flight_pipe,
     flight_recorder,
     write_stacks,
 )
-from megadapo.cluster.watch.reaper import MARK
+from megadapo.cluster.watch.guard import MARK, start_time
 
 CHATTY = """
 import subprocess, sys, time
 from pathlib import Path
 from megadapo.cluster.process_log import redirect_output
-redirect_output(Path(sys.argv[1]), max_bytes=20_000, look_s=0.02)
+redirect_output(Path(sys.argv[1]), max_bytes=20_000, check_s=0.02)
 subprocess.run(["echo", "of a child"])
 for number in range(400):
     print(f"line {number} " + "x" * 200, flush=True)
@@ -72,17 +70,17 @@ def here(pid: int) -> ProcessLocation:
     return ProcessLocation(node="a", pid=pid, started=start_time(pid))
 
 
-def test_all_that_a_process_says_is_in_its_log_which_stays_short(tmp_path):
+def test_log_has_all_output_and_stays_short(tmp_path):
     log = tmp_path / "logs" / "trainer-rank-3.log"
     assert start(CHATTY, log).wait(timeout=60) == 1
     before = log.with_name("trainer-rank-3.log.1")
     assert log.stat().st_size + before.stat().st_size < 80_000
     assert "KeyError: 'the last word'" in log.read_text()
-    assert quoted(log).endswith("KeyError: 'the last word'")
-    assert quoted(log).startswith(f" (log: {log}); it ends in\n")
+    assert quote_log(log).endswith("KeyError: 'the last word'")
+    assert quote_log(log).startswith(f" (log: {log}); it ends in\n")
 
 
-def test_a_native_crash_is_in_the_log_after_what_was_there(tmp_path):
+def test_native_crash_is_appended_to_log(tmp_path):
     log = tmp_path / "engine-0.log"
     log.write_text(f"{START_LINE}of an earlier process\n")
     assert start(CRASHING, log).wait(timeout=60) == -signal.SIGSEGV
@@ -91,16 +89,16 @@ def test_a_native_crash_is_in_the_log_after_what_was_there(tmp_path):
     assert "Segmentation fault" in tail and "earlier" not in tail
 
 
-def test_a_message_about_a_process_without_words_names_its_log_alone(tmp_path):
+def test_empty_log_is_named_without_quote(tmp_path):
     log = tmp_path / "engine-0.log"
-    assert quoted(log) == f" (log: {log})"
+    assert quote_log(log) == f" (log: {log})"
     log.write_text(START_LINE)
-    assert quoted(log) == f" (log: {log})"
+    assert quote_log(log) == f" (log: {log})"
 
 
 @pytest.mark.fault
-def test_hung_processes_write_their_stacks_and_others_are_left_alone(tmp_path):
-    """One that is stopped, as a debugger does it, and one that is found by its mark alone."""
+def test_hung_processes_write_stacks_and_others_survive(tmp_path):
+    """One process is stopped, one is found by its mark, one does not handle the signal."""
     mark = f"test-{os.getpid()}-{time.time_ns()}"
     logs = [tmp_path / "a.log", tmp_path / "b.log"]
     stopped, marked = start(HANGING, logs[0]), start(HANGING, logs[1], **{MARK: mark})
@@ -109,7 +107,7 @@ def test_hung_processes_write_their_stacks_and_others_are_left_alone(tmp_path):
         for log in logs:
             wait_for(log, "waiting")
         os.kill(stopped.pid, signal.SIGSTOP)
-        # where nobody listens, and where nothing is
+        # a pipe without a reader, and a missing one
         pipe = tmp_path / "nccl-rank-0.pipe"
         os.mkfifo(pipe)
         another_owner = ProcessLocation(node="a", pid=deaf.pid, started="0")
@@ -125,12 +123,12 @@ def test_hung_processes_write_their_stacks_and_others_are_left_alone(tmp_path):
             process.wait()
 
 
-def test_nccls_record_is_asked_for_as_torch_understands_it(tmp_path):
-    """The names are torch's; a rank that has no pipe, or reads none, costs no time."""
+def test_nccl_record_is_requested_with_torchs_names(tmp_path):
+    """A rank without a pipe, or without a reader, costs no time."""
     environment = flight_recorder(tmp_path)
     with (Path(torch.__file__).parent / "lib" / "libtorch_cpu.so").open("rb") as library:
         known = mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ)
-        # the others are read where torch has NCCL in it
+        # the other names are only in builds of torch with NCCL
         for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
             assert name in environment and known.find(name.encode()) >= 0
         known.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megadapo.cli import run_command
-from megadapo.cluster.clock import ClockOffset
+from megadapo.cluster.this_node import ClockOffset
 from megadapo.doctor.cluster import judge
 from megadapo.doctor.nodes import ClusterFacts, Link, Node, NodeFacts, NodeInspector
 from megadapo.errors import ConfigError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.cluster.watch.orphans import start_time
+from megadapo.cluster.watch.guard import start_time
 from megadapo.run.supervise import MAX_FRUITLESS
 
 DRIVER = """

@@ -22,7 +22,7 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
-from megadapo.cluster.network import node_address, use_interface_towards
+from megadapo.cluster.this_node import node_address, use_interface_towards
 from megadapo.weights.config import NCCL_TIMEOUT_S
 from megadapo.weights.sync.transports.parcels import NUM_BUCKETS, Offer, Parcel, Seat
 

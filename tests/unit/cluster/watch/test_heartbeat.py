@@ -1,53 +1,60 @@
-"""Would catch: a hung process that is waited for, a slow one ended, another one blamed."""
+"""Heartbeats: a hung process is named, and a slow or idle one is not."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from megadapo.cluster.watch import heartbeat
-from megadapo.cluster.watch.heartbeat import Heart, Pulse, PulseWatch, all_beat, read_pulse
+from megadapo.cluster.watch.heartbeat import (
+    Heartbeat,
+    HeartbeatSender,
+    HeartbeatWatch,
+    all_alive,
+    read_heartbeat,
+)
 from megadapo.errors import ProcessHungError
 
 LIMIT_S = 60.0
 
 
 class Ranks:
-    """Two processes whose pulses are what the test says, and a clock that it turns."""
+    """Two processes with scripted heartbeats, and a clock under the test's control."""
 
     def __init__(self, folder: Path) -> None:
         self.now = 1000.0
-        self.pulses = {"rank 0": Pulse(), "rank 1": Pulse()}
-        self._paths = [folder / f"{name}.pulse" for name in self.pulses]
-        self.watch = PulseWatch(
-            list(self.pulses),
+        self.last = {"rank 0": Heartbeat(), "rank 1": Heartbeat()}
+        self._paths = [folder / f"{name}.pulse" for name in self.last]
+        self.watch = HeartbeatWatch(
+            list(self.last),
             self._paths,
-            [folder / f"{name}.log" for name in self.pulses],
-            in_pieces=["update"],
+            [folder / f"{name}.log" for name in self.last],
+            with_progress=["update"],
             limit_s=LIMIT_S,
             limit="some.key",
             clock=lambda: self.now,
         )
 
-    def live(self, seconds: float, *, dead: str = "", busy: tuple[str, ...] = ()) -> None:
-        """Let time pass with a beat and a look every 2 s; who is busy does a piece in each."""
+    def run(self, seconds: float, *, dead: str = "", busy: tuple[str, ...] = ()) -> None:
+        """Send heartbeats and check every 2 s; busy ranks report progress each time."""
         until = self.now + seconds
         while self.now < until:
             self.now += 2.0
-            for (name, pulse), path in zip(self.pulses.items(), self._paths, strict=True):
-                fields = asdict(pulse)
-                fields["beats"] += name != dead
-                fields["pieces"] += name in busy
-                self.pulses[name] = Pulse(**fields)
+            for (name, last), path in zip(self.last.items(), self._paths, strict=True):
+                fields = asdict(last)
+                fields["count"] += name != dead
+                fields["progress"] += name in busy
+                self.last[name] = Heartbeat(**fields)
                 path.write_text(json.dumps(fields))
-            self.watch.look()
+            self.watch.check()
 
-    def say(self, **fields: object) -> None:
-        self.pulses = {name: Pulse(**asdict(one) | fields) for name, one in self.pulses.items()}
+    def set(self, **fields: object) -> None:
+        self.last = {name: Heartbeat(**asdict(one) | fields) for name, one in self.last.items()}
 
 
 @pytest.fixture
@@ -55,101 +62,100 @@ def ranks(tmp_path: Path) -> Ranks:
     return Ranks(tmp_path)
 
 
-def test_who_is_silent_is_named_alone_in_whatever_it_does(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.live(3 * LIMIT_S)
-    ranks.say(doing="update")
-    ranks.live(10, busy=("rank 0", "rank 1"))
+def test_silent_process_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(3 * LIMIT_S)
+    ranks.set(doing="update")
+    ranks.run(10, busy=("rank 0", "rank 1"))
     with pytest.raises(ProcessHungError) as caught:
-        ranks.live(LIMIT_S + 4, dead="rank 1")
+        ranks.run(LIMIT_S + 4, dead="rank 1")
     assert str(caught.value) == (
-        f"rank 1 gave no sign of life for 60 s in update (some.key); stacks: {tmp_path}/rank 1.log"
+        f"rank 1 sent no heartbeat for 60 s in update (some.key); stacks: {tmp_path}/rank 1.log"
     )
 
 
-def test_who_is_behind_is_named_where_all_wait(ranks: Ranks) -> None:
-    ranks.say(doing="update")
-    ranks.live(10, busy=("rank 0", "rank 1"))
-    ranks.live(10, busy=("rank 0",))
-    with pytest.raises(ProcessHungError, match="^rank 1 did not get on for 60 s in update"):
-        ranks.live(LIMIT_S + 4)
+def test_process_furthest_behind_is_named(ranks: Ranks) -> None:
+    ranks.set(doing="update")
+    ranks.run(10, busy=("rank 0", "rank 1"))
+    ranks.run(10, busy=("rank 0",))
+    with pytest.raises(ProcessHungError, match="^rank 1 made no progress for 60 s in update"):
+        ranks.run(LIMIT_S + 4)
 
 
-def test_all_are_named_where_none_is_behind(ranks: Ranks) -> None:
-    ranks.say(doing="update")
-    with pytest.raises(ProcessHungError, match="^rank 0, rank 1 did not get on"):
-        ranks.live(LIMIT_S + 4)
+def test_all_are_named_if_none_is_behind(ranks: Ranks) -> None:
+    ranks.set(doing="update")
+    with pytest.raises(ProcessHungError, match="^rank 0, rank 1 made no progress"):
+        ranks.run(LIMIT_S + 4)
 
 
-def test_a_slow_one_may_take_ten_times_its_slowest_piece(ranks: Ranks) -> None:
-    ranks.say(doing="update", slowest_s=30.0)
-    ranks.live(290)
+def test_limit_grows_to_ten_times_the_slowest_progress(ranks: Ranks) -> None:
+    ranks.set(doing="update", slowest_s=30.0)
+    ranks.run(290)
     with pytest.raises(ProcessHungError, match="for 300 s"):
-        ranks.live(20)
+        ranks.run(20)
 
 
-def test_what_is_not_done_in_pieces_may_take_its_time_and_an_idle_one_any(ranks: Ranks) -> None:
-    ranks.say(doing="load")
-    ranks.live(10 * LIMIT_S)
-    ranks.say(doing="")
-    ranks.live(10 * LIMIT_S)
+@pytest.mark.parametrize("doing", ["load", ""])
+def test_calls_without_progress_and_idle_processes_have_no_limit(ranks: Ranks, doing: str) -> None:
+    ranks.set(doing=doing)
+    ranks.run(10 * LIMIT_S)
 
 
-def test_a_reader_that_was_stopped_itself_blames_nobody(ranks: Ranks) -> None:
-    ranks.say(doing="update")
-    ranks.live(10, busy=("rank 0", "rank 1"))
+def test_suspended_reader_blames_no_process(ranks: Ranks) -> None:
+    ranks.set(doing="update")
+    ranks.run(10, busy=("rank 0", "rank 1"))
     ranks.now += 100 * LIMIT_S
-    ranks.watch.look()
-    ranks.live(LIMIT_S / 2)
+    ranks.watch.check()
+    ranks.run(LIMIT_S / 2)
 
 
-def test_a_process_whose_pulse_cannot_be_seen_is_named(tmp_path: Path) -> None:
-    """As on a node where the run's folder is another one."""
+def test_process_without_readable_heartbeat_is_named(tmp_path: Path) -> None:
+    """As on a node where the run's folder is a different one."""
     now = [0.0]
     paths = [tmp_path / "none.pulse"]
-    limits = {"in_pieces": [], "limit_s": LIMIT_S, "limit": "key", "clock": lambda: now[0]}
-    watch = PulseWatch(["rank 0"], paths, paths, **limits)
-    with pytest.raises(ProcessHungError, match="rank 0 gave no sign of life"):
+    limits = {"with_progress": [], "limit_s": LIMIT_S, "limit": "key", "clock": lambda: now[0]}
+    watch = HeartbeatWatch(["rank 0"], paths, paths, **limits)
+    with pytest.raises(ProcessHungError, match="rank 0 sent no heartbeat"):
         for _ in range(40):
             now[0] += 2.0
-            watch.look()
+            watch.check()
 
 
-def test_a_heart_beats_and_says_what_is_done(tmp_path: Path) -> None:
+def test_sender_writes_work_and_progress(tmp_path: Path) -> None:
     path = tmp_path / "rank.pulse"
     path.write_text("x" * 1000)
-    heart = Heart(path, limit_s=0.04)
-    with heart.at("update"):
+    sender = HeartbeatSender(path, limit_s=0.04)
+    with sender.working_on("update"):
         for _ in range(3):
-            heart.piece()
+            sender.report_progress()
             time.sleep(0.05)
-        wait_for(path, lambda pulse: pulse.pieces == 3 and pulse.doing == "update")
-    wait_for(path, lambda pulse: pulse.doing == "" and pulse.beats > 3)
-    with heart.at("update"):
-        assert heart.pulse().slowest_s > 0.04
-    with heart.at("logprobs"):
-        assert heart.pulse().slowest_s == 0.0
+        wait_for(path, lambda last: last.progress == 3 and last.doing == "update")
+    wait_for(path, lambda last: last.doing == "" and last.count > 3)
+    with sender.working_on("update"):
+        assert sender.heartbeat().slowest_s > 0.04
+    with sender.working_on("logprobs"):
+        assert sender.heartbeat().slowest_s == 0.0
 
 
-def wait_for(path: Path, is_so) -> None:
+def wait_for(path: Path, condition: Callable[[Heartbeat], bool]) -> None:
     deadline = time.monotonic() + 20
-    while (pulse := read_pulse(path)) is None or not is_so(pulse):
-        assert time.monotonic() < deadline, pulse
+    while (last := read_heartbeat(path)) is None or not condition(last):
+        assert time.monotonic() < deadline, last
         time.sleep(0.01)
 
 
-def test_one_that_hangs_is_told_from_those_that_are_busy(
+def test_hung_process_is_told_from_busy_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that a stopped rank has a part in would be waited for until its deadline."""
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.5)
+    """Otherwise a save waits for a stopped rank until its deadline."""
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.5)
     busy, stopped = tmp_path / "busy", tmp_path / "stopped"
-    with Heart(busy, limit_s=0.4).at("begin_save"):
-        assert all_beat([busy])
-        stopped.write_text(json.dumps(asdict(Pulse(beats=7))))
-        assert not all_beat([busy, stopped])
+    with HeartbeatSender(busy, limit_s=0.4).working_on("begin_save"):
+        assert all_alive([busy])
+        stopped.write_text(json.dumps(asdict(Heartbeat(count=7))))
+        assert not all_alive([busy, stopped])
 
 
-def test_a_process_without_a_heart_may_say_that_it_gets_on() -> None:
-    heartbeat.piece_done()
-    with heartbeat.at_work("update"):
-        heartbeat.piece_done()
+def test_progress_may_be_reported_without_a_sender() -> None:
+    heartbeat.report_progress()
+    with heartbeat.working_on("update"):
+        heartbeat.report_progress()

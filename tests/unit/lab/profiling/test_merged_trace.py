@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megadapo.cluster import clock
-from megadapo.cluster.clock import ClockReading, clock_offset
+from megadapo.cluster import this_node
+from megadapo.cluster.this_node import ClockReading, clock_offset
 from megadapo.lab.profiling.merged_trace import TracePart, merge_traces
 
 SECOND_NS = 1_000_000_000
@@ -72,10 +72,10 @@ def test_clocks_of_one_machine_are_one_and_others_are_held_against_the_quickest_
     monkeypatch,
 ) -> None:
     """A guess from a slow answer would move a node's row by milliseconds."""
-    assert clock_offset(clock.read_clock).ahead_ns == 0
+    assert clock_offset(this_node.read_clock).ahead_ns == 0
     now = [0]
-    delays = iter([50, 10, 200, *[80] * clock.TRIES])
-    monkeypatch.setattr(clock.time, "time_ns", lambda: now[0])
+    delays = iter([50, 10, 200, *[80] * this_node.CLOCK_READINGS])
+    monkeypatch.setattr(this_node.time, "time_ns", lambda: now[0])
 
     def ask() -> ClockReading:
         """An answer that takes all of its time on the way there."""

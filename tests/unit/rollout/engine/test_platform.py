@@ -2,7 +2,7 @@ import ast
 import importlib.util
 from pathlib import Path
 
-from megadapo.cluster.cpu_process import cpu_environment
+from megadapo.cluster.environment import cpu_environment
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.platform import EnginePlatform
 from megadapo.weights.sync import vllm_worker

@@ -1,4 +1,4 @@
-"""Threads and memory of processes that compute on the CPU."""
+"""Environment of processes that compute on the CPU: threads and allocator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megadapo.cluster.cpu_process import KEEP_FREED_MEMORY, cpu_environment
+from megadapo.cluster.environment import KEEP_FREED_MEMORY, cpu_environment
 
 INTEL = pytest.mark.skipif(
     not list(importlib.metadata.distributions(name="intel-openmp")),
@@ -17,19 +17,15 @@ INTEL = pytest.mark.skipif(
 )
 
 
-def test_freed_memory_is_kept_and_threads_are_counted() -> None:
+def test_freed_memory_is_kept_and_threads_are_limited() -> None:
     """Page faults would cost as much as the model does."""
     variables = cpu_environment(3)
     assert variables["OMP_NUM_THREADS"] == variables["MKL_NUM_THREADS"] == "3"
     assert variables.items() >= KEEP_FREED_MEMORY.items()
 
 
-def test_without_intels_openmp_waiting_threads_sleep_but_not_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Threads that never sleep take cores from other ranks; those that sleep at once lose a tenth
-    of a millisecond in every operation.
-    """
+def test_gnu_openmp_threads_spin_briefly_before_sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Endless spinning takes cores from other ranks; sleeping at once delays every operation."""
 
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
@@ -42,8 +38,8 @@ def test_without_intels_openmp_waiting_threads_sleep_but_not_at_once(
 
 
 @INTEL
-def test_a_process_computes_on_the_openmp_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path that does not exist would only be warned of, and what a user preloads must stay."""
+def test_intel_openmp_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing path would only cause a warning; the user's own LD_PRELOAD must stay."""
     monkeypatch.setenv("LD_PRELOAD", "libm.so.6")
     variables = cpu_environment(2)
     assert variables["LD_PRELOAD"].endswith(":libm.so.6")

@@ -1,8 +1,8 @@
-"""Ray's daemons, as a driver depends on them: whether they answer, and how to leave them if not.
+"""Detects that Ray's daemons do not answer, and leaves Ray without them.
 
-Calls between processes go on without gcs_server, the control service, and without raylet, the
-daemon of each node. But whoever asks one of them something, if only for room in the object store,
-waits inside Ray, without an end and deaf to signals, while it is stopped.
+Calls between processes continue without gcs_server, the control service, and without raylet, the
+daemon of each node. But a request to a stopped daemon, if only for space in the object store, waits
+inside Ray forever and ignores signals.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megadapo.cluster.watch.orphans import send
+from megadapo.cluster.watch.guard import send_signal
 from megadapo.errors import ProcessHungError
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-ASK_S = 5.0
+PING_S = 5.0
 LIMIT_S = 60.0
-"""Without an answer; about as long as Ray gives a node's daemon before it takes the node for dead.
-And until a driver that stays in a call of Ray meanwhile is ended."""
+"""Seconds without an answer after which a daemon counts as hung, about as long as Ray waits before
+it gives up a node. Also the seconds that the driver may then stay in one call of Ray."""
 LEAVE_S = 20.0
 SILENT = (
     f"Ray's control service (gcs_server, on its head node) has not answered for {LIMIT_S:g} s: it "
@@ -40,36 +40,36 @@ _LOGGER = logging.getLogger("megadapo.cluster")
 
 
 def has_node(node_id: str) -> bool:
-    """Ask the control service whether it still counts on a node."""
+    """Ask the control service whether a node is alive; returns when it has answered."""
     import ray
     from ray.exceptions import RayError
 
     try:
         return all(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id)
     except (RayError, RuntimeError, KeyError):
-        # an error is an answer: that nobody answers is what is looked for
+        # an error is an answer too: only silence counts
         return True
 
 
 class MainThread:
-    """Whether the main thread, which may be anywhere, stays in one and the same call of Ray."""
+    """The main thread's position: whether it stays in one call of Ray."""
 
     def __init__(self) -> None:
         self._frame: FrameType | None = None
         self._instruction = -1
 
     def stays_in_ray(self) -> bool:
-        """Whether it is there still since the last call of this."""
+        """Return whether the thread is in the same call of Ray as at the last check."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         before = self._frame, self._instruction
-        # while it is kept, no other call has the same frame
+        # the reference keeps the frame object from being reused by another call
         self._frame, self._instruction = frame, -1 if frame is None else frame.f_lasti
         if frame is None or before != (frame, frame.f_lasti):
             return False
         return str(frame.f_globals.get("__name__")).startswith("ray.")
 
     def forget(self) -> None:
-        """Let go of what the thread was seen to do."""
+        """Release the last position."""
         self._frame = None
 
 
@@ -79,51 +79,51 @@ def _end_process(problem: str) -> None:
     os._exit(ProcessHungError.exit_code)
 
 
-class ControlWatch:
-    """Finds out in threads of its own whether Ray's daemons answer this process.
+class RayDaemonWatch:
+    """A pair of threads that check whether Ray's daemons answer this process.
 
     Args:
-        ask: returns when the control service has answered, and whether it has this node. It must
-            not start Ray, as much of Ray's own interface does where there is none any more.
-        end: ends a process that would wait for what does not answer, without an end.
-        main: tells whether it does.
-        every_s: between two questions.
+        ping: returns once the control service has answered, and whether this node is alive. It must
+            not start Ray, as many of Ray's own functions do if Ray does not run.
+        end: ends this process if it would wait forever for a daemon.
+        main: tells whether the main thread waits in Ray.
+        every_s: seconds between two pings.
     """
 
     def __init__(
         self,
-        ask: Callable[[], bool],
+        ping: Callable[[], bool],
         end: Callable[[str], None] = _end_process,
         *,
         main: MainThread | None = None,
-        every_s: float = ASK_S,
+        every_s: float = PING_S,
     ) -> None:
-        self._ask, self._end, self._every_s = ask, end, every_s
+        self._ping, self._end, self._every_s = ping, end, every_s
         self._main = main or MainThread()
         self._num_answers = self._seen = 0
         self._has_node = True
         self._silent_s = self._stuck_s = 0.0
         self._problem: str | None = None
         self._closed = threading.Event()
-        for work in (self._ask_on, self._tick_on):
+        for work in (self._keep_pinging, self._keep_counting):
             threading.Thread(target=work, daemon=True).start()
 
     @property
     def answers(self) -> bool:
-        """Whether asking a daemon something may be expected to come to an end."""
+        """Whether a request to a daemon can be expected to return."""
         return self._problem is None
 
-    def look(self) -> None:
-        """For whoever waits for processes, every few seconds.
+    def check(self) -> None:
+        """Raise if a daemon does not answer; call every few seconds while waiting for processes.
 
         Raises:
-            ProcessHungError: a daemon does not answer.
+            ProcessHungError: the error names the daemon.
         """
         if self._problem is not None:
             raise ProcessHungError(self._problem)
 
     def tick(self) -> None:
-        """Count an interval; what this process was stopped for is not counted so."""
+        """Count an interval; time during which this process is suspended is not counted."""
         num_answers = self._num_answers
         self._silent_s = self._silent_s + self._every_s if num_answers == self._seen else 0.0
         self._seen = num_answers
@@ -138,33 +138,33 @@ class ControlWatch:
             self._end(self._problem)
 
     def close(self) -> None:
-        """The process ends by itself: watch no more."""
+        """Stop watching."""
         self._closed.set()
 
-    def _ask_on(self) -> None:
+    def _keep_pinging(self) -> None:
         while not self._closed.wait(self._every_s):
-            self._has_node = self._ask()
+            self._has_node = self._ping()
             self._num_answers += 1
 
-    def _tick_on(self) -> None:
+    def _keep_counting(self) -> None:
         while not self._closed.wait(self._every_s):
             self.tick()
 
 
 def leave_ray(group: PlacementGroup, daemons: Mapping[int, str | None]) -> None:
-    """Give the slots back and end this process's part in Ray, at once or after LEAVE_S.
+    """Release the slots and disconnect from Ray, at the latest after LEAVE_S per attempt.
 
-    `daemons`: processes that were started for this one alone, by number, and when each started.
+    `daemons`: start time by pid of the daemons that serve this process alone.
     """
     leaving = threading.Thread(target=_leave, args=(group,), daemon=True)
     leaving.start()
     leaving.join(LEAVE_S)
-    # one that was only stopped can still say goodbye; to go on hurts no other
+    # a daemon that is only stopped can still disconnect after SIGCONT, which harms no other
     for last_resort in (signal.SIGCONT, signal.SIGKILL) if daemons else ():
         if not leaving.is_alive():
             return
         _LOGGER.warning("Ray does not answer as it is left: its daemons get %s", last_resort.name)
-        send(daemons.items(), last_resort)
+        send_signal(daemons.items(), last_resort)
         leaving.join(LEAVE_S)
     if leaving.is_alive():
         import ray

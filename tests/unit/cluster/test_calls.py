@@ -1,5 +1,4 @@
-"""Would catch: an error of Ray's that reaches the user as a traceback or without what to do, a
-process killed for its memory or with its node that is told as any other death."""
+"""Translation of Ray's errors: each becomes a megadapo error that says what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import pytest
 from ray import exceptions as of_ray
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
-from megadapo.cluster.ray_errors import KINDS, translated
+from megadapo.cluster.calls import KINDS, translate_error
 from megadapo.errors import (
     CallCancelledError,
     DataError,
@@ -50,40 +49,40 @@ CASES = [
 
 
 @pytest.mark.parametrize(("error", "kind"), CASES, ids=lambda value: type(value).__name__)
-def test_every_error_has_a_type_of_ours_and_a_hint(error, kind):
-    ours = translated(error, "trainer rank 1", "update")
+def test_every_ray_error_has_a_type_and_a_hint(error, kind):
+    ours = translate_error(error, "trainer rank 1", "update")
     assert type(ours) is kind
     text = str(ours)
     assert text.startswith("trainer rank 1 ") and "update: " in text
     assert "\n" not in text and len(text) > 60
 
 
-def test_names_are_those_of_the_installed_ray():
-    """A base that Ray renames would make everything under it an error without a hint."""
+def test_error_names_exist_in_installed_ray():
+    """If Ray renames a base class, its subclasses would lose their hint."""
     known = {name for name, kind in inspect.getmembers(of_ray) if inspect.isclass(kind)}
     assert {name for theirs, _, _ in KINDS for name in theirs} <= known
 
 
-def test_a_death_is_described_by_who_knows_more_unless_ray_knows_better():
+def test_ray_explains_memory_deaths_and_the_caller_others():
     def describe() -> str:
         return "engine 0 died: out of blocks"
 
-    plain = translated(actor_died("exit"), "engine 0", "start", describe)
+    plain = translate_error(actor_died("exit"), "engine 0", "start", describe)
     assert str(plain) == "engine 0 died: out of blocks"
-    for_memory = translated(actor_died("NODE_OUT_OF_MEMORY"), "engine 0", "start", describe)
+    for_memory = translate_error(actor_died("NODE_OUT_OF_MEMORY"), "engine 0", "start", describe)
     assert type(for_memory) is OutOfMemory and "memory was nearly full" in str(for_memory)
 
 
-def test_what_an_actor_raises_keeps_its_type_and_what_its_call_met_is_translated():
+def test_own_errors_keep_their_type_and_failed_calls_are_translated():
     of_data = of_ray.RayTaskError("f", "", DataError("prompt 3 is empty"))
-    assert isinstance(translated(of_data, "x", "y"), DataError)
+    assert isinstance(translate_error(of_data, "x", "y"), DataError)
     lost = of_ray.RayTaskError("f", "", of_ray.ObjectLostError("5a", None, ""))
-    assert type(translated(lost, "x", "y")) is DataLostError
-    other = translated(of_ray.RayTaskError("f", "", ValueError("seven")), "x", "y")
+    assert type(translate_error(lost, "x", "y")) is DataLostError
+    other = translate_error(of_ray.RayTaskError("f", "", ValueError("seven")), "x", "y")
     assert type(other) is InfraError and "x failed in y: seven" in str(other)
 
 
-def test_an_actor_that_fails_in_its_constructor_says_why():
+def test_failed_actor_constructor_gives_its_cause():
     cause = of_ray.RayTaskError("__init__", "Traceback: no such device", ValueError("7"))
-    error = translated(of_ray.ActorDiedError.from_task_error(cause), "trainer rank 0", "start")
+    error = translate_error(of_ray.ActorDiedError.from_task_error(cause), "trainer rank 0", "start")
     assert "trainer rank 0 could not start" in str(error) and "no such device" in str(error)

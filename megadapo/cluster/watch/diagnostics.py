@@ -1,4 +1,4 @@
-"""What a process that hangs was doing: written into the run's folder before it is killed."""
+"""Records what hung processes do, before they are killed: stacks and NCCL's last operations."""
 
 from __future__ import annotations
 
@@ -12,29 +12,28 @@ from pathlib import Path
 from typing import Any
 
 from megadapo.cluster.process_log import STACK_SIGNAL
-from megadapo.cluster.watch.orphans import start_time
-from megadapo.cluster.watch.reaper import marked_processes
+from megadapo.cluster.watch.guard import marked_processes, start_time
 
 WRITING_S = 1.0
-"""A handler writes within milliseconds, on a machine with nothing else to do."""
+"""Seconds that the signal handlers have; they need milliseconds on an idle machine."""
 RECORDING_S = 4.0
-"""NCCL's watchdog looks every second whether it is asked for its record."""
+"""Seconds that NCCL's watchdog has; it checks its pipe every second."""
 ANSWER_S = 15.0
-"""How long a node may take over it before the processes are killed all the same."""
+"""Seconds that a node may take before its processes are killed anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessLocation:
-    """Where a process is: its node and its number there."""
+    """The node and pid of a process."""
 
     node: str
     pid: int
     started: str | None
-    """Tells the number's owner from a later one: `orphans.start_time`."""
+    """Result of `guard.start_time`, to recognize a later process with the same pid."""
 
     @classmethod
     def here(cls) -> ProcessLocation:
-        """Of this process, which is one of Ray's."""
+        """Return the location of this process, which must be one of Ray's."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -46,19 +45,19 @@ class HungProcesses:
     """Processes of one node that may hang."""
 
     options: Mapping[str, Any]
-    """Ray's, which put a task on that node."""
+    """Ray options that schedule a task on that node."""
     processes: list[ProcessLocation] = field(default_factory=list)
     mark: str | None = None
-    """Of further processes: `reaper.MARK`."""
+    """Mark of further processes (`guard.MARK`)."""
     pipes: list[Path] = field(default_factory=list)
-    """Which ask for NCCL's record: `flight_pipe`."""
+    """Pipes that request NCCL's record (`flight_pipe`)."""
 
 
 def flight_recorder(folder: Path) -> dict[str, str]:
-    """Environment that lets NCCL's groups keep their last operations, and write them down.
+    """Return the environment that makes NCCL's groups record their last operations.
 
-    Rank 3 does so into `nccl-rank-3`, when an operation runs out of time and when `flight_pipe` is
-    written to. It is torch's pickle, for its own `torchfrtrace`.
+    Rank 3 writes them to `nccl-rank-3`, when an operation times out or `flight_pipe` is written to.
+    The file is torch's pickle, for its own `torchfrtrace`.
     """
     stem = str(folder / "nccl-rank-")
     return {
@@ -70,26 +69,29 @@ def flight_recorder(folder: Path) -> dict[str, str]:
 
 
 def flight_pipe(folder: Path, rank: int) -> Path:
-    """Where a rank with `flight_recorder` is asked for its record; there only with NCCL."""
+    """Return the pipe that requests the record of a rank with `flight_recorder`.
+
+    It exists only with NCCL.
+    """
     return folder / f"nccl-rank-{rank}.pipe"
 
 
-def save_stacks(suspects: Sequence[HungProcesses]) -> None:
-    """Let every process write its stacks into its log, on all nodes at once; never fails.
+def save_stacks(hung: Sequence[HungProcesses]) -> None:
+    """Make every process write its stacks into its log, on all nodes at once; never fails.
 
-    Those that are stopped go on: they are to be killed.
+    Stopped processes are continued, since they are about to be killed.
     """
     import ray
 
-    if not suspects or not ray.is_initialized():
+    if not hung or not ray.is_initialized():
         return
     task: Any = ray.remote(write_stacks)
     calls = [
-        # no share of a GPU, which the processes still hold
+        # no share of a GPU: the hung processes still hold it
         task.options(**{**one.options, "num_cpus": 0, "num_gpus": 0}).remote(
             one.processes, one.mark, one.pipes
         )
-        for one in suspects
+        for one in hung
     ]
     ray.wait(calls, num_returns=len(calls), timeout=ANSWER_S)
 
@@ -97,18 +99,18 @@ def save_stacks(suspects: Sequence[HungProcesses]) -> None:
 def write_stacks(
     processes: Sequence[ProcessLocation], mark: str | None, pipes: Sequence[Path] = ()
 ) -> None:
-    """`save_stacks` on one node."""
+    """Run `save_stacks` for one node, on that node."""
     pids = [one.pid for one in processes if start_time(one.pid) == one.started]
     if mark is not None:
         pids += [pid for pid in marked_processes(mark) if pid not in pids]
-    asked = [pid for pid in pids if pid != os.getpid() and _ask(pid)]
-    recording = [pipe for pipe in pipes if _ask_for_record(pipe)]
-    if asked or recording:
+    signalled = [pid for pid in pids if pid != os.getpid() and _signal(pid)]
+    recording = [pipe for pipe in pipes if _request_record(pipe)]
+    if signalled or recording:
         time.sleep(RECORDING_S if recording else WRITING_S)
 
 
-def _ask(pid: int) -> bool:
-    """Send the signal to a process that handles it; another one would die of it."""
+def _signal(pid: int) -> bool:
+    """Send STACK_SIGNAL if the process handles it; it would kill any other process."""
     with contextlib.suppress(OSError, ValueError):
         status = Path(f"/proc/{pid}/status").read_text()
         caught = int(status.partition("SigCgt:")[2].split()[0], 16)
@@ -119,9 +121,9 @@ def _ask(pid: int) -> bool:
     return False
 
 
-def _ask_for_record(pipe: Path) -> bool:
+def _request_record(pipe: Path) -> bool:
     with contextlib.suppress(OSError):
-        # nobody reads where the process is gone, or has no group of NCCL's
+        # opening fails if the process has ended or has no NCCL group
         end = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         try:
             os.write(end, b"1\n")

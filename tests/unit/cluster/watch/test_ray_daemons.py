@@ -1,5 +1,4 @@
-"""Would catch: a driver that waits without an end for a daemon that is stopped, or is ended for one
-that was only slow."""
+"""The watch over Ray's daemons: a stopped daemon ends the wait, a slow one does not."""
 
 from __future__ import annotations
 
@@ -9,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from megadapo.cluster.watch.control import LIMIT_S, LOST, SILENT, ControlWatch, MainThread
+from megadapo.cluster.watch.ray_daemons import LIMIT_S, LOST, SILENT, MainThread, RayDaemonWatch
 from megadapo.errors import ProcessHungError
 
 EVERY_S = LIMIT_S / 4
 
 
 class Main(MainThread):
-    """A main thread that is where the test says."""
+    """A main thread with a scripted position."""
 
     def __init__(self, *, in_ray: bool) -> None:
         super().__init__()
@@ -26,57 +25,57 @@ class Main(MainThread):
         return self.in_ray
 
 
-def watch_by_hand(ended: list[str], *, in_ray: bool = True) -> ControlWatch:
-    """One whose intervals pass when the test counts them."""
-    watch = ControlWatch(lambda: True, ended.append, main=Main(in_ray=in_ray), every_s=3600)
+def manual_watch(ended: list[str], *, in_ray: bool = True) -> RayDaemonWatch:
+    """Return a watch whose intervals pass only when the test counts them."""
+    watch = RayDaemonWatch(lambda: True, ended.append, main=Main(in_ray=in_ray), every_s=3600)
     watch._every_s = EVERY_S
     return watch
 
 
-def answer(watch: ControlWatch, *, has_node: bool = True) -> None:
+def answer(watch: RayDaemonWatch, *, has_node: bool = True) -> None:
     watch._has_node = has_node
     watch._num_answers += 1
 
 
-def test_a_service_that_does_not_answer_is_named_and_a_slow_one_is_not() -> None:
+def test_silent_service_is_named_and_slow_one_is_not() -> None:
     ended: list[str] = []
-    watch = watch_by_hand(ended)
+    watch = manual_watch(ended)
     for _ in range(3):
         for _ in range(4):
             watch.tick()
-            watch.look()
+            watch.check()
         answer(watch)
         watch.tick()
     assert watch.answers
     for _ in range(5):
         watch.tick()
     with pytest.raises(ProcessHungError, match="gcs_server.* 60 s"):
-        watch.look()
+        watch.check()
     assert ended == [] and not watch.answers
 
 
-def test_a_driver_whose_own_daemon_is_lost_is_told_and_ended_where_it_cannot_listen() -> None:
-    """In Ray's own code, as when it asks a stopped daemon for room, it can do nothing else."""
+def test_driver_stuck_in_ray_without_its_daemon_is_ended() -> None:
+    """As when it waits for a stopped daemon inside Ray, where it ignores signals."""
     ended: list[str] = []
-    watch = watch_by_hand(ended)
+    watch = manual_watch(ended)
     for _ in range(5):
         answer(watch, has_node=False)
         watch.tick()
     assert ended == [LOST]
     with pytest.raises(ProcessHungError, match="raylet"):
-        watch.look()
+        watch.check()
 
 
-def test_a_driver_that_works_is_not_ended_however_long_that_takes() -> None:
-    """A save on the way out needs no daemon, and may take minutes."""
+def test_working_driver_is_never_ended() -> None:
+    """A final save needs no daemon, and may take minutes."""
     ended: list[str] = []
-    watch = watch_by_hand(ended, in_ray=False)
+    watch = manual_watch(ended, in_ray=False)
     for _ in range(100):
         watch.tick()
     assert ended == [] and not watch.answers
 
 
-def test_only_one_call_of_ray_that_does_not_return_is_a_stay_in_it() -> None:
+def test_only_one_unfinished_call_of_ray_counts_as_stuck() -> None:
     main, gate, seen = MainThread(), threading.Lock(), list[bool]()
     wait_in: dict[str, Callable[[threading.Lock], None]] = {}
     for module in ("ray._private.worker", "megadapo.cluster.calls"):
@@ -99,30 +98,30 @@ def test_only_one_call_of_ray_that_does_not_return_is_a_stay_in_it() -> None:
     assert seen == [True, False, True]
 
 
-def test_a_problem_that_passes_ends_nothing() -> None:
+def test_temporary_problem_ends_nothing() -> None:
     ended: list[str] = []
-    watch = watch_by_hand(ended)
+    watch = manual_watch(ended)
     for _ in range(3):
         for _ in range(8):
             watch.tick()
         assert not watch.answers
         answer(watch)
         watch.tick()
-        watch.look()
+        watch.check()
     assert ended == []
 
 
-def test_its_own_threads_ask_and_count() -> None:
+def test_threads_ping_and_count() -> None:
     ended: list[str] = []
-    asked, forever = threading.Event(), threading.Event()
+    pinged, forever = threading.Event(), threading.Event()
 
-    def ask() -> bool:
-        asked.set()
+    def ping() -> bool:
+        pinged.set()
         return forever.wait()
 
-    watch = ControlWatch(ask, ended.append, main=Main(in_ray=True), every_s=0.001)
+    watch = RayDaemonWatch(ping, ended.append, main=Main(in_ray=True), every_s=0.001)
     watch._silent_s = LIMIT_S
-    assert asked.wait(30)
+    assert pinged.wait(30)
     until(lambda: not watch.answers)
     watch._stuck_s = LIMIT_S
     until(lambda: bool(ended))

@@ -1,4 +1,4 @@
-"""The memory that a process has for itself: what tells that it grows."""
+"""Private memory and descendants of processes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import mmap
 import os
 import subprocess
 
-from megadapo.cluster.memory import MIB, private_bytes, return_freed_memory
+from megadapo.cluster.processes import MIB, descendants, private_bytes, return_freed_memory
 
 
-def test_what_a_process_takes_counts_and_what_it_shares_does_not() -> None:
-    """A weight bucket or a mapped library would look like something that is kept."""
+def test_private_memory_excludes_shared_memory() -> None:
+    """A weight bucket or a mapped library would look like a leak."""
     before = private_bytes(os.getpid())
     own = bytearray(os.urandom(64 * MIB))
     with mmap.mmap(-1, 64 * MIB) as shared:
@@ -19,16 +19,18 @@ def test_what_a_process_takes_counts_and_what_it_shares_does_not() -> None:
     assert 60 * MIB < grown < 80 * MIB
 
 
-def test_processes_are_added_up_and_one_that_has_ended_has_none() -> None:
-    """An engine is several processes, and one of them may die while it is looked at."""
+def test_ended_processes_count_as_zero() -> None:
+    """An engine is several processes, and one may die while they are measured."""
     with subprocess.Popen(["sleep", "60"]) as child:
         assert private_bytes(os.getpid(), child.pid) > private_bytes(child.pid) > 0
+        assert child.pid in descendants(os.getpid())
         child.kill()
     assert private_bytes(child.pid) == 0
+    assert descendants(child.pid) == []
 
 
-def test_pages_between_what_is_in_use_are_given_back() -> None:
-    """Gaps in the heap would be kept for good: the C library only cuts its end off."""
+def test_heap_fragments_are_returned() -> None:
+    """By default the C library only returns the end of the heap."""
     small = [bytes(32 << 10) for _ in range(4096)]
     kept = small[::64]
     before = private_bytes(os.getpid())
