@@ -1,4 +1,4 @@
-"""Text files of a run that a kill or a full disk leaves whole."""
+"""Writes to text files that a kill or a full disk cannot tear."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from megadapo.errors import InfraError
 
 
 def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
-    """Write a file anew; the old text stays whole until the new one is.
+    """Replace a file's text atomically.
 
-    `sync`: whether the new one is on the disk when this returns.
+    Args:
+        sync: whether to flush to disk before returning.
 
     Raises:
-        InfraError: the disk is full or refuses; the old text stands.
+        InfraError: the disk refuses the write; the old text is unchanged.
     """
     fresh = path.with_name(f"{path.name}.part")
     try:
@@ -32,12 +33,13 @@ def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
 
 
 def append_line(path: Path, line: str, *, sync: bool = True) -> None:
-    """Put a line at a file's end: all of it, or nothing.
+    """Append a line to a file: the whole line, or nothing.
 
-    `sync`: whether it is on the disk when this returns.
+    Args:
+        sync: whether to flush to disk before returning.
 
     Raises:
-        InfraError: the disk is full or refuses; the file is as it was.
+        InfraError: the disk refuses the write; the file is unchanged.
     """
     try:
         with path.open("ab", buffering=0) as file:
@@ -49,7 +51,7 @@ def append_line(path: Path, line: str, *, sync: bool = True) -> None:
                 if sync:
                     os.fsync(file.fileno())
             except OSError:
-                # what is appended next must not begin in the middle of a line
+                # the next append must start on a new line
                 with suppress(OSError):
                     file.truncate(end)
                 raise

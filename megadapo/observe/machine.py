@@ -36,7 +36,7 @@ PACKAGES = {
     "math-verify": ("math-verify",),
     "tensorboard": ("tensorboard",),
 }
-"""What doctor looks for: its name, and the distributions that provide it."""
+"""Packages that doctor reports, each with the distributions that provide it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Everything the choices depend on."""
+    """The facts that megadapo's choices depend on."""
 
     system: str
     python: str
@@ -78,7 +78,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """Look at this machine; starts nothing but `nvidia-smi`."""
+    """Collect the facts; only `nvidia-smi` is started."""
     driver, gpus = _nvidia_smi()
     return Machine(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -165,7 +165,7 @@ def _read_words(path: str) -> list[str]:
 
 
 def _nvidia_smi() -> tuple[str | None, tuple[Gpu, ...]]:
-    """Return the driver's version and the GPUs; nothing where there is no working driver."""
+    """Return the driver's version and the GPUs; (None, ()) without a working driver."""
     query = "driver_version,name,memory.total,compute_cap"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
@@ -176,7 +176,7 @@ def _nvidia_smi() -> tuple[str | None, tuple[Gpu, ...]]:
 
 
 def parse_nvidia_smi(text: str) -> tuple[str | None, tuple[Gpu, ...]]:
-    """Read `driver, name, memory in MiB, compute capability` lines; others are passed over."""
+    """Read `driver, name, memory in MiB, compute capability` lines; skip others."""
     driver, gpus = None, []
     for line in text.splitlines():
         match = re.fullmatch(r"\s*(\S+), (.+), (\d+), (\d+)\.(\d+)\s*", line)

@@ -56,14 +56,14 @@ def check_oracles(
 
     Args:
         repeats_bits: whether the trainer computes the same bits twice, so that the first ratio
-            must be 1. Where it need not, the first step that breaks the bound is reported.
+            must be 1. Otherwise only the first step that breaks the bound is reported.
 
     Returns:
-        What is to be said of the step.
+        Messages about the step.
 
     Raises:
-        OracleError: a bound is broken or was not measured; it names the metric, the value, the
-            bound and what to look at.
+        OracleError: a bound is broken or was not measured. The message names the metric, its
+            value, the bound and the likely causes.
     """
     newest, notes = records[-1], []
     for key, metric, meaning in BOUNDED:
@@ -78,15 +78,15 @@ def check_oracles(
             raise OracleError(broken)
         if all(is_within(record, metric, bound) for record in records[:-1]):
             notes.append(
-                f"{broken}. The run goes on, as GPUs promise equal bits only with "
-                "trainer.deterministic = true; later steps are in the metrics alone"
+                f"{broken}. The run continues, because GPUs promise equal bits only with "
+                "trainer.deterministic = true; later steps are reported in the metrics only"
             )
     _check_skipped(records, config.max_skipped_steps)
     return notes
 
 
 def is_within(record: MetricRecord, metric: str, bound: float) -> bool:
-    """Whether a step keeps a bound; one that was not measured or is not a number breaks it."""
+    """Return whether a step keeps a bound. A missing value or NaN breaks it."""
     if metric.startswith("parity/") and _is_all_stale(record):
         return True
     value = record.get(metric)
@@ -94,7 +94,7 @@ def is_within(record: MetricRecord, metric: str, bound: float) -> bool:
 
 
 def _is_all_stale(record: MetricRecord) -> bool:
-    """Whether no token of the step's batch came from the present weights."""
+    """Return whether the current weights sampled no token of the step's batch."""
     return record.get("staleness/token_share") == 1.0
 
 

@@ -1,7 +1,7 @@
-"""What a person sees while a run is going, and the same as plain lines in `log.txt`.
+"""Progress of a run on the console, and the same as plain lines in `log.txt`.
 
-On a terminal: a live panel with the phase, a progress bar and the curves so far. Elsewhere: one
-line a step, always the same fields in the same order, so that it can be read by a program.
+A terminal shows a live panel: phase, progress bar, curves. Otherwise there is one line a step, with
+the same fields in the same order, so that programs can read it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LINE_FIELDS = (
     ("tokens_per_s", "tokens_per_s", ".0f"),
     ("step_s", "time/step_s", ".2f"),
 )
-"""Name in a step's line, the metric it shows, and its format; "-" where it was not measured."""
+"""Label, metric and format of each field of a step's line; a missing value is "-"."""
 
 _CURVES = (
     ("accuracy", "accuracy/mean", "{:.3f}"),
@@ -64,7 +64,7 @@ _CURVES = (
 )
 _BARS = " ▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 32
-# The time to go follows the last steps: responses get longer while a run learns.
+# The estimate follows the last steps, because responses get longer while a run learns.
 _RECENT_STEPS = 10
 
 
@@ -92,9 +92,9 @@ _LOGGER = logging.getLogger("megadapo")
 
 
 class RunDisplay:
-    """Shows a run on the console and writes `log.txt`. Use as a context manager.
+    """A run's display on the console and in `log.txt`. Use as a context manager.
 
-    While it is open, what the package logs goes to `log.txt`, warnings also to the console.
+    While it is open, the package's log records go to `log.txt`, warnings also to the console.
     """
 
     def __init__(
@@ -147,12 +147,12 @@ class RunDisplay:
     def restore(
         self, records: Iterable[MetricRecord], evaluations: Iterable[EvaluationRecord]
     ) -> None:
-        """Take over the steps done before a resume, so that the curves go on from there."""
+        """Load the steps before a resume, so that the curves include them."""
         self._records = list(records)
         self._evaluations = list(evaluations)
 
     def phase(self, name: str) -> None:
-        """Say what the run is doing now; up to its first result each phase is a line in the log."""
+        """Show the current phase. Before the first result, each phase is a line in the log."""
         self._phase = name
         self._phase_since = time.monotonic()
         if not self._under_way:
@@ -180,7 +180,7 @@ class RunDisplay:
     def write(self, line: str, *, console: bool) -> None:
         """Write a line to `log.txt` and, if asked, to the console.
 
-        A line that the disk does not take is on the console at least.
+        If the disk refuses a line, the console shows it.
         """
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         try:
@@ -192,7 +192,7 @@ class RunDisplay:
             self._print(line)
 
     def _print(self, line: str) -> None:
-        # One line stays one line, whatever the width, and [brackets] are no markup.
+        # Keep one line as one line at any width, and print [brackets] as they are.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def eta_s(self) -> float | None:
@@ -239,7 +239,7 @@ class RunDisplay:
 
 
 class _DisplayHandler(logging.Handler):
-    """Brings what the package logs to the display."""
+    """A handler that sends the package's log records to the display."""
 
     def __init__(self, display: RunDisplay) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The end of a run in one table: before and after, what it cost, where things are, what next."""
+"""The summary of a run: a table of before and after, its costs, its files, and next commands."""
 
 from __future__ import annotations
 
@@ -68,15 +68,16 @@ class RunSummary:
     logprob_abs_max: float | None
     """Worst trainer/engine log-prob gap of any step."""
     preemptions: int | None
-    """Responses that an engine put back for want of key-value cache; None: not measured."""
+    """Responses that vLLM preempted for lack of key-value cache; None: not measured."""
     kv_use_max: float | None
     """Largest share of an engine's key-value cache in use at any step."""
 
 
 def summarise(folder: Path) -> RunSummary:
-    """Read a run folder.
+    """Return the summary of a run folder.
 
-    Raises DataError where no step has been recorded yet.
+    Raises:
+        DataError: no step is recorded yet.
     """
     records = read_metrics(folder)
     if not records:
@@ -104,7 +105,7 @@ def summarise(folder: Path) -> RunSummary:
 
 
 def print_report(folder: Path, *, console: Console | None = None) -> RunSummary:
-    """Print the before/after table of a run, its artefacts and how to go on; return its numbers."""
+    """Print the before/after table of a run, its files and next commands; return the summary."""
     summary = summarise(folder)
     parts = Group(
         _before_after_table(summary), _costs_table(summary), Text(), _artefacts(folder), Text()
@@ -112,9 +113,9 @@ def print_report(folder: Path, *, console: Console | None = None) -> RunSummary:
     console = console or Console()
     console.print(parts)
     console.print(
-        f"Go on from here:  megadapo train {folder} --run.num_steps=N\n"
+        f"Train further:    megadapo train {folder} --run.num_steps=N\n"
         f"Draw the curves:  megadapo plot {folder}\n"
-        f"Look into it:     megadapo report {folder}",
+        f"Write a report:   megadapo report {folder}",
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -127,17 +128,17 @@ def _values(records: list[MetricRecord], name: str) -> list[int | float]:
 
 
 def _worst(values: list[int | float]) -> int | float | None:
-    """Return the largest value; one that is not a number is worse than any."""
+    """Return the largest value; NaN counts as the largest."""
     return max(values, key=lambda value: (math.isnan(value), value), default=None)
 
 
 def before_after(summary: RunSummary) -> list[tuple[str, str, str]]:
-    """Return (what, at the first step, at the last) as text; "-" where it was not measured."""
+    """Return (label, first step, last step) as text; "-" stands for a missing value."""
     return [*_held_out_rows(summary), *_step_rows(summary)]
 
 
 def costs(summary: RunSummary) -> list[tuple[str, str]]:
-    """Return what the run took and how exact it stayed, as (what, text)."""
+    """Return time, tokens, groups and exactness of the run as (label, text)."""
     return [
         ("time in steps", str(timedelta(seconds=round(summary.wall_s)))),
         ("tokens", _tokens(summary)),
@@ -156,7 +157,7 @@ def _tokens(summary: RunSummary) -> str:
 def _engine_costs(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.preemptions is None or summary.kv_use_max is None:
         return []
-    used = f"{summary.kv_use_max:.0%} in use at most, {summary.preemptions:,} responses put back"
+    used = f"{summary.kv_use_max:.0%} in use at most, {summary.preemptions:,} preemptions"
     return [("key-value cache", used)]
 
 

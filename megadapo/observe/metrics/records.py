@@ -1,4 +1,4 @@
-"""What a run measured: `metrics.jsonl` (one object a step), `evaluations.jsonl`, other writers.
+"""The metrics of a run: `metrics.jsonl` (one object a step), `evaluations.jsonl`, other writers.
 
 A line is on the disk before `record` returns. A kill can tear at most the last line, which is
 dropped on the next open; `rewind` drops the steps after the one a run resumes from.
@@ -48,7 +48,7 @@ class EvaluationRecord:
 
 
 class MetricsLog:
-    """Appends to a run folder's metrics. Use as a context manager, or `close` at the end."""
+    """The metrics of a run folder, open for appending. Use as a context manager, or `close` it."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class MetricsLog:
         writers: Sequence[WriterName] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open the files of a folder, made if need be.
+        """Open the files of a folder; create the folder if it is missing.
 
         Args:
-            writers: where steps go besides the files, once `open_writers` was called.
-            config: of the run, as JSON values, for writers that show it.
+            writers: writers that `open_writers` opens.
+            config: the run's configuration as JSON values, for writers that show it.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
@@ -79,11 +79,10 @@ class MetricsLog:
         self._last_step = int(last_step)
 
     def record(self, values: Mapping[str, int | float | None]) -> MetricRecord:
-        """Write one step's object with every metric name, null where it is not given, and the
-        run's own names.
+        """Write one step with every metric name (null if missing) and the run's own names.
 
         Raises:
-            InfraError: the disk is full or refuses; nothing of it is written.
+            InfraError: the disk refuses the write; the file is unchanged.
         """
         own = [name for name in values if name not in METRIC_NAMES]
         unknown = [name for name in own if not name.startswith(OWN_AREAS)]
@@ -100,13 +99,13 @@ class MetricsLog:
         return record
 
     def record_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Write one evaluation; one of the same step, from before a resume, is replaced."""
+        """Write one evaluation; it replaces an evaluation of the same step."""
         _rewrite(self._evaluations, lambda entry: entry["step"] != evaluation.step)
         entry = {k: _number(v) for k, v in asdict(evaluation).items()}
         append_line(self._evaluations, _line(entry))
 
     def rewind(self, step: int) -> None:
-        """Drop everything recorded after `step`, as a run that resumes there will redo it."""
+        """Drop everything recorded after `step`, which a resumed run repeats."""
         for path in (self._steps, self._evaluations):
             _rewrite(path, lambda entry: entry["step"] <= step)
         self.close()
@@ -114,7 +113,7 @@ class MetricsLog:
         self._last_step = min(self._last_step, step)
 
     def open_writers(self) -> None:
-        """Start to pass steps on, behind a `rewind` where there is one.
+        """Open the writers; call it after `rewind`.
 
         Raises:
             ConfigError: a writer cannot be used.
@@ -142,12 +141,12 @@ class MetricsLog:
 
 
 def read_metrics(folder: Path) -> list[MetricRecord]:
-    """Read the steps of a run, oldest first; an unfinished last line is left out."""
+    """Return the steps of a run, oldest first, without an incomplete last line."""
     return _read(folder / METRICS_FILE)
 
 
 def read_evaluations(folder: Path) -> list[EvaluationRecord]:
-    """Read the evaluations of a run, oldest first; an unfinished last line is left out."""
+    """Return the evaluations of a run, oldest first, without an incomplete last line."""
     path = folder / EVALUATIONS_FILE
     try:
         return [EvaluationRecord(**entry) for entry in _read(path)]
@@ -156,9 +155,9 @@ def read_evaluations(folder: Path) -> list[EvaluationRecord]:
 
 
 def unused_share(record: MetricRecord) -> float | None:
-    """Return the share of a step's generated tokens that it did not train on; None if unknown.
+    """Return the share of generated tokens that the step did not train on; None if unknown.
 
-    It is 0 where a step trained on more than it generated, as it does with a reserve.
+    With a reserve a step may train on more than it generated; the share is 0 then.
     """
     generated, trained = record.get("tokens/generated"), record.get("tokens/trained")
     if not generated or trained is None:
@@ -167,7 +166,7 @@ def unused_share(record: MetricRecord) -> float | None:
 
 
 def _number(value: object) -> int | float | None:
-    """Return a plain int, float or None; numpy scalars are turned into one."""
+    """Return a plain int, float or None, also for numpy scalars."""
     if value is None:
         return None
     if isinstance(value, numbers.Integral):
@@ -189,7 +188,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    # A complete line ends in a line break, so what follows the last one was cut off.
+    # A complete line ends in a line break; text after the last one was cut off by a kill.
     return [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1) if line]
 
 
@@ -207,7 +206,7 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Keep only some entries; the old file stays whole until the new one is on the disk."""
+    """Keep only some entries, by replacing the file atomically."""
     if not path.exists():
         return
     content = "".join(_line(entry) for entry in _read(path) if keep(entry))

@@ -1,6 +1,6 @@
-"""How often responses say that they look back at what they wrote: "wait", "let me check".
+"""Shares of responses with self-checking phrases such as "wait" or "let me check".
 
-Such words come late in training, and a rise of them is one of the things to watch.
+Such phrases appear late in training, and their rise is worth watching.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from collections.abc import Sequence
 
 AREA = "reflection/"
 ANY_PHRASE = f"{AREA}response_share"
-"""Metric of the responses that have any phrase."""
+"""Metric for responses with any phrase."""
 
 
 def metric_name(phrase: str) -> str:
-    """Name of a phrase's metric: its words with _ between them."""
+    """Return the metric of a phrase: its words joined by _."""
     return AREA + "_".join(re.findall(r"\w+", phrase.lower()))
 
 
 def reflection_shares(texts: Sequence[str], phrases: Sequence[str]) -> dict[str, float | None]:
-    """Share of the texts that have each phrase, by metric, and of those with any of them.
+    """Return the share of texts with each phrase, and with any phrase, by metric name.
 
-    None where there is no text, or no phrase.
+    A share is None without texts or phrases.
     """
     searches = [(phrase.lower().split()[0], _pattern(phrase)) for phrase in phrases]
     found = [0] * len(phrases)
     num_any = 0
     for text in texts:
         lowered = text.lower()
-        # most texts lack a phrase's first word, which costs much less to find out
+        # cheap test first: most texts lack a phrase's first word
         hits = [word in lowered and bool(one.search(lowered)) for word, one in searches]
         found = [count + hit for count, hit in zip(found, hits, strict=True)]
         num_any += any(hits)
@@ -41,7 +41,7 @@ def reflection_shares(texts: Sequence[str], phrases: Sequence[str]) -> dict[str,
 
 
 def _pattern(phrase: str) -> re.Pattern[str]:
-    """The phrase as whole words; scripts that leave no space between words have no such bounds."""
+    """Match the phrase as whole words; scripts without spaces between words have no bounds."""
     words = phrase.lower().split()
     start = r"(?<![a-z0-9])" if re.match(r"[a-z0-9]", words[0]) else ""
     end = r"(?![a-z0-9])" if re.search(r"[a-z0-9]$", words[-1]) else ""

@@ -1,7 +1,6 @@
-"""Where a run's metrics go besides `metrics.jsonl`: one small interface, a class a program.
+"""Writers that send metrics to TensorBoard, wandb or mlflow, besides `metrics.jsonl`.
 
-None of these programs is needed for training, and each is imported only where it is asked for.
-A run that is resumed starts anew there, from the step it goes on with.
+Each program is optional and imported on demand. A resumed run starts a new run there.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ logger = logging.getLogger(__name__)
 TENSORBOARD_FOLDER = "tensorboard"
 MLFLOW_FOLDER = "mlflow"
 PROJECT = "megadapo"
-"""Name of the project, or experiment, that a run is filed under where nothing else is set."""
+"""Default name of the project or experiment."""
 
 Record = Mapping[str, int | float | None]
 
 
 class MetricWriter(Protocol):
-    """Takes the metrics of one step after the other."""
+    """A destination of metrics."""
 
     def write(self, record: Record, step: int) -> None:
-        """Pass on one step's metrics; those that were not measured are left out."""
+        """Send one step's metrics without missing values."""
 
     def close(self) -> None:
-        """Pass on what is still on its way, and end."""
+        """Flush and close."""
 
 
 def missing_packages(names: Sequence[WriterName]) -> list[str]:
-    """Return the packages that the writers of these names lack; each is named like its writer."""
+    """Return the packages that these writers lack; each has its writer's name."""
     return [name for name in names if not _is_installed(name)]
 
 
@@ -48,9 +47,9 @@ def open_writer(
     """Open one writer.
 
     Args:
-        folder: of the run; what a program keeps on this machine lies there.
-        config: of the run, as JSON values.
-        purge_step: first step that the run does again; None in a run that was never resumed.
+        folder: the run's folder, which also has the writers' local files.
+        config: the run's configuration as JSON values.
+        purge_step: first step that a resumed run repeats; None without a resume.
 
     Raises:
         ConfigError: the program cannot be used.
@@ -87,7 +86,7 @@ class TensorboardWriter:
             self._go_without(f"metrics from step {step} on", error)
 
     def _go_without(self, what: str, error: OSError) -> None:
-        # a full disk ends a run where it keeps what cannot be had again, not here
+        # only writes that cannot be repeated may end a run
         self._lost = True
         logger.warning("tensorboard has no %s: %s", what, error)
 
@@ -97,7 +96,7 @@ class TensorboardWriter:
 
 
 class WandbWriter:
-    """A run of Weights & Biases; its login, project and mode are those of the program itself."""
+    """A run of Weights & Biases, with wandb's own login, project and mode."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb
@@ -105,7 +104,7 @@ class WandbWriter:
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", PROJECT),
-                # a run that is resumed cannot take back steps: it is another one of the same group
+                # wandb cannot take back steps, so a resumed run is a new run of the same group
                 group=folder.absolute().name,
                 name=folder.absolute().name,
                 dir=folder,
@@ -126,7 +125,7 @@ class WandbWriter:
 
 
 class MlflowWriter:
-    """A run of MLflow, at its tracking URI where one is set, else in `RUN/mlflow`."""
+    """A run of MLflow at its tracking URI if one is set, otherwise in `RUN/mlflow`."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import mlflow
@@ -164,7 +163,7 @@ class MlflowWriter:
         except self._errors as error:
             # a tracking server that is gone must not end a training run
             self._lost = True
-            logger.warning("mlflow takes no metrics any more, from step %d on: %s", step, error)
+            logger.warning("mlflow refused metrics; none are sent from step %d on: %s", step, error)
 
     def close(self) -> None:
         if not self._lost:
@@ -176,6 +175,6 @@ def _measured(record: Record) -> dict[str, int | float]:
 
 
 def _is_installed(name: str) -> bool:
-    # a folder of that name in the current directory is found too, but has no origin
+    # a folder of that name in the current directory is found too, but without an origin
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None

@@ -25,7 +25,7 @@ from megadapo.observe.report.runs import read_runs
 REPORT_FILE = "report.html"
 
 _LIBRARY_SCRIPT = "uplot/uPlot.iife.min.js"
-# In this order: what one does at once, the ones before it must have declared.
+# The order matters: a script uses names that earlier ones declare.
 _SCRIPTS = (
     "core.js",
     "tables.js",
@@ -71,7 +71,8 @@ def write_report(
         tables: shown before the runs.
         max_bytes: of compressed responses on the page.
 
-    Raises DataError for a folder without recorded steps, or a damaged or unwritable file.
+    Raises:
+        DataError: a folder has no recorded steps, or a file is damaged or cannot be written.
     """
     page = render(folders, tables=tables, max_bytes=max_bytes)
     try:

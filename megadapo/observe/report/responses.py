@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from megadapo.data.policy_versions import encode_versions
-from megadapo.observe.report.distributions import Distributions, HeatMap
+from megadapo.observe.report.curves import Distributions, HeatMap
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
 from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse
 
@@ -26,13 +26,13 @@ MAX_BYTES = 40 * 2**20
 """Compressed responses of one page, in base64."""
 
 _EXCERPT = 160
-# More than is shown of a log-prob; the rest of its digits would not compress.
+# The page shows fewer digits of a log-prob; more would not compress.
 _DIGITS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupEntry:
-    """What is listed of a group before it is opened."""
+    """One line of the list of groups."""
 
     run: int
     step: int
@@ -45,12 +45,12 @@ class GroupEntry:
     correct: list[bool]
     truncated: list[bool]
     disagreed: list[bool]
-    """Where the two scorers differ."""
+    """Whether rule and symbolic comparison differ, per response."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """What the saved groups of one run are like, shown or not."""
+    """Counts and distributions of one run's saved groups, shown or not."""
 
     num_groups: int
     num_responses: int
@@ -101,7 +101,7 @@ def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> Sa
 
 
 class _Shelf:
-    """Keeps groups up to a number of bytes, evenly over the steps."""
+    """Groups up to a number of bytes, spread evenly over the steps."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -56,11 +56,11 @@ def test_report_without_evaluation(tmp_path: Path) -> None:
     assert "held-out" not in text and "training accuracy" in text
 
 
-def test_the_tail_and_what_the_engines_had_to_bear_are_told(tmp_path: Path) -> None:
+def test_table_has_tail_and_engine_load(tmp_path: Path) -> None:
     text = report_of(record_run(tmp_path, num_steps=4))
     for row in ("95 % are within", "longest response", "slowest group (s)", "engines busy"):
         assert row in text, row
-    assert "50% in use at most, 8 responses put back" in text
+    assert "50% in use at most, 8 preemptions" in text
 
 
 def test_what_a_run_did_not_measure_has_no_row(tmp_path: Path) -> None:
