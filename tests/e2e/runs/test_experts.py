@@ -17,8 +17,8 @@ import torch
 from megadapo.data.batch import PackedBatch, Sample, pack_samples
 from tests.support import REPOSITORY
 from tests.support.processes.forked import run_processes
-from tests.support.trainer.ranks import Ranks, settings_for
 from tests.support.runs.whole_runs import metrics, run
+from tests.support.trainer.ranks import Ranks, settings_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
 

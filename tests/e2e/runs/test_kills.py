@@ -1,7 +1,7 @@
 """Would catch: a run that does not go on by itself from where a kill left it, goes on to other
 numbers, or leaves processes, shared memory or files behind.
 
-MEGADAPO_KILLS sets how many random kills there are; tests/support/runs/kills.py goes on with them over
+MEGADAPO_KILLS sets the number of random kills; tests/support/runs/kills.py spreads them over
 several sittings.
 """
 

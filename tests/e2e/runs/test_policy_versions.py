@@ -14,13 +14,14 @@ import torch
 
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.engine import RolloutEngine
+from megadapo.rollout.engine.platform import EnginePlatform
 from megadapo.rollout.pool.engine_spec import EngineSpec
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.engine.platform import EnginePlatform
 from megadapo.rollout.pool.remote_engine import RemoteEngine
 from megadapo.rollout.types import GroupRequest, Response, SamplingSettings
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
+from tests.support.models.tiny_models import make_engine_model
 from tests.support.rollout.engine_checks import (
     Reference,
     all_finished,
@@ -29,7 +30,6 @@ from tests.support.rollout.engine_checks import (
     call_all,
     make_requests,
 )
-from tests.support.models.tiny_models import make_engine_model
 from tests.support.weights.actors import ray_on_this_machine, start_senders
 
 MAX_RESPONSE_TOKENS = 120

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from megadapo.errors import CheckpointError, ConfigError
-from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, read_rollouts, rollouts_path, saved_steps
+from megadapo.observe.rollouts.files import (
+    ROLLOUTS_FOLDER,
+    read_rollouts,
+    rollouts_path,
+    saved_steps,
+)
 from megadapo.observe.rollouts.saved_group import SavedGroup, encode_saved
 from tests.support import REPOSITORY
 from tests.support.runs.whole_runs import SMALL, metrics, run, untimed

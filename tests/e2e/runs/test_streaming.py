@@ -20,10 +20,10 @@ from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.types import SamplingSettings
 from megadapo.rollout.sampling.reserve import encode_group
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.rollout.types import SamplingSettings
 from tests.support.rollout.engine_checks import MAX_RESPONSE_TOKENS, running_engines
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]

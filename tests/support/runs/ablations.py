@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megadapo.config import to_dict
 from megadapo.lab.ablation.plan import Plan, PlannedRun, plan_ablation
 from megadapo.lab.ablation.rows import read_rows
-from megadapo.config import to_dict
 from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
 from megadapo.run.state.checkpoint import CHECKPOINTS
 from tests.support import REPOSITORY

@@ -6,7 +6,12 @@ import json
 from pathlib import Path
 
 from megadapo.observe.metrics.names import METRIC_NAMES
-from megadapo.observe.metrics.records import METRICS_FILE, EvaluationRecord, MetricsLog, read_metrics
+from megadapo.observe.metrics.records import (
+    METRICS_FILE,
+    EvaluationRecord,
+    MetricsLog,
+    read_metrics,
+)
 
 
 def record_run(folder: Path, *, num_steps: int, evaluations: bool = True) -> Path:
