@@ -1,7 +1,8 @@
-"""Advantages of a step's responses, or of their tokens, from shaped rewards, in float64.
+"""Advantages of a step's responses or tokens from shaped rewards, in float64; dynamic sampling.
 
-Sources: GRPO (arXiv 2402.03300) and DAPO (arXiv 2503.14476) equation 9; Dr. GRPO (arXiv
-2503.20783); RLOO (arXiv 2402.14740); REINFORCE++ (arXiv 2501.03262); MaxRL (arXiv 2602.02710).
+Sources: GRPO (arXiv 2402.03300) and DAPO (arXiv 2503.14476) equations 9 and 11; Dr. GRPO (arXiv
+2503.20783); RLOO (arXiv 2402.14740); REINFORCE++ (arXiv 2501.03262); MaxRL (arXiv 2602.02710);
+ARPO (arXiv 2507.19849) for tokens that several responses share.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from megadapo.algorithm.config import AdvantageRule, AlgorithmConfig
-from megadapo.algorithm.groups import ScoredGroup, Steps
+from megadapo.algorithm.groups import Branch, ScoredGroup, Steps
 from megadapo.algorithm.loss_weights import kept_responses
-from megadapo.algorithm.shaping import shaped_rewards, shaped_steps
+from megadapo.algorithm.shaping import complete_steps, shaped_rewards, shaped_steps
 
 ROUNDING = 1e-12
-"""Share of the largest reward by which rewards may differ and be the same: several hundred times
-what is lost where a few weighted scores are added up."""
+"""Relative difference below which rewards count as equal: several hundred times the rounding error
+of a sum of a few weighted scores."""
 
 Advantages = np.ndarray | Sequence[np.ndarray]
-"""[S] of each response, given to all of its tokens; or for each response those of its tokens."""
+"""[S] one per response, for all of its tokens; or for each response an array with its tokens'."""
 
 
 def advantages(
@@ -30,15 +31,16 @@ def advantages(
     max_response_tokens: int,
     rewards: np.ndarray | None = None,
 ) -> Advantages:
-    """Return the advantage of every response of a step, [S]; with grpo-process of its tokens, [n].
+    """Return the advantages of a step's responses, or of their tokens.
 
-    With gae it is the response's reward: the critic's ranks make the advantages of tokens.
+    They are of tokens with grpo-process and with a hard shared prefix. With gae they are the
+    responses' rewards: the critic's ranks make the advantages of tokens.
 
     Args:
         rewards: [S] result of `response_rewards` if the caller has it.
     """
     if config.compares_steps:
-        return [
+        values: Advantages = [
             of_tokens
             for group in groups
             for of_tokens in process_advantages(
@@ -47,26 +49,35 @@ def advantages(
                 normalize_by_std=config.normalize_by_std,
             )
         ]
-    lengths = np.array([n for group in groups for n in group.num_sampled], dtype=np.int64)
-    if rewards is None:
-        rewards = response_rewards(groups, config, max_response_tokens=max_response_tokens)
-    return response_advantages(
-        rewards,
-        [len(group.lengths) for group in groups],
-        lengths * kept_responses(groups, config),
-        rule=config.advantage,
-        normalize_by_std=config.normalize_by_std,
-    )
+    else:
+        lengths = np.array([n for group in groups for n in group.num_sampled], dtype=np.int64)
+        if rewards is None:
+            rewards = response_rewards(groups, config, max_response_tokens=max_response_tokens)
+        values = response_advantages(
+            rewards,
+            [len(group.lengths) for group in groups],
+            lengths * kept_responses(groups, config),
+            rule=config.advantage,
+            normalize_by_std=config.normalize_by_std,
+        )
+    if config.shared_prefix == "soft":
+        return values
+    found, start = [], 0
+    for group in groups:
+        part = values[start : start + len(group.lengths)]
+        keep = [not (is_cut and config.overlong_filtering) for is_cut in group.truncated]
+        found += hard_advantages(part, group.lengths, group.branches, keep=keep)
+        start += len(part)
+    return found
 
 
 def response_rewards(
     groups: Sequence[ScoredGroup], config: AlgorithmConfig, *, max_response_tokens: int
 ) -> np.ndarray:
-    """The shaped reward of every response of a step: [S] float64."""
-    parts = [
-        shaped_rewards(group, config, max_response_tokens=max_response_tokens) for group in groups
-    ]
-    rewards: np.ndarray = np.concatenate(parts)
+    """Return the shaped reward of every response of a step: [S] float64."""
+    rewards: np.ndarray = np.concatenate(
+        [shaped_rewards(group, config, max_response_tokens=max_response_tokens) for group in groups]
+    )
     return rewards
 
 
@@ -78,14 +89,14 @@ def response_advantages(
     rule: AdvantageRule,
     normalize_by_std: bool,
 ) -> np.ndarray:
-    """The advantage of every response of a step from its reward: [S] float64.
+    """Return the advantage of every response of a step from its reward: [S] float64.
 
     Args:
         rewards: [S], one group after the other.
         group_sizes: [K] responses of each group.
-        num_tokens: [S] tokens of each response that count; 0 for one left out of the loss.
+        num_tokens: [S] tokens of each response in the loss; 0 for a response left out.
         rule: one of `AdvantageRule`.
-        normalize_by_std: False leaves grpo's division out (Dr. GRPO).
+        normalize_by_std: False omits grpo's division (Dr. GRPO).
     """
     parts = [
         group_advantages(group, rule=rule, normalize_by_std=normalize_by_std)
@@ -103,28 +114,27 @@ def group_advantages(
     rule: AdvantageRule = "grpo",
     normalize_by_std: bool = True,
 ) -> np.ndarray:
-    """What a group alone says of its G responses, before any whitening over the step.
+    """Return the advantages of a group's G responses, before any whitening over the step.
 
     grpo: (R_i - mean) / std, with the unbiased standard deviation (G - 1), as in verl and TRL.
     grpo-process: the same, of scores of steps; `process_advantages` gives them to tokens.
     rloo: R_i less the mean of the others, which is G / (G - 1) (R_i - mean).
     reinforce++: R_i itself. reinforce++-baseline: R_i - mean.
     maxrl: (R_i - mean) / mean, where the better reward counts as 1 and the other as 0.
-    gae: R_i itself, from which `gae.generalized_advantages` makes those of tokens.
-    A group whose rewards are all equal, but for rounding, has no signal and gets zeros, also for
-    G = 1, but by reinforce++ and gae.
+    gae: R_i itself, the input of `gae.generalized_advantages`.
+    A group whose rewards are all equal up to rounding gets zeros, also for G = 1; with reinforce++
+    and gae it keeps its rewards.
 
     Args:
         rewards: [G], shaped rewards of one group.
         rule: one of `AdvantageRule`.
-        normalize_by_std: False leaves grpo's division out (Dr. GRPO).
+        normalize_by_std: False omits grpo's division (Dr. GRPO).
 
     Returns:
         [G] float64.
 
     Raises:
-        ValueError: no rewards, one that is not finite, or for maxrl others than 1 and 0, or 1
-            and -1.
+        ValueError: rewards are empty or not finite, or for maxrl not all 1 and 0, or 1 and -1.
     """
     values = np.asarray(rewards, dtype=np.float64)  # [G]
     if values.ndim != 1 or values.size == 0:
@@ -150,15 +160,15 @@ def group_advantages(
 def process_advantages(
     steps: Sequence[Steps], lengths: Sequence[int], *, normalize_by_std: bool = True
 ) -> list[np.ndarray]:
-    """The advantages of the tokens of a group's G responses: [n] float64 of each.
+    """Return the advantages of the tokens of a group's G responses: [n] float64 of each.
 
     Process supervision (arXiv 2402.03300, section 4.1.3): the scores of all steps of all responses
-    are normalised together, and a token gets the sum over the steps that end at or after it. With
-    one step a response that is grpo; the definition is `reference.process_advantages`.
+    are normalised together. A token gets the sum over the steps that end at or after it. With one
+    step per response that is grpo. The definition is `reference.process_advantages`.
 
     Args:
-        steps: [G] of each response; one at least has a step.
-        lengths: [G] tokens of each response, behind which no step ends.
+        steps: [G] steps of each response; at least one response has a step.
+        lengths: [G] tokens of each response, an upper bound of its steps' ends.
         normalize_by_std: as in `group_advantages`.
     """
     scores = [score for own in steps for _, score in own]
@@ -172,14 +182,104 @@ def process_advantages(
     return advantages
 
 
-def whitened(values: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-    """Advantages [S] less their mean over all tokens, over their unbiased standard deviation.
+def advantages_with_kl(
+    rewards: np.ndarray,
+    kl: np.ndarray,
+    num_tokens: np.ndarray,
+    group_sizes: Sequence[int] | np.ndarray,
+    *,
+    kl_coef: float,
+    rule: AdvantageRule,
+    normalize_by_std: bool,
+) -> np.ndarray:
+    """Return the advantage of every token of a step with the KL divergence in the reward.
 
-    Zeros where all are equal, but for rounding.
+    reinforce++ credits a token with the rest of its response: R_i - kl_coef sum_{s >= t} KL_s,
+    whitened over all tokens (arXiv 2501.03262). The other rules compare whole responses: their
+    reward is R_i - kl_coef sum_s KL_s, as in RLOO (arXiv 2402.14740).
+
+    Args:
+        rewards: [S] shaped rewards, one group after the other.
+        kl: [N] estimate of each token, one response after the other.
+        num_tokens: [S] tokens of each response, N in all.
+        group_sizes: [K] responses of each group.
+        kl_coef: weight of the KL divergence.
+        rule: one of `AdvantageRule`.
+        normalize_by_std: as in `response_advantages`.
+
+    Returns:
+        [N] float64; all NaN if any KL estimate is not finite.
+    """
+    if not np.isfinite(kl).all():
+        return np.full(len(kl), np.nan)
+    penalties = [kl_coef * part for part in np.split(kl, np.cumsum(num_tokens)[:-1])]
+    if rule == "reinforce++":
+        returns = [
+            reward - np.cumsum(part[::-1])[::-1]
+            for reward, part in zip(rewards, penalties, strict=True)
+        ]
+        return whitened(np.concatenate(returns), np.ones(len(kl)))
+    values = response_advantages(
+        rewards - np.array([part.sum() for part in penalties]),
+        group_sizes,
+        num_tokens,
+        rule=rule,
+        normalize_by_std=normalize_by_std,
+    )
+    return np.repeat(values, num_tokens)
+
+
+def hard_advantages(
+    values: Sequence[float] | Advantages,
+    lengths: Sequence[int],
+    branches: Sequence[Branch | None],
+    *,
+    keep: Sequence[bool] | None = None,
+) -> list[np.ndarray]:
+    """Return the advantage of every token of a group whose responses share prefixes.
+
+    A shared token is in the batch once per response that contains it. Its advantage is the mean
+    over those responses that are in the loss. A response left out of the loss keeps its own value.
+    Tokens that are equal by chance are not shared. Soft attribution gives every token the value of
+    its response. Both have the same gradient if nothing is clipped and all tokens have one weight.
+
+    Args:
+        values: [G] of whole responses, or arrays with those of their tokens.
+        lengths: [G] tokens of each response.
+        branches: [G] branch points; None for a response that starts at the prompt.
+        keep: [G] False for a response that is left out of the loss; None: all are in the loss.
+
+    Returns:
+        [n] float64 for each of the G responses.
+    """
+    # response of the group for which each token was sampled
+    writers: list[np.ndarray] = []
+    for index, (length, branch) in enumerate(zip(lengths, branches, strict=True)):
+        own_tokens = np.full(length, index, dtype=np.int64)
+        if branch is not None:
+            own_tokens[: branch.num_tokens] = writers[branch.parent][: branch.num_tokens]
+        writers.append(own_tokens)
+    spread = [np.broadcast_to(value, n) for value, n in zip(values, lengths, strict=True)]
+    longest = max(lengths, default=0)
+    # writer and position identify a token
+    names = np.concatenate([w * longest + np.arange(len(w)) for w in writers]).astype(np.int64)
+    _, tokens = np.unique(names, return_inverse=True)
+    kept = np.repeat([True] * len(lengths) if keep is None else keep, lengths)
+    own = np.concatenate(spread)
+    sums = np.bincount(tokens, weights=own * kept)
+    counts = np.bincount(tokens, weights=kept)
+    means = sums / np.maximum(1.0, counts)
+    return np.split(np.where(kept, means[tokens], own), np.cumsum(lengths)[:-1])
+
+
+def whitened(values: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+    """Return (values - mean) / std over all tokens, with the unbiased standard deviation.
+
+    Values that are all equal up to rounding become zeros.
 
     Args:
         values: [S], the same for each token of a response.
-        num_tokens: [S] tokens of each response that count; 0 for one left out of the loss.
+        num_tokens: [S] tokens of each response in the loss; 0 for a response left out.
     """
     counted = values[num_tokens > 0]
     total = num_tokens.sum()
@@ -191,13 +291,33 @@ def whitened(values: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
     return whitened_values
 
 
+def is_mixed(
+    correct: Sequence[bool], *, min_accuracy: float = 0.0, max_accuracy: float = 1.0
+) -> bool:
+    """Return whether min_accuracy < number correct / G < max_accuracy (dynamic sampling).
+
+    The shaped reward does not count: wrong answers that differ only in length have different
+    shaped rewards, and training on them teaches length alone.
+    """
+    return min_accuracy < sum(correct) / len(correct) < max_accuracy
+
+
+def has_mixed_steps(group: ScoredGroup) -> bool:
+    """Return whether a token has an advantage other than 0 from its steps, without punishments.
+
+    Also an all-correct or all-incorrect group has one if its steps differ.
+    """
+    found = process_advantages(complete_steps(group), group.lengths)
+    return any((np.abs(own) > ROUNDING).any() for own in found)
+
+
 def _all_equal(values: np.ndarray) -> bool:
-    """Whether values differ by no more than rounding: over it, a deviation would make it size 1."""
+    """Return whether values are equal up to rounding, which a division by std would scale to 1."""
     return bool(np.ptp(values) <= ROUNDING * np.abs(values).max())
 
 
 def _binary(rewards: np.ndarray) -> np.ndarray:
-    """1 for a right response, 0 for a wrong one, from rewards of 1 and 0, or 1 and -1."""
+    """Return 1 for a correct response and 0 for another, from rewards of 1 and 0, or 1 and -1."""
     if not set(rewards.tolist()) <= {1.0, 0.0} and not set(rewards.tolist()) <= {1.0, -1.0}:
         raise ValueError(
             'algorithm.advantage = "maxrl" needs rewards of 1 and 0, or 1 and -1, got '

@@ -1,4 +1,4 @@
-"""Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), of rewards and of steps."""
+"""Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13) of rewards and of steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megadapo.algorithm.groups import ScoredGroup, Steps
 
 
 def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
-    """0 up to max_length - buffer, linearly down to -1 at max_length, -1 beyond.
+    """Return 0 up to max_length - buffer, then linearly down to -1 at max_length, -1 beyond.
 
     Args:
         length: response tokens, end-of-sequence token included.
@@ -26,7 +26,7 @@ def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
 def overlong_penalties(
     lengths: Sequence[int] | np.ndarray, config: AlgorithmConfig, *, max_response_tokens: int
 ) -> np.ndarray:
-    """What each response of the given length is punished with: [G] float64, none positive."""
+    """Return the scaled punishment of each response length: [G] float64, at most 0."""
     penalties = [
         overlong_penalty(n, max_length=max_response_tokens, buffer=config.overlong_buffer)
         for n in lengths
@@ -37,7 +37,7 @@ def overlong_penalties(
 def shaped_rewards(
     group: ScoredGroup, config: AlgorithmConfig, *, max_response_tokens: int
 ) -> np.ndarray:
-    """The correctness rewards of a group plus each response's overlong punishment, [G] float64."""
+    """Return a group's rewards plus each response's overlong punishment, [G] float64."""
     penalties = overlong_penalties(group.lengths, config, max_response_tokens=max_response_tokens)
     shaped: np.ndarray = np.asarray(group.rewards, dtype=np.float64) + penalties
     return shaped
@@ -46,7 +46,7 @@ def shaped_rewards(
 def shaped_steps(
     group: ScoredGroup, config: AlgorithmConfig, *, max_response_tokens: int
 ) -> list[Steps]:
-    """[G] the steps of each response, its overlong punishment added to the last one's score."""
+    """Return [G] each response's steps, its overlong punishment added to the last score."""
     penalties = overlong_penalties(group.lengths, config, max_response_tokens=max_response_tokens)
     return [
         (*steps[:-1], (steps[-1][0], steps[-1][1] + float(penalty)))
@@ -55,7 +55,7 @@ def shaped_steps(
 
 
 def complete_steps(group: ScoredGroup) -> list[Steps]:
-    """[G] the steps of each response; without any it is a single one, whose score is the reward."""
+    """Return [G] each response's steps; without any, the whole response with its reward."""
     given = group.steps or ((),) * len(group.lengths)
     return [
         steps or ((length, reward),)

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megadapo.algorithm.advantages import Advantages
-from megadapo.algorithm.branches import Branch
-from megadapo.algorithm.groups import Steps
+from megadapo.algorithm.groups import Branch, Steps
 from megadapo.algorithm.mini_batches import mini_batches
 from megadapo.data.policy_versions import NO_VERSION
 from megadapo.data.prompts import Prompt

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from megadapo.algorithm.branches import Branch
+from megadapo.algorithm.groups import Branch
 from megadapo.rollout.branching_config import BranchingConfig
 from megadapo.rollout.tools import ToolsConfig
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megadapo.algorithm.selection import has_mixed_steps
+from megadapo.algorithm.advantages import has_mixed_steps
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.nodes import Needs
 from megadapo.config import RunConfig

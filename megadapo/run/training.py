@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megadapo.algorithm.advantages import Advantages, advantages, response_rewards
-from megadapo.algorithm.branches import branch_advantages
 from megadapo.algorithm.config import PretrainingConfig
 from megadapo.algorithm.kl_control import KlController
 from megadapo.algorithm.loss_weights import loss_weights
@@ -45,7 +44,6 @@ def make_batch(sampled: SampledBatch, config: RunConfig) -> StepBatch:
     max_response_tokens = config.rollout.max_response_tokens
     rewards = response_rewards(groups, algorithm, max_response_tokens=max_response_tokens)
     values = advantages(groups, algorithm, max_response_tokens=max_response_tokens, rewards=rewards)
-    values = branch_advantages(groups, values, algorithm)
     packed = pack(
         groups,
         values,

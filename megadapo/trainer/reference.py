@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megadapo.algorithm.advantages import advantages_with_kl
 from megadapo.algorithm.config import ReferenceConfig
-from megadapo.algorithm.kl_reward import advantages_with_kl
 from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
 from megadapo.algorithm.reference import kl_estimates
 from megadapo.data.batch import PackedBatch

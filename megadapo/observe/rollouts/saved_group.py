@@ -42,8 +42,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
-from megadapo.algorithm.branches import Branch
-from megadapo.algorithm.groups import Steps
+from megadapo.algorithm.groups import Branch, Steps
 from megadapo.data.batch import Group, Sample
 from megadapo.data.policy_versions import decode_versions, encode_versions
 from megadapo.data.prompts import Prompt

@@ -17,7 +17,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from megadapo.algorithm.branches import Branch
+from megadapo.algorithm.groups import Branch
 from megadapo.data.policy_versions import NO_VERSION
 from megadapo.errors import InfraError
 from megadapo.rollout.engine.branching import normalized_entropy

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megadapo.algorithm.branches import Branch
+from megadapo.algorithm.groups import Branch
 from megadapo.rollout.branching_config import BranchingConfig
 from megadapo.rollout.types import LogprobTable, Response
 

@@ -21,7 +21,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from megadapo.algorithm.branches import Branch
+from megadapo.algorithm.groups import Branch
 from megadapo.rollout.calculator import Calculator
 from megadapo.rollout.engine.answering import Answer, GroupContext, beginning
 from megadapo.rollout.engine.branching import choose_branches

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megadapo.algorithm.branches import Branch
+from megadapo.algorithm.groups import Branch
 from megadapo.data.batch import Group, Sample
 from megadapo.data.policy_versions import NO_VERSION, decode_versions, encode_versions
 from megadapo.data.prompts import Prompt

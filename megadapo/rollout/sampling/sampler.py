@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megadapo.algorithm.selection import is_mixed
+from megadapo.algorithm.advantages import is_mixed
 from megadapo.data.batch import Group
 from megadapo.data.prompts import PromptStream, render
 from megadapo.errors import CheckpointError, SamplingError

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from megadapo.algorithm.advantages import advantages_with_kl
 from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.config import ReferenceConfig
-from megadapo.algorithm.kl_reward import advantages_with_kl
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from tests.distributed.trainer.test_layouts import assert_close_by_block, assert_same

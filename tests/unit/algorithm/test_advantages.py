@@ -10,11 +10,11 @@ import pytest
 from megadapo.algorithm.advantages import (
     advantages,
     group_advantages,
+    is_mixed,
     response_advantages,
     whitened,
 )
 from megadapo.algorithm.config import AlgorithmConfig
-from megadapo.algorithm.selection import is_mixed
 from megadapo.algorithm.shaping import overlong_penalty, shaped_rewards
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow
 import pytest
 
-from megadapo.algorithm.branches import Branch
+from megadapo.algorithm.groups import Branch
 from megadapo.data.policy_versions import NO_VERSION
 from megadapo.errors import DataError, InfraError
 from megadapo.observe.rollouts.files import (

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megadapo.algorithm.branches import Branch
+from megadapo.algorithm.groups import Branch
 from megadapo.errors import ConfigError
 from megadapo.rollout.branching_config import BranchingConfig
 from megadapo.rollout.config import SamplingConfig

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megadapo.algorithm.advantages import group_advantages
-from megadapo.algorithm.branches import Branch, branch_advantages, hard_advantages
+from megadapo.algorithm.advantages import advantages, group_advantages, hard_advantages
 from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.groups import Branch
 from megadapo.errors import ConfigError
 
 
@@ -63,35 +63,35 @@ def test_advantages_of_tokens_are_averaged_token_by_token():
     assert [one.tolist() for one in found] == [[3.0, -1.0, 3.0], [3.0, -1.0]]
 
 
-def test_groups_of_a_step_are_spread_one_after_the_other():
-    groups = [
-        SimpleNamespace(lengths=[2, 3], branches=[None, Branch(0, 1)], truncated=[False, False]),
-        SimpleNamespace(lengths=[1], branches=[None], truncated=[False]),
-    ]
-    values = np.array([1.0, -1.0, 0.5])
-    assert branch_advantages(groups, values, AlgorithmConfig()) is values
-    hard = branch_advantages(groups, values, AlgorithmConfig(shared_prefix="hard"))
-    assert [own.tolist() for own in hard] == [[0, 1], [0, -1, -1], [0.5]]
+def group(lengths, branches, truncated=None) -> SimpleNamespace:
+    truncated = [False] * len(lengths) if truncated is None else truncated
+    return SimpleNamespace(
+        lengths=lengths, num_sampled=lengths, branches=branches, truncated=truncated
+    )
 
 
-@pytest.mark.parametrize(("filtering", "shared"), [(True, 1.0), (False, -1.0)])
-def test_responses_that_are_left_out_of_the_loss_have_no_part_in_the_mean(
-    filtering: bool, shared: float
-):
-    """A truncated one would pull what it shares with others, which it does not answer for."""
-    group = SimpleNamespace(
-        lengths=[3, 3, 4],
-        branches=[None, Branch(0, 2), Branch(0, 2)],
-        truncated=[False, False, True],
-    )
-    config = AlgorithmConfig(
-        shared_prefix="hard",
-        overlong_filtering=filtering,
-        overlong_buffer=0,
-    )
-    first, second, cut = branch_advantages([group], np.array([2.0, 0.0, -5.0]), config)
-    assert (first.tolist(), second.tolist()) == ([shared, shared, 2.0], [shared, shared, 0.0])
-    assert cut.tolist() == ([-5.0] * 4 if filtering else [-1.0, -1.0, -5.0, -5.0])
+def step_advantages(groups, rewards, **changes):
+    config = AlgorithmConfig(normalize_by_std=False, **changes)
+    return advantages(groups, config, max_response_tokens=99, rewards=np.array(rewards))
+
+
+def test_groups_of_a_step_are_spread_in_order():
+    groups = [group([2, 3], [None, Branch(0, 1)]), group([1, 1], [None, None])]
+    rewards = [1.0, -1.0, 2.0, 0.0]
+    assert step_advantages(groups, rewards).tolist() == [1.0, -1.0, 1.0, -1.0]
+    hard = step_advantages(groups, rewards, shared_prefix="hard")
+    assert [own.tolist() for own in hard] == [[0, 1], [0, -1, -1], [1], [-1]]
+
+
+@pytest.mark.parametrize(("filtering", "shared"), [(True, 1.0), (False, 0.0)])
+def test_responses_left_out_of_the_loss_do_not_enter_the_mean(filtering: bool, shared: float):
+    """A filtered response must not change the advantage of tokens that others share with it."""
+    one = group([3, 3, 4], [None, Branch(0, 2), Branch(0, 2)], [False, False, True])
+    changes = {"overlong_filtering": filtering, "overlong_buffer": 0}
+    found = step_advantages([one], [2.0, 0.0, -2.0], shared_prefix="hard", **changes)
+    first, second, cut = (own.tolist() for own in found)
+    assert (first, second) == ([shared, shared, 2.0], [shared, shared, 0.0])
+    assert cut == ([-2.0] * 4 if filtering else [0.0, 0.0, -2.0, -2.0])
 
 
 def test_hard_attribution_needs_advantages_of_whole_responses():

@@ -12,9 +12,13 @@ import numpy as np
 import pytest
 
 from megadapo.algorithm import reference
-from megadapo.algorithm.advantages import advantages, group_advantages, process_advantages
+from megadapo.algorithm.advantages import (
+    advantages,
+    group_advantages,
+    has_mixed_steps,
+    process_advantages,
+)
 from megadapo.algorithm.config import AlgorithmConfig
-from megadapo.algorithm.selection import has_mixed_steps
 
 CONFIG = AlgorithmConfig(advantage="grpo-process", overlong_buffer=0)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megadapo.algorithm.kl_reward import advantages_with_kl
+from megadapo.algorithm.advantages import advantages_with_kl
 
 KL = np.array([0.2, -0.1, 0.4, 0.3, 0.0, 0.5, 0.1])
 NUM_TOKENS = np.array([2, 1, 0, 4])
