@@ -1,4 +1,4 @@
-"""`megadapo simulate`: ways to fill a batch, ours and the rivals', on a virtual clock."""
+"""`megadapo simulate`: compare ways to fill a batch on a virtual clock."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ def add(commands: Commands) -> None:
     summary = "compare ways to fill a batch on a virtual clock, in seconds and without engines"
     parser = add_command(commands, "simulate", summary, takes_overrides=True)
     parser.add_argument("config", help="recipe (TOML), or the folder of a run")
-    parser.add_argument("--engines", type=int, metavar="N", help="in the place of the recipe's")
+    parser.add_argument("--engines", type=int, metavar="N", help="engines (default: the recipe's)")
     parser.add_argument(
         "--lengths",
         type=Path,
         metavar="FILE|RUN",
-        help="lengths of responses, one a line, or a run's; default: mean 4,800, 95%% below 12,000",
+        help="response lengths, one a line, or a run's; default: mean 4,800, 95%% below 12,000",
     )
     parser.add_argument(
         "--fit", type=Path, metavar="RUN", help="take speed, lengths and keep rate from a run"
     )
     parser.add_argument(
-        "--keep-rate", type=float, metavar="SHARE", help="of groups with a signal (default 0.35)"
+        "--keep-rate", type=float, metavar="SHARE", help="share of mixed groups (default 0.35)"
     )
     parser.add_argument(
-        "--solved", type=float, metavar="SHARE", help="of prompts whose answers are all right"
+        "--solved", type=float, metavar="SHARE", help="share of prompts that are always solved"
     )
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="that count (default 4)")
     parser.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="run.seed and those after (default 1)"
+        "--steps", type=int, default=4, metavar="N", help="measured steps (default 4)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="seeds from run.seed on (default 1)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.add_argument(
@@ -47,9 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megadapo.config import load_config
-    from megadapo.lab.simulate.compare import Assumptions, compare, title
     from megadapo.lab.simulate.fit import fit_run
     from megadapo.lab.simulate.report import draw, fit_table, results_table, write_json
+    from megadapo.lab.simulate.simulation import Assumptions, compare
 
     config = load_config(arguments.config, arguments.overrides)
     console = Console()
@@ -66,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with console.status("simulating"):
         results = compare(assumptions, num_steps=arguments.steps, num_seeds=arguments.seeds)
-    console.print(results_table(results, title(assumptions)))
-    draw(results, title(assumptions), arguments.png)
+    console.print(results_table(results, assumptions.title))
+    draw(results, assumptions.title, arguments.png)
     console.print(str(arguments.png), highlight=False)
     if arguments.json is not None:
-        write_json(results, assumptions.engines, assumptions.task, arguments.json)
+        write_json(results, assumptions, arguments.json)
     return 0

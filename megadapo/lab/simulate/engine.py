@@ -5,55 +5,101 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from megadapo.lab.simulate.speed import EngineSpeed
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpeed:
+    """A model of step times: a step gives one token to each running response.
+
+    The defaults are a 32B model in bfloat16 on four H200: 16.4 GB of weights a GPU, read at
+    3.4 TB/s, 128 all-reduces and the scheduler make `step_s`. 65.6 GFLOP a token at about half the
+    peak make `prefill_s` and most of `response_s`. 64 KiB of cache a token and GPU at 3.4 TB/s make
+    `context_s`.
+    """
+
+    step_s: float = 15e-3
+    """Seconds of a step without load."""
+    response_s: float = 40e-6
+    """Extra seconds for each running response."""
+    context_s: float = 19e-9
+    """Extra seconds for each token in the KV cache of running responses."""
+    prefill_s: float = 30e-6
+    """Seconds for each prompt token, and for each token of a response that continues."""
+
+    def step_time(self, num_running: int, num_context: float) -> float:
+        """Return the seconds of one step; `num_context` counts all running responses' tokens."""
+        return self.step_s + self.response_s * num_running + self.context_s * num_context
+
+    def time_for(self, num_tokens: float, num_running: int, num_context: float) -> float:
+        """Return the seconds until each running response has `num_tokens` more."""
+        growth = 0.5 * self.context_s * num_running * num_tokens
+        return (self.step_time(num_running, num_context) + growth) * num_tokens
+
+    def tokens_in(self, seconds: float, num_running: int, num_context: float) -> float:
+        """Return the tokens that each running response gains: the inverse of `time_for`."""
+        linear = self.step_time(num_running, num_context)
+        square = 0.5 * self.context_s * num_running
+        if square == 0.0:
+            return seconds / linear
+        # this form of the root stays exact for a tiny square
+        return 2.0 * seconds / (linear + math.sqrt(linear * linear + 4.0 * square * seconds))
+
+    def scaled(self, factor: float) -> EngineSpeed:
+        """Return an engine whose every step takes `factor` times as long."""
+        return replace(
+            self,
+            step_s=self.step_s * factor,
+            response_s=self.response_s * factor,
+            context_s=self.context_s * factor,
+            prefill_s=self.prefill_s * factor,
+        )
 
 
 @dataclass(eq=False, slots=True)
 class VirtualResponse:
-    """One response under way."""
+    """A response in flight."""
 
     key: int
-    """Of its group."""
+    """Key of its group."""
     index: int
-    """Among the responses of its group."""
+    """Position in its group."""
     priority: int
     num_prompt: int
     """Prompt tokens that it keeps in the cache."""
     num_tokens: int
-    """Its length when it is complete."""
+    """Length of the complete response."""
     num_done: int = 0
     num_cached: int = 0
     """Prompt tokens that another response of the group has put into the cache."""
 
     rank: tuple[int, int, int] = field(init=False)
-    """Lower ones run first."""
+    """Sort key: lower ones run first."""
 
     def __post_init__(self) -> None:
         self.rank = (self.priority, self.key, self.index)
 
 
 WATERMARK = 0.01
-"""Share of the cache that is left free when a response starts, so that it is not at once full."""
+"""Share of the cache that stays free when a response starts, so that it is not full at once."""
 
 Running = tuple[float, tuple[int, int, int], float, VirtualResponse]
-"""Progress at which it ends, rank, progress at which it stood at token 0, and the response."""
+"""Progress at the response's end, rank, progress at its token 0, and the response."""
 
 
 class VirtualEngine:
-    """Runs up to `num_slots` responses, the others wait by rank.
+    """An engine that runs up to `num_slots` responses; the others wait by rank.
 
     `progress` counts steps: a response that starts at progress p with n tokens left ends at p + n.
-    So between two events nothing but four numbers changes, however many responses run.
+    So between two events only four numbers change, for any number of running responses.
     """
 
     def __init__(self, speed: EngineSpeed, *, num_slots: int, kv_tokens: float = math.inf) -> None:
-        """`kv_tokens`: room in the key-value cache; where it is short, the last in rank waits."""
+        """Create an idle engine; where `kv_tokens` of cache are too few, the last in rank waits."""
         self.load = 0
         """Responses that run or wait."""
         self.num_tokens = 0.0
-        """Generated so far."""
+        """Tokens generated so far."""
         self.busy_seconds = 0.0
         self.running_seconds = 0.0
         """Integral of running responses over time."""
@@ -70,7 +116,7 @@ class VirtualEngine:
         self._waiting: list[tuple[tuple[int, int, int], VirtualResponse]] = []
 
     def add(self, responses: Collection[VirtualResponse]) -> None:
-        """Take responses in; `advance` to the present must come first."""
+        """Queue responses; call `advance` to the present first."""
         for response in responses:
             heapq.heappush(self._waiting, (response.rank, response))
         self.load += len(responses)
@@ -78,14 +124,14 @@ class VirtualEngine:
         self.max_waiting = max(self.max_waiting, len(self._waiting))
 
     def next_event(self) -> float:
-        """Time at which a response ends or the cache is full; infinite where nothing runs."""
+        """Return the time at which a response ends or the cache is full; inf if idle."""
         if not self._running:
             return math.inf
         steps = self._steps_to_event()
         return self._now + self._speed.time_for(steps, len(self._running), self._context)
 
     def advance(self, now: float) -> None:
-        """Let time pass in which nothing ends."""
+        """Let time pass without an event."""
         if now <= self._now:
             return  # it is busy with prompts until then
         if self._running:
@@ -94,7 +140,7 @@ class VirtualEngine:
         self._now = now
 
     def run_event(self, now: float) -> list[VirtualResponse]:
-        """Go to `now`, which `next_event` said, and return the responses that end there."""
+        """Advance to `now`, the time from `next_event`, and return the responses that end."""
         ends = self._running[0][0]
         self._step(self._steps_to_event(), now - self._now)
         self._now = now
@@ -112,14 +158,14 @@ class VirtualEngine:
         self._fill()
         return done
 
-    def remove(self, belongs: Callable[[VirtualResponse], bool]) -> list[VirtualResponse]:
-        """Stop the responses that belong to what is stopped, and return them as far as they got."""
-        removed = [one for _, one in self._waiting if belongs(one)]
-        self._waiting = [entry for entry in self._waiting if not belongs(entry[1])]
+    def remove(self, matches: Callable[[VirtualResponse], bool]) -> list[VirtualResponse]:
+        """Stop the matching responses and return them with their progress."""
+        removed = [one for _, one in self._waiting if matches(one)]
+        self._waiting = [entry for entry in self._waiting if not matches(entry[1])]
         heapq.heapify(self._waiting)
         kept: list[Running] = []
         for entry in self._running:
-            if belongs(entry[3]):
+            if matches(entry[3]):
                 self._pause(entry)
                 removed.append(entry[3])
             else:
@@ -131,8 +177,8 @@ class VirtualEngine:
         return removed
 
     def _steps_to_event(self) -> float:
-        room = (self._kv_tokens - self._context) / len(self._running)
-        return max(0.0, min(self._running[0][0] - self._progress, room))
+        capacity = (self._kv_tokens - self._context) / len(self._running)
+        return max(0.0, min(self._running[0][0] - self._progress, capacity))
 
     def _step(self, steps: float, seconds: float) -> None:
         num_running = len(self._running)
@@ -144,7 +190,7 @@ class VirtualEngine:
         self.num_context_max = max(self.num_context_max, self._context)
 
     def _fill(self) -> None:
-        """Start waiting responses while there are slots and room in the cache."""
+        """Start waiting responses while slots and cache are free."""
         while self._waiting and len(self._running) < self._num_slots:
             response = self._waiting[0][1]
             num_context = response.num_prompt + response.num_done
@@ -155,12 +201,12 @@ class VirtualEngine:
             self._now += seconds
             self.busy_seconds += seconds
             self._context += num_context
-            begun = self._progress - response.num_done
-            ends = begun + response.num_tokens
-            heapq.heappush(self._running, (ends, response.rank, begun, response))
+            start = self._progress - response.num_done
+            end = start + response.num_tokens
+            heapq.heappush(self._running, (end, response.rank, start, response))
 
     def _preempt(self) -> None:
-        """The cache is full: the running response that is last in rank waits, as vLLM has it."""
+        """Move the running response that is last in rank to the queue, as vLLM does."""
         last = max(self._running, key=lambda entry: entry[1])
         self._running.remove(last)
         heapq.heapify(self._running)
@@ -169,7 +215,7 @@ class VirtualEngine:
         self.num_preemptions += 1
 
     def _pause(self, entry: Running) -> None:
-        """Note how far a running response got, and take it out of the cache."""
-        _, _, begun, response = entry
-        self._context -= response.num_prompt + self._progress - begun
-        response.num_done = min(int(self._progress - begun), response.num_tokens - 1)
+        """Record a running response's progress and take it out of the cache."""
+        _, _, start, response = entry
+        self._context -= response.num_prompt + self._progress - start
+        response.num_done = min(int(self._progress - start), response.num_tokens - 1)

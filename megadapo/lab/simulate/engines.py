@@ -1,4 +1,4 @@
-"""Engines on a virtual clock, as the sampler sees `rollout.engines.Engines`."""
+"""Engines on a virtual clock, with the interface of `rollout.pool.engines.Engines`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from megadapo.lab.simulate.engine import VirtualEngine, VirtualResponse
-from megadapo.lab.simulate.speed import EngineSpeed
-from megadapo.lab.simulate.task import RIGHT, WRONG, Draw, Task
+from megadapo.lab.simulate.engine import EngineSpeed, VirtualEngine, VirtualResponse
+from megadapo.lab.simulate.task import CORRECT, INCORRECT, Draw, Task
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.pool.fleet import AHEAD
 from megadapo.rollout.types import (
@@ -22,11 +21,11 @@ from megadapo.rollout.types import (
     StopReport,
 )
 
-Dealing = Literal["least_loaded", "in_turn"]
-"""To the engine with the fewest responses; or to one after the other, all at once."""
+Dispatch = Literal["least_loaded", "in_turn"]
+"""Choice of a group's engine: the one with the fewest responses, or each engine in turn."""
 
 UNLIMITED = 1 << 40
-"""Room of engines that are given everything at once."""
+"""Capacity of engines that receive everything at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class EngineSettings:
     """Responses that an engine runs at once."""
     speed: EngineSpeed = EngineSpeed()
     kv_tokens: float = math.inf
-    """Tokens that an engine's key-value cache holds."""
+    """Tokens in an engine's KV cache."""
 
 
 @dataclass(eq=False)
@@ -53,22 +52,22 @@ class _Group:
 
 
 class VirtualEngines:
-    """Answers as the task has it, when the engines' speed has it."""
+    """Engines that return the task's answers after the time their speed gives."""
 
     def __init__(
-        self, settings: EngineSettings, task: Task, *, dealing: Dealing = "least_loaded"
+        self, settings: EngineSettings, task: Task, *, dispatch: Dispatch = "least_loaded"
     ) -> None:
         self.now = 0.0
         """Seconds on the virtual clock."""
         self.policy_version = 0
-        self.asked: dict[int, Draw] = {}
-        """Every group that was ever submitted, by key."""
-        self.signal_tokens = 0
-        """Tokens generated for groups with a signal, counted when they finish or stop."""
+        self.requested: dict[int, Draw] = {}
+        """Draws of all submitted groups, by key."""
+        self.mixed_tokens = 0
+        """Tokens generated for mixed groups, counted when they finish or stop."""
         self.task = task
-        """What is answered to those that are submitted; another may take its place."""
+        """Source of the answers; a caller may replace it."""
         self._settings = settings
-        self._dealing = dealing
+        self._dispatch = dispatch
         self._engines = [
             VirtualEngine(
                 settings.speed, num_slots=settings.num_slots, kv_tokens=settings.kv_tokens
@@ -77,31 +76,31 @@ class VirtualEngines:
         ]
         self._groups: dict[int, _Group] = {}
         self._complete: list[_Group] = []
-        self._num_dealt = 0
-        # (time, engine, number): of an engine's entries only the one with its latest number counts
+        self._num_dispatched = 0
+        # (time, engine, number): only the entry with an engine's latest number counts
         self._events: list[tuple[float, int, int]] = []
         self._numbers = [0] * settings.num_engines
-        self._seen = [_Totals()] * settings.num_engines
+        self._reported = [_Totals()] * settings.num_engines
         self._zeros = np.zeros(task.settings.max_tokens, dtype=np.int32)
         self._logprobs = np.zeros(task.settings.max_tokens, dtype=np.float32)
         self._versions = self._zeros
 
     @property
     def room(self) -> int:
-        """Responses that may be submitted so that every engine stays just ahead of its slots."""
-        if self._dealing == "in_turn":
+        """Responses to submit so that every engine stays just ahead of its slots."""
+        if self._dispatch == "in_turn":
             return UNLIMITED
         wanted = math.ceil(self._settings.num_slots * (1 + AHEAD))
         return sum(max(0, wanted - engine.load) for engine in self._engines)
 
     @property
     def num_in_flight(self) -> int:
-        """Groups submitted and not handed back."""
+        """Groups submitted and not returned."""
         return len(self._groups) + len(self._complete)
 
     @property
     def num_tokens(self) -> float:
-        """Generated so far by all engines."""
+        """Tokens generated so far by all engines."""
         return sum(engine.num_tokens for engine in self._engines)
 
     @property
@@ -115,12 +114,12 @@ class VirtualEngines:
         self._versions = np.full_like(self._zeros, self.policy_version)
 
     def submit(self, groups: Sequence[GroupRequest]) -> None:
-        """Begin to generate groups."""
+        """Start to generate groups."""
         shares: dict[int, list[VirtualResponse]] = {}
         loads = [engine.load for engine in self._engines]
         for request in groups:
             index = self._next_engine(loads)
-            group, sequences = self._begin(request, index)
+            group, sequences = self._start(request, index)
             loads[index] += len(sequences)
             if sequences:
                 self._groups[request.key] = group
@@ -130,10 +129,10 @@ class VirtualEngines:
         for index, share in shares.items():
             self._engines[index].advance(self.now)
             self._engines[index].add(share)
-            self._expect(index)
+            self._schedule(index)
 
     def finished(self, timeout_s: float | None = None) -> list[GroupResponse]:
-        """Let time pass until a group has finished; [] at the timeout, or with none in flight."""
+        """Let time pass until a group finishes; return [] at the timeout or with none in flight."""
         deadline = math.inf if timeout_s is None else self.now + timeout_s
         while not self._complete and self._events:
             time, index, number = self._events[0]
@@ -143,21 +142,21 @@ class VirtualEngines:
             if number == self._numbers[index]:
                 self.now = max(self.now, time)
                 self._end(self._engines[index].run_event(time))
-                self._expect(index)
+                self._schedule(index)
         if not self._complete and deadline < math.inf:
             self.now = deadline
         groups, self._complete = self._complete, []
         return [self._response(group) for group in groups]
 
     def stop(self, keys: Collection[int] | None = None, *, keep: bool) -> StopReport:
-        """End groups that are in flight, all of them for None."""
+        """Stop groups in flight, all of them for None."""
         chosen = self._chosen(keys)
         for index in {group.engine for group in chosen.values()}:
             engine = self._engines[index]
             engine.advance(self.now)
             for sequence in engine.remove(lambda one: one.key in chosen):
                 chosen[sequence.key].num_done[sequence.index] = sequence.num_done
-            self._expect(index)
+            self._schedule(index)
         groups = [chosen[key] for key in sorted(chosen)]
         for key in chosen:
             self._groups.pop(key, None)
@@ -171,25 +170,26 @@ class VirtualEngines:
         )
 
     def activity(self) -> list[EngineActivity]:
-        """What each engine did since this was last asked."""
+        """Return each engine's activity since the last call."""
         for engine in self._engines:
             engine.advance(self.now)
         totals = [_Totals.of(engine, self.now) for engine in self._engines]
-        seen, self._seen = self._seen, totals
+        reported, self._reported = self._reported, totals
         return [
-            total.since(before, self._settings) for total, before in zip(totals, seen, strict=True)
+            total.since(before, self._settings)
+            for total, before in zip(totals, reported, strict=True)
         ]
 
     def _next_engine(self, loads: Sequence[int]) -> int:
-        if self._dealing == "in_turn":
-            self._num_dealt += 1
-            return (self._num_dealt - 1) % len(loads)
+        if self._dispatch == "in_turn":
+            self._num_dispatched += 1
+            return (self._num_dispatched - 1) % len(loads)
         return loads.index(min(loads))
 
-    def _begin(self, request: GroupRequest, index: int) -> tuple[_Group, list[VirtualResponse]]:
+    def _start(self, request: GroupRequest, index: int) -> tuple[_Group, list[VirtualResponse]]:
         if not request.begun:
-            self.asked[request.key] = self.task.draw(request.prompt_ids, request.seeds)
-        draw = self.asked[request.key]
+            self.requested[request.key] = self.task.draw(request.prompt_ids, request.seeds)
+        draw = self.requested[request.key]
         done = [len(begun.token_ids) for begun in request.begun] or [0] * len(request.seeds)
         sequences = [
             VirtualResponse(
@@ -209,7 +209,7 @@ class VirtualEngines:
         return group, sequences
 
     def _end(self, sequences: Iterable[VirtualResponse]) -> None:
-        """Note responses that have ended, and the groups that are complete with them."""
+        """Record finished responses, and move complete groups to the results."""
         for sequence in sequences:
             group = self._groups[sequence.key]
             group.num_done[sequence.index] = sequence.num_tokens
@@ -217,7 +217,7 @@ class VirtualEngines:
             if not group.num_open:
                 self._complete.append(self._groups.pop(sequence.key))
 
-    def _expect(self, index: int) -> None:
+    def _schedule(self, index: int) -> None:
         """Replace the engine's next event."""
         self._numbers[index] += 1
         time = self._engines[index].next_event()
@@ -231,9 +231,9 @@ class VirtualEngines:
         return {key: groups[key] for key in keys if key in groups}
 
     def _response(self, group: _Group) -> GroupResponse:
-        """What there is of a group's responses."""
+        """Return a group's responses with the tokens generated so far."""
         if group.draw.is_mixed:
-            self.signal_tokens += _num_new_tokens(group)
+            self.mixed_tokens += _num_new_tokens(group)
         begun = group.request.begun or (None,) * len(group.num_done)
         return GroupResponse(
             key=group.request.key,
@@ -252,21 +252,21 @@ class VirtualEngines:
         if begun is not None and len(begun.token_ids):
             old = begun.policy_versions
             versions = np.concatenate([old, versions[len(old) :]])
-        complete = num_done == draw.lengths[place]
-        cut = num_done == self.task.settings.max_tokens
+        is_complete = num_done == draw.lengths[place]
+        is_truncated = num_done == self.task.settings.max_tokens
         return Response(
-            # of zeros that all responses share: what tokens say is not simulated
+            # the content of tokens is not simulated: all responses share these zeros
             token_ids=self._zeros[:num_done],
             logprobs=self._logprobs[:num_done],
-            finish_reason=("length" if cut else "stop") if complete else "unfinished",
-            text=RIGHT if draw.correct[place] else WRONG,
+            finish_reason=("length" if is_truncated else "stop") if is_complete else "unfinished",
+            text=CORRECT if draw.correct[place] else INCORRECT,
             policy_versions=versions,
         )
 
 
 @dataclass(frozen=True)
 class _Totals:
-    """What an engine has done since it started."""
+    """An engine's counters since its start."""
 
     now: float = 0.0
     num_tokens: float = 0.0
@@ -303,5 +303,5 @@ class _Totals:
 
 
 def _num_new_tokens(group: _Group) -> int:
-    """Tokens generated for a group since it was submitted."""
+    """Count the tokens generated for a group since it was submitted."""
     return sum(group.num_done) - sum(len(begun.token_ids) for begun in group.request.begun)

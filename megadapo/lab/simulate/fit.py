@@ -1,4 +1,4 @@
-"""The constants of a run, and its rollout times predicted with them."""
+"""Fit of a run's constants, and its rollout times predicted with them."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ import numpy as np
 
 from megadapo.config import RunConfig, load_config
 from megadapo.errors import DataError
+from megadapo.lab.simulate.engine import EngineSpeed
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
-from megadapo.lab.simulate.lengths import run_lengths, step_lengths
 from megadapo.lab.simulate.policies import OurSampler
-from megadapo.lab.simulate.speed import EngineSpeed
-from megadapo.lab.simulate.task import Task, TaskSettings
+from megadapo.lab.simulate.task import Task, TaskSettings, run_lengths, step_lengths
 from megadapo.observe.metrics.records import MetricRecord, read_metrics
 from megadapo.rollout.config import SamplingConfig
 
 RESPONSE_COSTS = (0.0, 0.25, 1.0, 4.0, 16.0, 64.0, 256.0)
-"""How much dearer a running response may be, beside an engine's step, than `EngineSpeed` has it."""
+"""Factors tried on `EngineSpeed.response_s`, relative to an engine's step."""
 MIN_STEPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFit:
-    """What a run says about its engines and its task, and how well it fits."""
+    """The engines and the task of a run, and the quality of their fit."""
 
     engines: EngineSettings
     task: TaskSettings
-    """Of the run as a whole."""
+    """Task of the run as a whole."""
     steps: tuple[int, ...]
     measured: tuple[float, ...]
     """Seconds of each step's rollout."""
     predicted: tuple[float, ...]
-    """The same on the virtual clock."""
+    """Seconds of each step's rollout on the virtual clock."""
     num_fitted: int
-    """Steps, from the first on, that the engines' speed was fitted to; the others are predicted."""
+    """Number of first steps in the fit of the engines' speed; the others are predicted."""
 
 
 def fit_run(folder: Path) -> RunFit:
@@ -46,23 +45,26 @@ def fit_run(folder: Path) -> RunFit:
     Lengths and keep rates are each step's own; the sampler is the run's.
 
     Raises:
-        DataError: the folder has no metrics, or of too few steps.
+        DataError: the folder has no metrics, or too few steps.
     """
     config = load_config(str(folder), [])
     records = [record for record in read_metrics(folder) if record["tokens/generated"]]
     if len(records) < MIN_STEPS:
         raise DataError(
-            f"{folder}: {len(records)} steps with generated tokens are recorded; it takes "
-            f"{MIN_STEPS} to fit the engines' speed"
+            f"{folder}: {len(records)} steps with generated tokens are recorded; the fit of the "
+            f"engines' speed needs {MIN_STEPS}"
         )
     measured = [float(record["time/rollout_s"] or 0.0) for record in records]
     half = len(records) // 2
     tasks = [Task(_step_task(config, record)) for record in records]
-    speed = _fit_speed(config, records[:half])
-    engines = _engines(config, speed)
+    engines = EngineSettings(
+        num_engines=config.rollout.num_engines,
+        num_slots=config.rollout.max_num_seqs,
+        speed=_fit_speed(config, records[:half]),
+    )
     return RunFit(
         engines=engines,
-        task=replace(_step_task(config, _whole(records)), lengths=run_lengths(folder)),
+        task=replace(_step_task(config, _combined(records)), lengths=run_lengths(folder)),
         steps=tuple(int(record["step"] or 0) for record in records),
         measured=tuple(measured),
         predicted=tuple(_predict(config.sampling, engines, tasks)),
@@ -71,10 +73,10 @@ def fit_run(folder: Path) -> RunFit:
 
 
 def _fit_speed(config: RunConfig, records: Sequence[MetricRecord]) -> EngineSpeed:
-    """Choose the speed whose engine steps take what the run's took, by their ratio.
+    """Choose the speed whose step times have the ratio nearest to 1 to the run's.
 
-    Twice too slow counts as much as twice too fast: a step that something else delayed pulls
-    little. Steps that are much alike say how long they take, and little of what it is made of.
+    The fit is in logarithms: twice too slow counts as much as twice too fast, so one delayed step
+    has little weight. Similar steps determine the step time but hardly its parts.
     """
     running = np.array([_value(one, "rollout/slot_use") for one in records])
     running *= config.rollout.max_num_seqs
@@ -91,21 +93,21 @@ def _fit_speed(config: RunConfig, records: Sequence[MetricRecord]) -> EngineSpee
 
 
 def _token_s(record: MetricRecord) -> float:
-    """Seconds that an engine took for each token it generated, while it was busy."""
+    """Return the seconds of busy time per generated token of an engine."""
     num_tokens = _value(record, "rollout/engine_tokens_min", "rollout/engine_tokens_max") / 2
     seconds = _value(record, "time/rollout_s") * _value(record, "rollout/engine_busy_share")
     return seconds / num_tokens
 
 
 def _value(record: MetricRecord, *names: str) -> float:
-    """Sum of these metrics of a step."""
+    """Sum metrics of a step."""
     return sum(float(record[name] or 0.0) for name in names)
 
 
 def _predict(
     sampling: SamplingConfig, engine_settings: EngineSettings, tasks: Sequence[Task]
 ) -> list[float]:
-    """Seconds of each step's rollout on the virtual clock."""
+    """Return the seconds of each step's rollout on the virtual clock."""
     engines = VirtualEngines(engine_settings, tasks[0])
     source = OurSampler(sampling, engines, engines.task)
     seconds = []
@@ -118,18 +120,11 @@ def _predict(
     return seconds
 
 
-def _engines(config: RunConfig, speed: EngineSpeed) -> EngineSettings:
-    rollout = config.rollout
-    return EngineSettings(
-        num_engines=rollout.num_engines, num_slots=rollout.max_num_seqs, speed=speed
-    )
-
-
 def _step_task(config: RunConfig, record: MetricRecord) -> TaskSettings:
-    """The task as it was in one step."""
+    """Return the task as one step's metrics describe it."""
     sampled = float(record["groups/sampled"] or 0.0)
-    right = float(record["groups/all_correct"] or 0.0) / sampled
-    wrong = float(record["groups/all_wrong"] or 0.0) / sampled
+    all_correct = float(record["groups/all_correct"] or 0.0) / sampled
+    all_incorrect = float(record["groups/all_wrong"] or 0.0) / sampled
     settings = TaskSettings(
         lengths=step_lengths(record),
         solved_share=0.0,
@@ -137,25 +132,20 @@ def _step_task(config: RunConfig, record: MetricRecord) -> TaskSettings:
         max_tokens=config.rollout.max_response_tokens,
         seed=config.run.seed,
     )
-    # what is between has a signal nearly always, and takes what the others leave
-    keep_rate = min(1.0 - right - wrong, settings.largest_keep_rate)
+    # prompts in between nearly always give mixed groups; they take the remaining share
+    keep_rate = min(1.0 - all_correct - all_incorrect, settings.largest_keep_rate)
     settings = replace(settings, keep_rate=max(keep_rate, 1.0 / sampled))
-    return replace(settings, solved_share=min(right, 1.0 - settings.between_share))
+    return replace(settings, solved_share=min(all_correct, 1.0 - settings.between_share))
 
 
-def _whole(records: Sequence[MetricRecord]) -> MetricRecord:
-    """One record for all steps: groups are added up, lengths are averaged."""
-
-    def values(name: str) -> list[float]:
-        return [float(record[name] or 0.0) for record in records]
-
+def _combined(records: Sequence[MetricRecord]) -> MetricRecord:
+    """Return one record for all steps: groups are summed, lengths are averaged."""
+    totals = ("groups/sampled", "groups/all_correct", "groups/all_wrong")
+    means = ("response_length/mean", "response_length/p95")
+    values = {
+        name: [float(record[name] or 0.0) for record in records] for name in (*totals, *means)
+    }
     return {
-        **{
-            name: sum(values(name))
-            for name in ("groups/sampled", "groups/all_correct", "groups/all_wrong")
-        },
-        **{
-            name: float(np.mean(values(name)))
-            for name in ("response_length/mean", "response_length/p95")
-        },
+        **{name: sum(values[name]) for name in totals},
+        **{name: float(np.mean(values[name])) for name in means},
     }

@@ -1,4 +1,4 @@
-"""The ways to fill a batch that are compared: every mode of ours, and the rivals' rules."""
+"""Policies that fill a batch: every mode of the product's sampler, and the baselines' rules."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
-from megadapo.data.prompts import Prompt, PromptStream, render
-from megadapo.lab.simulate.engines import Dealing, VirtualEngines
+from megadapo.data.prompts import PromptStream, render
+from megadapo.lab.simulate.engines import Dispatch, VirtualEngines
 from megadapo.lab.simulate.task import Task, TaskTokenizer, TaskVerifier
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.sampling.sampler import Sampler
@@ -23,19 +23,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TrainedGroup:
-    """A group of a batch, as far as time, lengths and staleness go."""
+    """The policy versions of a group in a batch."""
 
-    order: int
+    prompt_index: int
     policy_versions: tuple[np.ndarray, ...]
-    """Of the tokens of each response."""
+    """Version of each token, one array per response."""
 
     @property
     def num_tokens(self) -> int:
         return sum(len(versions) for versions in self.policy_versions)
 
 
-class FillsBatches(Protocol):
-    """One policy at work."""
+class BatchSource(Protocol):
+    """A policy in use."""
 
     def next_batch(self) -> Sequence[TrainedGroup]: ...
 
@@ -47,18 +47,18 @@ class Policy:
     name: str
     description: str
     sampling: SamplingConfig
-    start: Callable[[SamplingConfig, VirtualEngines, Task], FillsBatches]
-    dealing: Dealing = "least_loaded"
+    start: Callable[[SamplingConfig, VirtualEngines, Task], BatchSource]
+    dispatch: Dispatch = "least_loaded"
     versions_behind: int = 0
-    """Publications between the engines' weights and those that a batch is trained on."""
+    """Publications between the engines' weights and the weights that train on a batch."""
     warm_up_epochs: int = 0
-    """Times that all prompts have been asked before the steps that count."""
+    """Passes over all prompts before the measured steps."""
 
 
 def all_policies(sampling: SamplingConfig) -> list[Policy]:
-    """Return the policies for a batch of this size, the rivals' first; `sampling` is the run's own.
+    """Return the policies for a batch of this size, baselines first.
 
-    With `sampling.rest_after`, our modes come with the difficulty memory and without it.
+    With `sampling.rest_after`, our modes run with and without the difficulty memory.
     """
     size = sampling.prompts_per_step
     plain = sampling.model_copy(
@@ -84,13 +84,13 @@ def all_policies(sampling: SamplingConfig) -> list[Policy]:
                 }
             ),
             start=OurSampler,
-            dealing="in_turn",
+            dispatch="in_turn",
         )
         for times, note in ((1, ""), (3, " (verl's script)"))
     ]
     first = Policy(
         name="first-finished",
-        description=f"whichever finish first of {2 * size} prompts at a time (slime)",
+        description=f"the first to finish of {2 * size} prompts at a time (slime)",
         sampling=plain,
         start=FirstFinished,
     )
@@ -108,8 +108,8 @@ def _ours(plain: SamplingConfig) -> list[Policy]:
         )
 
     return [
-        mode("sync", "asking order, strictly on-policy"),
-        mode("sync-reserve", "asking order, surplus groups used a step later", max_staleness=1),
+        mode("sync", "prompt order, strictly on-policy"),
+        mode("sync-reserve", "prompt order, surplus groups used a step later", max_staleness=1),
         mode(
             "one-step-off",
             "as sync, a step ahead of the trainer",
@@ -117,7 +117,10 @@ def _ours(plain: SamplingConfig) -> list[Policy]:
             max_staleness=1,
         ),
         mode(
-            "partial", "unfinished answers go on, one step behind", mode="partial", max_staleness=1
+            "partial",
+            "unfinished answers continue, one step behind",
+            mode="partial",
+            max_staleness=1,
         ),
         mode("partial-2", "the same, two steps behind", mode="partial", max_staleness=2),
     ]
@@ -142,7 +145,7 @@ class OurSampler:
     """The product's own sampler."""
 
     def __init__(self, config: SamplingConfig, engines: VirtualEngines, task: Task) -> None:
-        self._sampler = Sampler(
+        self.sampler = Sampler(
             engines,
             PromptStream(task.prompts, task.settings.seed),
             TaskVerifier(),
@@ -156,14 +159,14 @@ class OurSampler:
     def next_batch(self) -> list[TrainedGroup]:
         return [
             TrainedGroup(group.order, tuple(sample.policy_versions for sample in group.samples))
-            for group in self._sampler.next_batch().groups
+            for group in self.sampler.next_batch().groups
         ]
 
 
 class FirstFinished:
-    """Asks for twice the batch, again whenever too few are left, and keeps who comes first.
+    """A policy that requests twice the batch, and again on a shortfall, and keeps the fastest.
 
-    What is still generated when the batch is full is stopped and thrown away.
+    Responses still in flight when the batch is full are dropped.
     """
 
     def __init__(self, config: SamplingConfig, engines: VirtualEngines, task: Task) -> None:
@@ -172,7 +175,7 @@ class FirstFinished:
         self._task = task
         self._prompts = PromptStream(task.prompts, task.settings.seed)
         self._tokenizer = TaskTokenizer(task.settings.prompt_tokens).as_tokenizer
-        self._orders = count()
+        self._prompt_indices = count()
 
     def next_batch(self) -> list[TrainedGroup]:
         needed = self._config.prompts_per_step
@@ -181,38 +184,32 @@ class FirstFinished:
             if len(kept) + self._engines.num_in_flight < needed:
                 self._engines.submit([self._request() for _ in range(2 * needed)])
             for response in self._engines.finished():
-                if self._engines.asked[response.key].is_mixed:
+                if self._engines.requested[response.key].is_mixed:
                     versions = tuple(one.policy_versions for one in response.responses)
                     kept.append(TrainedGroup(response.key, versions))
         self._engines.stop(keep=False)
         return kept[:needed]
 
     def _request(self) -> GroupRequest:
-        order = next(self._orders)
-        prompt = self._prompts.at(order)
+        index, task = next(self._prompt_indices), self._task.settings
+        prompt = self._prompts.at(index)
         return GroupRequest(
-            key=order,
+            key=index,
             prompt_ids=tuple(render(prompt, self._tokenizer)),
-            seeds=_seeds(self._task, order, prompt),
+            # the sampler's own seeds, so that all policies see the same answers
+            seeds=response_seeds(task.num_responses, task.seed, "train", index, prompt.id),
             settings=_sampling_settings(self._task),
-            priority=order,
+            priority=index,
         )
 
 
 class ImmediateExecutor(Executor):
-    """Scoring takes no time on the virtual clock."""
+    """An executor that calls at once: scoring takes no time on the virtual clock."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
         future.set_result(fn(*args, **kwargs))
         return future
-
-
-def _seeds(task: Task, order: int, prompt: Prompt) -> tuple[int, ...]:
-    """The sampler's own, so that all policies see the same answers."""
-    return response_seeds(
-        task.settings.num_responses, task.settings.seed, "train", order, prompt.id
-    )
 
 
 def _sampling_settings(task: Task) -> SamplingSettings:

@@ -1,21 +1,16 @@
-"""A simulation as a table, a picture, and JSON."""
+"""Report of a simulation: a table, a picture, and JSON."""
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megadapo.errors import DataError
-from megadapo.lab.simulate.engines import EngineSettings
+from megadapo.lab.record import write_record
 from megadapo.lab.simulate.fit import RunFit
-from megadapo.lab.simulate.lengths import LogNormalLengths
-from megadapo.lab.simulate.simulation import PolicyResult
-from megadapo.lab.simulate.task import TaskSettings
+from megadapo.lab.simulate.simulation import Assumptions, PolicyResult
+from megadapo.lab.simulate.task import LogNormalLengths, TaskSettings
 from megadapo.observe.plot import COLOURS, STYLE, save
 
 if TYPE_CHECKING:
@@ -23,16 +18,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 BASELINE = "rounds-3x"
-"""The policy that times are also shown as multiples of."""
+"""Name of the policy whose time is the unit of the column `x`."""
 CAPTION = (
-    f"seconds until a batch is full +- standard error, x: of {BASELINE}'s; gen.: tokens generated "
-    "per token trained; used: of the tokens of groups with a signal; bias: of their mean length; "
-    "staleness: mean/largest, in weight publications; slots: in use"
+    f"seconds until a batch is full +- standard error; x: multiples of {BASELINE}; gen.: tokens "
+    "generated per token trained; used: share of mixed groups' tokens trained on; bias: of the "
+    "mean length; staleness: mean/largest, in weight publications; slots: share in use"
 )
 
 
 def results_table(results: Sequence[PolicyResult], title: str) -> Table:
-    """Return one line a policy."""
+    """Return a table with one row per policy."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -48,7 +43,7 @@ def results_table(results: Sequence[PolicyResult], title: str) -> Table:
     table.add_column("policy", no_wrap=True)
     for name in ("seconds", "+-", "x", "gen.", "used", "bias", "staleness", "slots"):
         table.add_column(name, justify="right", no_wrap=True)
-    baseline = _baseline(results)
+    baseline = next(one.seconds_per_batch for one in results if one.name == BASELINE)
     for one in results:
         table.add_row(
             one.name,
@@ -65,7 +60,7 @@ def results_table(results: Sequence[PolicyResult], title: str) -> Table:
 
 
 def fit_table(fit: RunFit) -> Table:
-    """Return measured and predicted rollout times, one line a step."""
+    """Return measured and predicted rollout times, one row per step."""
     from rich.table import Table
 
     fitted, rest = fit.num_fitted, len(fit.steps) - fit.num_fitted
@@ -86,29 +81,22 @@ def fit_table(fit: RunFit) -> Table:
     return table
 
 
-def write_json(
-    results: Sequence[PolicyResult], engines: EngineSettings, task: TaskSettings, path: Path
-) -> None:
-    """Write what was simulated and, under "policies", one object a policy.
+def write_json(results: Sequence[PolicyResult], assumptions: Assumptions, path: Path) -> None:
+    """Write the assumptions and, under "policies", one object per policy.
 
     Raises:
         DataError: the file cannot be written.
     """
     document = {
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": {name: metadata.version(name) for name in ("megadapo", "numpy")},
-        "engines": asdict(engines),
-        "task": _described(task),
+        "engines": asdict(assumptions.engines),
+        "task": _described(assumptions.task),
         "policies": [asdict(one) for one in results],
     }
-    try:
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+    write_record(path, document)
 
 
 def draw(results: Sequence[PolicyResult], title: str, output: Path) -> None:
-    """Draw the policies beside each other into a PNG.
+    """Draw the policies side by side into a PNG.
 
     Raises:
         DataError: the file cannot be written.
@@ -149,12 +137,8 @@ _PANELS: tuple[tuple[str, Callable[[PolicyResult], float], str], ...] = (
 )
 
 
-def _baseline(results: Sequence[PolicyResult]) -> float:
-    return next(one.seconds_per_batch for one in results if one.name == BASELINE)
-
-
 def _described(task: TaskSettings) -> dict[str, Any]:
-    """The task as JSON values; measured lengths are named, not listed."""
+    """Return the task as JSON values; measured lengths are not listed."""
     lengths = asdict(task.lengths) if isinstance(task.lengths, LogNormalLengths) else "measured"
     fields = {name: value for name, value in vars(task).items() if name != "lengths"}
     return {**fields, "lengths": lengths}

@@ -1,4 +1,4 @@
-"""Several steps of one policy on the virtual clock, and what they come to."""
+"""Simulation of every policy under the same assumptions, and its results."""
 
 from __future__ import annotations
 
@@ -6,44 +6,130 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
+from megadapo.config import RunConfig
+from megadapo.errors import ConfigError
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
-from megadapo.lab.simulate.policies import FillsBatches, Policy, TrainedGroup
-from megadapo.lab.simulate.task import Draw, Task
+from megadapo.lab.simulate.fit import RunFit
+from megadapo.lab.simulate.policies import BatchSource, Policy, TrainedGroup, all_policies
+from megadapo.lab.simulate.task import Draw, Task, TaskSettings, read_lengths
+from megadapo.rollout.config import SamplingConfig
 
+MAX_ENGINES = 64
 NUM_STEPS = 4
 NUM_WARM_UP = 4
-"""Steps before those that count: the first has nothing left over from a step before it."""
+"""Steps before the measured ones: the first has no leftovers from a step before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """The sizes, engines and task that all policies share."""
+
+    sampling: SamplingConfig
+    engines: EngineSettings
+    task: TaskSettings
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        fit: RunFit | None = None,
+        *,
+        num_engines: int | None = None,
+        lengths: Path | None = None,
+        keep_rate: float | None = None,
+        solved_share: float | None = None,
+    ) -> Assumptions:
+        """Combine the recipe's sizes, the fit of a run, and the given values; the latter win.
+
+        Raises:
+            ConfigError: the assumptions contradict each other.
+            DataError: `lengths` cannot be read.
+        """
+        rollout, sampling = config.rollout, config.sampling
+        if num_engines is not None and not 1 <= num_engines <= MAX_ENGINES:
+            raise ConfigError(f"--engines {num_engines}: must be 1 to {MAX_ENGINES}")
+        engines = EngineSettings(
+            num_engines=num_engines or rollout.num_engines, num_slots=rollout.max_num_seqs
+        )
+        task = TaskSettings()
+        if fit is not None:
+            engines, task = replace(engines, speed=fit.engines.speed), fit.task
+        task = replace(
+            task,
+            num_responses=sampling.responses_per_prompt,
+            max_tokens=rollout.max_response_tokens,
+            seed=config.run.seed,
+        )
+        if lengths is not None:
+            task = replace(task, lengths=read_lengths(lengths))
+        if keep_rate is not None:
+            task = replace(task, keep_rate=keep_rate, solved_share=None)
+        if solved_share is not None:
+            task = replace(task, solved_share=solved_share)
+        return cls(sampling=sampling, engines=engines, task=task)
+
+    @property
+    def title(self) -> str:
+        """The assumptions in one line."""
+        sampling, engines, task = self.sampling, self.engines, self.task
+        return (
+            f"{sampling.prompts_per_step} groups of {sampling.responses_per_prompt} on "
+            f"{engines.num_engines} engines of {engines.num_slots} slots, "
+            f"{task.keep_rate:.0%} of groups mixed"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyResult:
-    """What the steps that count came to."""
+    """A policy's results over the measured steps."""
 
     name: str
     description: str
     seconds_per_batch: float
     """Mean time until a batch is full."""
     seconds_error: float | None
-    """Standard error of that mean; none for one step."""
+    """Standard error of that mean; None for one step."""
     seconds: tuple[float, ...]
-    """Of each step."""
+    """Time of each step."""
     generated_per_trained: float
     """Tokens generated for each token trained on."""
     kept_tokens_trained: float
-    """Share trained on, of the tokens generated for groups with a signal."""
+    """Share trained on, of the tokens generated for mixed groups."""
     length_bias: float
-    """Mean response length of the groups trained on / that of all groups with a signal that were
-    asked for from the first of them to the last, whenever they finish; minus 1."""
+    """Mean response length of the trained groups, divided by that of all mixed groups requested
+    between the first and the last of them (finished or not), minus 1."""
     staleness_mean: float
-    """Publications between the weights that gave a token and those it is trained on."""
+    """Publications between the weights that sampled a token and those that train on it."""
     staleness_max: int
     stale_token_share: float
-    """Share of trained tokens that earlier weights gave."""
+    """Share of trained tokens from earlier weights."""
     slot_use: float
     """Mean running responses / rollout.max_num_seqs."""
+
+
+def compare(assumptions: Assumptions, *, num_steps: int, num_seeds: int = 1) -> list[PolicyResult]:
+    """Run every policy on the same prompts and answers.
+
+    Args:
+        num_steps: measured steps of each policy and seed.
+        num_seeds: sets of prompts and answers; seeds count up from the assumptions' seed.
+
+    Raises:
+        ConfigError: the task is impossible, or a number is below 1.
+        SamplingError: a batch cannot be filled.
+    """
+    if num_steps < 1 or num_seeds < 1:
+        raise ConfigError(f"--steps {num_steps} --seeds {num_seeds}: both must be at least 1")
+    first = assumptions.task.seed
+    tasks = [Task(replace(assumptions.task, seed=first + i)) for i in range(num_seeds)]
+    return [
+        pooled([simulate(policy, assumptions.engines, task, num_steps=num_steps) for task in tasks])
+        for policy in all_policies(assumptions.sampling)
+    ]
 
 
 def simulate(
@@ -57,22 +143,22 @@ def simulate(
     """Run a policy from a cold start; all of its batches are trained on at once.
 
     Raises:
-        SamplingError: no batch can be filled.
+        SamplingError: a batch cannot be filled.
     """
-    engines = VirtualEngines(engine_settings, task, dealing=policy.dealing)
+    engines = VirtualEngines(engine_settings, task, dispatch=policy.dispatch)
     source = policy.start(policy.sampling, engines, task)
     _run(source, engines, num_warm_up)
-    while max(engines.asked, default=0) < policy.warm_up_epochs * task.settings.num_prompts:
+    while max(engines.requested, default=0) < policy.warm_up_epochs * task.settings.num_prompts:
         _run(source, engines, 1)
     before = _Counters.of(engines)
     steps = _run(source, engines, num_steps)
     return _result(
-        policy, steps, _Counters.of(engines).since(before), engine_settings, engines.asked
+        policy, steps, _Counters.of(engines).since(before), engine_settings, engines.requested
     )
 
 
 def pooled(results: Sequence[PolicyResult]) -> PolicyResult:
-    """Return one result for repetitions of the same policy with as many steps each."""
+    """Combine repetitions of one policy with equally many steps."""
 
     def mean(name: str) -> float:
         return float(np.mean([getattr(result, name) for result in results]))
@@ -103,34 +189,34 @@ def _standard_error(seconds: Sequence[float]) -> float | None:
 class _Step:
     seconds: float
     version: int
-    """Of the engines' weights."""
+    """Version of the engines' weights."""
     groups: Sequence[TrainedGroup]
 
 
 @dataclass(frozen=True)
 class _Counters:
-    """What the engines have done."""
+    """The engines' counters at one time, or their increase over a period."""
 
     seconds: float
     num_tokens: float
-    signal_tokens: float
+    mixed_tokens: float
     running_seconds: float
 
     @classmethod
     def of(cls, engines: VirtualEngines) -> _Counters:
-        engines.activity()  # brings every engine up to the present
-        return cls(engines.now, engines.num_tokens, engines.signal_tokens, engines.running_seconds)
+        engines.activity()  # advances every engine to the present
+        return cls(engines.now, engines.num_tokens, engines.mixed_tokens, engines.running_seconds)
 
     def since(self, before: _Counters) -> _Counters:
         return _Counters(
             self.seconds - before.seconds,
             self.num_tokens - before.num_tokens,
-            self.signal_tokens - before.signal_tokens,
+            self.mixed_tokens - before.mixed_tokens,
             self.running_seconds - before.running_seconds,
         )
 
 
-def _run(source: FillsBatches, engines: VirtualEngines, num_steps: int) -> list[_Step]:
+def _run(source: BatchSource, engines: VirtualEngines, num_steps: int) -> list[_Step]:
     steps = []
     for _ in range(num_steps):
         start = engines.now
@@ -143,13 +229,13 @@ def _run(source: FillsBatches, engines: VirtualEngines, num_steps: int) -> list[
 def _result(
     policy: Policy,
     steps: Sequence[_Step],
-    done: _Counters,
+    counters: _Counters,
     engine_settings: EngineSettings,
-    asked: Mapping[int, Draw],
+    requested: Mapping[int, Draw],
 ) -> PolicyResult:
     groups = [group for step in steps for group in step.groups]
     num_trained = sum(group.num_tokens for group in groups)
-    # how many tokens are how far behind
+    # number of tokens by their staleness
     ages = sum(
         (
             _ages(group, step.version + policy.versions_behind)
@@ -162,25 +248,25 @@ def _result(
     return PolicyResult(
         name=policy.name,
         description=policy.description,
-        seconds_per_batch=done.seconds / len(steps),
+        seconds_per_batch=counters.seconds / len(steps),
         seconds_error=_standard_error([step.seconds for step in steps]),
         seconds=tuple(step.seconds for step in steps),
-        generated_per_trained=done.num_tokens / num_trained,
-        kept_tokens_trained=min(1.0, num_trained / done.signal_tokens),
-        length_bias=_length_bias(groups, asked),
+        generated_per_trained=counters.num_tokens / num_trained,
+        kept_tokens_trained=min(1.0, num_trained / counters.mixed_tokens),
+        length_bias=_length_bias(groups, requested),
         staleness_mean=sum(age * number for age, number in ages.items()) / num_trained,
         staleness_max=max(age for age, number in ages.items() if number),
         stale_token_share=1.0 - ages[0] / num_trained,
-        slot_use=done.running_seconds / done.seconds / num_slots,
+        slot_use=counters.running_seconds / counters.seconds / num_slots,
     )
 
 
 def _ages(group: TrainedGroup, version: int) -> Counter[int]:
-    """Count a group's tokens by how many publications lie between them and `version`."""
+    """Count a group's tokens by the publications between them and `version`."""
     ages: Counter[int] = Counter()
     for versions in group.policy_versions:
         first, last = int(versions[0]), int(versions[-1])
-        if first == last:  # they never decrease
+        if first == last:  # versions never decrease
             ages[version - first] += len(versions)
         else:
             for old, number in zip(*np.unique(versions, return_counts=True), strict=True):
@@ -188,14 +274,15 @@ def _ages(group: TrainedGroup, version: int) -> Counter[int]:
     return ages
 
 
-def _length_bias(groups: Sequence[TrainedGroup], asked: Mapping[int, Draw]) -> float:
-    kept = np.mean([asked[group.order].lengths.mean() for group in groups])
-    first, last = min(group.order for group in groups), max(group.order for group in groups)
-    everyone = np.mean(
+def _length_bias(groups: Sequence[TrainedGroup], requested: Mapping[int, Draw]) -> float:
+    indices = [group.prompt_index for group in groups]
+    first, last = min(indices), max(indices)
+    trained = np.mean([requested[index].lengths.mean() for index in indices])
+    mixed = np.mean(
         [
             draw.lengths.mean()
-            for order, draw in asked.items()
-            if first <= order <= last and draw.is_mixed
+            for index, draw in requested.items()
+            if first <= index <= last and draw.is_mixed
         ]
     )
-    return float(kept / everyone) - 1.0
+    return float(trained / mixed) - 1.0

@@ -1,82 +1,189 @@
-"""A virtual task: prompts with a hidden difficulty, and what the policy would answer to them."""
+"""A virtual task: response lengths, prompts with a hidden difficulty, and the policy's answers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
 from megadapo.data.prompts import Prompt
-from megadapo.errors import ConfigError
-from megadapo.lab.simulate.lengths import Lengths, LogNormalLengths
+from megadapo.errors import ConfigError, DataError
+from megadapo.observe.metrics.records import MetricRecord, read_metrics
+from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
 from megadapo.rewards.dapo_math import Score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RIGHT, WRONG = "right", "wrong"
+NORMAL_95 = 1.6448536269514722
+"""95 % quantile of the standard normal distribution."""
+_QUANTILES = np.linspace(-6.0, 6.0, 2401)
+_SHARES = np.array([0.5 * math.erfc(-score / math.sqrt(2.0)) for score in _QUANTILES])
+
+CORRECT, INCORRECT = "correct", "incorrect"
 """Texts of virtual responses."""
+
+
+class Lengths(Protocol):
+    """A distribution of response lengths."""
+
+    def at(self, scores: np.ndarray) -> np.ndarray:
+        """Turn standard normal scores into lengths in tokens, at least 1, before any cap."""
+        ...
+
+
+@dataclass(frozen=True)
+class LogNormalLengths:
+    """Lengths exp(mu + sigma * score)."""
+
+    mu: float
+    sigma: float
+
+    @classmethod
+    def of(cls, mean: float, quantile_95: float) -> LogNormalLengths:
+        """Return the distribution with this mean and 95 % quantile.
+
+        Two distributions have both; this is the one with the lighter tail.
+
+        Raises:
+            ConfigError: no log-normal distribution has both.
+        """
+        ratio = math.log(quantile_95 / mean) if 0.0 < mean < quantile_95 else math.nan
+        square = NORMAL_95**2 - 2.0 * ratio
+        if not square >= 0.0:
+            raise ConfigError(
+                f"no log-normal distribution has a mean of {mean:g} and 95 % below "
+                f"{quantile_95:g} tokens: the second number must be 1 to 3.8 times the first"
+            )
+        sigma = NORMAL_95 - math.sqrt(square)
+        return cls(math.log(mean) - 0.5 * sigma * sigma, sigma)
+
+    def at(self, scores: np.ndarray) -> np.ndarray:
+        lengths: np.ndarray = np.rint(np.exp(self.mu + self.sigma * scores)).astype(np.int64)
+        return lengths.clip(1)
+
+
+class EmpiricalLengths:
+    """The distribution of measured lengths."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        if not len(lengths) or min(lengths) < 1:
+            raise DataError("response lengths must be at least one number, each at least 1 token")
+        self._sorted = np.sort(np.asarray(lengths, dtype=np.int64))
+
+    def at(self, scores: np.ndarray) -> np.ndarray:
+        shares = np.interp(scores, _QUANTILES, _SHARES)
+        places = np.minimum((shares * len(self._sorted)).astype(int), len(self._sorted) - 1)
+        lengths: np.ndarray = self._sorted[places]
+        return lengths
+
+
+def read_lengths(path: Path) -> Lengths:
+    """Read lengths from a file with a number a line, or from a run folder.
+
+    Raises:
+        DataError: the path has no lengths; the error names it.
+    """
+    if path.is_dir():
+        return run_lengths(path)
+    try:
+        words = path.read_text(encoding="utf-8").split()
+        return EmpiricalLengths([int(word) for word in words])
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a file of lengths, one a line: {error}") from error
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def run_lengths(folder: Path) -> Lengths:
+    """Return the lengths of a run's saved groups, or a fit to its metrics.
+
+    A run that saves few of its groups prefers those it trained on. Then the metrics are better.
+    """
+    records = read_metrics(folder)
+    num_sampled = sum(record.get("groups/sampled") or 0 for record in records)
+    groups = [
+        [len(response.token_ids) for response in group.responses]
+        for step in saved_steps(folder)
+        for group in read_rollouts(rollouts_path(folder, step))
+    ]
+    if groups and len(groups) >= 0.9 * num_sampled:
+        return EmpiricalLengths([length for group in groups for length in group])
+    if records:
+        return step_lengths(records[-1])
+    raise DataError(f"{folder}: neither saved rollouts nor metrics: not the folder of a run")
+
+
+def step_lengths(record: MetricRecord) -> Lengths:
+    """Return the log-normal distribution with a step's mean and 95th percentile."""
+    mean, quantile_95 = record["response_length/mean"], record["response_length/p95"]
+    assert mean is not None and quantile_95 is not None, "every step records them"
+    largest = mean * math.exp(0.5 * NORMAL_95**2)
+    # a mean above the percentile, or far below it, is not log-normal: take the nearest that is
+    return LogNormalLengths.of(mean, float(np.clip(quantile_95, 1.0001 * mean, 0.9999 * largest)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings:
-    """What kind of prompts there are.
+    """The kinds of prompts in a task.
 
-    A prompt is solved for good (all responses right), hopeless (all wrong), or between: then each
-    response is right with a chance of its own, from a Beta(2, 2) distribution.
+    A prompt is solved (all responses correct), unsolvable (all incorrect), or in between: then each
+    response is correct with the prompt's own probability, from a Beta(2, 2) distribution.
     """
 
     lengths: Lengths = LogNormalLengths.of(4800.0, 12000.0)
     keep_rate: float = 0.35
-    """Share of groups with a signal."""
+    """Share of mixed groups."""
     solved_share: float | None = None
-    """Share of prompts solved for good; none: half of those that are not between."""
+    """Share of solved prompts; None: as many as unsolvable ones."""
     num_prompts: int = 4000
-    """Few, so that a memory of their difficulty has seen all of them after a few steps."""
+    """Number of prompts; few, so that a difficulty memory has seen all after a few steps."""
     num_responses: int = 16
-    """Of a group."""
+    """Responses per group."""
     max_tokens: int = 20480
-    """Longest response."""
+    """Length limit of a response."""
     prompt_tokens: int = 200
     between_prompts: float = 0.3
-    """Share of the variance of log-lengths that lies between prompts, not within their groups."""
+    """Share of the variance of log-lengths between prompts; the rest is within groups."""
     length_difficulty: float = 0.3
     """Correlation of a prompt's log-length with its difficulty."""
     seed: int = 0
 
     @property
     def between_share(self) -> float:
-        """Share of prompts that are neither solved nor cannot_make_batch.
+        """Share of prompts that are neither solved nor unsolvable.
 
         Raises:
-            ConfigError: more groups should have a signal than such prompts could give.
+            ConfigError: such prompts cannot give so many mixed groups.
         """
         share = self.keep_rate / self.largest_keep_rate
         if not 0.0 < share <= 1.0 - (self.solved_share or 0.0):
             raise ConfigError(
-                f"a share of {self.keep_rate} of groups with a signal takes a share of {share:.3f} "
-                f"of prompts that are solved at times, beside {self.solved_share or 0.0} that are "
-                "solved for good: all shares are above 0 and add up to at most 1"
+                f"{self.keep_rate} of groups mixed needs {share:.3f} of prompts that are solved at "
+                f"times, beside {self.solved_share or 0.0} that are always solved: all shares must "
+                "be above 0 and add up to at most 1"
             )
         return share
 
     @property
     def largest_keep_rate(self) -> float:
-        """The keep rate if no prompt were solved for good or cannot_make_batch."""
-        return _signal_chance(self.num_responses)
+        """The keep rate without solved and unsolvable prompts: 1 - 2 E[p^G] for Beta(2, 2)."""
+        size = self.num_responses
+        return 1.0 - 12.0 / ((size + 2) * (size + 3))
 
     @property
     def solved(self) -> float:
-        """Share of prompts solved for good."""
+        """Share of solved prompts."""
         return (1.0 - self.between_share) / 2 if self.solved_share is None else self.solved_share
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What the policy would answer to one prompt with one set of seeds."""
+    """The policy's responses to one prompt with one set of seeds."""
 
     lengths: np.ndarray  # [G] int64
     correct: np.ndarray  # [G] bool
@@ -90,17 +197,20 @@ class Task:
         self.settings = settings
         self.prompts = [
             Prompt(
-                id=str(index), messages=(("user", str(index)),), ground_truth=RIGHT, data_source=""
+                id=str(index),
+                messages=(("user", str(index)),),
+                ground_truth=CORRECT,
+                data_source="",
             )
             for index in range(settings.num_prompts)
         ]
         generator = np.random.default_rng(settings.seed)
-        self._chances = _chances(settings, generator)
-        self._scores = _group_scores(settings, self._chances, generator)
+        self._probabilities = _probabilities(settings, generator)
+        self._scores = _length_scores(settings, self._probabilities, generator)
         self._draws: dict[int, Draw] = {}
 
     def draw(self, prompt_ids: Sequence[int], seeds: Sequence[int]) -> Draw:
-        """Return the responses that a prompt gets with these seeds."""
+        """Return the responses to a prompt with these seeds."""
         known = self._draws.get(seeds[0])
         if known is None:
             known = self._draws[seeds[0]] = self._draw(prompt_ids[0], seeds)
@@ -114,7 +224,7 @@ class Task:
             math.sqrt(settings.between_prompts) * self._scores[prompt]
             + math.sqrt(1.0 - settings.between_prompts) * within
         )
-        correct = generator.random(len(seeds)) < self._chances[prompt]
+        correct = generator.random(len(seeds)) < self._probabilities[prompt]
         return Draw(
             lengths=np.minimum(settings.lengths.at(scores), settings.max_tokens),
             correct=correct,
@@ -123,7 +233,7 @@ class Task:
 
 
 class TaskTokenizer:
-    """Stands in for a tokenizer: the first token of a prompt is its number."""
+    """A stand-in for a tokenizer: the first token of a prompt is its number."""
 
     chat_template = None
 
@@ -135,12 +245,12 @@ class TaskTokenizer:
 
     @property
     def as_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Itself, as what the sampler asks for: it calls nothing but `encode`."""
+        """The object itself under the sampler's type; the sampler calls only `encode`."""
         return cast("PreTrainedTokenizerBase", self)
 
 
 class TaskVerifier:
-    """Reads off a virtual response whether it is right."""
+    """A verifier that reads correctness off a virtual response."""
 
     num_threads = 1
 
@@ -151,19 +261,15 @@ class TaskVerifier:
 
 
 _SCORES = {
-    right: Score(reward=1.0 if right else -1.0, correct=right, answer="", symbolic_correct=None)
-    for right in (True, False)
+    correct: Score(
+        reward=1.0 if correct else -1.0, correct=correct, answer="", symbolic_correct=None
+    )
+    for correct in (True, False)
 }
 
 
-def _signal_chance(num_responses: int) -> float:
-    """Chance of a group with a signal where its prompt's own chance is Beta(2, 2): 1 - 2 E[p^G]."""
-    size = num_responses
-    return 1.0 - 12.0 / ((size + 2) * (size + 3))
-
-
-def _chances(settings: TaskSettings, generator: np.random.Generator) -> np.ndarray:
-    """[num_prompts] chance of each prompt that a response is right."""
+def _probabilities(settings: TaskSettings, generator: np.random.Generator) -> np.ndarray:
+    """Draw the probability of a correct response for each prompt, [num_prompts]."""
     kinds = generator.random(settings.num_prompts)
     between = generator.beta(2.0, 2.0, settings.num_prompts)
     solved = kinds < settings.solved
@@ -172,14 +278,15 @@ def _chances(settings: TaskSettings, generator: np.random.Generator) -> np.ndarr
     )
 
 
-def _group_scores(
-    settings: TaskSettings, chances: np.ndarray, generator: np.random.Generator
+def _length_scores(
+    settings: TaskSettings, probabilities: np.ndarray, generator: np.random.Generator
 ) -> np.ndarray:
-    """[num_prompts] normal score of each prompt's typical length; harder ones tend to be higher."""
-    ranks = np.empty(len(chances))
-    # ties are broken at random: solved prompts are not all of one length
-    ranks[np.lexsort((generator.random(len(chances)), -chances))] = np.arange(len(chances))
-    spread = math.sqrt(12.0) * ((ranks + 0.5) / len(chances) - 0.5)
-    noise = generator.standard_normal(len(chances))
+    """Draw the normal score of each prompt's typical length, higher for harder prompts, [N]."""
+    ranks = np.empty(len(probabilities))
+    # break ties at random: solved prompts do not all have one length
+    order = np.lexsort((generator.random(len(probabilities)), -probabilities))
+    ranks[order] = np.arange(len(probabilities))
+    spread = math.sqrt(12.0) * ((ranks + 0.5) / len(probabilities) - 0.5)
+    noise = generator.standard_normal(len(probabilities))
     rho = settings.length_difficulty
     return rho * spread + math.sqrt(1.0 - rho * rho) * noise

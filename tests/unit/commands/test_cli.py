@@ -353,7 +353,7 @@ def test_simulate_compares_the_policies_without_starting_anything(
     outputs = ("--json", str(json_file), "--png", str(png))
     assert main(["simulate", str(recipe), *sizes, *outputs]) == 0
     document = json.loads(json_file.read_text())
-    assert document["versions"]["numpy"] and document["engines"]["num_engines"] == 1
+    assert document["machine"]["versions"]["numpy"] and document["engines"]["num_engines"] == 1
     entries = document["policies"]
     names = [entry["name"] for entry in entries]
     assert {"rounds-1x", "rounds-3x", "first-finished", "sync", "partial"} <= set(names)
@@ -368,9 +368,9 @@ def test_simulate_compares_the_policies_without_starting_anything(
     ("arguments", "message"),
     [
         (("--engines", "65"), "1 to 64"),
-        (("--keep-rate", "0.9", "--solved", "0.4"), "signal"),
-        (("--steps", "0"), "at least one step"),
-        (("--seeds", "0"), "of one seed"),
+        (("--keep-rate", "0.9", "--solved", "0.4"), "mixed"),
+        (("--steps", "0"), "--steps 0"),
+        (("--seeds", "0"), "--seeds 0"),
     ],
 )
 def test_simulate_refuses_what_cannot_be(
@@ -383,7 +383,7 @@ def test_simulate_refuses_what_cannot_be(
 
 def test_simulate_imports_no_heavy_package() -> None:
     code = (
-        "import sys, megadapo.lab.simulate.compare, megadapo.lab.simulate.report\n"
+        "import sys, megadapo.lab.simulate.simulation, megadapo.lab.simulate.report\n"
         "print({'torch', 'ray', 'vllm', 'transformers', 'megatron'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

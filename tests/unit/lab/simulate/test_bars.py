@@ -1,8 +1,7 @@
-"""Would catch: a sampler that is slower than its rivals, wastes what it generates, or leans towards
-short answers.
+"""The sampler is faster than its baselines, wastes less, and has no bias towards short answers.
 
-The whole sizes are those of 512 groups of 16 on 16 engines, where throughput is the limit, and 128
-groups on 32, where the tail is; lengths are log-normal, 4,800 tokens on average, 95 % below 12,000.
+Full sizes: 512 groups of 16 on 16 engines (limited by throughput) and 128 groups on 32 (limited by
+the tail). Lengths are log-normal with a mean of 4,800 tokens and 95 % below 12,000.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from megadapo.lab.simulate.simulation import NUM_WARM_UP, PolicyResult, pooled, 
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.rollout.config import SamplingConfig
 
-RIVALS = ("rounds-1x", "rounds-3x", "first-finished")
+BASELINES = ("rounds-1x", "rounds-3x", "first-finished")
 
 
 @pytest.fixture(autouse=True)
 def no_collections() -> Iterator[None]:
-    """Looking for garbage among millions of small objects takes a quarter of the time."""
+    """Save a quarter of the time: garbage collection looks at millions of small objects."""
     gc.disable()
     yield
     gc.enable()
@@ -33,7 +32,7 @@ def no_collections() -> Iterator[None]:
 def results(
     sampling: SamplingConfig, num_engines: int, task: TaskSettings, steps: dict[str, int]
 ) -> dict[str, PolicyResult]:
-    """The policies named in `steps`, over so many steps each."""
+    """Simulate the policies named in `steps`, each for its number of steps."""
     known = Task(task)
     settings = EngineSettings(num_engines=num_engines)
     return {
@@ -42,15 +41,15 @@ def results(
             settings,
             known,
             num_steps=steps[policy.name],
-            # the rivals leave nothing over to the step after them
-            num_warm_up=0 if policy.name in RIVALS else NUM_WARM_UP,
+            # the baselines leave nothing to the next step
+            num_warm_up=0 if policy.name in BASELINES else NUM_WARM_UP,
         )
         for policy in all_policies(sampling)
         if policy.name in steps
     }
 
 
-def test_the_order_of_the_policies_at_an_eighth_of_the_size() -> None:
+def test_order_of_the_policies_at_an_eighth_of_the_size() -> None:
     names = ("rounds-1x", "rounds-3x", "first-finished", "sync", "one-step-off", "partial")
     found = results(
         SamplingConfig(prompts_per_step=64),
@@ -70,7 +69,7 @@ def test_the_order_of_the_policies_at_an_eighth_of_the_size() -> None:
     assert found["partial"].slot_use > found["sync"].slot_use
 
 
-def test_a_memory_of_solved_prompts_saves_asking_for_them() -> None:
+def test_memory_of_solved_prompts_saves_requests() -> None:
     task = TaskSettings(keep_rate=0.35, solved_share=0.4, num_prompts=300)
     sampling = SamplingConfig(prompts_per_step=32, rest_after=1, rest_epochs=10)
     found = results(sampling, 2, task, {"partial": 6, "partial-memory": 6})
@@ -94,9 +93,11 @@ def test_a_memory_of_solved_prompts_saves_asking_for_them() -> None:
 def test_the_bars(
     keep_rate: float, size: int, num_engines: int, num_steps: int, sync: float, partial: float
 ) -> None:
-    """How often rounds of three times the batch need a second one decides their time: the rarer
-    it is, the more steps it takes to see. Where few are kept of many, that share is 1 to 37 % by
-    seed, as the prompts drawn keep 0.337 to 0.361 of their groups."""
+    """Rounds of three batches sometimes need a second round, which decides their time.
+
+    With few groups kept of many that happens in 1 to 37 % of the steps, by seed (the drawn prompts
+    keep 0.337 to 0.361 of their groups), so these cases run more seeds.
+    """
     seeds = range(8) if (keep_rate, size) == (0.35, 512) else range(2)
     steps = dict.fromkeys(("rounds-1x", "first-finished", "sync", "partial"), num_steps)
     found = pooled_results(
@@ -119,8 +120,7 @@ def test_the_bars(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_bar_with_solved_prompts_resting() -> None:
-    """Lengths do not depend on difficulty here: where the answers to solved prompts are shorter
-    than others, not asking for them saves less than their share."""
+    """Lengths do not depend on difficulty here; with short solved answers less is saved."""
     task = TaskSettings(keep_rate=0.35, solved_share=0.4, length_difficulty=0.0)
     found = pooled_results(
         SamplingConfig(prompts_per_step=512, rest_after=1, rest_epochs=10),
@@ -141,6 +141,6 @@ def pooled_results(
     steps: dict[str, int],
     seeds: Iterable[int],
 ) -> dict[str, PolicyResult]:
-    """`results` of all seeds together: a bar is met on average, or it is luck."""
+    """Return `results` pooled over seeds: a bar met on one seed can be luck."""
     repeated = [results(sampling, num_engines, replace(task, seed=seed), steps) for seed in seeds]
     return {name: pooled([one[name] for one in repeated]) for name in steps}

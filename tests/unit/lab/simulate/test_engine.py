@@ -1,5 +1,4 @@
-"""Would catch: a virtual engine whose clock is not that of its speed, that loses a response or
-a token when it is full, stopped or out of cache, or that does not work in order."""
+"""The virtual engine keeps time, order and every token when it is full, stopped or out of cache."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megadapo.lab.simulate.engine import VirtualEngine, VirtualResponse
-from megadapo.lab.simulate.speed import EngineSpeed
+from megadapo.lab.simulate.engine import EngineSpeed, VirtualEngine, VirtualResponse
 
 SPEED = EngineSpeed(step_s=2.0, response_s=0.5, context_s=0.01, prefill_s=0.1)
 FLAT = EngineSpeed(step_s=1.0, response_s=0.0, context_s=0.0, prefill_s=0.0)
@@ -22,7 +20,7 @@ def response(key: int, num_tokens: int, num_prompt: int = 10) -> VirtualResponse
 
 
 def run(engine: VirtualEngine) -> list[tuple[float, int]]:
-    """When each response ended."""
+    """Return the time and key of each response's end."""
     ends = []
     while (now := engine.next_event()) < math.inf:
         ends += [(now, one.key) for one in engine.run_event(now)]
@@ -35,13 +33,13 @@ def started(responses: Sequence[VirtualResponse], **settings: float) -> VirtualE
     return engine
 
 
-def test_one_response_takes_its_steps_and_its_growing_cache() -> None:
+def test_time_of_one_response_counts_its_growing_cache() -> None:
     ((end, _),) = run(started([response(0, 100)]))
     prefill, context = 10 * 0.1, 0.01 * (10 * 100 + 100**2 / 2)
     assert end == pytest.approx(prefill + 100 * (2.0 + 0.5) + context)
 
 
-def test_the_second_of_two_goes_on_alone() -> None:
+def test_second_response_continues_alone() -> None:
     first, second = run(started([response(0, 40), response(1, 100)]))
     together = 2 * 10 * 0.1 + 40 * (2.0 + 2 * 0.5) + 0.01 * (20 * 40 + 2 * 40**2 / 2)
     alone = 60 * (2.0 + 0.5) + 0.01 * (50 * 60 + 60**2 / 2)
@@ -49,7 +47,7 @@ def test_the_second_of_two_goes_on_alone() -> None:
     assert second == (pytest.approx(together + alone), 1)
 
 
-def test_time_and_tokens_turn_each_other_around() -> None:
+def test_tokens_in_inverts_time_for() -> None:
     for num_running, num_context in ((1, 0.0), (7, 1e4), (256, 1e6)):
         seconds = SPEED.time_for(123.4, num_running, num_context)
         assert SPEED.tokens_in(seconds, num_running, num_context) == pytest.approx(123.4)
@@ -57,7 +55,7 @@ def test_time_and_tokens_turn_each_other_around() -> None:
     assert SPEED.scaled(3.0).time_for(9, 4, 5.0) == pytest.approx(3 * SPEED.time_for(9, 4, 5.0))
 
 
-def test_the_lowest_in_rank_starts_first_when_a_slot_gets_free() -> None:
+def test_lowest_rank_takes_a_free_slot() -> None:
     engine = VirtualEngine(FLAT, num_slots=1)
     engine.add([response(3, 5), response(1, 7)])
     engine.add([response(2, 2)])
@@ -65,7 +63,7 @@ def test_the_lowest_in_rank_starts_first_when_a_slot_gets_free() -> None:
     assert engine.load == 0 and engine.num_tokens == 14 and engine.max_waiting == 2
 
 
-def test_stopped_responses_go_on_where_they_were() -> None:
+def test_stopped_responses_continue_where_they_were() -> None:
     whole = response(0, 50)
     ((uninterrupted, _),) = run(started([whole]))
     part = response(0, 50)
@@ -76,12 +74,12 @@ def test_stopped_responses_go_on_where_they_were() -> None:
     assert engine.next_event() == math.inf and engine.load == 0
     engine.add([part])
     ((end, _),) = run(engine)
-    # its prompt and what it had are computed anew; at most the token under way is lost
+    # its prompt and tokens are computed again; at most the token in progress is lost
     again = (10 + part.num_prompt) * 0.1
     assert uninterrupted < end < uninterrupted + again + 50 * 0.1 + SPEED.step_time(1, 60)
 
 
-def test_a_full_cache_makes_the_last_wait_and_loses_nothing() -> None:
+def test_full_cache_preempts_the_last_and_loses_nothing() -> None:
     responses = [response(key, 60 + key) for key in range(5)]
     engine = started(responses, kv_tokens=150)
     ends = run(engine)
@@ -93,7 +91,7 @@ def test_a_full_cache_makes_the_last_wait_and_loses_nothing() -> None:
     assert total <= engine.num_tokens + 1e-6 <= total + engine.num_preemptions + 1e-6
 
 
-def test_utilisation_is_the_integral_of_what_runs() -> None:
+def test_utilisation_is_the_integral_of_running_responses() -> None:
     engine = VirtualEngine(FLAT, num_slots=2)
     engine.add([response(0, 10), response(1, 30)])
     run(engine)

@@ -1,4 +1,4 @@
-"""Would catch: a fit that does not predict a run's times, or is not in proportion to them."""
+"""A fit predicts a run's times and is proportional to them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ import pytest
 
 from megadapo.config import load_config
 from megadapo.errors import DataError
+from megadapo.lab.simulate.engine import EngineSpeed
 from megadapo.lab.simulate.engines import EngineSettings, VirtualEngines
 from megadapo.lab.simulate.fit import fit_run
-from megadapo.lab.simulate.lengths import LogNormalLengths
 from megadapo.lab.simulate.policies import OurSampler
-from megadapo.lab.simulate.speed import EngineSpeed
-from megadapo.lab.simulate.task import Task, TaskSettings
-from megadapo.rollout.sampling.sampler import Sampler
+from megadapo.lab.simulate.task import LogNormalLengths, Task, TaskSettings
 
 RECIPE = Path(__file__).parents[4] / "configs" / "quickstart.toml"
 ONE_ENGINE = "rollout.num_engines=1"
-"""As the recorded run had it."""
+"""Number of engines of the recorded run."""
 SPEED = EngineSpeed(step_s=4e-3, response_s=2e-4, context_s=0.0, prefill_s=1e-5)
-"""Where a running response costs far more beside a step than the default has it."""
+"""Engines whose step time depends far more on running responses than by default."""
 
 
 def record_run(folder: Path, num_steps: int) -> None:
-    """Write the metrics of a run whose answers get longer, on engines of SPEED."""
+    """Write the metrics of a run whose responses grow, on engines of SPEED."""
     config = load_config(str(RECIPE), [f"run.folder={folder}", ONE_ENGINE])
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(config.model_dump_json())
@@ -45,7 +43,7 @@ def record_run(folder: Path, num_steps: int) -> None:
         for step in range(1, num_steps + 1):
             engines.task = Task(task(config.sampling.responses_per_prompt, step))
             start = engines.now
-            batch = inner(sampler).next_batch()
+            batch = sampler.sampler.next_batch()
             engines.publish()
             (engine,) = batch.engines
             lengths = batch.response_lengths
@@ -66,11 +64,6 @@ def record_run(folder: Path, num_steps: int) -> None:
             file.write(json.dumps(record) + "\n")
 
 
-def inner(sampler: OurSampler) -> Sampler:
-    """The product's sampler, whose batches have what metrics are made of."""
-    return sampler._sampler
-
-
 def task(num_responses: int, step: int) -> TaskSettings:
     mean = 10.0 + 2.0 * step
     return TaskSettings(
@@ -82,19 +75,18 @@ def task(num_responses: int, step: int) -> TaskSettings:
     )
 
 
-def test_a_run_is_predicted_from_its_first_half(tmp_path: Path) -> None:
+def test_run_is_predicted_from_its_first_half(tmp_path: Path) -> None:
     record_run(tmp_path / "run", 8)
     fit = fit_run(tmp_path / "run")
     assert fit.num_fitted == 4 and fit.steps == tuple(range(1, 9))
     measured, predicted = np.array(fit.measured), np.array(fit.predicted)
-    # which prompts come is not in the metrics, so single steps differ
+    # metrics do not say which prompts were drawn, so single steps differ
     assert predicted[4:].sum() == pytest.approx(measured[4:].sum(), rel=0.15)
     assert 0.3 < fit.task.keep_rate < 0.6
 
 
-def test_a_real_run_is_predicted_from_its_first_half(tmp_path: Path) -> None:
-    """The metrics are of the quickstart on two cores, where answers grow to twice their length and
-    fewer groups have a signal from step to step."""
+def test_real_run_is_predicted_from_its_first_half(tmp_path: Path) -> None:
+    """The metrics come from the quickstart on two cores: lengths double, fewer groups are mixed."""
     config = load_config(str(RECIPE), [f"run.folder={tmp_path}", ONE_ENGINE])
     (tmp_path / "config.json").write_text(config.model_dump_json())
     shutil.copy(Path(__file__).with_name("quickstart-metrics.jsonl"), tmp_path / "metrics.jsonl")
@@ -105,13 +97,13 @@ def test_a_real_run_is_predicted_from_its_first_half(tmp_path: Path) -> None:
     assert np.abs(predicted / measured - 1.0).mean() < 0.2
 
 
-def test_too_short_a_run_is_refused(tmp_path: Path) -> None:
+def test_short_run_is_refused(tmp_path: Path) -> None:
     record_run(tmp_path / "run", 3)
     with pytest.raises(DataError, match="3 steps"):
         fit_run(tmp_path / "run")
 
 
-def test_another_speed_of_the_same_shape_scales_all_times(tmp_path: Path) -> None:
+def test_slower_engines_scale_all_times(tmp_path: Path) -> None:
     record_run(tmp_path / "run", 4)
     fit = fit_run(tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"

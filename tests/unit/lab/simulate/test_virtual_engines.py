@@ -1,12 +1,12 @@
-"""Would catch: virtual engines that behave unlike real ones towards the sampler."""
+"""Virtual engines behave like real ones towards the sampler."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from megadapo.lab.simulate.engines import Dealing, EngineSettings, VirtualEngines
-from megadapo.lab.simulate.speed import EngineSpeed
+from megadapo.lab.simulate.engine import EngineSpeed
+from megadapo.lab.simulate.engines import Dispatch, EngineSettings, VirtualEngines
 from megadapo.lab.simulate.task import Task, TaskSettings
 from megadapo.rollout.types import GroupRequest, Response, SamplingSettings
 
@@ -22,12 +22,12 @@ def request(key: int, begun: tuple[Response, ...] = ()) -> GroupRequest:
     )
 
 
-def engines(num_engines: int = 2, dealing: Dealing = "least_loaded") -> VirtualEngines:
+def engines(num_engines: int = 2, dispatch: Dispatch = "least_loaded") -> VirtualEngines:
     settings = EngineSettings(num_engines=num_engines, num_slots=8, speed=EngineSpeed())
-    return VirtualEngines(settings, TASK, dealing=dealing)
+    return VirtualEngines(settings, TASK, dispatch=dispatch)
 
 
-def test_every_group_comes_back_once_with_the_tasks_answers() -> None:
+def test_every_group_returns_once_with_the_tasks_answers() -> None:
     some = engines()
     some.submit([request(key) for key in range(10)])
     assert some.num_in_flight == 10 and some.room == 0
@@ -40,13 +40,13 @@ def test_every_group_comes_back_once_with_the_tasks_answers() -> None:
     for key, group in found.items():
         draw = TASK.draw((key,), request(key).seeds)
         assert [len(one.token_ids) for one in group.responses] == draw.lengths.tolist()
-        assert [one.text == "right" for one in group.responses] == draw.correct.tolist()
+        assert [one.text == "correct" for one in group.responses] == draw.correct.tolist()
     assert some.finished() == [] and some.room == 2 * 10
-    assert some.num_tokens == pytest.approx(sum(d.lengths.sum() for d in some.asked.values()))
+    assert some.num_tokens == pytest.approx(sum(d.lengths.sum() for d in some.requested.values()))
 
 
-def test_groups_go_to_the_engine_with_the_least_to_do_or_in_turn() -> None:
-    some, others = engines(), engines(dealing="in_turn")
+def test_groups_go_to_the_least_loaded_engine_or_in_turn() -> None:
+    some, others = engines(), engines(dispatch="in_turn")
     some.submit([request(0), request(1)])
     some.submit([request(2), request(3)])
     loads = [activity.max_waiting for activity in some.activity()]
@@ -58,7 +58,7 @@ def test_groups_go_to_the_engine_with_the_least_to_do_or_in_turn() -> None:
             assert group.engine == group.key % 2
 
 
-def test_a_stopped_group_goes_on_with_new_weights_and_keeps_its_tokens() -> None:
+def test_stopped_group_continues_with_new_weights_and_keeps_its_tokens() -> None:
     some = engines(1)
     some.submit([request(0)])
     some.finished(timeout_s=20.0)
@@ -78,7 +78,7 @@ def test_a_stopped_group_goes_on_with_new_weights_and_keeps_its_tokens() -> None
         assert one.finish_reason == ("length" if length == 20480 else "stop")
 
 
-def test_what_is_stopped_and_not_kept_is_counted() -> None:
+def test_dropped_tokens_are_counted() -> None:
     some = engines(1)
     some.submit([request(0), request(1)])
     some.finished(timeout_s=5.0)
@@ -90,7 +90,7 @@ def test_what_is_stopped_and_not_kept_is_counted() -> None:
     assert some.activity()[0].num_tokens == 0
 
 
-def test_light_responses_share_their_memory() -> None:
+def test_responses_share_their_memory() -> None:
     some = engines(1)
     some.submit([request(0), request(1)])
     groups = [group for _ in range(2) for group in some.finished()]

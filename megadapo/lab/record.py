@@ -1,0 +1,62 @@
+"""JSON files of measurements: date, machine, versions and results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megadapo import __version__
+from megadapo.errors import DataError
+from megadapo.observe.machine import inspect_machine
+
+
+def write_record(path: Path, results: Mapping[str, Any]) -> None:
+    """Write results as JSON, below the date and the machine they were measured on.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    record = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(), **results}
+    write_text(path, json.dumps(record, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, and its folder where it is missing.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def machine() -> dict[str, Any]:
+    """Return this machine's hardware and the versions of installed packages."""
+    found = inspect_machine()
+    return {
+        "cpu": _cpu_name(),
+        "cores": found.num_cores,
+        "gpus": [gpu.name for gpu in found.gpus],
+        "system": found.system,
+        "python": found.python,
+        "versions": {
+            "megadapo": __version__,
+            "numpy": metadata.version("numpy"),
+            **{name: version for name, version in found.packages.items() if version},
+        },
+    }
+
+
+def _cpu_name() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # only Linux has this file
+        return None
+    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), None)
