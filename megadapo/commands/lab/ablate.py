@@ -13,18 +13,18 @@ from megadapo.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megadapo.lab.ablation.plan import Plan
+    from megadapo.lab.ablation.rows import Ablation
     from megadapo.lab.ablation.runner import Failure
     from megadapo.observe.report import TextTable
 
 FOLDER = Path("runs") / "ablations"
-"""Where ablations are kept, each by the name of its file of rows."""
+"""Parent of the ablations' folders, which are named like their rows files."""
 COLUMN_GAP = 2
 MARGIN = 2
 
-ABOUT = """Train a recipe with each row of a file over it and with several seeds, every run in a
-process of its own, and write a table with standard errors, curves and a report. What is finished
-is not trained again and what was stopped goes on, so the same command continues an ablation."""
+ABOUT = """Train a recipe with the overrides of each row of a file and with several seeds. Every run
+is a separate process. Write a table with standard errors, curves and a report. The same command
+continues a stopped ablation: it skips finished runs and resumes the others."""
 
 
 def add(commands: Commands) -> None:
@@ -32,18 +32,21 @@ def add(commands: Commands) -> None:
     parser = add_command(commands, "ablate", summary, takes_overrides=True)
     parser.description = ABOUT
     parser.add_argument("config", help="recipe (TOML) that the rows vary")
-    parser.add_argument("--rows", type=Path, required=True, metavar="FILE", help="the rows (TOML)")
+    parser.add_argument("--rows", type=Path, required=True, metavar="FILE", help="rows (TOML)")
     parser.add_argument(
-        "--seeds", type=int, default=2, metavar="K", help="seeds, from run.seed on; default: 2"
+        "--seeds", type=int, default=2, metavar="K", help="seeds from run.seed on (default 2)"
     )
     parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help=f"default: {FOLDER}/ and the name of FILE"
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help=f"folder of runs and report (default {FOLDER}/ and the name of FILE)",
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="runs side by side; default: 1"
+        "--jobs", type=int, default=1, metavar="N", help="runs side by side (default 1)"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="check every run, list them, start nothing"
+        "--dry-run", action="store_true", help="check and list all runs, start nothing"
     )
     parser.set_defaults(run=run)
 
@@ -51,50 +54,47 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megadapo.lab.ablation.plan import plan_ablation
-    from megadapo.lab.ablation.rows import read_rows
+    from megadapo.lab.ablation.rows import Ablation
     from megadapo.lab.ablation.runner import Runner
 
     for name in ("seeds", "jobs"):
         if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name} {getattr(arguments, name)}: at least 1 is needed")
-    plan = plan_ablation(
+            raise ConfigError(f"--{name} {getattr(arguments, name)}: must be at least 1")
+    ablation = Ablation.of(
         arguments.config,
         arguments.rows,
-        read_rows(arguments.rows),
         num_seeds=arguments.seeds,
         folder=arguments.folder or FOLDER / arguments.rows.stem,
         overrides=arguments.overrides,
     )
     console = Console()
     if arguments.dry_run:
-        for planned in plan.runs:
-            _say(console, f"{planned.name}: {planned.standing()}, {planned.folder}")
+        for each in ablation.runs:
+            _print_line(console, f"{each.name}: {each.state()}, {each.folder}")
         return 0
-    failures = Runner(jobs=arguments.jobs, say=lambda text: _say(console, text)).train(plan.runs)
-    return report(plan, failures, console)
+    runner = Runner(jobs=arguments.jobs, show=lambda text: _print_line(console, text))
+    return report(ablation, runner.train(ablation.runs), console)
 
 
-def report(plan: Plan, failures: list[Failure], console: Console) -> int:
-    """Show and write what an ablation came to; 1 where a run failed."""
-    from megadapo.lab.ablation.report import write_reports
+def report(ablation: Ablation, failures: list[Failure], console: Console) -> int:
+    """Print and write an ablation's results; return 1 if a run failed."""
+    from megadapo.lab.ablation.report import ablation_tables, write_reports
     from megadapo.lab.ablation.result import collect
-    from megadapo.lab.ablation.tables import ablation_tables
 
-    result = collect(plan, failures)
+    result = collect(ablation, failures)
     tables = ablation_tables(result)
     for table in tables:
         for piece in fitting(table, console.width - MARGIN):
-            _show(console, piece)
+            _print_table(console, piece)
     for path in write_reports(result, tables):
-        _say(console, str(path))
+        _print_line(console, str(path))
     return 1 if failures else 0
 
 
 def fitting(table: TextTable, width: int) -> list[TextTable]:
-    """Cut a table into some with fewer columns each, so that their cells need no second line.
+    """Split a table by columns, so that each part fits the width without line breaks.
 
-    The first column is in each of them, and the last one may be broken into lines.
+    Every part has the first column; a column wider than `width` is a part of its own.
     """
     lines = [table.head, *table.rows]
     widths = [max(map(len, column)) + COLUMN_GAP for column in zip(*lines, strict=True)]
@@ -104,8 +104,8 @@ def fitting(table: TextTable, width: int) -> list[TextTable]:
         if len(pieces[-1]) > 1 and used + widths[column] > width:
             pieces.append([0])
         pieces[-1].append(column)
-    cut = [[[line[column] for column in piece] for line in lines] for piece in pieces]
-    last = len(cut) - 1
+    parts = [[[line[column] for column in piece] for line in lines] for piece in pieces]
+    last = len(parts) - 1
     return [
         replace(
             table,
@@ -114,11 +114,11 @@ def fitting(table: TextTable, width: int) -> list[TextTable]:
             head=head,
             rows=rows,
         )
-        for number, (head, *rows) in enumerate(cut)
+        for number, (head, *rows) in enumerate(parts)
     ]
 
 
-def _show(console: Console, table: TextTable) -> None:
+def _print_table(console: Console, table: TextTable) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -138,5 +138,5 @@ def _show(console: Console, table: TextTable) -> None:
         console.print(Text(table.note, style="dim"), Text())
 
 
-def _say(console: Console, text: str) -> None:
+def _print_line(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)

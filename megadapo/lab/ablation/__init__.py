@@ -1,1 +1,1 @@
-"""Runs that differ by a few keys, over several seeds, and what the differences come to."""
+"""Ablations: runs that differ by a few keys, over several seeds, and their comparison."""

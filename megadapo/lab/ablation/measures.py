@@ -1,4 +1,4 @@
-"""What is measured of a run, and what several runs of a row come to."""
+"""Measures of a run, and their statistics over the seeds of a row."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megadapo.observe.metrics.records import (
 )
 
 END_STEPS = 5
-"""Steps that count as the end of a run: a single one is too noisy."""
+"""Number of last steps in an average at the end of a run; a single one is too noisy."""
 
-# 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom; beyond, the last is wider than
-# the right one.
+# 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom. Beyond the last one the
+# interval is a little too wide.
 _T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """What a run recorded."""
+    """Metrics and evaluations of a run."""
 
     steps: list[MetricRecord]
     evaluations: list[EvaluationRecord]
@@ -35,21 +35,21 @@ class RunRecords:
         return cls(steps=read_metrics(folder), evaluations=read_evaluations(folder))
 
     def values(self, name: str, last: int = 0) -> list[float]:
-        """A metric's finite values, of the last steps or (0) of all."""
+        """Return a metric's finite values in the last steps, or in all for 0."""
         found = (record.get(name) for record in self.steps[-last:])
         return [float(value) for value in found if value is not None and math.isfinite(value)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """One number of a run."""
+    """A measure: one number per run."""
 
     name: str
     label: str
     form: str
-    """How a value is written."""
+    """Format string of a value."""
     of: Callable[[RunRecords, float], float | None]
-    """Of a run's records and the accuracy that steps are counted to; None: not measured."""
+    """Function of the records and the accuracy that ends the count of steps; None if missing."""
 
 
 def _at_end(name: str) -> Callable[[RunRecords, float], float | None]:
@@ -72,28 +72,24 @@ def _steps_to_accuracy(run: RunRecords, accuracy: float) -> float | None:
     return next((float(e.step) for e in run.evaluations if e.accuracy >= accuracy), None)
 
 
-def _without_signal(run: RunRecords, _: float) -> float | None:
-    shares = [share_without_signal(record) for record in run.steps]
-    return _mean([share for share in shares if share is not None])
+def _mean_share(
+    share: Callable[[MetricRecord], float | None],
+) -> Callable[[RunRecords, float], float | None]:
+    return lambda run, _: _mean([one for one in map(share, run.steps) if one is not None])
 
 
 def share_without_signal(record: MetricRecord) -> float | None:
-    """Of the groups that a step sampled, those all right or all wrong; None where there are none.
+    """Return the share of a step's sampled groups that are all correct or all incorrect.
 
-    Their advantages are 0 but for a length punishment.
+    Their advantages are 0 except for a length penalty. The result is None without groups.
     """
     sampled = record.get("groups/sampled")
     counts = [record.get(f"groups/{name}") for name in ("all_correct", "all_wrong")]
     return sum(count or 0 for count in counts) / sampled if sampled else None
 
 
-def _trained_without_signal(run: RunRecords, _: float) -> float | None:
-    shares = [share_trained_without_signal(record) for record in run.steps]
-    return _mean([share for share in shares if share is not None])
-
-
 def share_trained_without_signal(record: MetricRecord) -> float | None:
-    """Of the groups that a step trained on, those without a signal; None where it had no group."""
+    """Return the share of a step's trained groups that are not mixed; None without groups."""
     kept, share = record.get("groups/kept"), share_without_signal(record)
     if not kept or share is None:
         return None
@@ -123,12 +119,14 @@ MEASURES = (
         form="{:.3%}",
         of=_over_run("response_length/truncated_fraction"),
     ),
-    Measure(name="no_signal", label="no signal", form="{:.1%}", of=_without_signal),
+    Measure(
+        name="no_signal", label="no signal", form="{:.1%}", of=_mean_share(share_without_signal)
+    ),
     Measure(
         name="no_signal_trained",
         label="no signal, trained",
         form="{:.1%}",
-        of=_trained_without_signal,
+        of=_mean_share(share_trained_without_signal),
     ),
     Measure(
         name="clip_low",
@@ -145,36 +143,36 @@ MEASURES = (
     Measure(name="tokens", label="tokens generated", form="{:,.0f}", of=_total("tokens/generated")),
     Measure(name="seconds", label="seconds", form="{:.1f}", of=_total("time/step_s")),
 )
-"""What is measured of every run, in the order of the table."""
+"""Measures of every run, in the order of the table's columns."""
 
 Measured = Mapping[str, float | None]
 """Measures of one run by name."""
 
 
 def measure(folder: Path, accuracy: float) -> dict[str, float | None]:
-    """Every measure of a run; None where it was not measured."""
+    """Return every measure of a run; None if missing."""
     records = RunRecords.read(folder)
     return {one.name: one.of(records, accuracy) for one in MEASURES}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Values of several seeds."""
+    """Mean and standard error over seeds."""
 
     mean: float
     standard_error: float | None
-    """Of the mean; None for a single seed."""
+    """Standard error of the mean; None for a single seed."""
     num: int
-    """Seeds with a value."""
+    """Number of seeds with a value."""
 
     @property
     def is_zero(self) -> bool:
-        """Of values that are all 0, and at least two."""
+        """Whether there are at least two values and all are 0."""
         return self.mean == 0.0 and self.standard_error == 0.0
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Spread | None:
-        """None where no seed has a value."""
+        """Return the spread of the known values; None without any."""
         known = [value for value in values if value is not None]
         if not known:
             return None
@@ -184,22 +182,22 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """How far the differences between two rows scatter over seeds, pooled over all comparisons.
+    """Standard deviation of differences between two rows over seeds, pooled over all comparisons.
 
-    Two or three seeds that happen to agree would make any difference look certain; all rows
-    together say what the same change of seed does elsewhere.
+    Two or three seeds that agree by chance would make any difference look certain. The pooled value
+    includes the effect of the seed on the other rows.
     """
 
     deviation: float
     num_free: int
-    """Degrees of freedom: seeds less one, of every comparison."""
+    """Degrees of freedom: the sum of (seeds - 1) over the comparisons."""
 
     @classmethod
     def of(cls, differences: Sequence[Spread | None]) -> Noise | None:
-        """None where no row has two seeds, or none differs from its other in any of them."""
+        """Pool differences; None unless a comparison with two seeds differs in one of them."""
         squares = num_free = 0.0
         for one in differences:
-            # rows whose runs are the same have no noise to add
+            # rows with identical results say nothing of the noise
             if one is not None and one.standard_error is not None and not one.is_zero:
                 squares += (one.num - 1) * one.num * one.standard_error**2
                 num_free += one.num - 1
@@ -208,7 +206,7 @@ class Noise:
         return cls(deviation=math.sqrt(squares / num_free), num_free=int(num_free))
 
     def interval(self, difference: Spread) -> tuple[float, float]:
-        """95 % interval of a mean difference by Student's t."""
+        """Return the 95 % interval of a mean difference by Student's t."""
         quantile = _T_QUANTILES[min(self.num_free, len(_T_QUANTILES)) - 1]
         half = quantile * self.deviation / math.sqrt(difference.num)
         return difference.mean - half, difference.mean + half
@@ -217,14 +215,14 @@ class Noise:
 def difference(
     row: Mapping[int, Measured], other: Mapping[int, Measured], name: str
 ) -> Spread | None:
-    """One measure of a row less that of another, seed by seed; None where a seed lacks it.
+    """Return one measure of a row minus another row's, paired by seed; None if a seed lacks it.
 
-    Steps to an accuracy are lacking where a run did not get there: a mean over those that did would
-    leave the slowest out.
+    Steps to an accuracy are missing for runs that never reach it: a mean over the others would omit
+    the slowest ones.
 
     Args:
         row: measures by seed.
-        other: measures by seed; seeds that only one of both has are left out.
+        other: measures by seed; seeds without a partner are ignored.
     """
     found = []
     for seed in [seed for seed in row if seed in other]:

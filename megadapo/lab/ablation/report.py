@@ -1,56 +1,271 @@
-"""The files of an ablation: JSON, a picture, Markdown, and one HTML page with every run."""
+"""Report of an ablation: tables, curves, and the files with both."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from megadapo.errors import DataError
-from megadapo.lab.ablation.curves import draw_rows
-from megadapo.lab.ablation.result import AblationResult, to_json
-from megadapo.lab.ablation.tables import markdown
+from megadapo.lab.ablation.measures import (
+    END_STEPS,
+    MEASURES,
+    Measure,
+    RunRecords,
+    Spread,
+    share_trained_without_signal,
+    share_without_signal,
+)
+from megadapo.lab.ablation.result import AblationResult, Effect, to_json
+from megadapo.lab.record import write_record, write_text
+from megadapo.observe.metrics.records import MetricRecord
+from megadapo.observe.plot import COLOURS, STYLE, finish, save
 from megadapo.observe.report import REPORT_FILE, TextTable, write_report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 JSON_FILE = "ablation.json"
 MARKDOWN_FILE = "ablation.md"
 PICTURE_FILE = "ablation.png"
-
 MAX_BYTES = 8 * 2**20
-"""Compressed responses on the page, of all runs together."""
+"""Limit of compressed responses on the page, over all runs."""
+PLUS_MINUS = "\u00b1"
+
+Dash = Literal["-", "--", ":", "-."]
+_DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
+
+Points = Iterator[tuple[int, float | None]]
+"""Steps and values of a run."""
 
 
 def write_reports(result: AblationResult, tables: Sequence[TextTable]) -> list[Path]:
     """Write all files into the ablation's folder and return their paths.
 
-    Without a finished run there is nothing to draw: JSON and Markdown alone.
+    Without a finished run these are only JSON and Markdown.
 
     Raises:
-        DataError: a run's folder holds a damaged file, or one cannot be written.
+        DataError: a run's folder holds a damaged file, or a file cannot be written.
     """
-    folder, title = result.plan.folder, _title(result)
-    paths = [folder / JSON_FILE, folder / MARKDOWN_FILE]
-    drawn = bool(result.folders)
-    picture = f"\n![Mean curves in bands of their standard errors]({PICTURE_FILE})\n" * drawn
-    _write(paths[0], json.dumps(to_json(result), indent=1) + "\n")
-    _write(paths[1], markdown(title, tables) + picture)
-    if drawn:
-        paths.append(folder / PICTURE_FILE)
+    ablation, num_seeds = result.ablation, len(result.ablation.seeds)
+    seeds = f"{num_seeds} seed" + "s" * (num_seeds != 1)
+    title = f"Ablation {ablation.rows_file.stem}: {len(ablation.rows.row)} rows, {seeds}"
+    paths = [ablation.folder / JSON_FILE, ablation.folder / MARKDOWN_FILE]
+    is_drawn = bool(result.folders)
+    picture = f"\n![Mean curves in bands of their standard errors]({PICTURE_FILE})\n" * is_drawn
+    write_record(paths[0], to_json(result))
+    write_text(paths[1], markdown(title, tables) + picture)
+    if is_drawn:
+        paths.append(ablation.folder / PICTURE_FILE)
         draw_rows([(row.row.name, row.folders) for row in result.rows], title, paths[-1])
-        page = folder / REPORT_FILE
+        page = ablation.folder / REPORT_FILE
         paths.append(write_report(result.folders, page, tables=tables, max_bytes=MAX_BYTES))
     return paths
 
 
-def _title(result: AblationResult) -> str:
-    plan, num_seeds = result.plan, len(result.plan.seeds)
-    seeds = f"{num_seeds} seed" + "s" * (num_seeds != 1)
-    return f"Ablation {plan.rows_file.stem}: {len(plan.rows.row)} rows, {seeds}"
+def ablation_tables(result: AblationResult) -> list[TextTable]:
+    """Return tables of measures, differences between rows, expected effects and failures."""
+    tables = [_measures(result), _differences(result)]
+    if result.effects:
+        tables.append(_effects(result))
+    if result.failures:
+        rows = [
+            [failure.run.name, str(failure.exit_code), failure.message, str(failure.run.log)]
+            for failure in result.failures
+        ]
+        note = "The other tables leave these runs out."
+        head = ["run", "exit code", "message", "log"]
+        tables.append(TextTable(title="Failed runs", note=note, head=head, rows=rows))
+    return tables
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+def _measures(result: AblationResult) -> TextTable:
+    ablation, num = result.ablation, len(result.ablation.seeds)
+    has_source = any(row.row.source for row in result.rows)
+    note = (
+        f"Mean {PLUS_MINUS} standard error over {num} seed{'s' if num != 1 else ''} "
+        f"({', '.join(map(str, ablation.seeds))}), {ablation.runs[0].config.run.num_steps} steps "
+        f"each, on {ablation.config}. Entropy (nats) and length (tokens) are means of the last "
+        f"{END_STEPS} steps, shares of all steps, seconds without start and evaluation. Steps to "
+        f"accuracy: to {ablation.rows.accuracy:g} held-out, as evaluations see it; (k/n): k of n "
+        "runs reached it. No signal: groups all correct or all incorrect, of those sampled and of "
+        "those trained on."
+    )
+    short = [f"{row.row.name}: {len(row.runs)}" for row in result.rows if len(row.runs) < num]
+    if short:
+        note += f" Finished seeds of incomplete rows: {'; '.join(short)}."
+    rows = [
+        [row.row.name, *(_cell(row.spread(one.name), one, len(row.runs)) for one in MEASURES)]
+        + [row.row.source] * has_source
+        for row in result.rows
+    ]
+    head = ["row", *(one.label for one in MEASURES), *["source"] * has_source]
+    return TextTable(title="Rows", note=note, head=head, rows=rows)
+
+
+def _differences(result: AblationResult) -> TextTable:
+    other = "the previous row" if result.ablation.rows.cumulative else "the first row"
+    note = (
+        f"Each row minus {other}, paired by seed: mean {PLUS_MINUS} standard error, shares in "
+        "points; no value if a seed lacks the measure, such as steps to an accuracy never reached. "
+        "With this many differences a few exclude 0 by chance."
+    )
+    if result.unchanged:
+        note += (
+            f" Rows with results identical to {other}, except for the seconds: "
+            f"{'; '.join(result.unchanged)}. Their change had no effect in these runs."
+        )
+    rows = [
+        [row, *(_cell(result.difference(row, other, one), one, sign=True) for one in MEASURES)]
+        for row, other in result.ablation.rows.comparisons
+    ]
+    return TextTable(
+        title="Differences", note=note, head=["row", *(one.label for one in MEASURES)], rows=rows
+    )
+
+
+def _effects(result: AblationResult) -> TextTable:
+    note = (
+        "Expected changes of a row, and the measured ones. A difference counts as shown if its "
+        "95 % interval excludes 0 (Student's t; the standard deviation is pooled over all rows' "
+        "differences)."
+    )
+    measures = {one.name: one for one in MEASURES}
+    rows = []
+    for effect in result.effects:
+        one = measures[effect.expectation.measure]
+        rows.append(
+            [
+                effect.row,
+                f"{one.label} {effect.expectation.change}",
+                _cell(effect.difference, one, sign=True),
+                _interval(effect, one),
+                effect.verdict,
+                effect.expectation.source,
+            ]
+        )
+    head = ["row", "expected", "difference", "95 % interval", "verdict", "source"]
+    return TextTable(title="Effects", note=note, head=head, rows=rows)
+
+
+def _cell(
+    spread: Spread | None, one: Measure, num_runs: int | None = None, *, sign: bool = False
+) -> str:
+    if spread is None:
+        return "-"
+    form = one.form.replace("{:", "{:+") if sign else one.form
+    parts = [form.format(spread.mean)]
+    if spread.standard_error is not None:
+        parts += [PLUS_MINUS, one.form.format(spread.standard_error)]
+    if num_runs is not None and spread.num < num_runs:
+        parts.append(f"({spread.num}/{num_runs})")
+    return " ".join(parts)
+
+
+def _interval(effect: Effect, one: Measure) -> str:
+    if effect.interval is None:
+        return "-"
+    form = one.form.replace("{:", "{:+")
+    return " to ".join(form.format(bound) for bound in effect.interval)
+
+
+def markdown(title: str, tables: Sequence[TextTable]) -> str:
+    """Return the tables as a Markdown page."""
+    return "\n".join([f"# {title}", *(line for table in tables for line in _lines(table))]) + "\n"
+
+
+def _lines(table: TextTable) -> Iterator[str]:
+    yield from ("", f"## {table.title}", "", table.note, "")
+    yield _line(table.head)
+    yield _line(
+        [_alignment([row[column] for row in table.rows]) for column in range(len(table.head))]
+    )
+    for row in table.rows:
+        yield _line(row)
+
+
+def _alignment(cells: Sequence[str]) -> str:
+    """Align numbers right and words left."""
+    return "---:" if all(re.match(r"[-+]?\d|-$", cell) for cell in cells) else "---"
+
+
+def _line(cells: Sequence[str]) -> str:
+    # a bar or a line break would end the cell
+    plain = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+    return "| " + " | ".join(plain) + " |"
+
+
+def _of(value: Callable[[MetricRecord], float | None]) -> Callable[[RunRecords], Points]:
+    return lambda run: ((int(record["step"] or 0), value(record)) for record in run.steps)
+
+
+def _metric(name: str) -> Callable[[RunRecords], Points]:
+    return _of(lambda record: record.get(name))
+
+
+PANELS: tuple[tuple[str, Callable[[RunRecords], Points]], ...] = (
+    ("Held-out accuracy", lambda run: ((one.step, one.accuracy) for one in run.evaluations)),
+    ("Training accuracy", _metric("accuracy/mean")),
+    ("Entropy (nats per token)", _metric("policy/entropy")),
+    ("Response length (tokens)", _metric("response_length/mean")),
+    ("Sampled groups without signal (share)", _of(share_without_signal)),
+    ("Trained groups without signal (share)", _of(share_trained_without_signal)),
+    ("Clipped above (fraction of tokens)", _metric("policy/clip_high_fraction")),
+    ("Token probability", _metric("policy/token_probability_mean")),
+)
+
+
+def draw_rows(rows: Sequence[tuple[str, Sequence[Path]]], title: str, output: Path) -> None:
+    """Draw each row's mean over its seeds, in a band of its standard error, into a PNG.
+
+    Args:
+        rows: names, and folders of the runs; a row without runs is left out.
+
+    Raises:
+        DataError: a folder holds a damaged file, or the picture cannot be written.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    read = [(name, [RunRecords.read(folder) for folder in runs]) for name, runs in rows if runs]
+    styled = [
+        # rows that share a colour differ in their dashes
+        (name, runs, COLOURS[place % len(COLOURS)], _DASHES[place // len(COLOURS) % len(_DASHES)])
+        for place, (name, runs) in enumerate(read)
+    ]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(17.5, 7.5), layout="constrained")
+        for axes, (panel, points) in zip(figure.subplots(2, 4).flat, PANELS, strict=True):
+            axes.set_title(panel)
+            for _, runs, colour, dash in styled:
+                _band(axes, [points(run) for run in runs], colour, dash)
+            finish(axes)
+        figure.suptitle(title, fontsize=13)
+        handles = [
+            Line2D([], [], color=colour, linestyle=dash, label=name)
+            for name, _, colour, dash in styled
+        ]
+        if handles:
+            figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6))
+        save(figure, output)
+
+
+def _band(axes: Axes, runs: Sequence[Points], colour: str, dash: Dash) -> None:
+    by_step: dict[int, list[float | None]] = {}
+    for step, value in itertools.chain.from_iterable(runs):
+        is_known = value is not None and math.isfinite(value)
+        by_step.setdefault(step, []).append(value if is_known else None)
+    spreads = [(step, spread) for step in sorted(by_step) if (spread := Spread.of(by_step[step]))]
+    if not spreads:
+        return
+    steps = [step for step, _ in spreads]
+    means = [spread.mean for _, spread in spreads]
+    errors = [spread.standard_error or 0.0 for _, spread in spreads]
+    low = [mean - error for mean, error in zip(means, errors, strict=True)]
+    high = [mean + error for mean, error in zip(means, errors, strict=True)]
+    marker = "o" if len(steps) < 3 else None
+    axes.plot(steps, means, color=colour, linestyle=dash, marker=marker, label="mean")
+    axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)

@@ -1,10 +1,9 @@
-"""What an ablation came to: every row's measures over its seeds, differences, and effects."""
+"""Results of an ablation: measures of each row over its seeds, differences, and effects."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from megadapo.lab.ablation.measures import (
     difference,
     measure,
 )
-from megadapo.lab.ablation.plan import Plan
-from megadapo.lab.ablation.rows import Expectation, Row, flat
+from megadapo.lab.ablation.rows import Ablation, Expectation, Row, flat
 from megadapo.lab.ablation.runner import Failure
-from megadapo.observe.machine import inspect_machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +28,7 @@ class RowResult:
     runs: dict[int, Measured]
     """Measures of each finished run, by seed."""
     folders: tuple[Path, ...]
-    """Of the finished runs."""
+    """Folders of the finished runs."""
 
     def spread(self, name: str) -> Spread | None:
         return Spread.of([run[name] for run in self.runs.values()])
@@ -39,25 +36,25 @@ class RowResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """One expectation of a row, and what was measured."""
+    """One expectation of a row, and the measured difference."""
 
     row: str
     other: str
     expectation: Expectation
     difference: Spread | None
     noise: Noise | None
-    """Of this measure's differences."""
+    """Noise of this measure's differences."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 % interval of the difference; None where it has none."""
+        """95 % interval of the difference; None if it cannot be computed."""
         if self.difference is None or self.noise is None or self.difference.is_zero:
             return None
         return self.noise.interval(self.difference)
 
     @property
     def verdict(self) -> str:
-        """What the numbers allow to say, and no more."""
+        """The conclusion that the numbers support, in words."""
         found, interval, wanted = self.difference, self.interval, self.expectation.change
         if found is None:
             return "not measured"
@@ -68,14 +65,14 @@ class Effect:
         if interval[0] <= 0.0 <= interval[1]:
             return "not shown: the 95 % interval includes 0"
         direction = "higher" if found.mean > 0 else "lower"
-        return f"{direction}, as said" if direction == wanted else f"{direction}, which is opposite"
+        return f"{direction}, as expected" if direction == wanted else f"{direction}, the opposite"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AblationResult:
-    """The rows in the order of their file, and what failed."""
+    """The rows in the order of their file, and the failed runs."""
 
-    plan: Plan
+    ablation: Ablation
     rows: tuple[RowResult, ...]
     failures: tuple[Failure, ...]
 
@@ -84,21 +81,21 @@ class AblationResult:
         return [folder for row in self.rows for folder in row.folders]
 
     def difference(self, row: str, other: str, one: Measure) -> Spread | None:
-        """A measure of one row less another's, over the seeds that both have."""
+        """Return a measure of one row minus another's, over their common seeds."""
         runs = {result.row.name: result.runs for result in self.rows}
         return difference(runs[row], runs[other], one.name)
 
     def _noise(self, one: Measure) -> Noise | None:
-        comparisons = self.plan.rows.comparisons
+        comparisons = self.ablation.rows.comparisons
         return Noise.of([self.difference(row, other, one) for row, other in comparisons])
 
     @property
     def unchanged(self) -> list[str]:
-        """Rows that have all numbers of the row they are compared with, but for the seconds."""
+        """Rows with the same results as the row they are compared with, except for the seconds."""
         runs = {result.row.name: result.runs for result in self.rows}
         return [
             row
-            for row, other in self.plan.rows.comparisons
+            for row, other in self.ablation.rows.comparisons
             if any(seed in runs[other] for seed in runs[row])
             and all(
                 _without_seconds(runs[row][seed]) == _without_seconds(runs[other][seed])
@@ -109,7 +106,7 @@ class AblationResult:
 
     @property
     def effects(self) -> list[Effect]:
-        """What the rows are said to change, each with what was measured."""
+        """The expectations of all rows with the measured differences."""
         measures = {one.name: one for one in MEASURES}
         expected = {result.row.name: result.row.expects for result in self.rows}
         return [
@@ -120,7 +117,7 @@ class AblationResult:
                 difference=self.difference(row, other, measures[expectation.measure]),
                 noise=self._noise(measures[expectation.measure]),
             )
-            for row, other in self.plan.rows.comparisons
+            for row, other in self.ablation.rows.comparisons
             for expectation in expected[row]
         ]
 
@@ -129,39 +126,31 @@ def _without_seconds(measured: Measured) -> dict[str, float | None]:
     return {name: value for name, value in measured.items() if name != "seconds"}
 
 
-def collect(plan: Plan, failures: Sequence[Failure] = ()) -> AblationResult:
-    """Read what the finished runs of a plan recorded."""
+def collect(ablation: Ablation, failures: Sequence[Failure] = ()) -> AblationResult:
+    """Read the results of the finished runs."""
     rows = []
-    for row in plan.rows.row:
-        finished = [run for run in plan.of_row(row) if run.standing() == "finished"]
+    for row in ablation.rows.row:
+        finished = [run for run in ablation.runs if run.row == row and run.state() == "finished"]
         rows.append(
             RowResult(
                 row=row,
-                runs={run.seed: measure(run.folder, plan.rows.accuracy) for run in finished},
+                runs={run.seed: measure(run.folder, ablation.rows.accuracy) for run in finished},
                 folders=tuple(run.folder for run in finished),
             )
         )
-    return AblationResult(plan=plan, rows=tuple(rows), failures=tuple(failures))
+    return AblationResult(ablation=ablation, rows=tuple(rows), failures=tuple(failures))
 
 
 def to_json(result: AblationResult) -> dict[str, Any]:
-    """The whole result as JSON values."""
-    plan, machine = result.plan, inspect_machine()
+    """Return the result as JSON values."""
+    ablation = result.ablation
     return {
-        "date": f"{date.today()}",
-        "machine": {
-            "cores": machine.num_cores,
-            "gpus": [gpu.name for gpu in machine.gpus],
-            "system": machine.system,
-            "python": machine.python,
-            "versions": {name: found for name, found in machine.packages.items() if found},
-        },
-        "config": plan.config,
-        "rows_file": str(plan.rows_file),
-        "cumulative": plan.rows.cumulative,
-        "accuracy": plan.rows.accuracy,
-        "num_steps": plan.runs[0].config.run.num_steps,
-        "seeds": list(plan.seeds),
+        "config": ablation.config,
+        "rows_file": str(ablation.rows_file),
+        "cumulative": ablation.rows.cumulative,
+        "accuracy": ablation.rows.accuracy,
+        "num_steps": ablation.runs[0].config.run.num_steps,
+        "seeds": list(ablation.seeds),
         "rows": [_row_json(result, index) for index in range(len(result.rows))],
         "differences": [
             {
@@ -171,7 +160,7 @@ def to_json(result: AblationResult) -> dict[str, Any]:
                     one.name: _spread_json(result.difference(row, other, one)) for one in MEASURES
                 },
             }
-            for row, other in plan.rows.comparisons
+            for row, other in ablation.rows.comparisons
         ],
         "unchanged": result.unchanged,
         "effects": [
@@ -199,7 +188,7 @@ def _row_json(result: AblationResult, index: int) -> dict[str, Any]:
         "name": row.row.name,
         "source": row.row.source,
         "config": row.row.config,
-        "overrides": flat(result.plan.rows.overrides_of(index)),
+        "overrides": flat(result.ablation.rows.overrides_of(index)),
         "runs": {str(seed): dict(measured) for seed, measured in row.runs.items()},
         "measures": {one.name: _spread_json(row.spread(one.name)) for one in MEASURES},
     }

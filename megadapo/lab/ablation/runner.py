@@ -1,7 +1,7 @@
-"""Runs the trainings of an ablation, each in a process of its own, some side by side.
+"""Runner of an ablation's trainings: one process each, some side by side.
 
-A training that fails is named and ends no other. When the ablation is stopped it stops what is
-under way as a person would, so that the same command goes on there.
+A failed training does not end the others. An interrupted ablation stops its trainings with the
+signal that a user would send, so that the same command can resume them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megadapo.cluster.watch.guard import Guard, kill_after_this_process
 from megadapo.errors import RunInterruptedError
-from megadapo.lab.ablation.plan import PlannedRun
+from megadapo.lab.ablation.rows import RowRun
 from megadapo.run.state.stop import StopSignal
 
 POLL_S = 0.2
@@ -22,11 +22,11 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A training that did not reach its last step."""
+    """A training that ended before its last step."""
 
-    run: PlannedRun
+    run: RowRun
     exit_code: int
-    """Negative: the number of the signal that ended it."""
+    """Exit code; a negative one is the number of the signal that killed it."""
     message: str
 
     def __str__(self) -> str:
@@ -35,32 +35,32 @@ class Failure:
 
 @dataclass(frozen=True)
 class _Child:
-    run: PlannedRun
+    run: RowRun
     process: subprocess.Popen[bytes]
     guard: Guard
-    """Kills the child if this process is killed."""
-    since: float
+    """Guard that kills the child if this process is killed."""
+    start: float
     log_start: int
-    """Bytes of the log that earlier processes of the run wrote."""
+    """Bytes of the log from earlier processes of the run."""
 
 
 class Runner:
-    """Trains planned runs, at most `jobs` at a time."""
+    """A runner of trainings, at most `jobs` at a time."""
 
-    def __init__(self, *, jobs: int, say: Callable[[str], None]) -> None:
-        """`say`: shows a line about a run that begins or has ended."""
+    def __init__(self, *, jobs: int, show: Callable[[str], None]) -> None:
+        """Create a runner; `show` prints a line when a run starts or ends."""
         self._jobs = jobs
-        self._say = say
+        self._show = show
         self._children: list[_Child] = []
         self._failures: list[Failure] = []
 
-    def train(self, runs: Iterable[PlannedRun]) -> list[Failure]:
-        """Train all that are not finished and return those that failed.
+    def train(self, runs: Iterable[RowRun]) -> list[Failure]:
+        """Train all unfinished runs and return the failed ones.
 
         Raises:
-            RunInterruptedError: it was asked to stop; so were the trainings under way.
+            RunInterruptedError: a stop was requested; the trainings were stopped too.
         """
-        waiting = deque(run for run in runs if run.standing() != "finished")
+        waiting = deque(run for run in runs if run.state() != "finished")
         stop = StopSignal()
         stop.install()
         try:
@@ -68,14 +68,14 @@ class Runner:
                 self._train_all(waiting)
         except RunInterruptedError as stopped:
             raise RunInterruptedError(
-                f"{stopped}; the same command goes on with the runs that are not finished"
+                f"{stopped}; the same command continues with the unfinished runs"
             ) from None
         finally:
             self._end_children()
             stop.uninstall()
         return self._failures
 
-    def _train_all(self, waiting: deque[PlannedRun]) -> None:
+    def _train_all(self, waiting: deque[RowRun]) -> None:
         while waiting or self._children:
             while waiting and len(self._children) < self._jobs:
                 self._start(waiting.popleft())
@@ -83,8 +83,8 @@ class Runner:
             for child in [child for child in self._children if child.process.poll() is not None]:
                 self._close(child)
 
-    def _start(self, run: PlannedRun) -> None:
-        goes_on = "goes on" if run.standing() == "begun" else "begins"
+    def _start(self, run: RowRun) -> None:
+        verb = "resumes" if run.state() == "started" else "starts"
         run.log.parent.mkdir(parents=True, exist_ok=True)
         with run.log.open("ab") as output:
             log_start = output.tell()
@@ -93,23 +93,23 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # a terminal's Ctrl-C would reach it a second time, which means: end at once
+                # in this session a terminal's Ctrl-C would be its second signal: end at once
                 start_new_session=True,
             )
         guard = kill_after_this_process([process.pid])
         self._children.append(_Child(run, process, guard, time.monotonic(), log_start))
-        self._say(f"{run.name} {goes_on}: {run.folder}")
+        self._show(f"{run.name} {verb}: {run.folder}")
 
     def _close(self, child: _Child) -> None:
         self._children.remove(child)
         child.guard.stand_down()
-        took, code = time.monotonic() - child.since, child.process.returncode
+        seconds, code = time.monotonic() - child.start, child.process.returncode
         if code == 0:
-            self._say(f"{child.run.name} finished after {took:.0f} s")
+            self._show(f"{child.run.name} finished after {seconds:.0f} s")
             return
         failure = Failure(run=child.run, exit_code=code, message=_last_words(child))
         self._failures.append(failure)
-        self._say(f"{failure}")
+        self._show(f"{failure}")
 
     def _end_children(self) -> None:
         for child in self._children:
@@ -121,8 +121,8 @@ class Runner:
 
 
 def _last_words(child: _Child) -> str:
-    """The error that the process ended with, else the last line it wrote."""
-    said = child.run.log.read_bytes()[child.log_start :].decode(errors="replace")
-    lines = said.strip().splitlines()
+    """Return the error of a failed process, or else the last line of its output."""
+    output = child.run.log.read_bytes()[child.log_start :].decode(errors="replace")
+    lines = output.strip().splitlines()
     errors = [line for line in lines if line.startswith("megadapo: ")]
-    return (errors or lines or ["it said nothing"])[-1].removeprefix("megadapo: ")
+    return (errors or lines or ["no output"])[-1].removeprefix("megadapo: ")

@@ -1,5 +1,4 @@
-"""Would catch: trainings side by side that disturb each other, a stop that leaves processes or
-loses a run, a run that is trained again although it was finished."""
+"""A stopped ablation leaves no process, and the same command finishes it without repeating runs."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_an_ablation_that_was_stopped_goes_on_and_reports_all_runs(tmp_path: Path) -> None:
+def test_stopped_ablation_continues_and_reports_all_runs(tmp_path: Path) -> None:
     first = tmp_path / "runs" / "all-groups" / "seed-1"
     stopped = start(tmp_path)
     wait_for_step(stopped, first, 2)
@@ -76,4 +75,4 @@ def test_an_ablation_that_was_stopped_goes_on_and_reports_all_runs(tmp_path: Pat
     again = start(tmp_path)
     output, _ = again.communicate(timeout=100)
     assert again.returncode == 0, output
-    assert "begins" not in output and "goes on:" not in output
+    assert "starts" not in output and "resumes" not in output

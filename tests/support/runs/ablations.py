@@ -1,4 +1,4 @@
-"""Ablations over tiny recipes, and folders that look like their finished runs."""
+"""Ablations over tiny recipes, and folders of their finished runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from megadapo.config import to_dict
-from megadapo.lab.ablation.plan import Plan, PlannedRun, plan_ablation
-from megadapo.lab.ablation.rows import read_rows
+from megadapo.lab.ablation.rows import Ablation, RowRun
 from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
 from megadapo.run.state.checkpoint import CHECKPOINTS
 from tests.support import REPOSITORY
@@ -31,18 +30,17 @@ source = "Figure 2"
 """
 
 
-def plan_of(
+def ablation_of(
     folder: Path, *overrides: str, rows: str = ROWS, num_seeds: int = 2, name: str = "rows.toml"
-) -> Plan:
-    """Plan an ablation of the quickstart whose rows file and runs lie below `folder`."""
+) -> Ablation:
+    """Return an ablation of the quickstart with its rows file and runs below `folder`."""
     path = folder / name
     path.write_text(rows, encoding="utf-8")
-    # its model lies beside the recipe, wherever the test is run from
+    # absolute, so that the test runs from any folder
     model = f"--model.path={REPOSITORY / 'configs' / 'quickstart-base'}"
-    return plan_ablation(
+    return Ablation.of(
         str(REPOSITORY / "configs" / "quickstart.toml"),
         path,
-        read_rows(path),
         num_seeds=num_seeds,
         folder=folder / "runs",
         overrides=[model, *overrides],
@@ -50,9 +48,9 @@ def plan_of(
 
 
 def finish(
-    run: PlannedRun, *, accuracy: float = 0.9, entropy: float = 0.5, seconds: float = 2.0
+    run: RowRun, *, accuracy: float = 0.9, entropy: float = 0.5, seconds: float = 2.0
 ) -> None:
-    """Make the folder of a run as one that took all of its steps leaves it."""
+    """Write the folder of a run that took all of its steps."""
     num_steps = run.config.run.num_steps
     with MetricsLog(run.folder) as log:
         for step in range(num_steps + 1):

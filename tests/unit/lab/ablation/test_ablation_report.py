@@ -1,5 +1,4 @@
-"""Would catch: a report that leaves out a row, a failure or an effect that was not shown, a cell
-that breaks its table, a command that ends well although a run failed."""
+"""The report has every row, failure and effect, its cells keep their tables, and exit codes fit."""
 
 from __future__ import annotations
 
@@ -10,24 +9,22 @@ from pathlib import Path
 from megadapo.cli import main
 from megadapo.commands.lab.ablate import fitting
 from megadapo.lab.ablation.measures import MEASURES
-from megadapo.lab.ablation.plan import Plan
-from megadapo.lab.ablation.report import write_reports
-from megadapo.lab.ablation.result import AblationResult, collect
+from megadapo.lab.ablation.report import ablation_tables, markdown, write_reports
+from megadapo.lab.ablation.result import collect
+from megadapo.lab.ablation.rows import Ablation
 from megadapo.lab.ablation.runner import Failure
-from megadapo.lab.ablation.tables import ablation_tables, markdown
 from megadapo.observe.report import TextTable
 from tests.support import REPOSITORY
-from tests.support.runs.ablations import ROWS, finish, plan_of
-from tests.unit.observe.test_report import embedded
+from tests.support.runs.ablations import ROWS, ablation_of, finish
 
 
-def finished(folder: Path) -> Plan:
-    plan = plan_of(folder, num_seeds=3)
-    for run in plan.runs:
+def finished(folder: Path) -> Ablation:
+    ablation = ablation_of(folder, num_seeds=3)
+    for run in ablation.runs:
         higher = "higher" in run.row.name
         noise = 0.001 * run.seed
         finish(run, accuracy=0.65 + 0.02 * run.seed, entropy=0.2 + noise + 0.1 * higher)
-    return plan
+    return ablation
 
 
 def table_lines(page: str) -> list[str]:
@@ -45,15 +42,16 @@ def test_files_hold_every_row_difference_and_effect(tmp_path: Path) -> None:
     assert [row["name"] for row in found["rows"]] == ["plain", "+ clip | higher"]
     assert found["rows"][1]["measures"].keys() == {one.name for one in MEASURES}
     [effect] = found["effects"]
-    assert effect["verdict"] == "higher, as said"
+    assert effect["verdict"] == "higher, as expected"
     assert abs(effect["difference"]["mean"] - 0.1) < 1e-9
     assert found["seeds"] == [1, 2, 3] and found["num_steps"] == 6
-    page = embedded(paths[-1].read_text(), "data")
+    (data,) = re.findall(r'<script[^>]*id="data"[^>]*>(.*?)</script>', paths[-1].read_text(), re.S)
+    page = json.loads(data)
     assert [table["title"] for table in page["tables"]] == ["Rows", "Differences", "Effects"]
     assert len(page["runs"]) == 6
 
 
-def test_a_markdown_cell_cannot_end_its_table(tmp_path: Path) -> None:
+def test_markdown_cells_are_escaped(tmp_path: Path) -> None:
     page = markdown("Title", ablation_tables(collect(finished(tmp_path))))
     lines = table_lines(page)
     rows = [line for line in lines if line.startswith("| + ")]
@@ -63,8 +61,8 @@ def test_a_markdown_cell_cannot_end_its_table(tmp_path: Path) -> None:
     assert len(set(bars)) == 3, "one width for each of the three tables"
 
 
-def test_numbers_stand_at_the_right_and_words_at_the_left(tmp_path: Path) -> None:
-    """A missing number is no word; an interval begins with a number."""
+def test_numbers_are_aligned_right_and_words_left(tmp_path: Path) -> None:
+    """A missing number is no word; an interval starts with a number."""
     page = markdown("Title", ablation_tables(collect(finished(tmp_path))))
     _, _, effects = [line for line in table_lines(page) if line.startswith("| ---")]
     assert effects == "| --- | --- | ---: | ---: | --- | --- |"
@@ -74,53 +72,52 @@ def test_numbers_stand_at_the_right_and_words_at_the_left(tmp_path: Path) -> Non
         assert expected in markdown("Title", [table])
 
 
-def test_steps_to_an_accuracy_say_how_many_runs_got_there(tmp_path: Path) -> None:
-    """The mean of the runs that did would hide those that never do."""
+def test_steps_to_accuracy_count_the_runs_that_reached_it(tmp_path: Path) -> None:
+    """Their mean alone would hide the runs that never reach it."""
     rows = ablation_tables(collect(finished(tmp_path)))[0]
     steps = rows.head.index("steps to accuracy")
     # 0.67, 0.69 and 0.71 at the last step
     assert [row[steps] for row in rows.rows] == ["6.0 (1/3)", "6.0 (1/3)"]
 
 
-def test_a_row_that_changes_nothing_is_named(tmp_path: Path) -> None:
-    """A difference of 0 +- 0 alone could be rounded; that the change never acted is said."""
-    plan = plan_of(tmp_path, num_seeds=2)
-    for number, run in enumerate(plan.runs):
+def test_rows_with_identical_results_are_flagged(tmp_path: Path) -> None:
+    """A difference of 0 +- 0 alone could be rounding."""
+    ablation = ablation_of(tmp_path, num_seeds=2)
+    for number, run in enumerate(ablation.runs):
         finish(run, entropy=0.2 + 0.01 * run.seed, seconds=1.0 + number)
-    result = collect(plan)
+    result = collect(ablation)
     tables = ablation_tables(result)
     assert result.unchanged == ["+ clip | higher"]
-    assert "+ clip | higher. What these rows change had nothing to act on." in tables[1].note
+    assert "+ clip | higher. Their change had no effect in these runs." in tables[1].note
     assert tables[2].rows[0][4] == "not shown: no difference in any seed"
     other = tmp_path / "other"
     other.mkdir()
-    assert "nothing to act on" not in ablation_tables(collect(finished(other)))[1].note
+    assert "no effect" not in ablation_tables(collect(finished(other)))[1].note
 
 
-def test_failed_and_missing_runs_have_no_part_in_the_numbers(tmp_path: Path) -> None:
+def test_numbers_leave_out_failed_and_missing_runs(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
-    plan = plan_of(tmp_path)
-    finish(plan.runs[0])
-    failure = Failure(run=plan.runs[1], exit_code=6, message="an invariant | broke")
-    result: AblationResult = collect(plan, [failure])
-    rows, differences, effects, failures = ablation_tables(result)
+    ablation = ablation_of(tmp_path)
+    finish(ablation.runs[0])
+    failure = Failure(run=ablation.runs[1], exit_code=6, message="an invariant | broke")
+    rows, differences, effects, failures = ablation_tables(collect(ablation, [failure]))
     assert all(cell == "-" for cell in rows.rows[1][1:-1])
-    assert rows.note.endswith("not finished: plain: 1; + clip | higher: 0.")
-    assert "not finished" not in ablation_tables(collect(finished(tmp_path / "whole")))[0].note
+    assert rows.note.endswith("incomplete rows: plain: 1; + clip | higher: 0.")
+    assert "incomplete" not in ablation_tables(collect(finished(tmp_path / "whole")))[0].note
     assert all(cell == "-" for cell in differences.rows[0][1:])
     assert effects.rows[0][4] == "not measured"
     assert failures.rows == [
-        ["+ clip | higher, seed 1", "6", "an invariant | broke", str(plan.runs[1].log)]
+        ["+ clip | higher, seed 1", "6", "an invariant | broke", str(ablation.runs[1].log)]
     ]
 
 
-def test_without_a_finished_run_there_is_a_report_but_no_picture(tmp_path: Path) -> None:
-    result = collect(plan_of(tmp_path))
+def test_report_without_finished_runs_has_no_picture(tmp_path: Path) -> None:
+    result = collect(ablation_of(tmp_path))
     paths = write_reports(result, ablation_tables(result))
     assert [path.suffix for path in paths] == [".json", ".md"]
 
 
-def test_the_command_reports_what_is_finished_and_trains_nothing_twice(
+def test_command_reports_finished_runs_without_training(
     tmp_path: Path, capsys, monkeypatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
@@ -129,17 +126,17 @@ def test_the_command_reports_what_is_finished_and_trains_nothing_twice(
     words = ["ablate", "configs/quickstart.toml", "--rows", str(rows), "--seeds", "1"]
     folder = ["--folder", str(tmp_path / "runs")]
     model = f"--model.path={REPOSITORY / 'configs' / 'quickstart-base'}"
-    for run in plan_of(tmp_path, num_seeds=1).runs:
+    for run in ablation_of(tmp_path, num_seeds=1).runs:
         finish(run)
     assert main([*words, *folder, model]) == 0
-    assert "begins" not in capsys.readouterr().out
+    assert "starts" not in capsys.readouterr().out
     assert (tmp_path / "runs" / "report.html").exists()
     assert main([*words, *folder, model, "--dry-run"]) == 0
-    assert capsys.readouterr().out.count("finished") == 2
+    assert capsys.readouterr().out.count(": finished, ") == 2
     assert main([*words, *folder, "--seeds", "0"]) == 2
 
 
-def test_the_committed_ablations_are_ready_to_run(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_committed_ablations_are_ready_to_run(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(REPOSITORY)
     files = sorted(Path("configs/ablations").glob("*.toml"))
     assert files
@@ -148,7 +145,7 @@ def test_the_committed_ablations_are_ready_to_run(tmp_path: Path, monkeypatch, c
         assert main([*words, "--folder", str(tmp_path)]) == 0, capsys.readouterr().err
 
 
-def test_a_wide_table_is_cut_into_some_that_fit_and_lose_nothing(tmp_path: Path) -> None:
+def test_wide_tables_are_split_without_loss(tmp_path: Path) -> None:
     table = ablation_tables(collect(finished(tmp_path)))[0]
     assert fitting(table, 1000) == [table]
     pieces = fitting(table, 80)
@@ -162,5 +159,5 @@ def test_a_wide_table_is_cut_into_some_that_fit_and_lose_nothing(tmp_path: Path)
         columns = zip(*lines, strict=True)
         assert sum(max(map(len, column)) + 2 for column in columns) <= 80
     assert [bool(piece.note) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    # what fits nowhere has a table of its own
+    # a column wider than the screen is a table of its own
     assert len(fitting(table, 1)) == len(table.head) - 1

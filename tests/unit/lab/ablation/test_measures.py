@@ -1,5 +1,4 @@
-"""Would catch: a standard error of something else, a difference over seeds that do not belong
-together, an effect that is called shown where the numbers do not show it."""
+"""Standard errors, differences paired by seed, and verdicts that the numbers support."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from megadapo.lab.ablation.measures import (
 )
 from megadapo.lab.ablation.result import Effect
 from megadapo.lab.ablation.rows import Expectation
-from tests.support.runs.ablations import finish, plan_of
+from tests.support.runs.ablations import ablation_of, finish
 
 
-def test_a_runs_measures_are_those_of_its_records(tmp_path: Path) -> None:
-    run = plan_of(tmp_path).runs[0]
+def test_measures_follow_from_the_records(tmp_path: Path) -> None:
+    run = ablation_of(tmp_path).runs[0]
     finish(run, accuracy=0.9, entropy=0.25)
     found = measure(run.folder, 0.6)
     assert found.keys() == {one.name for one in MEASURES}
@@ -41,7 +40,7 @@ def test_a_runs_measures_are_those_of_its_records(tmp_path: Path) -> None:
     assert (found["tokens"], found["seconds"]) == (600.0, 12.0)
 
 
-def test_what_a_reserve_or_dynamic_sampling_trains_on_has_a_signal() -> None:
+def test_reserved_and_selected_groups_count_as_mixed() -> None:
     record = {"groups/sampled": 20, "groups/all_correct": 9, "groups/all_wrong": 3}
     assert share_trained_without_signal({**record, "groups/kept": 8}) == 0.0
     reserved = {**record, "groups/kept": 10, "groups/from_reserve": 2}
@@ -50,7 +49,7 @@ def test_what_a_reserve_or_dynamic_sampling_trains_on_has_a_signal() -> None:
     assert share_trained_without_signal({**record, "groups/kept": 0}) is None
 
 
-def test_a_spread_is_of_the_seeds_that_have_a_value() -> None:
+def test_spread_ignores_missing_seeds() -> None:
     assert Spread.of([]) is None
     assert Spread.of([None, None]) is None
     single = Spread.of([None, 3.0])
@@ -62,7 +61,7 @@ def test_a_spread_is_of_the_seeds_that_have_a_value() -> None:
 
 
 @pytest.mark.parametrize("num", [2, 3, 5, 11, 40])
-def test_the_interval_of_a_single_comparison_is_students_or_wider(num: int) -> None:
+def test_interval_of_one_comparison_is_students_or_wider(num: int) -> None:
     spread = Spread(mean=1.0, standard_error=0.5, num=num)
     exact = 0.5 * scipy.stats.t.ppf(0.975, num - 1)
     noise = Noise.of([spread])
@@ -74,8 +73,8 @@ def test_the_interval_of_a_single_comparison_is_students_or_wider(num: int) -> N
         assert high - 1.0 == pytest.approx(exact, rel=1e-3)
 
 
-def test_the_noise_is_that_of_all_comparisons_together() -> None:
-    """Two seeds that agree to five digits by chance: their own interval would call it shown."""
+def test_noise_is_pooled_over_comparisons() -> None:
+    """The interval of two seeds that agree to five digits by chance would exclude 0."""
     agreed, others = [0.00091, 0.00092], ([0.0, -0.0014], [0.003, 0.001, 0.002], [0.0, 0.0], [1.0])
     spreads = [Spread.of(values) for values in (agreed, *others)]
     noise = Noise.of([*spreads, None])
@@ -88,8 +87,8 @@ def test_the_noise_is_that_of_all_comparisons_together() -> None:
     assert Noise.of([Spread.of([0.0, 0.0]), Spread.of([1.0])]) is None
 
 
-def test_differences_are_taken_seed_by_seed() -> None:
-    """Noise that both rows share has no part in the difference's error."""
+def test_differences_are_paired_by_seed() -> None:
+    """Noise common to both rows cancels."""
     first = {1: {"x": 1.0}, 2: {"x": 5.0}, 4: {"x": 9.0}}
     second = {2: {"x": 5.5}, 1: {"x": 1.5}, 7: {"x": 0.0}}
     found = difference(second, first, "x")
@@ -97,8 +96,8 @@ def test_differences_are_taken_seed_by_seed() -> None:
 
 
 @pytest.mark.parametrize("late", [{3: {"x": None}}, {3: {}}])
-def test_a_seed_that_did_not_get_there_leaves_nothing_to_compare(late: dict[int, Measured]) -> None:
-    """Else a row whose slow seeds never arrive would be the faster one."""
+def test_missing_seed_leaves_no_difference(late: dict[int, Measured]) -> None:
+    """Otherwise a row whose slow seeds never reach the accuracy would seem faster."""
     first = {1: {"x": 8.0}, 3: {"x": 12.0}}
     second = {1: {"x": 4.0}, **late}
     assert difference(second, first, "x") is None and difference(first, second, "x") is None
@@ -110,14 +109,12 @@ def test_a_seed_that_did_not_get_there_leaves_nothing_to_compare(late: dict[int,
         ([None, None], "not measured"),
         ([0.4], "not shown: one seed has no standard error"),
         ([0.4, 0.1], "not shown: the 95 % interval includes 0"),
-        ([0.4, 0.4, 0.41], "higher, as said"),
-        ([-0.4, -0.4, -0.41], "lower, which is opposite"),
+        ([0.4, 0.4, 0.41], "higher, as expected"),
+        ([-0.4, -0.4, -0.41], "lower, the opposite"),
         ([0.0, 0.0], "not shown: no difference in any seed"),
     ],
 )
-def test_a_verdict_claims_no_more_than_the_interval(
-    values: list[float | None], verdict: str
-) -> None:
+def test_verdict_claims_no_more_than_the_interval(values: list[float | None], verdict: str) -> None:
     effect = Effect(
         row="b",
         other="a",

@@ -1,5 +1,4 @@
-"""Would catch: rows that add up to something else than they say, a key that silently has no part,
-two rows in one folder, a text that is no longer the same behind the command line."""
+"""Rows add up as written, invalid files are refused, and overrides survive the command line."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def rows_of(text: str) -> RowsFile:
     return RowsFile.model_validate(tomllib.loads(text))
 
 
-def test_cumulative_rows_add_up_and_others_do_not() -> None:
+def test_only_cumulative_rows_add_up() -> None:
     added, alone = (rows_of(ROWS.format(cumulative=word)) for word in ("true", "false"))
     assert flat(added.overrides_of(2)) == {
         "run.num_steps": 6,
@@ -46,7 +45,7 @@ def test_cumulative_rows_add_up_and_others_do_not() -> None:
 
 
 def test_overrides_mean_the_same_on_the_command_line() -> None:
-    """Among them texts that TOML would read as something else."""
+    """Some of the texts would be other types in TOML."""
     table = {"a": {"b": {"text": "7", "quoted": 'a"b\\ = c', "none": "none"}, "n": 3e-5}}
     table["a"] |= {"list": ["x", "true"], "flag": False}
     parsed = {".".join(keys): value for keys, value, _ in map(parse_override, arguments(table))}
@@ -54,7 +53,7 @@ def test_overrides_mean_the_same_on_the_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "row"),
         ("row = []", "row"),
@@ -68,16 +67,15 @@ def test_overrides_mean_the_same_on_the_command_line() -> None:
         ("[[row", "not valid TOML"),
     ],
 )
-def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "rows.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         read_rows(path)
     assert str(path) in str(error.value)
 
 
-def test_a_recipe_may_extend_another_and_overrides_still_win(tmp_path: Path) -> None:
-    """What a row's own recipe builds on."""
+def test_overrides_win_over_extended_recipes(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text(
         '[run]\nfolder = "r"\nnum_steps = 40\n[model]\npath = "m"\n[data]\ntrain = "d"\n'
     )
