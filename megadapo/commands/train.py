@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from megadapo.commands.common import Commands, add_command, add_config, load_checked
-from megadapo.commands.lab.plan import add_gpu, refuse_what_cannot_fit
+from megadapo.commands.lab.plan import add_gpu, check_memory
 
 
 def add(commands: Commands) -> None:
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
             notes.append(check_replay(config, arguments.replay))
         if config.cluster.device == "cuda" or (has_gpu() and config.cluster.uses_cuda):
-            notes.append(refuse_what_cannot_fit(config, arguments.gpu))
+            notes.append(check_memory(config, arguments.gpu))
         print(to_toml(config), end="")
         for note in notes:
             print(f"megadapo: {note}", file=sys.stderr)

@@ -1,17 +1,21 @@
-"""`megadapo plan`: what a run takes of its GPUs, and how long a step would be, before it starts."""
+"""`megadapo plan`: GPU memory, step time and weight traffic of a run before its start."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from megadapo.commands.common import Commands, add_command
 from megadapo.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from megadapo.config import RunConfig
     from megadapo.lab.plan.cards import Card
+    from megadapo.lab.plan.phases import GpuKind, Models
     from megadapo.lab.plan.step_time import UpdateTraffic
     from megadapo.models.description import ModelDescription
 
@@ -22,15 +26,15 @@ def add(commands: Commands) -> None:
     summary = "memory of every kind of GPU by phase, time of a step, bytes of a weight update"
     parser = add_command(commands, "plan", summary, takes_overrides=True)
     parser.add_argument("config", help="recipe (TOML), or the folder of a run")
-    add_gpu(parser, purpose="GPU to plan for")
+    add_gpu(parser, purpose="GPU of the memory plan")
     parser.add_argument(
-        "--nodes", type=int, metavar="N", help="that the GPUs are in (default: eight in each)"
+        "--nodes", type=int, metavar="N", help="nodes with the GPUs (default: eight GPUs a node)"
     )
     parser.set_defaults(run=run)
 
 
 def add_gpu(parser: argparse.ArgumentParser, *, purpose: str) -> None:
-    """Declare the GPU that memory is planned for."""
+    """Declare the option for the GPU of the memory plan."""
     parser.add_argument(
         "--gpu",
         default=DEFAULT_GPU,
@@ -41,51 +45,41 @@ def add_gpu(parser: argparse.ArgumentParser, *, purpose: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
+    from rich.text import Text
 
     from megadapo.config import load_config
-    from megadapo.lab.plan.engine import engine_bytes
-    from megadapo.lab.plan.fit import largest_sequence, problems
-    from megadapo.lab.plan.phases import (
-        gpu_kinds,
-        host_bytes,
-        itemsize_of,
-        models_of,
-        replayed_bytes,
-    )
-    from megadapo.lab.plan.report import memory_table, page, summary, times
-    from megadapo.lab.plan.step_time import step_seconds
+    from megadapo.lab.plan.fit import problems
+    from megadapo.lab.plan.phases import gpu_kinds, models_of
+    from megadapo.lab.plan.step_time import describe_times, step_seconds
+    from megadapo.rollout.engine.model_layout import validate_engine_layout
+    from megadapo.trainer.model.model_layout import validate_model_layout
 
     config, card = load_config(arguments.config, arguments.overrides), card_of(arguments.gpu)
     models = models_of(config)
-    check_layouts(models.policy, config)
+    # these name the keys if trainer or engines cannot split the model
+    validate_model_layout(models.policy, config.trainer)
+    validate_engine_layout(models.policy.shape, config.rollout)
     kinds = gpu_kinds(config, models, card)
-    num_gpus = sum(kind.num_gpus for kind in kinds)
-    gpus_per_node = _gpus_per_node(num_gpus, arguments)
+    gpus_per_node = _gpus_per_node(sum(kind.num_gpus for kind in kinds), arguments.nodes)
     traffic = _traffic(config, models.policy, gpus_per_node=gpus_per_node)
-    engine = engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
-    lines = summary(
-        config,
-        engine,
-        largest_sequence(config, models, card),
-        traffic,
-        host_bytes(config, models, engine, gpus_per_node),
-        replayed_bytes(config, models.policy),
-    )
-    lines += times(step_seconds(config, models.policy, card, traffic), config, card)
-    Console(width=max(100, Console().width)).print(
-        page([memory_table(kind, card) for kind in kinds], lines)
-    )
+    lines = _summary(config, models, card, traffic, gpus_per_node)
+    lines += describe_times(step_seconds(config, models.policy, card, traffic), config, card)
+    console = Console(width=max(100, Console().width))
+    for kind in kinds:
+        console.print(_memory_table(kind, card), Text())
+    for line in lines:
+        console.print(Text(line))
     found = problems(config, models, card)
     for problem in found:
         print(f"megadapo: {problem}", file=sys.stderr)
     return ConfigError.exit_code if found else 0
 
 
-def refuse_what_cannot_fit(config: RunConfig, gpu: str) -> str:
-    """Plan a run that is to use GPUs; return what was found of it.
+def check_memory(config: RunConfig, gpu: str) -> str:
+    """Check the memory plan of a run on GPUs; return a line for the user.
 
     Raises:
-        ConfigError: some phase does not fit; it says which, and what to change.
+        ConfigError: a phase does not fit; the error names it and the keys to change.
     """
     from megadapo.lab.plan.fit import problems
     from megadapo.lab.plan.phases import fullest, gpu_kinds, models_of
@@ -94,17 +88,17 @@ def refuse_what_cannot_fit(config: RunConfig, gpu: str) -> str:
     try:
         models = models_of(config)
     except DataError as error:
-        return f"the GPUs' memory is not checked: {error}"
+        return f"GPU memory is not checked: {error}"
     if found := problems(config, models, card):
-        raise ConfigError("\n".join([*found, f"(--gpu names another card than {card.name})"]))
+        raise ConfigError("\n".join([*found, f"(--gpu selects another card than {card.name})"]))
     return f"on {card.name}, a {fullest(gpu_kinds(config, models, card))} (megadapo plan)"
 
 
 def card_of(name: str) -> Card:
-    """The card of a name, in any case.
+    """Return the card with this name, in any case.
 
     Raises:
-        ConfigError: it is none of those that can be planned for.
+        ConfigError: the card is unknown.
     """
     from megadapo.lab.plan.cards import CARDS
 
@@ -113,36 +107,21 @@ def card_of(name: str) -> Card:
     return CARDS[name.upper()]
 
 
-def check_layouts(model: ModelDescription, config: RunConfig) -> None:
-    """Trainer and engines must be able to split the model before there is anything to plan.
-
-    Raises:
-        ConfigError: one of them is not; it names the keys.
-    """
-    from megadapo.rollout.engine.model_layout import validate_engine_layout
-    from megadapo.trainer.model.model_layout import validate_model_layout
-
-    validate_model_layout(model, config.trainer)
-    validate_engine_layout(model.shape, config.rollout)
-
-
-def _gpus_per_node(num_gpus: int, arguments: argparse.Namespace) -> int:
+def _gpus_per_node(num_gpus: int, num_nodes: int | None) -> int:
     from megadapo.lab.plan.cards import GPUS_PER_NODE
 
-    if arguments.nodes is None:
+    if num_nodes is None:
         return min(num_gpus, GPUS_PER_NODE)
-    if not 0 < num_gpus <= arguments.nodes * GPUS_PER_NODE:
+    if not 0 < num_gpus <= num_nodes * GPUS_PER_NODE:
         raise ConfigError(
-            f"--nodes {arguments.nodes}: the recipe's {num_gpus} GPUs are "
+            f"--nodes {num_nodes}: the recipe's {num_gpus} GPUs are "
             f"{-(-num_gpus // GPUS_PER_NODE)} nodes of {GPUS_PER_NODE}"
         )
-    return int(-(-num_gpus // arguments.nodes))
+    return -(-num_gpus // num_nodes)
 
 
 def _traffic(config: RunConfig, model: ModelDescription, *, gpus_per_node: int) -> UpdateTraffic:
-    """Of the very plan that the run's updates will repeat."""
-    from collections import Counter
-
+    """Return the traffic of the update plan that the run will use."""
     from megadapo.commands.lab.weights import plan_for
     from megadapo.lab.plan.step_time import UpdateTraffic
     from megadapo.weights.layout.layout import ModelLayout
@@ -160,6 +139,64 @@ def _traffic(config: RunConfig, model: ModelDescription, *, gpus_per_node: int) 
     busiest = max(sent.values())
     return UpdateTraffic(
         inside=busiest if is_shared else 0,
-        # engines with GPUs of their own get everything over the network
+        # engines with GPUs of their own receive everything over the network
         between=between / plan.num_sources if is_shared else busiest,
     )
+
+
+def _memory_table(kind: GpuKind, card: Card) -> Table:
+    """Return the memory of one kind of GPU: a row per purpose, a column per phase."""
+    from rich.table import Table
+
+    from megadapo.lab.plan.cards import GIB
+
+    def gib(num_bytes: int) -> str:
+        if num_bytes == 0:
+            return ""
+        return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB / 20 else "0.0"
+
+    title = f"{kind.name}: GiB on each of {kind.num_gpus} {card.name}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for phase in kind.phases:
+        table.add_column(phase.name, justify="right")
+    names = dict.fromkeys(name for phase in kind.phases for name in phase.items)
+    for name in names:
+        table.add_row(name, *(gib(phase.items.get(name, 0)) for phase in kind.phases))
+    totals = [phase.total for phase in kind.phases]
+    table.add_section()
+    table.add_row("total", *(f"{total / GIB:.1f}" for total in totals), style="bold")
+    table.add_row("free", *(f"{(card.memory_bytes - total) / GIB:.1f}" for total in totals))
+    return table
+
+
+def _summary(
+    config: RunConfig, models: Models, card: Card, traffic: UpdateTraffic, gpus_per_node: int
+) -> list[str]:
+    """Describe sequences, caches, weight traffic and main memory, one line each."""
+    from megadapo.lab.plan.cards import GIB
+    from megadapo.lab.plan.fit import largest_sequence
+    from megadapo.lab.plan.phases import host_bytes, itemsize_of, longest_sequence, replayed_bytes
+    from megadapo.lab.plan.ranks import engine_bytes
+    from megadapo.lab.plan.step_time import mean_context
+
+    engine = engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
+    longest, cache = longest_sequence(config), engine.cache_tokens
+    num_tokens, limit = largest_sequence(config, models, card)
+    lines = [
+        f"longest sequence: {longest:,} tokens in the recipe; up to {num_tokens:,} would fit, "
+        f"limited by {limit}",
+        f"KV cache of an engine: {cache:,} tokens, {cache / longest:.1f} longest sequences, "
+        f"or {cache / mean_context(config):.0f} half-way through a mean response "
+        f"(rollout.max_num_seqs = {config.rollout.max_num_seqs})",
+        f"weight update: {traffic.inside / GIB:.2f} GiB from the busiest trainer rank inside its "
+        f"node, {traffic.between / GIB:.2f} GiB through each GPU's network card",
+    ]
+    if main_memory := host_bytes(config, models, engine, gpus_per_node):
+        lines.append(f"main memory of a node: {main_memory / GIB:.0f} GiB, pinned, for offloading")
+    if replayed := replayed_bytes(config, models.policy):
+        lines.append(
+            f"trainer.router_replay: up to {replayed / GIB:.0f} GiB of main memory on each node, "
+            "for responses of the maximum length"
+        )
+    return lines

@@ -1,1 +1,1 @@
-"""What a run will take before it is started: memory of every kind of rank, time, weight traffic."""
+"""Memory, time and weight traffic of a run before its start."""

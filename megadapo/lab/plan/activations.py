@@ -1,6 +1,7 @@
-"""What a decoder layer keeps for its backward pass, and what it takes beside that.
+"""Activation memory of a decoder layer: kept for its backward pass, and used during it.
 
-A list of tensors, not a fit: each term names what autograd holds. Bytes per token of one rank.
+Each term names the tensors that autograd keeps; no constant is fitted. Units: bytes per token of
+one rank, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -18,59 +19,59 @@ class ExpertWidths:
     """A layer of experts on one rank, with tokens spread evenly over them."""
 
     copies: float
-    """Of each token that the rank has, in the experts that it has."""
+    """Copies of each of the rank's tokens in the rank's experts."""
     ffn: float
-    """Of one expert, in elements."""
+    """Width of one expert, in elements."""
     num_experts: int
-    """Of the whole layer, which the router scores."""
+    """Number of experts in the layer; the router scores all of them."""
     num_local: int
-    """Of them on this rank."""
+    """Number of local experts on this rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWidths:
-    """How wide a layer's tensors are on one rank, in elements a token."""
+    """Widths of a layer's tensors on one rank, in elements per token."""
 
     hidden: float
     residual: float
-    """Between the parts of a layer; with sequence parallelism each rank has its part of it."""
+    """Width between the parts of a layer; a share of `hidden` with sequence parallelism."""
     query: float
     key: float
-    """Of the keys, and as much again of the values."""
+    """Width of the keys; the values have the same."""
     ffn: float
     num_heads: float
     num_kv_heads: float
     context: int
-    """Context-parallel ranks, whose keys and values each of them needs."""
+    """Number of context-parallel ranks; each needs the keys and values of all."""
     experts: ExpertWidths | None
-    """In the place of one MLP."""
+    """Experts in place of one MLP."""
     has_qk_norm: bool
     itemsize: int
     fused: bool
-    """Transformer Engine's layers with fused attention, as on every GPU; else our own."""
+    """Whether layers are Transformer Engine's with fused attention (every GPU), or our own."""
 
     @property
     def gathered(self) -> float:
-        """A copy of the whole residual, where a rank has only a part."""
+        """Width of a copy of the whole residual; 0 if the rank has it already."""
         return self.hidden if self.residual < self.hidden else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Bytes a token that one layer keeps, by what it keeps them for."""
+    """Bytes per token that one layer keeps for its backward pass, by purpose."""
 
     layer_input: float
-    """The residual that enters: read by the first norm, and all that full recomputation keeps."""
+    """Input residual, read by the first norm; full recomputation keeps nothing else."""
     attention_inputs: float
-    """The normed residual, which q, k and v are made of."""
+    """Normed residual, the input of q, k and v."""
     attention: float
-    """q, k and v as attention reads them, their norms' inputs, its output and statistics."""
+    """Inputs of attention and of its norms, its output and statistics."""
     mlp_inputs: float
-    """The residual between the parts, and it normed."""
+    """Residual between the parts, before and after its norm."""
     mlp: float
-    """Gate and up beside each other, and their product."""
+    """Gate and up projections, and their product."""
     unrotated: float
-    """What core_attn's recomputation keeps in the place of `attention`."""
+    """Tensors that replace `attention` if core_attn is recomputed."""
 
     @property
     def whole(self) -> float:
@@ -82,7 +83,7 @@ class Kept:
 def layer_widths(
     model: ModelDescription, trainer: TrainerConfig, *, itemsize: int, fused: bool
 ) -> LayerWidths:
-    """Widths of the tensors on one of the tensor-parallel ranks."""
+    """Return the widths of the tensors on one tensor-parallel rank."""
     shape, tp = model.shape, trainer.tensor_parallel
     return LayerWidths(
         hidden=shape.hidden_size,
@@ -93,19 +94,18 @@ def layer_widths(
         num_heads=shape.num_heads / tp,
         num_kv_heads=shape.num_kv_heads / tp,
         context=trainer.context_parallel,
-        experts=expert_widths(model, trainer),
+        experts=_expert_widths(model, trainer),
         has_qk_norm=model.family.has_qk_norm,
         itemsize=itemsize,
         fused=fused,
     )
 
 
-def expert_widths(model: ModelDescription, trainer: TrainerConfig) -> ExpertWidths | None:
-    """None for a model without experts."""
+def _expert_widths(model: ModelDescription, trainer: TrainerConfig) -> ExpertWidths | None:
     if model.routing is None:
         return None
     shape, etp = model.shape, trainer.expert_tensor_parallel
-    # tensor-parallel ranks route their own tokens each, which those that share an expert gather
+    # with sequence parallelism each rank routes its own tokens; ranks that share an expert gather
     share = trainer.tensor_parallel if trainer.sequence_parallel else 1
     return ExpertWidths(
         copies=model.routing.experts_per_token * etp / share,
@@ -116,11 +116,11 @@ def expert_widths(model: ModelDescription, trainer: TrainerConfig) -> ExpertWidt
 
 
 def kept_by_layer(widths: LayerWidths) -> Kept:
-    """What is kept where nothing is recomputed."""
+    """Return the kept bytes without recomputation."""
     size = widths.itemsize
     statistic = FP32_BYTES * widths.residual / widths.hidden
     qkv = widths.query + 2 * widths.key
-    # our own attention computes whole sequences, gaps included, and takes its own rows out again
+    # our own attention computes whole padded sequences, and extracts its own rows afterwards
     whole = 1 if widths.fused else widths.context
     outputs = widths.query * (1 if widths.fused else whole + 1)
     core = (whole * qkv + outputs) * size + whole * widths.num_heads * FP32_BYTES
@@ -132,15 +132,29 @@ def kept_by_layer(widths: LayerWidths) -> Kept:
         attention_inputs=widths.residual * size,
         attention=core,
         mlp_inputs=2 * widths.residual * size + statistic,
-        mlp=3 * widths.ffn * size if widths.experts is None else kept_by_experts(widths),
+        mlp=3 * widths.ffn * size if widths.experts is None else _kept_by_experts(widths),
         # keys and values are views of the whole product, queries a copy; the output is the
         # projection's input
         unrotated=core - (whole * qkv + outputs) * size + (widths.query * 2 + qkv) * size,
     )
 
 
+def _kept_by_experts(widths: LayerWidths) -> float:
+    """Return the kept bytes of the experts: inputs, gate and up, product, weighted product.
+
+    The router adds scores and probabilities in fp32 and a choice for every expert.
+    """
+    experts = widths.experts
+    assert experts is not None
+    # a fused kernel applies the weight while it computes the product
+    products = 3 if widths.fused else 4
+    copies = experts.copies * (widths.hidden + products * experts.ffn) * widths.itemsize
+    router = experts.num_experts * (3 * FP32_BYTES + 1) * widths.residual / widths.hidden
+    return copies + router
+
+
 def kept_by_choice(kept: Kept, trainer: TrainerConfig) -> float:
-    """What a layer keeps that `trainer.recompute` applies to."""
+    """Return the kept bytes of a layer to which `trainer.recompute` applies."""
     if trainer.recompute == "full":
         return kept.layer_input
     total = kept.whole
@@ -153,7 +167,7 @@ def kept_by_choice(kept: Kept, trainer: TrainerConfig) -> float:
 
 
 def kept_by_chunk(kept: Kept, trainer: TrainerConfig, num_layers: int) -> float:
-    """What one chunk of layers keeps of a micro-batch."""
+    """Return the kept bytes of one chunk of layers and a micro-batch."""
     chosen = num_layers
     if trainer.recompute == "full" and trainer.recompute_layers:
         chosen = min(trainer.recompute_layers, num_layers)
@@ -163,14 +177,14 @@ def kept_by_chunk(kept: Kept, trainer: TrainerConfig, num_layers: int) -> float:
 def backward_extra(
     widths: LayerWidths, trainer: TrainerConfig, *, num_layers: int, num_tokens: int
 ) -> float:
-    """Bytes beyond all that is kept, at the worst moment of the first layer to go back.
+    """Return the peak bytes beyond all kept tensors during the first layer's backward pass.
 
-    That is the last layer of a chunk: all the others' tensors are still there.
+    That is the last layer of a chunk: the tensors of all other layers still exist.
     """
     kept = kept_by_layer(widths)
     recomputed = kept.whole - kept_by_choice(kept, trainer)
     if trainer.recompute == "full" and 0 < trainer.recompute_layers < num_layers:
-        recomputed = 0.0  # the last layer is none of those
+        recomputed = 0.0  # the last layer is not among the recomputed ones
     is_selective = trainer.recompute == "selective"
     of_mlp = recomputed
     if is_selective:
@@ -187,63 +201,45 @@ def backward_extra(
 
 
 def _mlp_backward(widths: LayerWidths, num_tokens: int) -> float:
-    """While the gradient goes through the second product, through the gate, through the first."""
+    """Return the peak bytes of the MLP's backward pass: second product, gate, or first product."""
     if widths.experts is not None:
-        return experts_backward(widths, num_tokens)
+        return _experts_backward(widths, num_tokens)
     size, ffn = widths.itemsize, widths.ffn
     gradient = widths.residual * size
     weight = widths.hidden * ffn * size
     second = (gradient + (widths.gathered + ffn) * size) * num_tokens + weight
-    # the gradient of the product takes the place of the product
-    gate = (gradient + 2 * ffn * size + _gate_scratch(widths)) * num_tokens
-    # gate, up and their product are gone by then
+    # our gate makes two results in fp32, from widened inputs
+    num_copies = 2 if size == FP32_BYTES else 5
+    scratch = 0.0 if widths.fused else num_copies * ffn * FP32_BYTES
+    # the gradient of the product replaces the product
+    gate = (gradient + 2 * ffn * size + scratch) * num_tokens
+    # gate, up and their product are free by then
     first = gradient + (2 * ffn - 3 * ffn + widths.gathered + widths.hidden) * size
     return max(second, gate, first * num_tokens + 2 * weight)
 
 
-def kept_by_experts(widths: LayerWidths) -> float:
-    """The tokens as experts read them, gate and up, their product, and that times its weight.
-
-    Beside that what the router says of every expert: scores and probabilities in fp32, a choice.
-    """
-    experts = widths.experts
-    assert experts is not None
-    # a fused kernel weights the product while it makes it
-    products = 3 if widths.fused else 4
-    copies = experts.copies * (widths.hidden + products * experts.ffn) * widths.itemsize
-    router = experts.num_experts * (3 * FP32_BYTES + 1) * widths.residual / widths.hidden
-    return copies + router
-
-
-def experts_backward(widths: LayerWidths, num_tokens: int) -> float:
-    """Gradients of what experts return, read and make between, of all of a rank's at once."""
+def _experts_backward(widths: LayerWidths, num_tokens: int) -> float:
+    """Return the bytes of the gradients of experts' outputs, inputs and intermediate tensors."""
     experts, size = widths.experts, widths.itemsize
     assert experts is not None
     gradient = (widths.residual + experts.copies * 2 * widths.hidden) * size
     between = experts.copies * 3 * experts.ffn * size
     weights = 3 * experts.ffn * widths.hidden * size
     if not widths.fused:
-        # one expert after the other
+        # one expert at a time
         between /= experts.num_local
         return (gradient + between) * num_tokens + weights
     return (gradient + between) * num_tokens + weights * experts.num_local
 
 
-def _gate_scratch(widths: LayerWidths) -> float:
-    """None in a fused kernel; ours makes two results in fp32, of what it has widened."""
-    if widths.fused:
-        return 0.0
-    num_copies = 2 if widths.itemsize == FP32_BYTES else 5
-    return num_copies * widths.ffn * FP32_BYTES
-
-
 def _attention_backward(widths: LayerWidths) -> float:
-    """The output's gradient and those of q, k and v; fused attention adds up q's in fp32."""
+    """Return the bytes of the gradients of the output and of q, k and v."""
     gradients = (2 * widths.query + 2 * widths.key + widths.residual) * widths.itemsize
     if widths.fused and widths.context > 1:
-        # keys and values of two other ranks, one on its way, and their gradients
+        # keys and values of two other ranks, one of them in transit, and their gradients
         gradients += 8 * widths.key * widths.itemsize
     if widths.fused:
+        # fused attention accumulates q's gradient in fp32
         return gradients + widths.query * FP32_BYTES
-    # of the padded output as well, and of q, k and v before the padding
+    # also the padded output, and q, k and v before the padding
     return gradients + widths.context * (2 * widths.query + 2 * widths.key) * widths.itemsize

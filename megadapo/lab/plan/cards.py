@@ -1,4 +1,4 @@
-"""The GPUs that runs are planned for, and what of their memory no tensor of ours gets."""
+"""GPU models, and the GPU memory that is not available for tensors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Card:
 
     name: str
     device: str
-    """What its driver calls it."""
+    """Name in the driver."""
     memory_bytes: int
-    """What torch reports as the card's whole memory."""
+    """Total memory as torch reports it."""
     flops: float
-    """Dense bf16 products, a second."""
+    """Dense bf16 FLOP/s."""
     memory_bandwidth: float
-    """Bytes a second."""
+    """Bytes per second."""
     link_bandwidth: float
-    """Bytes a second and direction between GPUs of a node."""
+    """Bytes per second and direction between GPUs of a node."""
     network_bandwidth: float = 50e9
-    """Bytes a second and direction of the GPU's own 400 Gb/s network card."""
+    """Bytes per second and direction of the GPU's own 400 Gb/s network card."""
 
 
 H100 = Card(
@@ -56,16 +56,16 @@ CARDS = {card.name: card for card in (H100, H200, A100)}
 
 
 def card_of(device: str) -> Card | None:
-    """The card that a driver calls so; None for one that is not in the table, as a PCIe one."""
+    """Return the card with this name in its driver; None for an unknown one, such as PCIe."""
     return next((card for card in CARDS.values() if card.device == device), None)
 
 
-# Not tensors, and known on no machine without a GPU: round numbers that are rather too large.
+# Memory besides tensors; it cannot be known without a GPU. Round numbers, rather too large.
 CONTEXT_BYTES = 800 * MIB
 """A process's CUDA context with its loaded kernels and the workspaces of cuBLAS and cuDNN."""
 COMMUNICATOR_BYTES = 400 * MIB
 """NCCL's buffers of one group of GPUs."""
 GRAPH_BYTES = GIB
-"""CUDA graphs of an engine rank, which it keeps in its sleep."""
+"""CUDA graphs of an engine rank, which it keeps while it sleeps."""
 FRAGMENTATION = 0.05
-"""Part of what a step takes for a while that is lost between its tensors."""
+"""Share of a step's temporary memory that is lost between its tensors."""

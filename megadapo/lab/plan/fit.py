@@ -1,4 +1,4 @@
-"""What does not fit on a card, the keys to turn, and the longest sequence that fits."""
+"""Phases that do not fit on a card, the keys to change, and the longest sequence that fits."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from megadapo.config import RunConfig
 from megadapo.lab.plan.cards import GIB, Card
-from megadapo.lab.plan.engine import EngineBytes, engine_bytes
 from megadapo.lab.plan.phases import GpuKind, Models, gpu_kinds, itemsize_of, longest_sequence
+from megadapo.lab.plan.ranks import EngineBytes, engine_bytes
 from megadapo.trainer.config import OffloadConfig, TrainerConfig
 
 STEP_TOKENS = 256
-"""The longest sequence is found to so many tokens."""
+"""Precision of the longest sequence, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overflow:
-    """A phase that a card has no room for."""
+    """A phase that exceeds a card's memory."""
 
     kind: GpuKind
     phase: str
@@ -26,7 +26,7 @@ class Overflow:
 
 
 def overflows(kinds: list[GpuKind], card: Card) -> list[Overflow]:
-    """Every phase of every kind of GPU that needs more than the card has."""
+    """Return the phases of all kinds of GPU that exceed the card's memory."""
     return [
         Overflow(kind=kind, phase=phase.name, total=phase.total)
         for kind in kinds
@@ -36,14 +36,14 @@ def overflows(kinds: list[GpuKind], card: Card) -> list[Overflow]:
 
 
 def problems(config: RunConfig, models: Models, card: Card) -> list[str]:
-    """What does not fit, with the keys to turn; empty if everything does."""
+    """Describe the phases that do not fit, with the keys to change; [] if all fit."""
     kinds = gpu_kinds(config, models, card)
     found = []
     for over in overflows(kinds, card):
         missing = over.total - card.memory_bytes
         found.append(
-            f"{over.kind.name}, {over.phase}: {over.total / GIB:.1f} GiB are "
-            f"{missing / GIB:.1f} GiB more than a {card.name} has; "
+            f"{over.kind.name}, {over.phase}: {over.total / GIB:.1f} GiB exceed a {card.name} by "
+            f"{missing / GIB:.1f} GiB; "
             f"{_advice(config, models, card, over)}"
         )
     engine = _engine(config, models, card)
@@ -58,10 +58,10 @@ def problems(config: RunConfig, models: Models, card: Card) -> list[str]:
 
 
 def largest_sequence(config: RunConfig, models: Models, card: Card) -> tuple[int, str]:
-    """The longest sequence, prompt included, that training and engines both have room for.
+    """Return the longest sequence that fits in training and in engines, and its limit.
 
     Returns:
-        Its tokens, 0 where none fits, and what bounds it.
+        Tokens with the prompt (0 if no sequence fits), and the name of the limit.
     """
     cache = _engine(config, models, card).cache_tokens
     bounds = {
@@ -70,11 +70,11 @@ def largest_sequence(config: RunConfig, models: Models, card: Card) -> tuple[int
     }
     bound = min(bounds, key=lambda name: bounds[name])
     low, high = 0, bounds[bound] // STEP_TOKENS
-    if _trains(config, models, card, high * STEP_TOKENS):
+    if _fits(config, models, card, high * STEP_TOKENS):
         return bounds[bound], bound
     while high - low > 1:
         middle = (low + high) // 2
-        if _trains(config, models, card, middle * STEP_TOKENS):
+        if _fits(config, models, card, middle * STEP_TOKENS):
             low = middle
         else:
             high = middle
@@ -85,8 +85,8 @@ def _engine(config: RunConfig, models: Models, card: Card) -> EngineBytes:
     return engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
 
 
-def _trains(config: RunConfig, models: Models, card: Card, num_tokens: int) -> bool:
-    """Whether one sequence of so many tokens fits into a micro-batch by itself."""
+def _fits(config: RunConfig, models: Models, card: Card, num_tokens: int) -> bool:
+    """Return whether a micro-batch of one sequence with `num_tokens` tokens fits."""
     response = max(1, num_tokens - config.data.max_prompt_tokens)
     longer = config.model_copy(
         update={
@@ -100,7 +100,7 @@ def _trains(config: RunConfig, models: Models, card: Card, num_tokens: int) -> b
 
 
 def _advice(config: RunConfig, models: Models, card: Card, over: Overflow) -> str:
-    remedies = _remedies(config) if over.phase == "train" else _departures(config)
+    remedies = _remedies(config) if over.phase == "train" else _offloads(config)
     for changes in remedies:
         trainer = config.trainer.model_copy(update=changes)
         other = config.model_copy(update={"trainer": trainer})
@@ -113,13 +113,13 @@ def _advice(config: RunConfig, models: Models, card: Card, over: Overflow) -> st
         if share > 0.0:
             return f"lower rollout.gpu_memory_utilization to {share:.2f}"
     return (
-        "share the model out more: raise trainer.tensor_parallel or trainer.pipeline_parallel, or "
-        "trainer.data_parallel, which shares the optimizer out"
+        "split the model further: raise trainer.tensor_parallel or trainer.pipeline_parallel, or "
+        "trainer.data_parallel, which splits the optimizer"
     )
 
 
 def _remedies(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """Changes of the trainer that keep its ranks, those that cost least first."""
+    """Yield changes of the trainer that keep its ranks, the cheapest first."""
     trainer, longest = config.trainer, longest_sequence(config)
     changes: dict[str, Any] = {}
     if trainer.tokens_per_micro_batch > longest:
@@ -134,8 +134,8 @@ def _remedies(config: RunConfig) -> Iterator[dict[str, Any]]:
         yield changes | {"recompute": "full", "recompute_layers": 0}
 
 
-def _departures(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """What may leave the GPUs between updates, and what it is that costs least."""
+def _offloads(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yield tensors to offload between updates, the cheapest first."""
     offload = config.trainer.offload
     if config.cluster.placement == "separate":
         return

@@ -1,4 +1,4 @@
-"""What lies on each kind of GPU in each phase of a step."""
+"""Memory plan: each kind of GPU in each phase of a step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from megadapo.lab.plan.cards import (
     MIB,
     Card,
 )
-from megadapo.lab.plan.engine import EngineBytes, engine_bytes
-from megadapo.lab.plan.ranks import RankKind, StateBytes, rank_kinds, state_bytes
+from megadapo.lab.plan.ranks import (
+    EngineBytes,
+    RankKind,
+    StateBytes,
+    engine_bytes,
+    rank_kinds,
+    state_bytes,
+)
 from megadapo.lab.plan.training import UpdateBytes, UpdateLoad, update_bytes
 from megadapo.models.description import ModelDescription, describe_critic
 from megadapo.trainer.config import OffloadConfig, TrainerConfig
@@ -28,7 +34,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One phase on one kind of GPU: bytes by what they are for."""
+    """One phase on one kind of GPU: bytes by purpose."""
 
     name: str
     items: dict[str, int]
@@ -40,7 +46,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuKind:
-    """GPUs that hold the same."""
+    """GPUs with equal memory plans."""
 
     name: str
     num_gpus: int
@@ -49,18 +55,18 @@ class GpuKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """The models of a run, by their configurations."""
+    """Descriptions of a run's models."""
 
     policy: ModelDescription
     critic: ModelDescription | None = None
 
 
 def models_of(config: RunConfig) -> Models:
-    """The run's models, wherever they are described; nothing is downloaded.
+    """Return the run's models from their folders or the built-in list; nothing is downloaded.
 
     Raises:
-        DataError: a model is neither here nor among those that are known.
-        WeightError: its configuration is of no family that is known.
+        DataError: a model has neither a folder nor an entry in the list.
+        WeightError: the family of a model is unknown.
     """
     from megadapo.models.description import describe_model
     from megadapo.models.folder import find_hf_config
@@ -74,7 +80,7 @@ def models_of(config: RunConfig) -> Models:
 
 
 def gpu_kinds(config: RunConfig, models: Models, card: Card) -> list[GpuKind]:
-    """Every kind of GPU of the run, the trainer's stages first."""
+    """Return every kind of GPU of the run, the trainer's stages first."""
     layout = ModelLayout(models.policy.family, models.policy.shape)
     engine = engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
     kinds = [
@@ -86,11 +92,11 @@ def gpu_kinds(config: RunConfig, models: Models, card: Card) -> list[GpuKind]:
 
 
 def update_load(config: RunConfig, trainer: TrainerConfig) -> UpdateLoad:
-    """The most a rank may have to compute: every response as long as it can be."""
+    """Return the largest load of a rank: every response has the maximum length."""
     longest = longest_sequence(config)
     tokens = max(trainer.tokens_per_micro_batch, longest)
     share = -(-config.algorithm.responses_per_mini_batch // trainer.data_parallel) * longest
-    # a sequence is cut in two chunks for each context-parallel rank
+    # each sequence is split into two chunks per context-parallel rank
     multiple = trainer.tensor_parallel * (
         2 * trainer.context_parallel if trainer.context_parallel > 1 else 1
     )
@@ -103,7 +109,7 @@ def update_load(config: RunConfig, trainer: TrainerConfig) -> UpdateLoad:
 
 
 def fullest(kinds: list[GpuKind]) -> str:
-    """The phase that takes most of a GPU, in words."""
+    """Describe the phase with the largest memory."""
     phase, kind = max(
         ((phase, kind) for kind in kinds for phase in kind.phases), key=lambda pair: pair[0].total
     )
@@ -111,12 +117,12 @@ def fullest(kinds: list[GpuKind]) -> str:
 
 
 def longest_sequence(config: RunConfig) -> int:
-    """Tokens of the longest prompt with its longest response."""
+    """Return the tokens of the longest prompt with the longest response."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def itemsize_of(config: RunConfig) -> int:
-    """Bytes of an element of weights and activations."""
+    """Return the bytes of an element of weights and activations."""
     return 4 if config.model.dtype == "float32" else 2
 
 
@@ -133,14 +139,14 @@ def _trainer_gpu(config: RunConfig, models: Models, kind: RankKind, engine: Engi
     )
     asleep = {"engine, asleep": sleeping_bytes(config)} if is_shared else {}
     awake = {"engine weights": engine.weights} if is_shared else {}
-    held = _held(state, trainer) | _buckets(config, BUCKETS_IN_FLIGHT)
+    persistent = _persistent(state, trainer) | _buckets(config, BUCKETS_IN_FLIGHT)
     offload = trainer.offload if is_shared else OffloadConfig()
-    idle = _without(held, offload, "gradients", "optimizer")
+    idle = _without(persistent, offload, "gradients", "optimizer")
     phases = [
         Phase(name="start", items=_start(state, trainer) | asleep),
-        Phase(name="train", items=held | asleep | _update(update)),
+        Phase(name="train", items=persistent | asleep | _update(update)),
         Phase(name="sync", items=idle | asleep | awake),
-        Phase(name="save", items=_without(held, offload, "gradients") | asleep),
+        Phase(name="save", items=_without(persistent, offload, "gradients") | asleep),
     ]
     if is_shared:
         generating = _without(idle, offload, "parameters")
@@ -153,7 +159,7 @@ def _trainer_gpu(config: RunConfig, models: Models, kind: RankKind, engine: Engi
 
 
 def _engine_gpu(config: RunConfig, engine: EngineBytes) -> GpuKind:
-    # what is received before it is copied into the weights
+    # the bucket holds received weights until they are copied
     items = _awake(engine) | _buckets(config, 1)
     return GpuKind(
         name="engine rank",
@@ -163,12 +169,12 @@ def _engine_gpu(config: RunConfig, engine: EngineBytes) -> GpuKind:
 
 
 def _state(config: RunConfig, models: Models, kind: RankKind) -> StateBytes:
-    """Of the policy and of the critic, where there is one."""
+    """Return the state of the policy and of any critic."""
     kinds = [(kind, config.trainer.optimizer)]
     if models.critic is not None:
         layout = ModelLayout(models.critic.family, models.critic.shape)
-        of_critic = rank_kinds(layout, config.trainer)[kind.stage]
-        kinds.append((of_critic, config.critic.optimizer))
+        critic_kind = rank_kinds(layout, config.trainer)[kind.stage]
+        kinds.append((critic_kind, config.critic.optimizer))
     states = [
         state_bytes(
             one,
@@ -187,31 +193,33 @@ def _state(config: RunConfig, models: Models, kind: RankKind) -> StateBytes:
 
 
 def host_bytes(config: RunConfig, models: Models, engine: EngineBytes, gpus_per_node: int) -> int:
-    """Pinned main memory of a node for what leaves its GPUs, or never comes there."""
+    """Return a node's pinned main memory for offloaded tensors and for CPU-only ones."""
     layout = ModelLayout(models.policy.family, models.policy.shape)
     states = [_state(config, models, kind) for kind in rank_kinds(layout, config.trainer)]
     offload, rollout = OffloadConfig(), config.rollout
-    of_engine = 0
+    engine_share = 0
     if config.cluster.placement == "colocated":
         offload = config.trainer.offload
-        # while the trainer works, or else while a checkpoint is made
-        of_engine = engine.weights
-        of_engine += GRAPH_BYTES if rollout.sleep_mode_offload_cudagraph else 0
+        # engines sleep while the trainer works, or while a checkpoint is written
+        engine_share = engine.weights
+        engine_share += GRAPH_BYTES if rollout.sleep_mode_offload_cudagraph else 0
     has_reference = config.algorithm.objective.kl_coef != 0.0
-    of_rank = max(
+    rank_share = max(
         state.main_memory
         + (state.optimizer if offload.optimizer == "cpu" else 0)
-        # torch rounds each piece of pinned memory up, and a chunk's weights are one
-        + (_power_of_two(state.weights) if offload.parameters == "cpu" else 0)
+        # torch rounds a pinned block up to a power of two, and a chunk's weights are one block
+        + (1 << (state.weights - 1).bit_length() if offload.parameters == "cpu" else 0)
         + (state.weights if has_reference else 0)
         for state in states
     )
-    return min(gpus_per_node, config.trainer.num_ranks) * (of_rank + of_engine)
+    return min(gpus_per_node, config.trainer.num_ranks) * (rank_share + engine_share)
 
 
 def replayed_bytes(config: RunConfig, model: ModelDescription) -> int:
-    """The experts that routers take over in a step of the longest responses: each node has the
-    whole batch."""
+    """Return a node's bytes of replayed expert choices in a step of the longest responses.
+
+    Each node has the whole batch.
+    """
     if not config.trainer.router_replay:
         return 0
     responses = config.sampling.prompts_per_step * config.sampling.responses_per_prompt
@@ -219,25 +227,21 @@ def replayed_bytes(config: RunConfig, model: ModelDescription) -> int:
     return responses * longest_sequence(config) * per_token
 
 
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
 _ITEMS = {"parameters": WEIGHTS, "gradients": GRADIENTS, "optimizer": OPTIMIZER}
 
 
 def _without(items: dict[str, int], offload: OffloadConfig, *kinds: str) -> dict[str, int]:
-    """`items` without those of the kinds that leave the GPU."""
-    gone = [_ITEMS[kind] for kind in kinds if getattr(offload, kind) == "cpu"]
-    return {name: size for name, size in items.items() if name not in gone}
+    """Return `items` without the offloaded ones among `kinds`."""
+    offloaded = [_ITEMS[kind] for kind in kinds if getattr(offload, kind) == "cpu"]
+    return {name: size for name, size in items.items() if name not in offloaded}
 
 
 def _buckets(config: RunConfig, number: int) -> dict[str, int]:
-    """What weights travel in, kept from one update to the next."""
+    """Return the weight buckets, which stay allocated between updates."""
     return {"weight buckets": number * int(config.weights.bucket_mib * MIB)}
 
 
-def _held(state: StateBytes, trainer: TrainerConfig) -> dict[str, int]:
+def _persistent(state: StateBytes, trainer: TrainerConfig) -> dict[str, int]:
     return {
         WEIGHTS: state.weights,
         GRADIENTS: state.gradients,
@@ -247,8 +251,8 @@ def _held(state: StateBytes, trainer: TrainerConfig) -> dict[str, int]:
 
 
 def _start(state: StateBytes, trainer: TrainerConfig) -> dict[str, int]:
-    """Weights are copied into the buffers that they are then trained in."""
-    return _held(state, trainer) | {WEIGHTS: 2 * state.weights, OPTIMIZER: 0}
+    """Return the start's items: weights are copied into the buffers of the trainer."""
+    return _persistent(state, trainer) | {WEIGHTS: 2 * state.weights, OPTIMIZER: 0}
 
 
 def _update(update: UpdateBytes) -> dict[str, int]:
@@ -270,7 +274,7 @@ def _awake(engine: EngineBytes) -> dict[str, int]:
 
 
 def _process_bytes(trainer: TrainerConfig) -> int:
-    """A context and the communicators of the groups that a rank is in."""
+    """Return the bytes of a CUDA context and of the communicators of a rank's groups."""
     sizes = (
         trainer.tensor_parallel,
         trainer.context_parallel,
@@ -284,7 +288,7 @@ def _process_bytes(trainer: TrainerConfig) -> int:
 
 
 def sleeping_bytes(config: RunConfig) -> int:
-    """What an engine rank keeps of its GPU in its sleep."""
+    """Return the GPU memory of a sleeping engine rank."""
     rollout = config.rollout
     keeps_graphs = not (rollout.enforce_eager or rollout.sleep_mode_offload_cudagraph)
     keeps_buffers = rollout.ranks_per_engine > 1 and not rollout.enable_nccl_comm_suspend

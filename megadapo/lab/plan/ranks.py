@@ -1,31 +1,38 @@
-"""The kinds of trainer ranks, and what each holds all the time: weights, gradients, optimizer."""
+"""Memory of trainer ranks (weights, gradients, optimizer) and of engine ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megadapo.lab.plan.cards import GRAPH_BYTES, Card
+from megadapo.models.description import ModelDescription
+from megadapo.rollout.config import RolloutConfig
 from megadapo.trainer.config import TrainerConfig
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.placement import replica_positions, stage_chunks
 from megadapo.weights.layout.shards import EnginePosition, Shard, ShardPosition
 
 FP32_BYTES = 4
+SCALED_WEIGHTS, SCALE_BYTES = 128 * 128, 4
+"""Weights per scale of a quantised matrix, and bytes of a scale."""
+LOGIT_BYTES = 14
+"""Bytes per response and vocabulary entry: bf16 and fp32 logits, log-probs, and noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankKind:
-    """Trainer ranks that hold equally much: those of one pipeline stage."""
+    """Trainer ranks with equal memory: those of one pipeline stage."""
 
     stage: int
     num_stages: int
     chunk_layers: tuple[int, ...]
-    """Layers of each chunk."""
+    """Number of layers of each chunk."""
     num_parameters: int
     num_expert_parameters: int
-    """Of them, those of experts, which fewer ranks hold alike."""
+    """Number of parameters in experts (included above), which fewer ranks replicate."""
     has_embedding: bool
     has_head: bool
 
@@ -42,23 +49,45 @@ class RankKind:
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """What a rank holds from step to step."""
+    """Memory that a trainer rank keeps from step to step."""
 
     weights: int
     gradients: int
-    """fp32, whatever the weights are."""
+    """Gradients in fp32, for weights of any type."""
     optimizer: int
-    """This rank's share of Adam's two moments and, of bf16 weights, of their fp32 masters."""
+    """This rank's share of Adam's two moments and, for bf16 weights, of their fp32 masters."""
     main_memory: int = 0
-    """What of them is in main memory, with the gradients and weights that the CPU works on."""
+    """Main memory of the optimizer on the CPU, with the gradients and weights it works on."""
 
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineBytes:
+    """Memory of an engine's largest rank while it generates: vLLM's budget."""
+
+    weights: int
+    workspace: int
+    """Activations of the largest step, logits of all responses, and CUDA graphs."""
+    cache: int
+    """Rest of the budget; negative if it is exceeded."""
+    token: int
+    """Cache of one token."""
+
+    @property
+    def budget(self) -> int:
+        return self.weights + self.workspace + self.cache
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens in the cache, prompts included."""
+        return max(0, self.cache // self.token)
+
+
 def rank_kinds(layout: ModelLayout, trainer: TrainerConfig) -> list[RankKind]:
-    """One kind for each pipeline stage: ranks that share matrices hold equal parts of them."""
+    """Return one kind per pipeline stage: its ranks have equal shares of the matrices."""
     chunks = stage_chunks(
         layout.shape.num_layers,
         pp_size=trainer.pipeline_parallel,
@@ -82,8 +111,7 @@ def rank_kinds(layout: ModelLayout, trainer: TrainerConfig) -> list[RankKind]:
             num_stages=position.pp_size,
             chunk_layers=tuple(len(chunk) for chunk in chunks[position.pp_rank]),
             num_parameters=_num_parameters(layout, position),
-            num_expert_parameters=len(position.layer_indices)
-            * num_elements(_of_experts(layout.megatron_layer(position, "0"))),
+            num_expert_parameters=_num_expert_parameters(layout, position),
             has_embedding=position.has_embedding,
             has_head=position.has_head,
         )
@@ -94,11 +122,11 @@ def rank_kinds(layout: ModelLayout, trainer: TrainerConfig) -> list[RankKind]:
 def state_bytes(
     kind: RankKind, trainer: TrainerConfig, *, itemsize: int, cpu_fraction: float = 0.0
 ) -> StateBytes:
-    """megatron-core's buffers and its distributed optimizer.
+    """Return the size of megatron-core's buffers and its distributed optimizer.
 
     Args:
         itemsize: bytes of one element of the weights.
-        cpu_fraction: share of the optimizer that is in main memory.
+        cpu_fraction: share of the optimizer in main memory.
     """
     per_stage = trainer.tensor_parallel * trainer.num_replicas
     expert_replicas = per_stage // (trainer.expert_parallel * trainer.expert_tensor_parallel)
@@ -116,31 +144,73 @@ def state_bytes(
     )
 
 
+def engine_bytes(
+    model: ModelDescription, rollout: RolloutConfig, card: Card, *, itemsize: int
+) -> EngineBytes:
+    """Return an engine rank's share of a card."""
+    shape, tp = model.shape, rollout.tensor_parallel
+    layout = ModelLayout(model.family, model.shape)
+    positions = tuple(
+        EnginePosition(
+            tp_size=tp,
+            pp_rank=stage,
+            pp_size=rollout.pipeline_parallel,
+            expert_parallel=rollout.expert_parallel,
+        )
+        for stage in range(rollout.pipeline_parallel)
+    )
+    num_parameters, num_linear = _engine_parameters(layout, positions)
+    weights = num_parameters * itemsize
+    if rollout.quantization == "fp8":
+        weights -= num_linear * (itemsize - 1) - num_linear * SCALE_BYTES // SCALED_WEIGHTS
+    activation = 3 * mlp_width(model) // tp + 4 * shape.hidden_size
+    workspace = rollout.max_num_batched_tokens * activation * itemsize
+    workspace += rollout.max_num_seqs * shape.vocab_size * LOGIT_BYTES
+    workspace += 0 if rollout.enforce_eager else GRAPH_BYTES
+    num_layers = max(len(layout.engine_layers(position)) for position in positions)
+    kv_heads = max(1, shape.num_kv_heads // tp)
+    return EngineBytes(
+        weights=weights,
+        workspace=workspace,
+        cache=int(rollout.gpu_memory_utilization * card.memory_bytes) - weights - workspace,
+        token=2 * num_layers * kv_heads * shape.head_dim * itemsize,
+    )
+
+
+def mlp_width(model: ModelDescription) -> int:
+    """Return the columns between the matrices of a layer's MLP, or of one token's experts."""
+    if model.routing is None:
+        return model.shape.ffn_size
+    return model.routing.experts_per_token * model.shape.expert_ffn_size
+
+
 def _num_parameters(layout: ModelLayout, position: ShardPosition) -> int:
-    """Of one rank; all layers are alike."""
-    ends = num_elements(layout.megatron_shards(replace(position, layer_indices=())))
-    layer = num_elements(layout.megatron_layer(position, "0"))
+    """Count one rank's parameters; all layers have the same number."""
+    ends = _num_elements(layout.megatron_shards(replace(position, layer_indices=())))
+    layer = _num_elements(layout.megatron_layer(position, "0"))
     return ends + len(position.layer_indices) * layer
 
 
+def _num_expert_parameters(layout: ModelLayout, position: ShardPosition) -> int:
+    layer = layout.megatron_layer(position, "0")
+    experts = (shard for shard in layer if ".experts." in shard.name)
+    return len(position.layer_indices) * _num_elements(experts)
+
+
 @lru_cache(maxsize=16)
-def engine_parameters(
+def _engine_parameters(
     layout: ModelLayout, positions: tuple[EnginePosition, ...]
 ) -> tuple[int, int]:
-    """Parameters of the engine rank that holds most, and those that are in linear layers."""
+    """Return all and only the linear layers' parameters of the largest engine rank."""
     ranks = (list(layout.engine_shards(position)) for position in positions)
-    return max((num_elements(shards), num_elements(_of_linear(shards))) for shards in ranks)
+    return max((_num_elements(shards), _num_linear(shards)) for shards in ranks)
 
 
-def _of_linear(shards: Iterable[Shard]) -> Iterator[Shard]:
+def _num_linear(shards: Iterable[Shard]) -> int:
     matrices = (shard for shard in shards if shard.width is not None)
-    return (shard for shard in matrices if shard.name.startswith("model.layers."))
+    return _num_elements(shard for shard in matrices if shard.name.startswith("model.layers."))
 
 
-def _of_experts(shards: Iterable[Shard]) -> Iterator[Shard]:
-    return (shard for shard in shards if ".experts." in shard.name)
-
-
-def num_elements(shards: Iterable[Shard]) -> int:
-    """Elements of parameters, their padding included; a stacked expert's part counts for itself."""
+def _num_elements(shards: Iterable[Shard]) -> int:
+    """Count elements of parameters, padding included; each expert of a stack counts by itself."""
     return sum(shard.length * shard.numel_per_row for shard in shards)

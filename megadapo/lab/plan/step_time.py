@@ -1,4 +1,4 @@
-"""How long a step would take: a roofline, with every share and length that it assumes."""
+"""Step time by a roofline, with explicit assumptions about shares and lengths."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from dataclasses import dataclass
 
 from megadapo.config import RunConfig
 from megadapo.lab.plan.cards import Card
-from megadapo.lab.plan.engine import engine_bytes, mlp_width
 from megadapo.lab.plan.phases import itemsize_of
+from megadapo.lab.plan.ranks import engine_bytes, mlp_width
 from megadapo.models.description import ModelDescription
 from megadapo.trainer.config import TrainerConfig
 
 TRAIN_SHARE = 0.40
-"""Of a card's dense bf16 products that a trainer reaches over a step."""
+"""Share of a card's dense bf16 FLOP/s that a trainer reaches over a step."""
 READ_SHARE = 0.70
-"""Of a card's memory bandwidth that an engine's step reaches."""
+"""Share of a card's memory bandwidth that an engine's step reaches."""
 LINK_SHARE = 0.70
-"""Of a link's bandwidth that a weight update reaches."""
+"""Share of a link's bandwidth that a weight update reaches."""
 MEAN_SHARE = 0.25
-"""Mean response against the longest one allowed: about 5,000 of 20,480 tokens in published runs."""
+"""Mean response length over the limit: about 5,000 of 20,480 tokens in published runs."""
 PROMPT_TOKENS = 200
-"""Of a mean prompt."""
+"""Tokens of a mean prompt."""
 KEPT_SHARE = 0.35
-"""Of the groups asked for that have a signal, where only those are kept."""
+"""Share of mixed groups, if only those are kept."""
 BACKWARD_PASSES = 2.0
-"""Work of a backward pass in forward passes."""
+"""Cost of a backward pass in forward passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """Seconds of a step's phases, without anything that waits for anything else."""
+    """Seconds of a step's phases, without waits between processes."""
 
     rollout: float
     longest: float
-    """Of the rollout: one longest response, token after token; no number of engines shortens it."""
+    """Seconds of one longest response; more engines do not shorten it."""
     train: float
     sync: float
 
@@ -44,18 +44,18 @@ class StepSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateTraffic:
-    """Bytes that a weight update puts on its busiest links."""
+    """Bytes of a weight update on its busiest links."""
 
     inside: int
-    """Most that one trainer rank hands to engine ranks of its node."""
+    """Most bytes that one trainer rank sends to engine ranks of its node."""
     between: float
-    """What one GPU's network card brings into its node, on average."""
+    """Mean bytes that one GPU's network card receives."""
 
 
 def step_seconds(
     config: RunConfig, model: ModelDescription, card: Card, traffic: UpdateTraffic
 ) -> StepSeconds:
-    """By bandwidth where weights and cache are read, by products where the trainer computes."""
+    """Return times limited by bandwidth in the engines and by FLOP/s in the trainer."""
     sync = traffic.inside / card.link_bandwidth + traffic.between / card.network_bandwidth
     rollout, longest = _rollout_seconds(config, model, card)
     return StepSeconds(
@@ -66,13 +66,34 @@ def step_seconds(
     )
 
 
+def describe_times(seconds: StepSeconds, config: RunConfig, card: Card) -> list[str]:
+    """Describe the seconds of a step and their assumptions, one line each."""
+    limit = "by throughput"
+    if seconds.rollout < seconds.longest:
+        limit = "by the longest response, which more engines do not shorten"
+    kept = ""
+    if config.sampling.selection == "signal":
+        kept = f", {KEPT_SHARE:.0%} of the groups mixed"
+    return [
+        f"a step at this roofline: {seconds.total:,.0f} s = rollout "
+        f"{max(seconds.rollout, seconds.longest):,.0f} ({limit}) + train "
+        f"{seconds.train:,.0f} + sync {seconds.sync:.2f}",
+        f"  {READ_SHARE:.0%} of {card.memory_bandwidth / 1e12:.2f} TB/s while engines sample, "
+        f"{TRAIN_SHARE:.0%} of {card.flops / 1e12:.0f} TFLOP/s while the trainer works, "
+        f"{LINK_SHARE:.0%} of {card.link_bandwidth / 1e9:.0f} and "
+        f"{card.network_bandwidth / 1e9:.0f} GB/s per link;",
+        f"  responses of {mean_response(config):,.0f} tokens on average{kept}; waits between "
+        "processes are not counted",
+    ]
+
+
 def mean_response(config: RunConfig) -> float:
-    """Tokens of a mean response."""
+    """Return the tokens of a mean response."""
     return MEAN_SHARE * config.rollout.max_response_tokens
 
 
 def mean_context(config: RunConfig) -> float:
-    """Tokens of a mean response and its prompt while it is written, on average."""
+    """Return the mean number of tokens in context while a mean response is generated."""
     return PROMPT_TOKENS + mean_response(config) / 2
 
 
@@ -90,7 +111,7 @@ def _rollout_seconds(config: RunConfig, model: ModelDescription, card: Card) -> 
     read = (engine.weights + at_once * context * engine.token) / bandwidth
     flops = _forward_flops(model, 2 * context) / rollout.ranks_per_engine * at_once
     products = flops / (TRAIN_SHARE * card.flops)
-    # each token passes through the stages of an engine one after the other
+    # each token passes through the stages of an engine in sequence
     alone = engine.weights / bandwidth * rollout.pipeline_parallel
     return (
         per_engine * mean / at_once * max(read, products),
@@ -105,25 +126,25 @@ def _train_seconds(config: RunConfig, model: ModelDescription, card: Card) -> fl
     layer, mlp = _layer_flops(model, length)
     forward = _forward_flops(model, length)
     again = model.shape.num_layers * _recomputed(trainer, model, layer=layer, mlp=mlp)
-    # old log-probs, the update's forward pass, and its way back
+    # old log-probs, then the update's forward and backward pass
     flops = num_sequences * length * ((2 + BACKWARD_PASSES) * forward + again)
     seconds = flops / (trainer.num_ranks * TRAIN_SHARE * card.flops)
     return seconds / (1.0 - _bubble(config, length))
 
 
 def _forward_flops(model: ModelDescription, length: float) -> float:
-    """Of one token of a sequence of `length` tokens, on average over it."""
+    """Return a token's mean FLOPs in a sequence of `length` tokens."""
     layer, _ = _layer_flops(model, length)
     return model.shape.num_layers * layer + 2.0 * model.shape.hidden_size * model.shape.vocab_size
 
 
 def _layer_flops(model: ModelDescription, length: float) -> tuple[float, float]:
-    """Of one token in one layer's forward pass: of all of it, and of its MLP."""
+    """Return a token's forward FLOPs in one layer: in total, and in the MLP."""
     shape = model.shape
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     mlp = 6.0 * shape.hidden_size * mlp_width(model)
     projections = 2.0 * shape.hidden_size * (2 * query + 2 * key)
-    # a token looks at half of its sequence on average: scores and their sum
+    # a token attends to half of its sequence on average: scores and weighted sum
     return projections + 4.0 * query * length / 2 + mlp, mlp
 
 
@@ -140,7 +161,7 @@ def _recomputed(
 
 
 def _bubble(config: RunConfig, length: float) -> float:
-    """Part of an update that a stage waits for others to fill and drain the pipeline."""
+    """Return the share of an update in which a stage waits for the pipeline to fill and drain."""
     trainer = config.trainer
     waiting = (trainer.pipeline_parallel - 1) / trainer.virtual_pipeline
     sequences = config.algorithm.responses_per_mini_batch / trainer.data_parallel

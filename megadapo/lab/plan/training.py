@@ -1,56 +1,56 @@
-"""What a trainer rank takes during an update, beside what it holds all the time."""
+"""Memory of a trainer rank during an update, besides its state."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from megadapo.lab.plan.activations import (
+    FP32_BYTES,
     LayerWidths,
     backward_extra,
     kept_by_chunk,
     kept_by_layer,
     layer_widths,
 )
-from megadapo.lab.plan.head import HeadBytes, head_bytes
 from megadapo.lab.plan.ranks import RankKind
 from megadapo.models.description import ModelDescription
 from megadapo.trainer.config import TrainerConfig
 from megadapo.weights.layout.layout import padded_vocab_size
 
 TOKEN_BYTES = 42
-"""Of a token in a micro-batch: two int64 ids, its row, three fp32 values of the loss, two marks."""
+"""Bytes per token of a micro-batch: two int64 ids, its row, three fp32 loss values, two flags."""
 OWN_LAYER_BYTES = 16
-"""And, where our own layers compute, two int64 places in the padded batch."""
+"""Extra bytes per token for our own layers: two int64 indices into the padded batch."""
 LOGPROB_BYTES = 8
-"""An old log-prob and the one that it is held against, kept for a whole step."""
+"""Bytes per token of a step: an old log-prob and the rollout's one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateLoad:
-    """How much a rank computes."""
+    """Number of tokens and micro-batches that a rank computes."""
 
     tokens_per_micro_batch: int
     num_micro_batches: int
-    """Of one mini-batch."""
+    """Micro-batches per mini-batch."""
     num_step_tokens: int
-    """Of all mini-batches."""
+    """Tokens of all mini-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateBytes:
-    """At the worst moment of an update."""
+    """Peak memory of an update."""
 
     inputs: int
     activations: int
-    """Kept for the backward pass, of all micro-batches in flight."""
+    """Activations kept for the backward pass, of all micro-batches in flight."""
     layer: int
-    """Beside them, while one layer goes back."""
+    """Working memory of one layer's backward pass."""
     head: int
-    """Beside them, while the policy head computes; 0 where there is none."""
+    """Working memory of the policy head; 0 without one."""
 
     @property
     def working(self) -> int:
-        """Head and layers take turns."""
+        """Working memory; head and layers never run at the same time."""
         return max(self.layer, self.head)
 
     @property
@@ -67,34 +67,37 @@ def update_bytes(
     itemsize: int,
     fused: bool,
 ) -> UpdateBytes:
-    """Largest amounts of an update.
+    """Return the peak memory of an update.
 
     Args:
         itemsize: bytes of an element of weights and activations.
-        fused: whether Transformer Engine's layers compute, or our own.
+        fused: whether layers are Transformer Engine's, or our own.
     """
     widths = layer_widths(model, trainer, itemsize=itemsize, fused=fused)
     tokens = load.tokens_per_micro_batch // trainer.context_parallel
     kept = kept_by_layer(widths)
     chunks = [kept_by_chunk(kept, trainer, size) for size in kind.chunk_layers]
     in_flight = chunks_in_flight(kind, load.num_micro_batches)
-    # the pipeline's schedule keeps what each chunk sent on
+    # the pipeline's schedule keeps each chunk's output
     sent = widths.residual * itemsize if kind.num_stages > 1 else 0.0
     per_chunk = sum(chunks) / len(chunks) + sent
     activations = in_flight * per_chunk * tokens
     if kind.has_head:
         activations -= sent * tokens
+    if not fused:
+        # megatron-core's own layers gather a part's input into one buffer that they keep
+        activations += widths.gathered * itemsize * tokens
     layer = backward_extra(widths, trainer, num_layers=kind.chunk_layers[-1], num_tokens=tokens)
     return UpdateBytes(
         inputs=_input_bytes(widths, model, trainer, load) // trainer.context_parallel,
-        activations=int(activations + _gather_buffer(widths) * tokens),
+        activations=int(activations),
         layer=int(layer),
-        head=_head(model, trainer, kind, widths, tokens).total if kind.has_head else 0,
+        head=_head_bytes(model, trainer, widths, tokens) if kind.has_head else 0,
     )
 
 
 def chunks_in_flight(kind: RankKind, num_micro_batches: int) -> int:
-    """Most passes of a micro-batch through a chunk that wait for their backward pass (1F1B)."""
+    """Return the most forward passes through a chunk that await their backward pass (1F1B)."""
     behind = kind.num_stages - kind.stage - 1
     num_chunks = len(kind.chunk_layers)
     warmup = behind if num_chunks == 1 else 2 * behind + (num_chunks - 1) * kind.num_stages
@@ -104,7 +107,7 @@ def chunks_in_flight(kind: RankKind, num_micro_batches: int) -> int:
 def _input_bytes(
     widths: LayerWidths, model: ModelDescription, trainer: TrainerConfig, load: UpdateLoad
 ) -> int:
-    """A mini-batch's micro-batches are on the device together, a step's log-probs all the time."""
+    """Return the bytes of a mini-batch's micro-batches and of a step's log-probs."""
     per_token = TOKEN_BYTES
     if not widths.fused:
         # cosine and sine of half of a head's angles each
@@ -115,18 +118,34 @@ def _input_bytes(
     return num_tokens * per_token + load.num_step_tokens * LOGPROB_BYTES
 
 
-def _gather_buffer(widths: LayerWidths) -> float:
-    """megatron-core's own layers gather a part's input into one buffer that they keep."""
-    return 0.0 if widths.fused else widths.gathered * widths.itemsize
+def _head_bytes(
+    model: ModelDescription, trainer: TrainerConfig, widths: LayerWidths, num_tokens: int
+) -> int:
+    """Return the policy head's working memory in its own tiling, with every token predicted."""
+    import torch
 
+    from megadapo.kernels.policy_head.tiling import plan_tiling
 
-def _head(
-    model: ModelDescription,
-    trainer: TrainerConfig,
-    kind: RankKind,
-    widths: LayerWidths,
-    num_tokens: int,
-) -> HeadBytes:
     tp = trainer.tensor_parallel
-    padded = padded_vocab_size(model.shape.vocab_size, tp)
-    return head_bytes(widths, padded_vocab=padded, tp=tp, num_tokens=num_tokens)
+    padded_vocab = padded_vocab_size(model.shape.vocab_size, tp)
+    dtype = torch.float32 if widths.itemsize == FP32_BYTES else torch.bfloat16
+    device = torch.device("cuda" if widths.fused else "cpu")
+    tiling = plan_tiling(padded_vocab, dtype, device, None)
+    columns, size = padded_vocab // tp, widths.itemsize
+    block = min(tiling.block_rows, num_tokens)
+    num_blocks = -(-num_tokens // tiling.block_rows)
+    # reused buffers: a block's gradient of the logits, and a tile's logits
+    logits = 0 if size == FP32_BYTES else min(tiling.tile_rows, block) * columns * FP32_BYTES
+    wide = block * widths.hidden * FP32_BYTES if widths.fused and size < FP32_BYTES else 0
+    buffers = block * columns * size + logits + int(wide)
+    residual = num_tokens * widths.residual * size
+    # gradients of the output weight's local rows, and of the hidden states: first the predicted
+    # rows, then all
+    in_fp32 = widths.fused or num_blocks > 1
+    weight = columns * widths.hidden * (FP32_BYTES if in_fp32 else size)
+    gradients = int(weight + 2 * residual)
+    # hidden states before and after the last norm, and gathered blocks: with sequence parallelism
+    # the next block is already in transit
+    num_fetched = min(num_blocks, 2) if widths.gathered else 1
+    rows = int(2 * residual + num_fetched * block * widths.hidden * size)
+    return buffers + gradients + rows

@@ -1,4 +1,4 @@
-"""Would catch: a shipped recipe that its GPUs have no room for, and advice that does not help."""
+"""Shipped recipes fit on their GPUs, and advice for others helps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from megadapo.cli import main
 from megadapo.config import RunConfig, load_config
 from megadapo.errors import DataError
 from megadapo.lab.plan.cards import CARDS, GIB, H100, H200
-from megadapo.lab.plan.engine import engine_bytes
 from megadapo.lab.plan.fit import largest_sequence, overflows, problems
 from megadapo.lab.plan.phases import (
     GpuKind,
@@ -21,7 +20,7 @@ from megadapo.lab.plan.phases import (
     models_of,
     replayed_bytes,
 )
-from megadapo.lab.plan.ranks import rank_kinds, state_bytes
+from megadapo.lab.plan.ranks import engine_bytes, rank_kinds, state_bytes
 from megadapo.models.description import describe_model
 from megadapo.models.folder import find_hf_config, published_models
 from megadapo.weights.layout.layout import ModelLayout
@@ -33,7 +32,7 @@ SIZES = {
     "Qwen2.5-32B": 32_763_876_352,
     "Qwen3-30B-A3B-Base": 30_532_122_624,
 }
-"""Parameters, as the models' pages say."""
+"""Number of parameters on the models' pages."""
 
 
 def recipe(name: str, *overrides: str) -> RunConfig:
@@ -49,7 +48,7 @@ def bytes_in(kind: GpuKind, phase: str) -> int:
 
 
 @pytest.mark.parametrize("name", published_models())
-def test_models_that_come_along_have_their_published_size(name: str) -> None:
+def test_built_in_models_have_their_published_size(name: str) -> None:
     model = describe_model(find_hf_config(f"/nowhere/{name}"))
     layout = ModelLayout(model.family, model.shape)
     sizes = layout.hf_shapes.values()
@@ -65,7 +64,7 @@ def test_shipped_recipes_fit_in_every_phase(name: str) -> None:
     assert largest >= longest_sequence(config)
 
 
-def test_what_the_ranks_of_a_stage_hold_adds_up_to_the_model() -> None:
+def test_parameters_of_all_stages_add_up_to_the_model() -> None:
     config = recipe("qwen2.5-32b")
     layout = ModelLayout(models_of(config).policy.family, models_of(config).policy.shape)
     kinds = rank_kinds(layout, config.trainer)
@@ -106,11 +105,11 @@ def test_each_key_takes_memory_where_it_should(override: str, kind: int, phase: 
         ),
         (["rollout.gpu_memory_utilization=0.98"], "lower rollout.gpu_memory_utilization to 0.89"),
         (["rollout.gpu_memory_utilization=0.93"], 'trainer.offload.parameters = "cpu"'),
-        (["trainer.tensor_parallel=1", "trainer.data_parallel=64"], "share the model out more"),
+        (["trainer.tensor_parallel=1", "trainer.data_parallel=64"], "split the model further"),
         (["rollout.gpu_memory_utilization=0.23"], "the KV cache holds"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_key_to_turn(
+def test_misfit_is_refused_with_the_key_to_change(
     overrides: list[str], advice: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if overrides[0].startswith("trainer.tensor_parallel"):
@@ -122,7 +121,7 @@ def test_what_does_not_fit_is_refused_with_the_key_to_turn(
 
 
 def test_advice_helps() -> None:
-    """The first remedy that is enough is named, not the first that there is."""
+    """Advice names the first sufficient remedy."""
     config = recipe("qwen2.5-7b", "trainer.tokens_per_micro_batch=60000")
     (problem,) = problems(config, models_of(config), H100)
     assert "trainer.tokens_per_micro_batch = 12288" in problem
@@ -135,11 +134,11 @@ def test_advice_helps() -> None:
     assert problems(helped, models_of(helped), H100) == []
 
 
-def test_the_largest_sequence_is_the_largest() -> None:
+def test_largest_sequence_is_the_largest() -> None:
     config = recipe("qwen2.5-7b")
     models = models_of(config)
-    largest, bound = largest_sequence(config, models, H100)
-    assert "trainer" in bound
+    largest, limit = largest_sequence(config, models, H100)
+    assert "trainer" in limit
     prompt = config.data.max_prompt_tokens
 
     def overflows_at(num_tokens: int) -> bool:
@@ -151,7 +150,7 @@ def test_the_largest_sequence_is_the_largest() -> None:
     assert largest_sequence(config, models, H200)[0] > largest
 
 
-def test_engines_with_gpus_of_their_own_are_a_kind_of_their_own() -> None:
+def test_separate_engines_are_a_kind_of_gpu() -> None:
     config = recipe("qwen2.5-32b", "cluster.placement=separate")
     *trainers, engine = kinds_of(config)
     assert engine.num_gpus == 128
@@ -160,21 +159,21 @@ def test_engines_with_gpus_of_their_own_are_a_kind_of_their_own() -> None:
     assert all("engine" not in name for phase in trainers[0].phases for name in phase.items)
 
 
-def test_a_critic_is_held_too() -> None:
+def test_critic_takes_memory() -> None:
     changes = ("algorithm.advantage=gae", "sampling.selection=all")
     before, after = kinds_of(recipe("qwen2.5-7b")), kinds_of(recipe("qwen2.5-7b", *changes))
     assert bytes_in(after[0], "save") > 1.6 * bytes_in(before[0], "save")
 
 
-def test_the_cache_is_what_the_engine_leaves_of_its_share() -> None:
+def test_cache_is_the_rest_of_the_engines_share() -> None:
     config = recipe("qwen2.5-32b")
     engine = engine_bytes(models_of(config).policy, config.rollout, H100, itemsize=2)
     assert engine.token == 2 * 64 * 2 * 128 * 2
     assert engine.budget == pytest.approx(0.85 * H100.memory_bytes, rel=1e-6)
 
 
-def test_what_leaves_a_gpu_is_counted_in_main_memory() -> None:
-    """Of the whole node, with the engines' weights, which wait there for a checkpoint."""
+def test_offloaded_tensors_count_in_main_memory() -> None:
+    """The node's memory includes the weights of sleeping engines."""
     models = models_of(recipe("qwen2.5-7b"))
     engine = engine_bytes(models.policy, recipe("qwen2.5-7b").rollout, H100, itemsize=2)
 
@@ -188,29 +187,28 @@ def test_what_leaves_a_gpu_is_counted_in_main_memory() -> None:
     assert counted("trainer.offload.parameters=cpu") - counted() == 8 * 4
     assert counted("rollout.sleep_level=1") == counted()
     assert counted("cluster.placement=separate") == 0.0
-    # masters, moments, and the gradients that the CPU works on
+    # masters, moments, and gradients on the CPU
     adam = counted("trainer.offload.optimizer=none", "trainer.optimizer.cpu_offload_fraction=0.5")
     assert adam - kept == pytest.approx(16 * size / 2, rel=0.01)
 
 
-def test_experts_that_routers_take_over_are_counted() -> None:
-    """48 layers with 8 experts for a token, a byte each: on the GPUs with a mini-batch's tokens, in
-    main memory with a step's."""
-    free, told = [
+def test_replayed_experts_are_counted() -> None:
+    """48 layers, 8 experts a token, 1 byte each: a mini-batch on GPUs, a step in main memory."""
+    free, replayed = [
         recipe("qwen3-30b-a3b", *override) for override in ([], ["trainer.router_replay=true"])
     ]
-    (before, *_), (after, *_) = kinds_of(free), kinds_of(told)
+    (before, *_), (after, *_) = kinds_of(free), kinds_of(replayed)
     more = bytes_in(after, "train") - bytes_in(before, "train")
-    responses = told.algorithm.responses_per_mini_batch // told.trainer.data_parallel
-    share = responses * longest_sequence(told) // told.trainer.context_parallel
+    responses = replayed.algorithm.responses_per_mini_batch // replayed.trainer.data_parallel
+    share = responses * longest_sequence(replayed) // replayed.trainer.context_parallel
     assert more == pytest.approx(48 * 8 * share, rel=0.15)
-    model = models_of(told).policy
-    num_responses = told.sampling.prompts_per_step * told.sampling.responses_per_prompt
-    assert replayed_bytes(told, model) == 48 * 8 * longest_sequence(told) * num_responses
+    model = models_of(replayed).policy
+    num_responses = replayed.sampling.prompts_per_step * replayed.sampling.responses_per_prompt
+    assert replayed_bytes(replayed, model) == 48 * 8 * longest_sequence(replayed) * num_responses
     assert replayed_bytes(free, model) == 0
 
 
-def test_everything_may_leave_but_the_process() -> None:
+def test_everything_but_the_process_can_be_offloaded() -> None:
     offload = [f"trainer.offload.{kind}=cpu" for kind in ("optimizer", "gradients", "parameters")]
     (kind,) = kinds_of(recipe("qwen2.5-7b", *offload))
     phases = {phase.name: phase.items.keys() for phase in kind.phases}
@@ -220,7 +218,7 @@ def test_everything_may_leave_but_the_process() -> None:
     assert {"weights", "gradients", "optimizer"} & phases["save"] == {"weights", "optimizer"}
 
 
-def test_quantised_engines_hold_half_but_for_the_vocabulary() -> None:
+def test_quantised_engines_halve_all_but_the_vocabulary() -> None:
     config = recipe("qwen2.5-32b", "rollout.quantization=fp8", "algorithm.importance.scope=all")
     model, ranks = models_of(config).policy, config.rollout.tensor_parallel
     whole, halved = (
@@ -231,7 +229,7 @@ def test_quantised_engines_hold_half_but_for_the_vocabulary() -> None:
     assert halved == pytest.approx((whole + vocabulary) / 2, rel=1e-3)
 
 
-def test_a_model_that_is_nowhere_is_named() -> None:
+def test_unknown_model_is_named() -> None:
     with pytest.raises(DataError, match=r"model.path = '/nowhere/unknown'.*Qwen2.5-32B"):
         find_hf_config("/nowhere/unknown")
 
@@ -245,7 +243,7 @@ def test_a_model_that_is_nowhere_is_named() -> None:
         (["--rollout.tensor_parallel=3"], "num_attention_heads"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
+def test_impossible_plan_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(CONFIGS / "qwen2.5-32b.toml"), *arguments]) == 2
@@ -253,13 +251,13 @@ def test_what_cannot_be_planned_is_refused(
 
 
 @pytest.mark.parametrize("gpu", [name.lower() for name in CARDS])
-def test_every_card_is_planned_for(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_card_has_a_plan(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(CONFIGS / "qwen2.5-7b.toml"), "--gpu", gpu, "--nodes", "1"]) == 0
     printed = capsys.readouterr().out
     assert "longest sequence: 12,288 tokens" in printed and "a step at this roofline" in printed
 
 
-def test_a_dry_run_on_gpus_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_on_gpus_checks_memory(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["train", str(CONFIGS / "qwen2.5-32b.toml"), "--dry-run"]
     assert main(argv) == 0
     assert "fullest in rollout" in capsys.readouterr().err
