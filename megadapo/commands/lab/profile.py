@@ -1,4 +1,4 @@
-"""`megadapo profile`: how kernels compile, or where the time of a step or of the head goes."""
+"""`megadapo profile`: compile report of the kernels, or time of a step or of the policy head."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ from megadapo.errors import ConfigError
 
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
-    from megadapo.lab.profiling.step_profile import StepProfile, Updates
+    from megadapo.lab.profiling.profiles import StepProfile, Updates
     from megadapo.trainer.trainer import Trainer
 
 
 def add(commands: Commands) -> None:
-    summary = "how every kernel compiles, or where the time of a training step or the head goes"
+    summary = "compile report of all kernels, or time of a training step or the head by kernel"
     parser = add_command(commands, "profile", summary, takes_overrides=True)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--step", metavar="CONFIG", help="profile a recipe's training step")
-    what.add_argument("--head", metavar="T,H,V,DTYPE", help="profile the policy head alone")
+    subject = parser.add_mutually_exclusive_group()
+    subject.add_argument("--step", metavar="CONFIG", help="profile a recipe's training step")
+    subject.add_argument("--head", metavar="T,H,V,DTYPE", help="profile the policy head alone")
     parser.add_argument(
-        "--sequences", type=int, default=0, help="of --step: sequences (default: the mini-batch)"
+        "--sequences", type=int, default=0, help="with --step: sequences (default: a mini-batch)"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="of --head: default cuda")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="with --head (default: cuda if there)"
+    )
     parser.add_argument("--steps", type=int, default=3, help="profiled steps (default 3)")
     parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="also write a trace for Perfetto: of --step a whole step of all trainer ranks and "
-        "engines, of --head the head's (.json, or .json.gz)",
+        help="also write a trace for Perfetto (.json or .json.gz): with --step a whole step of all "
+        "trainer ranks and engines, with --head the head's",
     )
     parser.add_argument(
         "--memory",
         type=Path,
         metavar="FOLDER",
-        help="of --step on GPUs: also write what each rank's memory held during an update",
+        help="with --step on GPUs: also write a memory snapshot of each rank during an update",
     )
     parser.add_argument(
         "--nvtx",
         action="store_true",
-        help="of --step on GPUs, under nsys profile --capture-range=cudaProfilerApi: no table, "
-        "but ranges for it",
+        help="with --step on GPUs, under nsys profile --capture-range=cudaProfilerApi: NVTX ranges "
+        "in place of the table",
     )
     parser.add_argument(
         "--arch",
@@ -62,11 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.overrides and arguments.step is None:
         raise ConfigError(f"{arguments.overrides[0]}: only --step has a configuration")
     if (arguments.memory or arguments.nvtx) and arguments.step is None:
-        raise ConfigError("--memory and --nvtx are of --step")
+        raise ConfigError("--memory and --nvtx need --step")
     if arguments.step is not None:
         _profile_step(arguments)
     elif arguments.head is not None:
-        from megadapo.lab.profiling.head_profile import profile_head
+        from megadapo.lab.profiling.profiles import profile_head
 
         profile_head(
             arguments.head,
@@ -86,16 +88,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _profile_step(arguments: argparse.Namespace) -> None:
-    """Profile updates of a recipe's own trainer on random tokens, and trace a step before that."""
+    """Profile updates of a recipe's own trainer on random tokens, after an optional traced step."""
     from megadapo.config import load_config
-    from megadapo.lab.profiling.step_profile import Updates, profile_training_step, trainer_alone
+    from megadapo.lab.profiling.profiles import Updates, profile_training_step, trainer_alone
 
     trace: Path | None = arguments.trace
-    overrides = arguments.overrides if trace is None else [*_of_trace(trace), *arguments.overrides]
+    overrides = arguments.overrides if trace is None else [*_fixed(trace), *arguments.overrides]
     config = load_config(arguments.step, overrides)
     if (arguments.memory or arguments.nvtx) and not config.cluster.uses_cuda:
         option = "--memory" if arguments.memory else "--nvtx"
-        raise ConfigError(f"{option} is of GPUs, and this recipe runs on the CPU (cluster.device)")
+        raise ConfigError(f"{option} needs GPUs, and this recipe runs on the CPU (cluster.device)")
     updates = Updates(
         config=config,
         num_sequences=arguments.sequences or config.algorithm.responses_per_mini_batch,
@@ -110,32 +112,29 @@ def _profile_step(arguments: argparse.Namespace) -> None:
         _print_profile(result, updates)
 
 
-def _of_trace(trace: Path) -> list[str]:
-    """What the run whose step is traced has other than its recipe."""
+def _fixed(trace: Path) -> list[str]:
+    """Return the overrides of the traced run."""
+    # all nodes that share the trace's folder share this one
+    folder = trace.absolute().with_name(f"{trace.name}.parts")
     return [
-        f"run.folder={_parts_folder(trace)}",
+        f"run.folder={folder}",
         'run.resume="never"',
         "evaluation.every=0",
         "checkpoint.every=1000000",
     ]
 
 
-def _parts_folder(trace: Path) -> Path:
-    """Beside the trace, so that all nodes see it wherever they see the trace."""
-    return trace.absolute().with_name(f"{trace.name}.parts")
-
-
 @contextmanager
 def _after_traced_step(config: RunConfig, trace: Path) -> Iterator[Trainer]:
-    """The trainer of a run after its second step, which `trace` shows; engines leave it the GPUs.
+    """Trace the second step of a run, then yield its trainer; the engines have released the GPUs.
 
     Raises:
-        ConfigError: the run ends with that step, or the folder of the trace's parts is taken.
+        ConfigError: the run has fewer than three steps, or the folder of its parts exists.
     """
     import shutil
     from contextlib import closing
 
-    from megadapo.lab.profiling.run_trace import traced
+    from megadapo.lab.profiling.trace import traced
     from megadapo.run.launch import start_workers
     from megadapo.run.rollouts import LiveRollouts
     from megadapo.run.run import Run
@@ -145,19 +144,19 @@ def _after_traced_step(config: RunConfig, trace: Path) -> Iterator[Trainer]:
         raise ConfigError("run.num_steps must be at least 3: the second is traced, the last saves")
     folder = config.run.folder
     if folder.exists():
-        raise ConfigError(f"{folder}, for the trace's parts, is there already: remove it")
+        raise ConfigError(f"{folder} (the trace's parts) exists: remove it")
     with (
         Run.open(config) as run,
         start_workers(config, run, None) as workers,
         closing(training_steps(config, run, workers)) as steps,
     ):
-        assert isinstance(workers.rollouts, LiveRollouts), "nothing is replayed"
+        assert isinstance(workers.rollouts, LiveRollouts), "this run is not a replay"
         next(steps)  # compiles kernels and allocates
         with traced(workers.trainer.ranks, workers.rollouts.engines, folder, trace):
             next(steps)
         workers.trainer.gpus.start_update()
         yield workers.trainer.ranks
-    # after an error its logs are wanted
+    # not in a finally: after an error the user needs the logs
     shutil.rmtree(folder)
 
 

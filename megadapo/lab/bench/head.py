@@ -202,9 +202,7 @@ def run(
     json_file: Path | None,
 ) -> None:
     """Run the benchmark, print one table a shape, write JSON where asked."""
-    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device=cuda: torch sees no CUDA device")
+    device = choose_device(device_name)
     torch.set_num_threads(num_threads)
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
     if shape_texts:
@@ -226,6 +224,18 @@ def run(
             "results": [asdict(result) for result in every],
         }
         json_file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def choose_device(name: str | None) -> torch.device:
+    """Return the named device, or CUDA if available, or the CPU.
+
+    Raises:
+        ConfigError: CUDA is requested and not available.
+    """
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device=cuda: torch sees no CUDA device")
+    return device
 
 
 def parse_shape(text: str, temperature: float) -> HeadShape:

@@ -1,1 +1,1 @@
-"""Where the time of a step and of each kernel goes, and how kernels compile."""
+"""Profiles of steps and kernels, traces of runs, and the compile report."""

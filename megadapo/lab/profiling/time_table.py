@@ -1,32 +1,42 @@
-"""Where a profiled call's time went: one row per kernel, held against the machine's roofline."""
+"""Time and bytes of a profiled call by kernel, compared with the machine's roofline."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
+from torch.autograd import DeviceType
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megadapo.kernels.traffic import metered
+from megadapo.lab.bench.measure import time_once
 from megadapo.lab.plan.cards import card_of
-
-if TYPE_CHECKING:
-    import torch
 
 _LARGE_PRODUCT = {"cuda": 8192, "cpu": 1024}
 _LARGE_COPY = {"cuda": 2**28, "cpu": 2**27}
-"""Bytes; larger than any cache."""
+"""Size in bytes, larger than any cache."""
+_WRITE_ONLY = ("aten::copy_", "aten::zero_", "aten::fill_")
+"""Operators that do not read their first tensor."""
+_LOOKUPS = ("aten::index_select", "aten::gather", "aten::embedding", "aten::index")
+"""Operators that read only the returned part of their first tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """What this machine reached on a large product and a large copy, measured in this process."""
+    """Rates of a large product and a large copy on this machine, measured in this process."""
 
     tflops: float
     gb_per_s: float
     sheet_tflops: float | None = None
-    """Of bf16 products by the GPU's data sheet; None for other types and where it is not known."""
+    """Rate of bf16 products in the GPU's data sheet; None if unknown or for other types."""
     sheet_gb_per_s: float | None = None
-    """Of memory by the GPU's data sheet; None on a CPU and where it is not known."""
+    """Memory bandwidth in the GPU's data sheet; None if unknown or on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,23 +47,19 @@ class KernelTime:
     calls: int
     total_ms: float
     share: float | None
-    """Of all kernels' time; None for the operator that launched a kernel listed by itself."""
+    """Share of all kernels' time; None for an operator whose kernels have rows of their own."""
     tflops: float | None
-    """Where the profiler knows the operator's flops, as for matrix products."""
+    """Rate, if the profiler knows the operator's FLOPs, as for matrix products."""
     gb_per_s: float | None
-    """Where the bytes are known: those of torch's operators and of our own kernels."""
+    """Rate, if the bytes are known: for torch's operators and our own kernels."""
     roofline_share: float | None
-    """The larger of its shares of the two; above 1 where data stays in a cache."""
+    """Larger share of the two rates' limits; above 1 if data stays in a cache."""
 
 
 def measure_roofline(
     device: torch.device, dtype: torch.dtype, *, size: int = 0, repeats: int = 5
 ) -> Roofline:
-    """Multiply and copy large tensors; the best of a few repeats. `size` 0 chooses by device."""
-    import torch
-
-    from megadapo.lab.bench.measure import time_once
-
+    """Time large products and copies, best of a few; `size` 0 selects it by device."""
     size = size or _LARGE_PRODUCT[device.type]
     a = torch.randn(size, size, device=device).to(dtype)
     b = torch.randn(size, size, device=device).to(dtype)
@@ -73,21 +79,19 @@ def measure_roofline(
 def profile_table(
     profile: torch.profiler.profile,
     roofline: Roofline,
-    bytes_moved: Mapping[str, int] | None = None,
+    moved: Mapping[str, int] | None = None,
 ) -> list[KernelTime]:
     """Sum a finished profile (made with `with_flops=True`) by name, slowest first.
 
     On the CPU the rows are operators and our own C passes. On CUDA they are kernels, followed by
-    the operators that launched products, whose flops are known.
+    the operators that launched products, whose FLOPs are known.
 
     Args:
-        bytes_moved: Bytes of each operator over all profiled calls.
+        moved: bytes of each operator over all profiled calls.
     """
-    from torch.autograd import DeviceType
-
     events = profile.key_averages()
     on_cuda = [event for event in events if event.device_type == DeviceType.CUDA]
-    # what a record_function spans on the device is in its kernels already
+    # the kernels already contain the device time of a record_function
     kernels = [event for event in on_cuda if not event.is_user_annotation]
     operators = [event for event in events if event.device_type == DeviceType.CPU]
     if kernels:
@@ -97,7 +101,7 @@ def profile_table(
     else:
         times = [(event, event.self_cpu_time_total, True) for event in operators]
     total = sum(spent for _, spent, is_counted in times if is_counted) or 1.0
-    moved = bytes_moved or {}
+    moved = moved or {}
     return [
         _row(event, spent, spent / total if is_counted else None, roofline, moved.get(event.key))
         for event, spent, is_counted in sorted(times, key=lambda row: (not row[2], -row[1]))
@@ -106,7 +110,7 @@ def profile_table(
 
 
 def phase_table(profile: torch.profiler.profile, prefix: str) -> dict[str, float]:
-    """Milliseconds from begin to end of every `record_function` whose name has the prefix."""
+    """Return the milliseconds of every `record_function` whose name has the prefix."""
     spans = [event for event in profile.key_averages() if event.key.startswith(prefix)]
     return {
         event.key.removeprefix(prefix): event.cpu_time_total * 1e-3
@@ -142,9 +146,9 @@ def _row(
 
 
 def format_profile(rows: Sequence[KernelTime], roofline: Roofline, *, limit: int = 25) -> str:
-    """The slowest kernels as text, below the roofline they are held against."""
-    tflops = _held_against(f"{roofline.tflops:.2f}", roofline.sheet_tflops)
-    gb_per_s = _held_against(f"{roofline.gb_per_s:.1f}", roofline.sheet_gb_per_s)
+    """Return the slowest kernels as text, below the roofline."""
+    tflops = _with_sheet(f"{roofline.tflops:.2f}", roofline.sheet_tflops)
+    gb_per_s = _with_sheet(f"{roofline.gb_per_s:.1f}", roofline.sheet_gb_per_s)
     lines = [
         f"roofline measured here: {tflops} TFLOP/s, {gb_per_s} GB/s",
         f"{'kernel':44}{'calls':>7}{'ms':>10}{'share':>8}{'TFLOP/s':>9}{'GB/s':>8}{'of roof':>9}",
@@ -165,11 +169,60 @@ def format_profile(rows: Sequence[KernelTime], roofline: Roofline, *, limit: int
     return "\n".join([*lines, f"{'everything else':51}{left:10.2f}"] if left else lines)
 
 
-def _held_against(measured: str, sheet: float | None) -> str:
+def _with_sheet(measured: str, sheet: float | None) -> str:
     return measured if sheet is None else f"{measured} of the data sheet's {sheet:.0f}"
 
 
 def write_trace(profile: torch.profiler.profile, path: Path) -> None:
-    """Save the profile for a trace viewer."""
+    """Write the profile for a trace viewer."""
     path.parent.mkdir(parents=True, exist_ok=True)
     profile.export_chrome_trace(str(path))
+
+
+@contextmanager
+def bytes_moved() -> Iterator[Counter[str]]:
+    """Count the bytes of all calls in the block, by name in a profile.
+
+    This is a lower bound that ignores caches: every input read once, every result written once.
+    Views move nothing.
+    """
+    meter: Counter[str] = Counter()
+    with metered(meter), _OperatorMeter(meter):
+        yield meter
+
+
+class _OperatorMeter(TorchDispatchMode):
+    def __init__(self, meter: Counter[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
+        self._meter = meter
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if not _moves_nothing(func):
+            written = _bytes_of(results)
+            inputs = [*args, *(value for key, value in (kwargs or {}).items() if key != "out")]
+            if name in _LOOKUPS:
+                read = written + _bytes_of(inputs[1:])
+            else:
+                read = _bytes_of(inputs[1:] if name in _WRITE_ONLY else inputs)
+            self._meter[name] += read + written
+        return results
+
+
+def _bytes_of(values: Any) -> int:
+    leaves = tree_leaves(values)
+    return sum(tensor.nbytes for tensor in leaves if isinstance(tensor, torch.Tensor))
+
+
+def _moves_nothing(func: Any) -> bool:
+    """Return whether an operator only makes a view, or allocates without writing."""
+    aliases = [result.alias_info for result in func._schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    return is_view or func._schema.name.startswith(("aten::empty", "aten::new_empty"))

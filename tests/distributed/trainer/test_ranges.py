@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megadapo.lab.profiling.merged_trace import TracePart, merge_traces
+from megadapo.lab.profiling.trace import TracePart, merge_traces
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.profile_probes import profiled_update_of, update_of
 from tests.support.trainer.ranks import Ranks, settings_for

@@ -9,9 +9,9 @@ import pytest
 from triton.runtime.jit import JITFunction
 
 from megadapo.kernels import launch
-from megadapo.lab.profiling.compile_cases import COMPILE_CASES
 from megadapo.lab.profiling.compile_report import (
     ARCHITECTURES,
+    COMPILE_CASES,
     KernelResources,
     compile_kernel,
     format_compile_report,

@@ -11,17 +11,17 @@ import torch
 from megadapo.cli import run_command
 from megadapo.errors import ConfigError
 from megadapo.lab.plan.cards import card_of
-from megadapo.lab.profiling.bytes_moved import bytes_moved
-from megadapo.lab.profiling.step_profile import memory_history
+from megadapo.lab.profiling.profiles import memory_history
 from megadapo.lab.profiling.time_table import (
     Roofline,
+    bytes_moved,
     format_profile,
     measure_roofline,
     profile_table,
 )
 
 
-def test_profile_knows_the_products_rate() -> None:
+def test_profile_has_the_rate_of_products() -> None:
     """A product of 2 x 256^3 flops must appear with its calls and a rate below the roofline."""
     a = torch.randn(256, 256)
     with torch.profiler.profile(with_flops=True) as profile:
@@ -60,18 +60,20 @@ def test_missing_cuda_is_a_message() -> None:
 
 
 @pytest.mark.parametrize("option", ["--memory=there", "--nvtx"])
-def test_what_only_gpus_have_is_refused_on_a_cpu(option: str) -> None:
-    """Before the trainer is started, which takes minutes for a large model."""
+def test_gpu_options_are_refused_on_a_cpu(option: str) -> None:
+    """The refusal precedes the start of the trainer, which takes minutes for a large model."""
     step = ["profile", "--step=configs/quickstart.toml", option, "--cluster.device=cpu"]
-    with pytest.raises(ConfigError, match="is of GPUs"):
+    with pytest.raises(ConfigError, match="needs GPUs"):
         run_command(step)
-    with pytest.raises(ConfigError, match="are of --step"):
+    with pytest.raises(ConfigError, match="need --step"):
         run_command(["profile", "--head=16,8,104,float32", option])
 
 
-def test_memory_is_noted_for_one_update_only(tmp_path: Path, monkeypatch) -> None:
-    """Catches arguments that this torch does not take, and a recorder that goes on after an update
-    has failed; there is no GPU here, so torch's calls are written down in place of being made."""
+def test_memory_is_recorded_for_one_update_only(tmp_path: Path, monkeypatch) -> None:
+    """The calls fit torch's signatures, and recording stops after a failed update too.
+
+    There is no GPU here, so torch's functions only note their arguments.
+    """
     calls = []
 
     def write_down(name: str) -> None:
@@ -96,8 +98,8 @@ def test_memory_is_noted_for_one_update_only(tmp_path: Path, monkeypatch) -> Non
     assert (tmp_path / "new").is_dir()
 
 
-def test_a_gpu_is_held_against_its_own_data_sheet() -> None:
-    """An H100 with a PCIe plug has three quarters of the other's products."""
+def test_gpu_is_compared_with_its_own_data_sheet() -> None:
+    """A PCIe H100 has three quarters of the SXM card's FLOP/s, so it must not match."""
     assert card_of("NVIDIA H100 80GB HBM3").flops == 989e12
     assert card_of("NVIDIA H100 PCIe") is None
     roofline = Roofline(tflops=700.0, gb_per_s=4000.0, sheet_tflops=989.0, sheet_gb_per_s=4800.0)
@@ -105,12 +107,11 @@ def test_a_gpu_is_held_against_its_own_data_sheet() -> None:
 
 
 def test_overrides_without_a_recipe_are_refused() -> None:
-    """They would be dropped without a word."""
     with pytest.raises(ConfigError, match="only --step has a configuration"):
         run_command(["profile", "--head=16,8,104,float32", "--trainer.recompute=full"])
 
 
-def test_bytes_are_those_of_the_tensors_and_views_move_none() -> None:
+def test_bytes_are_counted_and_views_move_none() -> None:
     a, b = torch.randn(64, 32), torch.randn(64, 32, dtype=torch.float64)
     with bytes_moved() as moved:
         a.t()
@@ -131,7 +132,7 @@ def test_bytes_are_those_of_the_tensors_and_views_move_none() -> None:
     assert not {"aten::t", "aten::view", "aten::empty"} & set(moved)
 
 
-def test_a_copy_is_held_against_the_memory_roofline() -> None:
+def test_copy_is_compared_with_the_memory_roofline() -> None:
     a, b = torch.randn(1 << 20), torch.empty(1 << 20)
     with bytes_moved() as moved:
         b.copy_(a)

@@ -1,4 +1,4 @@
-"""One training step under torch's profiler: the real ranks of a recipe on a batch of its size."""
+"""Profiles of a recipe's training step on its real ranks, and of the policy head alone."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from megadapo.data.batch import PackedBatch, Sample, pack_samples
 from megadapo.data.routed_experts import number_type
-from megadapo.lab.profiling.bytes_moved import bytes_moved
 from megadapo.lab.profiling.time_table import (
     KernelTime,
     Roofline,
+    bytes_moved,
+    format_profile,
     measure_roofline,
     phase_table,
     profile_table,
+    write_trace,
 )
 
 if TYPE_CHECKING:
@@ -30,44 +33,43 @@ if TYPE_CHECKING:
     from megadapo.trainer.trainer import Trainer
 
 _MAX_MEMORY_EVENTS = 1_000_000
-"""Allocations and releases that a snapshot holds; the oldest are dropped."""
+"""Limit of allocations and releases in a snapshot; the oldest are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """What one rank did in the profiled updates: one of a last stage, which has the head too."""
+    """Profile of updates on one rank of the last stage, which has the head too."""
 
     rank: int
     num_tokens: int
-    """Of one update, prompts included, over all ranks."""
+    """Tokens of one update over all ranks, prompts included."""
     seconds_per_update: float
-    """Without the profiler."""
+    """Seconds without the profiler."""
     phases: dict[str, float]
-    """Milliseconds of each part of an update and of its layers, and of the head's passes, under
-    the profiler and on the host's clock: on CUDA a part is charged for what it waits for."""
+    """Milliseconds of each part of an update, its layers and the head's passes, under the profiler.
+    The clock is the host's: on CUDA a part includes its waits."""
     roofline: Roofline
     rows: list[KernelTime]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Updates:
-    """What is profiled: all that happens to one mini-batch of random tokens."""
+    """Settings of the profiled updates: each is one mini-batch of random tokens."""
 
     config: RunConfig
     num_sequences: int
-    """Responses of the mini-batch."""
+    """Number of responses in the mini-batch."""
     num_steps: int
     memory: Path | None = None
     """Folder for a snapshot of each rank's CUDA memory."""
     nvtx: bool = False
-    """Whether Nsight Systems is watching, so that the profiled updates are for it alone."""
+    """Whether Nsight Systems records the updates instead of torch's profiler."""
 
 
 def profile_training_step(trainer: Trainer, updates: Updates) -> StepProfile | None:
     """Profile updates of a running trainer: old log-probs, gradients and optimizer.
 
-    Returns:
-        What the profiled rank did; None with `updates.nvtx`.
+    The result is None with `updates.nvtx`.
     """
     answers: list[StepProfile | None] = trainer.call_all("apply", _profile_updates, updates)
     return next((answer for answer in answers if answer is not None), None)
@@ -75,7 +77,7 @@ def profile_training_step(trainer: Trainer, updates: Updates) -> StepProfile | N
 
 @contextmanager
 def trainer_alone(config: RunConfig) -> Iterator[Trainer]:
-    """The trainer of a recipe without engines."""
+    """Start the trainer of a recipe without engines."""
     from megadapo.cluster.cluster import Cluster
     from megadapo.run.processes import trainer_settings
     from megadapo.trainer.trainer import Trainer
@@ -98,7 +100,7 @@ def trainer_alone(config: RunConfig) -> Iterator[Trainer]:
 
 
 def random_batch(config: RunConfig, num_sequences: int, *, vocab_size: int) -> PackedBatch:
-    """One mini-batch of random tokens: responses between a quarter and all of the longest."""
+    """Return one mini-batch of random tokens, with responses of 1/4 to 1 of the maximum length."""
     rng = np.random.default_rng(config.run.seed)
     longest = config.rollout.max_response_tokens
     lengths = rng.integers(max(1, longest // 4), longest + 1, num_sequences)
@@ -124,7 +126,7 @@ def random_batch(config: RunConfig, num_sequences: int, *, vocab_size: int) -> P
 
 
 def _spread_experts(batch: PackedBatch, model: ModelDescription) -> tuple[np.ndarray, ...]:
-    """Each token's experts behind those of the token before, so that all get as much."""
+    """Assign experts to tokens in turn, so that all experts have equally many."""
     assert model.routing is not None, "checked with the configuration"
     per_token, num_experts = model.routing.experts_per_token, model.shape.num_experts
     numbers = np.arange(len(batch.tokens) * per_token).reshape(-1, 1, per_token) % num_experts
@@ -133,9 +135,7 @@ def _spread_experts(batch: PackedBatch, model: ModelDescription) -> tuple[np.nda
 
 
 def _profile_updates(rank: TrainerRank, updates: Updates) -> StepProfile | None:
-    """Runs on every rank, as updates are collective; the profiled one returns what it saw."""
-    import torch
-
+    """Run the collective updates on every rank; only the profiled rank returns a result."""
     from megadapo.trainer.model.layer_ranges import layer_ranges
     from megadapo.trainer.update.update import update_rank
 
@@ -187,13 +187,11 @@ def _profile_updates(rank: TrainerRank, updates: Updates) -> StepProfile | None:
 
 @contextmanager
 def memory_history(file: Path) -> Iterator[None]:
-    """Write what CUDA's allocator did within, each step of it with its Python stack.
+    """Record CUDA's allocations in the block with their Python stacks.
 
-    The file is torch's own, a pickle that https://pytorch.org/memory_viz opens in the browser: its
-    timeline shows the peak and what lay in it.
+    The file is torch's own pickle. https://pytorch.org/memory_viz shows its timeline in the browser
+    with the peak and its tensors.
     """
-    import torch
-
     torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
     try:
         yield
@@ -205,9 +203,38 @@ def memory_history(file: Path) -> Iterator[None]:
 
 @contextmanager
 def nsight_ranges() -> Iterator[None]:
-    """Let `nsys profile --capture-range=cudaProfilerApi` record what runs within, with its ranges
-    and operators as NVTX ranges."""
-    import torch
-
+    """Let `nsys profile --capture-range=cudaProfilerApi` record the block, with NVTX ranges."""
     with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
         yield
+
+
+def profile_head(
+    shape_text: str, *, device_name: str | None, num_steps: int, trace: Path | None
+) -> None:
+    """Profile our head's forward and backward pass at one shape, and print the time of its kernels.
+
+    Args:
+        shape_text: T,H,V,DTYPE.
+        device_name: "cpu" or "cuda"; None selects CUDA if available.
+        trace: Chrome trace to write.
+    """
+    from megadapo.lab.bench.head import choose_device, parse_shape, step_of_ours
+    from megadapo.lab.bench.head_inputs import make_inputs
+
+    device = choose_device(device_name)
+    shape = parse_shape(shape_text, temperature=1.0)
+    step = step_of_ours(make_inputs(shape, device))
+    step()
+    roofline = measure_roofline(device, shape.dtype)
+    with bytes_moved() as moved:
+        step()
+    with torch.profiler.profile(with_flops=True, record_shapes=True) as profile:
+        for _ in range(num_steps):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    num_bytes = {name: count * num_steps for name, count in moved.items()}
+    print(f"{num_steps} steps of {shape}")
+    print(format_profile(profile_table(profile, roofline, num_bytes), roofline))
+    if trace:
+        write_trace(profile, trace)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megadapo.cluster import this_node
 from megadapo.cluster.this_node import ClockReading, clock_offset
-from megadapo.lab.profiling.merged_trace import TracePart, merge_traces
+from megadapo.lab.profiling.trace import TracePart, merge_traces
 
 SECOND_NS = 1_000_000_000
 
