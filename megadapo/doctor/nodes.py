@@ -1,4 +1,4 @@
-"""What every node of a running Ray cluster has: asked on the node itself, one process on each."""
+"""Facts about every node of a running Ray cluster, collected by one actor on each node."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 PROBE_BYTES = 32 << 20
-"""What one node sends to another, to see how fast that is."""
+"""Size of the message that measures a link."""
 FIRST_BYTES = 1 << 20
-"""What it sends before, as connections are opened by the first send."""
+"""Size of the message before it, which opens the connection."""
 MAX_ROUNDS = 16
-"""Rounds of such sends: in each, every node sends to another one."""
+"""Most rounds of messages; in each round every node sends to another."""
 ANSWER = "doctor"
-"""What an answer's file is called after."""
+"""Suffix of an answer's file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFacts:
-    """What a node says of itself."""
+    """Facts that a node reports about itself."""
 
     machine: Machine
     megadapo: str
-    """Version and a digest of the sources that are imported there."""
+    """Version, and a digest of the sources imported there."""
     free_disk_gib: float
-    """For Ray's temporary files, or in the run's folder where it is given."""
+    """Free space in the run's folder, or for Ray's temporary files if no folder is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One node of the cluster as the others and it itself see it."""
+    """One node of the cluster."""
 
     name: str
     num_gpus: int
-    """That Ray hands out."""
+    """Number of GPUs that Ray hands out."""
     facts: NodeFacts | None
     failure: str = ""
-    """Why there are no facts."""
+    """Reason why there are no facts."""
     sees_folder: bool | None = None
-    """Whether it and this process see each other's files in the folder; None: no folder given."""
+    """Whether node and driver see each other's files in the folder; None if none is given."""
     clock: ClockOffset | None = None
-    """Against this process's."""
+    """Offset from this process's clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How fast one node's bytes came to another, through Ray's object store."""
+    """Speed from one node to another through Ray's object store."""
 
     source: str
     target: str
@@ -68,20 +68,20 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFacts:
-    """All nodes, the head first, and the links between those that answered."""
+    """All nodes, the head first, and the links between the nodes that answered."""
 
     nodes: tuple[Node, ...]
     links: tuple[Link, ...]
     admits_strangers: bool = False
-    """Whether Ray asks those who join for no token."""
+    """Whether anyone may join without a token."""
 
 
 def inspect_cluster(address: str, folder: Path | None) -> ClusterFacts:
-    """Join a cluster, ask every node, and leave it again.
+    """Join a cluster, collect the facts of every node, and leave.
 
     Args:
-        address: of Ray's head as HOST:PORT; "auto" on a node of the cluster.
-        folder: the run's, made where it is missing.
+        address: HOST:PORT of Ray's head, or "auto" on a node of the cluster.
+        folder: the run's folder, created if it is missing.
 
     Raises:
         InfraError: there is no cluster, or it refuses this process.
@@ -111,7 +111,7 @@ def inspect_cluster(address: str, folder: Path | None) -> ClusterFacts:
 
 
 class NodeInspector:
-    """The actor on a node; takes nothing of what the cluster hands out."""
+    """The actor on a node; it takes no slot of the cluster."""
 
     def facts(self, folder: Path | None) -> NodeFacts:
         return NodeFacts(
@@ -124,18 +124,19 @@ class NodeInspector:
         return read_clock()
 
     def answer(self, question: Path) -> bool:
-        """Whether the question is seen here; then an answer lies beside it."""
+        """Return whether this node sees the question's file; if so, write an answer beside it."""
         return answer_to(question, ANSWER)
 
     def offer(self) -> list[Any]:
-        """A little and PROBE_BYTES for another node, in a list so that Ray leaves them here."""
+        """Put both messages for another node into the object store and return their references."""
+        # in a list: Ray would resolve bare references
         import numpy as np
         import ray
 
         return [ray.put(np.ones(size, dtype=np.uint8)) for size in (FIRST_BYTES, PROBE_BYTES)]
 
     def fetch(self, offer: list[Any]) -> float:
-        """Seconds for PROBE_BYTES, over a connection that the little has opened."""
+        """Return the seconds that the large message takes after the small one."""
         import ray
 
         first, probe = offer
@@ -146,7 +147,7 @@ class NodeInspector:
 
 
 def _there(folder: Path) -> Path:
-    """The folder, or what of its path there is on a node that does not see it."""
+    """Return the folder, or its nearest parent that exists on this node."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
@@ -190,7 +191,7 @@ def _ask_nodes(
 
 
 def _answer(call: Any) -> tuple[Any, str]:
-    """What a node answered, or why it did not."""
+    """Return a node's answer, or None and the reason."""
     import ray
     from ray.exceptions import RayError
 
@@ -210,14 +211,14 @@ def _clock_of(inspector: ActorHandle[Any]) -> ClockReading:
 
 
 def _share_folder(inspector: ActorHandle[Any], folder: Path) -> bool:
-    """Ask by a file, and look for the answer's."""
+    """Return whether a file and the node's answer to it are seen on both sides."""
     with question_file(folder) as question:
         is_seen, _ = _answer(inspector.answer.remote(question))
         return bool(is_seen) and is_answered(question, ANSWER)
 
 
 def _measure_links(inspectors: Sequence[tuple[str, ActorHandle[Any]]]) -> Iterator[Link]:
-    """In round k every node sends to the k-th after it, all of them at once."""
+    """Measure links: in round k every node sends to the k-th node after it, all at once."""
     count = len(inspectors)
     for distance in range(1, min(count, MAX_ROUNDS + 1)):
         pairs = [(inspectors[i], inspectors[(i + distance) % count]) for i in range(count)]

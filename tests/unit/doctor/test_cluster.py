@@ -1,5 +1,4 @@
-"""What the doctor says of a cluster: a node that differs, is cut off or does not answer, and that
-nobody is told of before a run of days starts there."""
+"""The doctor names nodes that differ, are cut off or do not answer."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import pytest
 
 from megadapo.cli import run_command
 from megadapo.cluster.this_node import ClockOffset
-from megadapo.doctor.cluster import judge
+from megadapo.doctor.cluster import diagnose_cluster
 from megadapo.doctor.nodes import ClusterFacts, Link, Node, NodeFacts, NodeInspector
 from megadapo.errors import ConfigError
 from megadapo.observe.machine import PACKAGES, Gpu, Machine
@@ -49,9 +48,9 @@ def cluster(*nodes: Node, links: tuple[Link, ...] = ()) -> ClusterFacts:
     return ClusterFacts(nodes=nodes, links=links)
 
 
-def test_equal_nodes_are_left_in_peace() -> None:
+def test_equal_nodes_have_no_problems() -> None:
     links = tuple(Link(source=a, target=b, gb_per_s=2.0) for a, b in ("01", "10"))
-    diagnosis = judge(cluster(SOUND, OTHER, links=links))
+    diagnosis = diagnose_cluster(cluster(SOUND, OTHER, links=links))
     assert diagnosis.errors == diagnosis.warnings == ()
 
 
@@ -71,12 +70,12 @@ def test_equal_nodes_are_left_in_peace() -> None:
     ],
     ids=["dead", "python", "package", "missing", "sources", "gpus", "folder"],
 )
-def test_what_keeps_a_run_from_starting_names_its_node(node: Node, words: str) -> None:
-    errors = judge(cluster(SOUND, node)).errors
+def test_errors_name_their_node(node: Node, words: str) -> None:
+    errors = diagnose_cluster(cluster(SOUND, node)).errors
     assert [text for text in errors if words in text and text.startswith("node 1 (10.0.0.2): ")]
 
 
-def test_what_slows_a_run_is_a_warning() -> None:
+def test_slow_or_risky_nodes_are_warnings() -> None:
     late = ClockOffset(ahead_ns=3_000_000_000, error_ns=1_000_000)
     unsure = ClockOffset(ahead_ns=150_000_000, error_ns=100_000_000)
     one_gpu = dataclasses.replace(MACHINE, gpus=(H100,), driver="570.9")
@@ -92,7 +91,9 @@ def test_what_slows_a_run_is_a_warning() -> None:
         ),
     )
     links = [Link(source=a, target=b, gb_per_s=2.0) for a, b in ("01", "12", "20", "10", "21")]
-    diagnosis = judge(cluster(*nodes, links=(*links, Link(source="0", target="2", gb_per_s=0.5))))
+    diagnosis = diagnose_cluster(
+        cluster(*nodes, links=(*links, Link(source="0", target="2", gb_per_s=0.5)))
+    )
     assert diagnosis.errors == ()
     said = "\n".join(diagnosis.warnings)
     assert "clock is +3.00 s off" in said and said.count("clock") == 1
@@ -101,10 +102,10 @@ def test_what_slows_a_run_is_a_warning() -> None:
     assert "node 0 to node 2: 0.50 GB/s" in said and said.count("GB/s") == 1
 
 
-def test_a_node_without_the_folder_still_says_what_it_has(tmp_path: Path) -> None:
+def test_node_without_the_folder_reports_its_disk(tmp_path: Path) -> None:
     assert NodeInspector().facts(tmp_path / "not" / "there").free_disk_gib > 0
 
 
-def test_a_folder_is_asked_about_on_clusters_only() -> None:
-    with pytest.raises(ConfigError, match="--folder is of --cluster"):
+def test_folder_option_needs_cluster() -> None:
+    with pytest.raises(ConfigError, match="--folder needs --cluster"):
         run_command(["doctor", "--folder=here"])

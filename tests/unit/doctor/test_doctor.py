@@ -1,4 +1,4 @@
-"""Would catch: a doctor that promises what the machine cannot do, or needs what it looks for."""
+"""The doctor reports what a machine can do, and needs none of the packages that it checks."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def choices(machine: Machine) -> dict[str, str]:
     return {choice.what: choice.used for choice in diagnose(machine).choices}
 
 
-def complaints(machine: Machine) -> str:
+def problems(machine: Machine) -> str:
     diagnosis = diagnose(machine)
     return "\n".join((*diagnosis.errors, *diagnosis.warnings))
 
 
-def test_choices_follow_what_is_there() -> None:
+def test_choices_follow_the_machine() -> None:
     assert choices(GPU)["layers"] == "transformer-engine"
     assert choices(without(GPU, "transformer-engine"))["optimizer"] == "apex FusedAdam"
     bare = dataclasses.replace(without(GPU, "transformer-engine", "apex"), nvidia_apex=False)
@@ -54,12 +54,12 @@ def test_choices_follow_what_is_there() -> None:
     assert choices(CPU)["device"] == "cpu"
     assert "compiled by gcc" in choices(CPU)["policy head"]
     assert "torch row" in choices(dataclasses.replace(CPU, c_compiler=None))["policy head"]
-    # A GPU is of no use to a torch that was built for the CPU.
+    # torch built for the CPU cannot use a GPU
     assert choices(dataclasses.replace(GPU, torch_cuda=None))["device"] == "cpu"
 
 
-def test_healthy_machines_get_no_complaints() -> None:
-    assert complaints(CPU) == "" and complaints(GPU) == ""
+def test_healthy_machines_have_no_problems() -> None:
+    assert problems(CPU) == "" and problems(GPU) == ""
 
 
 @pytest.mark.parametrize(
@@ -101,16 +101,16 @@ def test_healthy_machines_get_no_complaints() -> None:
         (without(GPU, "transformer-engine"), "without transformer-engine"),
     ],
 )
-def test_each_trouble_gets_its_advice(machine: Machine, said: str) -> None:
-    assert said in complaints(machine)
+def test_each_problem_has_its_advice(machine: Machine, said: str) -> None:
+    assert said in problems(machine)
 
 
-def test_missing_required_package_is_an_error_and_an_odd_one_is_not() -> None:
+def test_only_missing_required_packages_are_errors() -> None:
     assert diagnose(without(CPU, "torch")).errors
     assert not diagnose(without(CPU, "flash-attn", "nvidia-modelopt")).errors
 
 
-def test_this_machine_can_be_inspected_without_importing_what_is_looked_for() -> None:
+def test_inspection_imports_no_checked_package() -> None:
     code = (
         "import sys; from megadapo.doctor.doctor import diagnose; diagnose(); "
         "print([m for m in ('torch', 'ray', 'vllm', 'megatron', 'apex') if m in sys.modules])"
@@ -119,7 +119,7 @@ def test_this_machine_can_be_inspected_without_importing_what_is_looked_for() ->
     assert done.stdout.strip() == "[]"
 
 
-def test_facts_of_this_machine_agree_with_the_packages_themselves() -> None:
+def test_facts_agree_with_the_packages() -> None:
     import ray
     import torch
 
@@ -131,7 +131,7 @@ def test_facts_of_this_machine_agree_with_the_packages_themselves() -> None:
     assert machine.num_cores >= 1 and machine.memory_gib > 1
 
 
-def test_doctor_works_where_there_is_no_driver(
+def test_doctor_works_without_a_driver(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -144,7 +144,7 @@ def test_doctor_works_where_there_is_no_driver(
 
 
 @pytest.mark.parametrize("script", ["exit 9", "echo 'NVIDIA-SMI has failed'", "echo"])
-def test_doctor_works_where_the_driver_does_not(
+def test_doctor_works_with_a_broken_driver(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
 ) -> None:
     fake = tmp_path / "nvidia-smi"
@@ -154,7 +154,7 @@ def test_doctor_works_where_the_driver_does_not(
     assert inspect_machine().gpus == ()
 
 
-def test_gpus_are_read_from_the_driver() -> None:
+def test_gpus_are_read_from_nvidia_smi() -> None:
     text = "570.124.06, NVIDIA H200, 143771, 9.0\n570.124.06, NVIDIA RTX A6000, Ada, 49140, 8.9\n"
     driver, gpus = parse_nvidia_smi(text)
     assert driver == "570.124.06"
@@ -165,9 +165,7 @@ def test_gpus_are_read_from_the_driver() -> None:
     assert gpus[0].memory_gib == pytest.approx(140.4, abs=0.1)
 
 
-def test_pypis_apex_is_not_taken_for_nvidias(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_pypi_apex_is_not_nvidia_apex(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('must not be imported')")
     monkeypatch.syspath_prepend(tmp_path)
