@@ -102,7 +102,7 @@ def _versions(facts: NodeFacts) -> dict[str, str]:
 def _warnings(facts: ClusterFacts) -> Iterator[str]:
     if facts.admits_strangers:
         yield (
-            "anyone who can reach this Ray cluster can run code on its nodes, so a run joins it only "
+            "anyone who reaches this Ray cluster can run code on its nodes, so a run joins it only "
             "with cluster.allow_unauthenticated = true: start Ray with RAY_AUTH_MODE=token"
         )
     known = _known(facts)
@@ -155,9 +155,9 @@ def _print_tables(facts: ClusterFacts, folder: Path | None, console: Console) ->
         console.print(", ".join(versions), highlight=False)
     if facts.links:
         console.print(
-            f"sends: {PROBE_BYTES >> 20} MiB each through Ray's object store, every node to another "
-            f"in each of at most {MAX_ROUNDS} rounds; this measures the network of Ray and Gloo, "
-            "not InfiniBand"
+            f"sends: {PROBE_BYTES >> 20} MiB each through Ray's object store, every node to "
+            f"another in each of at most {MAX_ROUNDS} rounds; this measures the network of Ray and "
+            "Gloo, not InfiniBand"
         )
     if folder is None:
         console.print("shared folder: not checked; name the run's with --folder")

@@ -1,4 +1,4 @@
-"""The held-out evaluations of a run: when each is asked, and when it is waited for."""
+"""The held-out evaluations of a run: alone, beside rollouts, or on an engine of their own."""
 
 from __future__ import annotations
 
@@ -23,43 +23,42 @@ from megadapo.weights.disk.files import Files
 logger = logging.getLogger(__name__)
 
 WAIT_S = 1.0
-"""How long to wait for the reserved engine at a time, while the rest of a run is looked after."""
+"""Seconds between two checks of the other processes while the reserved engine is waited for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReservedEngine:
-    """The engine of the held-out problems: it keeps its weights while the others get newer ones."""
+    """The engine for held-out problems, which keeps its weights while the others get newer ones."""
 
     engines: Engines
-    """Of that one engine."""
+    """Pool of this one engine."""
     publish: Callable[[int], object]
-    """Gives it the trainer's present weights, as this policy version, and a copy of them to
-    whoever gives them to it again should it be lost."""
+    """Publishes the trainer's weights to it; the trainer keeps a copy for a restarted engine."""
     watch: Callable[[], None]
-    """Looks after the rest of the run; may raise what ends it."""
+    """Checks the other processes; raises the error that ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnfinishedEvaluation:
-    """One that was under way when a run stopped, of weights that it had moved on from."""
+    """An evaluation that a stop interrupted, of weights older than the checkpoint's."""
 
     step: int
     trainer_folder: Path | None
-    """Where the trainer's weights of that step are; None: they are those that it starts with."""
+    """Folder of the trainer's weights of that step; None for the weights that it starts with."""
     files: Files = field(default_factory=dict, repr=False)
-    """In that folder."""
+    """Entries of the files in that folder."""
 
 
 def find_unfinished(
     config: RunConfig, checkpoint: Checkpoint | None
 ) -> tuple[UnfinishedEvaluation | None, list[str]]:
-    """The evaluation that a run goes on with, and what to tell the user about one that is lost."""
+    """Return the evaluation to resume, and a warning about one that cannot be resumed."""
     step = None if checkpoint is None else checkpoint.state.get(EVALUATING)
     if checkpoint is None or step is None or step == checkpoint.step:
         return None, []
     if any(record.step == step for record in read_evaluations(config.run.folder)):
         return None, []
-    lost = f"the evaluation of step {step}, which was under way, is left out: "
+    lost = f"the interrupted evaluation of step {step} is skipped: "
     if config.evaluation.num_engines == 0:
         return None, [lost + 'it needs evaluation.placement = "engine"']
     if step == 0:
@@ -74,8 +73,7 @@ def find_unfinished(
 
 
 class Evaluations:
-    """Scores published weights on the held-out problems: alone, beside training's rollouts, or on
-    an engine of their own."""
+    """The evaluations of published weights on the held-out problems; one runs at a time."""
 
     def __init__(
         self,
@@ -88,16 +86,15 @@ class Evaluations:
         folder: Path | None,
         reserved: ReservedEngine | None = None,
     ) -> None:
-        """Start with none under way.
-
+        """
         Args:
-            phases: where waiting for an evaluation is a phase.
-            fingerprint: names the trainer's present weights.
-            folder: where the answers of an evaluation under way are kept; None: nowhere.
-            reserved: the engine that evaluation.placement = "engine" asks for.
+            phases: shows the wait for an evaluation as a phase.
+            fingerprint: returns a fingerprint of the trainer's weights.
+            folder: keeps the answers of a running evaluation; None keeps none.
+            reserved: the engine of evaluation.placement = "engine".
         """
         self.sampling_engines = InterleavedEngines(engines)
-        """The engines for whom training samples from."""
+        """Engines that training samples from."""
         self._config = config
         self._engines = engines
         self._questions = questions
@@ -107,14 +104,14 @@ class Evaluations:
         self._reserved = reserved
         self._polling = threading.Lock()
         self._step = 0
-        self._under_way: EvaluationUnderWay | None = None
+        self._running: EvaluationUnderWay | None = None
         self._closing = ExitStack()
         self._finished: list[EvaluationRecord] = []
 
     def begin(self, step: int) -> None:
-        """Score the published weights, at once or while training goes on.
+        """Score the published weights, now or beside training.
 
-        One that is still under way is waited for: the reserved engine holds the weights of one.
+        The evaluation before must end first: the reserved engine has one set of weights.
 
         Raises:
             DataError: there are no held-out problems.
@@ -122,41 +119,41 @@ class Evaluations:
         """
         self.finish()
         is_last = step == self._config.run.num_steps
-        # after the last step the others have nothing else to do
+        # after the last step the other engines are free
         reserved = None if is_last else self._reserved
         with self._phases.phase("evaluate"):
             if reserved is not None:
                 reserved.publish(step)
-            under_way = EvaluationUnderWay(
+            running = EvaluationUnderWay(
                 self._engines if reserved is None else reserved.engines,
                 self._questions.scorer,
                 self._held_out(),
                 self._answers(step),
             )
-        if under_way.num_answered_before:
+        if running.num_answered_before:
             logger.info(
-                "the evaluation of step %d goes on: %d problems are answered",
-                *(step, under_way.num_answered_before),
+                "resuming the evaluation of step %d: %d problems are answered",
+                *(step, running.num_answered_before),
             )
-        self._step, self._under_way = step, self._closing.enter_context(under_way)
+        self._step, self._running = step, self._closing.enter_context(running)
         if reserved is not None:
-            under_way.ask()
+            running.ask()
         elif self._config.evaluation.placement == "alone" or is_last:
             self.finish()
         else:
-            self.sampling_engines.evaluation = under_way
+            self.sampling_engines.evaluation = running
 
     @property
-    def on_reserved(self) -> int | None:
-        """Step of the weights that the reserved engine is scoring; None: it has nothing to do."""
-        return None if self._reserved is None or self._under_way is None else self._step
+    def reserved_step(self) -> int | None:
+        """Step of the weights that the reserved engine evaluates; None if it is idle."""
+        return None if self._reserved is None or self._running is None else self._step
 
     def drain_warnings(self) -> list[str]:
-        """One line for every time that the reserved engine was lost since the last call."""
+        """Return one line for each loss of the reserved engine since the last call."""
         return [] if self._reserved is None else self._reserved.engines.drain_warnings()
 
     def finish_pending(self) -> None:
-        """Wait for the evaluation under way if it shares the engines with training.
+        """Wait for the running evaluation if it shares engines with training.
 
         Raises:
             InfraError: an engine failed.
@@ -165,50 +162,50 @@ class Evaluations:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the evaluation under way, if there is one; nothing may be sampled.
+        """Wait for the running evaluation, if any; no training response may be in flight.
 
         Raises:
             InfraError: an engine failed.
         """
         with self._polling:
-            under_way, self._under_way = self._under_way, None
+            running, self._running = self._running, None
         self.sampling_engines.evaluation = None
-        if under_way is None:
+        if running is None:
             return
         with self._phases.phase("evaluate"), self._closing:
             reserved = self._reserved
             while reserved is not None and reserved.engines.num_in_flight:
-                under_way.poll(WAIT_S)
+                running.poll(WAIT_S)
                 reserved.watch()
-            result = under_way.finish()
-        self._finished.append(_record(self._step, under_way.policy_version, result))
+            result = running.finish()
+        self._finished.append(_record(self._step, running.policy_version, result))
 
     def check(self) -> None:
-        """Take what the reserved engine has answered, and look after it; any thread may call it.
+        """Check the reserved engine and score its new answers; any thread may call this.
 
         Raises:
-            InfraError: it is lost for good.
+            InfraError: the engine is lost and cannot be restarted.
         """
         if self._reserved is not None and self._polling.acquire(blocking=False):
             try:
                 self._reserved.engines.check()
-                if self._under_way is not None:
-                    self._under_way.poll()
+                if self._running is not None:
+                    self._running.poll()
             finally:
                 self._polling.release()
 
     def take_finished(self) -> list[EvaluationRecord]:
-        """Hand over what has been scored since the last call, without waiting."""
+        """Return the evaluations that ended since the last call, without waiting."""
         self.check()
-        if self._reserved is not None and self._under_way is not None and self._under_way.answered:
+        if self._reserved is not None and self._running is not None and self._running.answered:
             self.finish()
         finished, self._finished = self._finished, []
         return finished
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Abandon the running evaluation."""
         with self._polling:
-            self._under_way = None
+            self._running = None
             self._closing.close()
 
     def _held_out(self) -> HeldOut:

@@ -152,8 +152,8 @@ class LiveRollouts(Rollouts):
 
     def state_dict(self) -> dict[str, object]:
         state: dict[str, object] = {SAMPLER_STATE: self.sampler.state_dict()}
-        if self.evaluations.on_reserved is not None:
-            state[EVALUATING] = self.evaluations.on_reserved
+        if self.evaluations.reserved_step is not None:
+            state[EVALUATING] = self.evaluations.reserved_step
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One step's results under the names of the metrics."""
+"""The metrics and warnings of one step, from what was sampled and trained."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ def step_metrics(
     config: RunConfig,
     published: PublishReport | None = None,
 ) -> dict[str, int | float | None]:
-    """Everything a step measured but what the run adds: the times of its phases, the driver's
-    memory and what was evaluated meanwhile.
+    """Return a step's metrics, except those that `RunLog.record` adds.
 
     Args:
-        policy_version: of the step's weights in the engines.
-        published: how these came there; None where there are no engines.
+        policy_version: version of the step's weights in the engines.
+        published: report of their publication; None without engines.
     """
     return {
         "step": step,
@@ -101,7 +100,7 @@ def _update(published: PublishReport | None) -> dict[str, int | float | None]:
 
 
 def _responses(sampled: SampledBatch, config: RunConfig) -> dict[str, int | float | None]:
-    """What is said of the step's responses; null where none came back in it."""
+    """Return metrics of the step's responses; null if it completed none."""
     lengths = np.array(sampled.response_lengths, dtype=np.float64)
     penalties = overlong_penalties(
         lengths,
@@ -126,7 +125,7 @@ def _responses(sampled: SampledBatch, config: RunConfig) -> dict[str, int | floa
 
 
 def _tool_use(sampled: SampledBatch, config: RunConfig) -> dict[str, float | None]:
-    """Null where responses have no tool, or do not branch, or were not generated but read."""
+    """Return metrics of tools and branches; null if responses use none or were replayed."""
     generated = sampled.num_tokens is not None
     calls = generated and config.rollout.tools.tool is not None
     branches = generated and config.sampling.branching.is_on
@@ -139,7 +138,7 @@ def _tool_use(sampled: SampledBatch, config: RunConfig) -> dict[str, float | Non
 
 
 def _tail(sampled: SampledBatch) -> dict[str, int | float | None]:
-    """What the longest responses cost: times of groups, and how busy the engines were."""
+    """Return times of groups and the load of the engines, which long responses dominate."""
     engines = [engine for engine in sampled.engines if engine.seconds > 0]
     total = sum(engine.seconds for engine in engines)
     busy = sum(engine.busy_seconds for engine in engines)
@@ -161,12 +160,12 @@ def _tail(sampled: SampledBatch) -> dict[str, int | float | None]:
 
 
 def _measured(value: float) -> float | None:
-    """Null where there was nothing to measure."""
+    """Return null for NaN: nothing was measured."""
     return None if math.isnan(value) else value
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, int | float | None]:
-    """The smallest and the largest of several processes' values; null where there are none."""
+    """Return the smallest and the largest of several processes' values; null without values."""
     return {
         name.format("min"): min(values, default=None),
         name.format("max"): max(values, default=None),
@@ -180,15 +179,15 @@ def step_warnings(
     prompts_per_step = config.sampling.prompts_per_step
     if sampled.num_kept < prompts_per_step and sampled.num_tokens is None:
         yield (
-            f"step {step}: only {sampled.num_kept} of {prompts_per_step} groups are saved as "
-            'trained on (observe.saved_groups = "all" saves whole batches): '
+            f"step {step}: only {sampled.num_kept} of {prompts_per_step} groups of the batch "
+            'are saved (observe.saved_groups = "all" saves whole batches): '
             f"{_smaller_batch(sampled.num_kept, config)}"
         )
     elif sampled.num_kept < prompts_per_step:
         yield (
-            f"step {step}: only {sampled.num_kept} of {prompts_per_step} groups have a signal "
-            f"among {sampled.num_sampled} asked for ({sampled.num_all_correct} all right, "
-            f"{sampled.num_all_wrong} all wrong): {_smaller_batch(sampled.num_kept, config)}"
+            f"step {step}: only {sampled.num_kept} of {prompts_per_step} groups are mixed "
+            f"among {sampled.num_sampled} sampled ({sampled.num_all_correct} all correct, "
+            f"{sampled.num_all_wrong} all incorrect): {_smaller_batch(sampled.num_kept, config)}"
         )
     if sampled.num_dropped:
         yield (
@@ -197,22 +196,19 @@ def step_warnings(
         )
     if update.num_dropped_tokens:
         yield (
-            f"step {step}: {update.num_dropped_tokens} response tokens left out of the loss, the "
+            f"step {step}: {update.num_dropped_tokens} response tokens left out of the loss: the "
             "engine gave no finite log-prob for them"
         )
     if update.skipped_updates:
-        yield f"step {step}: {update.skipped_updates} updates skipped, loss or gradient not finite"
+        yield f"step {step}: {update.skipped_updates} updates skipped: loss or gradient not finite"
 
 
 def _smaller_batch(num_groups: int, config: RunConfig) -> str:
-    """How the updates of a step with too few groups differ from the planned ones."""
+    """Return a phrase about the updates of a step with too few groups."""
     planned = config.algorithm.responses_per_mini_batch // config.sampling.responses_per_prompt
     sizes = mini_batch_sizes(num_groups, planned)
     found = " or ".join(str(size) for size in sorted(set(sizes)))
-    return (
-        f"a smaller batch was trained on, in {len(sizes)} updates of {found} groups where "
-        f"{planned} are planned"
-    )
+    return f"the batch is smaller, with {len(sizes)} updates of {found} groups instead of {planned}"
 
 
 def verifier_summary(counts: VerifierCounts) -> str:
@@ -222,7 +218,7 @@ def verifier_summary(counts: VerifierCounts) -> str:
     return (
         f"verifier: {counts.num_scored} responses scored, {counts.num_unanswered} without an "
         f"answer; symbolic comparison of {symbolic.num_checked} different answers, "
-        f"{counts.num_only_rule} right by the rule alone, {counts.num_only_symbolic} right "
+        f"{counts.num_only_rule} correct by the rule alone, {counts.num_only_symbolic} correct "
         f"symbolically alone; {symbolic.num_refused} refused, {lost} lost to limits, "
         f"{counts.num_left_out} left out"
     )

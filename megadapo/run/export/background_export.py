@@ -1,7 +1,7 @@
-"""Exports of a run's checkpoints while training goes on: one child process each.
+"""Exports of a run's checkpoints beside training, each in a child process.
 
-Training never waits for one and never fails with one. The checkpoint that a child reads is not
-deleted before it has ended.
+Training never waits for an export and never fails with one. A checkpoint is not deleted while a
+child reads it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megadapo.weights.disk.export import PARTIAL
 from megadapo.weights.disk.files import remove_folder
 
 EXPORTS = "exports"
-"""Folder of a run's exports, in the run's folder."""
+"""Name of the exports' folder in the run's folder."""
 LOGS = "logs"
 LOWEST_PRIORITY = 19
 _ENVIRONMENT = {
-    # the model's tokenizer and configuration are at hand, so nothing is to be asked of the Hub
+    # tokenizer and configuration are on this machine, so the Hub is not needed
     "HF_HUB_OFFLINE": "1",
-    # a child that opened a GPU would take memory from engine or trainer
+    # opening a GPU would take memory from engine or trainer
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
 }
@@ -45,23 +45,22 @@ class _Child:
 class BackgroundExports:
     """The exports of one run, in `exports/step-N` of its folder. Use as a context manager."""
 
-    def __init__(self, run_folder: Path, note: Callable[[str], None]) -> None:
-        """`note`: shows a message that must not be missed."""
+    def __init__(self, run_folder: Path, show: Callable[[str], None]) -> None:
+        """`show`: shows a message to the user."""
         self.folder = run_folder / EXPORTS
         self._logs = run_folder / LOGS
-        self._note = note
+        self._show = show
         self._children: dict[int, _Child] = {}
         self._num_written = 0
         self._num_failed = 0
 
     @property
     def steps(self) -> frozenset[int]:
-        """Steps whose checkpoints are being read."""
+        """Steps whose checkpoints are being exported."""
         return frozenset(self._children)
 
     def tidy(self, step: int) -> None:
-        """Remove what was never finished, and set aside exports newer than `step`, which a run
-        going on from `step` will make anew."""
+        """Delete incomplete exports, and rename those after `step`, which the run will repeat."""
         for path in self.folder.glob(f"step-*{PARTIAL}"):
             remove_folder(path)
         for path in step_folders(self.folder):
@@ -69,7 +68,7 @@ class BackgroundExports:
                 path.rename(path.with_name(f"aside-{path.name}-{uuid.uuid4().hex[:8]}"))
 
     def start(self, checkpoint: Path, step: int) -> None:
-        """Begin to export a committed checkpoint, unless that has been done."""
+        """Start to export a committed checkpoint unless its export exists."""
         destination = self.folder / f"step-{step}"
         if destination.exists():
             return
@@ -84,19 +83,19 @@ class BackgroundExports:
         self._children[step] = _Child(process, kill_after_this_process([process.pid]), log)
 
     def collect(self) -> None:
-        """Take note of the exports that have ended."""
+        """Count the exports that have ended, and report failures."""
         for step, child in list(self._children.items()):
             if child.process.poll() is not None:
                 self._close(step)
 
     def wait(self) -> None:
-        """Wait for all exports that are under way, and say how many there are."""
+        """Wait for all running exports, then show how many were written."""
         for step, child in list(self._children.items()):
             child.process.wait()
             self._close(step)
         if self._num_written or self._num_failed:
             failed = f", {self._num_failed} failed" if self._num_failed else ""
-            self._note(f"exports: {self._num_written} in {self.folder}{failed}")
+            self._show(f"exports: {self._num_written} in {self.folder}{failed}")
 
     def __enter__(self) -> Self:
         return self
@@ -110,7 +109,7 @@ class BackgroundExports:
         self.end()
 
     def end(self) -> None:
-        """End what is still under way; the run begins it again when it is resumed."""
+        """Terminate running exports; a resumed run starts them again."""
         for child in self._children.values():
             child.process.terminate()
         for child in self._children.values():
@@ -129,7 +128,7 @@ class BackgroundExports:
 
     def _failed(self, step: int, why: str) -> None:
         self._num_failed += 1
-        self._note(f"the export of step {step} failed, and training goes on: {why}")
+        self._show(f"the export of step {step} failed, training continues: {why}")
 
 
 def _start_child(checkpoint: Path, destination: Path, log: Path) -> subprocess.Popen[bytes]:
@@ -147,4 +146,4 @@ def _start_child(checkpoint: Path, destination: Path, log: Path) -> subprocess.P
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "without output"

@@ -1,6 +1,6 @@
-"""From a checkpoint to a folder that vLLM and transformers load, tensor by tensor.
+"""Export of a checkpoint to a folder that vLLM and transformers load.
 
-Reads the checkpoint as it lies on disk: no trainer, no engine and no GPU takes part.
+It reads the checkpoint's files tensor by tensor, without trainer, engine or GPU.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class ExportSource:
-    """A verified checkpoint, and the run it is of where that is known."""
+    """A verified checkpoint, and its run if that is known."""
 
     checkpoint: Checkpoint
     run_folder: Path | None
     passed_over: tuple[str, ...] = ()
-    """One line for each newer checkpoint that cannot be used."""
+    """One line for each newer checkpoint that is unusable."""
 
     def run_config(self) -> dict[str, Any]:
-        """The run's resolved configuration as plain values, of whatever version; empty: no run."""
+        """Return the run's resolved configuration as plain values; empty without a run."""
         return {} if self.run_folder is None else read_json(self.run_folder / RESOLVED_FILE)
 
 
 @dataclass(frozen=True)
 class Export:
-    """A folder that was written."""
+    """An exported folder."""
 
     folder: Path
     step: int
     num_files: int
-    """Weight files."""
+    """Number of weight files."""
     num_bytes: int
-    """Of everything in the folder."""
+    """Size of all files in the folder."""
 
 
 def find_source(path: Path, step: int | None = None) -> ExportSource:
-    """The checkpoint at `path`, or of a run's folder the one of `step`; None: the newest.
+    """Return the checkpoint at `path`, or a run's checkpoint of `step` or its newest one.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or the run has none of that step.
-        ConfigError: `step` is given beside a checkpoint.
+        CheckpointError: it is missing or damaged, or the run has none of that step.
+        ConfigError: `path` is a checkpoint and `step` is given.
     """
     path = path.resolve()
     if (path / MANIFEST).is_file() or path.parent.name == CHECKPOINTS:
         if step is not None:
-            raise ConfigError(f"--step {step}: {path} is a checkpoint already; name its run")
+            raise ConfigError(f"--step {step}: {path} is a checkpoint; name the run's folder")
         run = path.parent.parent
         return ExportSource(_load(path), run if (run / RESOLVED_FILE).is_file() else None)
     store = CheckpointStore(path / CHECKPOINTS, keep=1)
@@ -92,22 +92,22 @@ def export_checkpoint(
 ) -> Export:
     """Write a checkpoint as a Hugging Face folder with tokenizer, generation config and card.
 
-    Memory: one output file and one weight; with `quantize` the whole model once. The folder appears
-    when it is complete.
+    Needs memory for one output file and one weight; with `quantize` for the whole model. The folder
+    appears when it is complete.
 
     Args:
-        model: folder, or name on the Hub, of the model that was trained; None: the run says.
-        quantize: "fp8", or None for the type the model was trained in.
-        critic: its critic in the place of its policy, as a sequence classifier with one label.
+        model: folder or Hub name of the trained model; None takes the run's model.path.
+        quantize: "fp8", or None for the type of training.
+        critic: whether to export the critic, as a sequence classifier with one label.
 
     Raises:
-        ConfigError: nothing says which model was trained, or a critic is to be quantised.
-        DataError: that model is not at hand.
+        ConfigError: the trained model is not known, or a critic is to be quantised.
+        DataError: that model is not on this machine.
         CheckpointError: the checkpoint cannot be read.
-        WeightError: it is not of that model, or `destination` exists.
+        WeightError: it belongs to another model, or `destination` exists.
     """
     if critic and quantize is not None:
-        raise ConfigError("--quantize: only a policy is quantised; leave it or --critic out")
+        raise ConfigError("--quantize works only for a policy: leave it or --critic out")
     check_new(destination)
     config = source.run_config()
     base_name = model or _trained_model(source, config, critic=critic)
@@ -175,7 +175,7 @@ def _trained_model(source: ExportSource, config: dict[str, Any], *, critic: bool
         path = own.get("path") or path
     if not isinstance(path, str):
         raise ConfigError(
-            f"nothing beside {source.checkpoint.path} says which model was trained (model.path of "
+            f"the model that {source.checkpoint.path} was trained from is not known (model.path of "
             f"a run's {RESOLVED_FILE}): name its folder with --model"
         )
     return path
@@ -186,13 +186,13 @@ def _base_folder(name: str) -> Path:
         return resolve_model_folder(name, with_weights=False)
     except DataError as error:
         raise DataError(
-            f"{error}\nA path is taken from the current folder: call megadapo where the run was "
+            f"{error}\nA path is relative to the current folder: call megadapo where the run was "
             "started, or name the model with --model"
         ) from error
 
 
 def _complete_generation_config(folder: Path) -> None:
-    """Where the base model has no generation config, write one that says how a response ends."""
+    """Write a generation config with the special tokens unless the base model has one."""
     path = folder / GENERATION_CONFIG
     if path.exists():
         return

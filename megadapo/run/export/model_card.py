@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what it is, how it was trained, how good it is."""
+"""The model card (README.md) of an export: origin, accuracy and recipe."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megadapo.observe.metrics.records import EvaluationRecord, read_evaluations
 CARD_FILE = "README.md"
 
 RECIPE_SECTIONS = ("run", "model", "data", "reward", "sampling", "algorithm", "evaluation")
-"""Sections of the configuration that say what was trained, and how."""
+"""Sections of the configuration that the card shows."""
 _RECIPE_TABLES = (*((name,) for name in RECIPE_SECTIONS), ("trainer", "optimizer"))
-_OF_THE_MACHINE = ("run.folder", "run.resume")
-"""Keys of those sections that say nothing about the model."""
+_LOCAL = ("run.folder", "run.resume")
+"""Keys of those sections that depend on the machine only."""
 
 
 def model_card(
@@ -30,15 +30,15 @@ def model_card(
     quantized: str | None,
     is_critic: bool = False,
 ) -> str:
-    """The card of one export.
+    """Return the card of one export.
 
     Args:
-        base_model: folder or Hub name of the model that was trained.
-        step: rollout steps it was trained for.
+        base_model: folder or Hub name of the trained model.
+        step: number of rollout steps of training.
         config: the run's resolved configuration as plain values; may be empty.
-        run_folder: where the run's evaluations lie; None: there is no run at hand.
-        quantized: how the weights were quantised, if they were.
-        is_critic: it is the policy's critic and answers nothing.
+        run_folder: folder with the run's evaluations, None if there is no run.
+        quantized: quantisation of the weights, if any.
+        is_critic: whether the export is the critic, which cannot answer.
     """
     evaluations = [] if run_folder is None else read_evaluations(run_folder)
     parts = [
@@ -55,7 +55,8 @@ def model_card(
 
 
 def _front_matter(base_model: str, *, is_critic: bool) -> str:
-    """What the Hub reads; a base model that is a folder has no name there."""
+    """Return the metadata block for the Hub."""
+    # a base model in a folder has no name on the Hub
     is_folder = Path(base_model).is_dir()
     data = ModelCardData(
         library_name="transformers",
@@ -71,7 +72,7 @@ def _what_it_is(
 ) -> str:
     planned = _value(config, "run", "num_steps")
     of_all = "" if planned is None else f" of {planned}"
-    weights = "as they were trained" if quantized is None else f"quantised to {quantized}"
+    weights = "unquantised" if quantized is None else f"quantised to {quantized}"
     return (
         f"The weights of {_code(base_model)} after step {step}{of_all} of reinforcement learning "
         f"with DAPO (Decoupled Clip and Dynamic sAmpling Policy Optimization), {weights}."
@@ -80,16 +81,16 @@ def _what_it_is(
 
 def _critic(base_model: str, step: int) -> str:
     return (
-        f"The critic after step {step}, which began as {_code(base_model)}. Its one label is the "
-        "value of a state: the reward that the response is expected to get from there on, as the "
-        "policy was at that step. It holds behind every token, not only the last."
+        f"The critic after step {step}, initialised from {_code(base_model)}. Its one label is the "
+        "value of a state: the expected reward of the response under the policy of that step. "
+        "Every token has a value, not only the last."
     )
 
 
 def _accuracy_table(
     evaluations: list[EvaluationRecord], step: int, config: Mapping[str, Any]
 ) -> str:
-    """Held-out accuracy of this step, and before training where it was measured."""
+    """Return a table of the held-out accuracy at this step and before training."""
     by_step = {record.step: record for record in evaluations}
     if step not in by_step:
         return "Not evaluated on held-out problems at this step."
@@ -121,13 +122,13 @@ def _recipe(config: Mapping[str, Any]) -> str:
 
 
 def _lines(config: Mapping[str, Any], table: tuple[str, ...]) -> Iterator[str]:
-    """`section.key = value` for every value of a table; what is not set is left out."""
+    """Yield `section.key = value` for every value of a table that is set."""
     found = _value(config, *table)
     for key, value in found.items() if isinstance(found, dict) else ():
         name = ".".join((*table, key))
         if isinstance(value, dict):
             yield from _lines(config, (*table, key))
-        elif value is not None and name not in _OF_THE_MACHINE:
+        elif value is not None and name not in _LOCAL:
             yield f"{name} = {json.dumps(value)}"
 
 

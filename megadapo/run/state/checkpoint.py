@@ -1,11 +1,10 @@
-"""Checkpoints that are either complete and verified or not there at all.
+"""Checkpoints that are either complete and verified or absent.
 
 A checkpoint is written into a new temporary folder: the trainer's ranks write their files and
-report size and SHA-256 of each, the run's state follows, then `manifest.json` with exactly what was
-reported. Only where the folder holds that and nothing else is it renamed to `step-N`. A kill at any
-instant therefore leaves the previous checkpoint untouched; a file that is missing, foreign, or of
-another node's disk is no checkpoint; and a flipped byte is found before anything is loaded (torch
-loads it silently).
+report size and SHA-256 of each, the run's state follows, then `manifest.json` lists all of them.
+The folder is renamed to `step-N` only if it holds exactly these files. So a kill at any instant
+leaves the previous checkpoint untouched, and a missing or foreign file, or one on another node's
+disk, is found. A flipped byte is found before anything is loaded; torch would load it silently.
 """
 
 from __future__ import annotations
@@ -35,38 +34,37 @@ from megadapo.weights.disk.files import (
 )
 
 FORMAT = "megadapo-checkpoint-2"
-_READABLE = {FORMAT, "megadapo-checkpoint-1"}
-"""The first had other shards of the optimizer; its weights can be exported."""
 MANIFEST = "manifest.json"
 DIGEST = "sha256"
-"""Key of the manifest's own hash, over all its other keys."""
+"""Key of the manifest's own hash, which covers all other keys."""
 CHECKPOINTS = "checkpoints"
-"""Folder of a run's checkpoints, in the run's folder."""
+"""Name of the checkpoints' folder in the run's folder."""
 STATE = "state.json"
 EVALUATING = "evaluating"
-"""Key of a run's state: the earlier step, saved too, whose weights are still being evaluated."""
+"""Key of a run's state: the earlier saved step whose weights are still being evaluated."""
 TRAINER = "trainer"
 HEADROOM = 1.02
-"""What files need on a disk, as a multiple of their bytes."""
+"""Disk space that files need, as a multiple of their bytes."""
 _LOGGER = logging.getLogger("megadapo.run")
 _STEP_NAME = re.compile(r"step-\d+")
 _TEMPORARY = "tmp-"
 _DAMAGED = "damaged-"
 
 WriteTrainer = Callable[[Path], Callable[[], Files]]
-"""Begins to write the trainer's files into an empty folder, and returns what waits for the end and
-says what was written; may be called in another thread."""
+"""Begins to write the trainer's files into an empty folder.
+
+Returns a function that waits for the files and lists them; any thread may call it."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: where its shards lie and the run state beside them."""
+    """A verified checkpoint: the folder of its shards, and the run's state."""
 
     path: Path
     step: int
     state: dict[str, Any]
     files: Files = field(default_factory=dict, repr=False)
-    """The trainer's, by path in its folder: they are compared by those who read them."""
+    """Entries of the trainer's files by path; the ranks that read the files compare them."""
 
     @property
     def trainer_folder(self) -> Path:
@@ -75,7 +73,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint that is being written: it becomes one, or leaves nothing behind."""
+    """A checkpoint in writing; an error leaves no file of it."""
 
     step: int
     final: Path
@@ -83,14 +81,14 @@ class OpenCheckpoint:
     wait: Callable[[], Files]
 
     def commit(self, state: Mapping[str, Any], about: Mapping[str, Any]) -> Checkpoint:
-        """Wait for the trainer's files, add the rest, and make a checkpoint of it.
+        """Wait for the trainer's files, add state and manifest, and rename the folder.
 
         Args:
-            state: everything else of the run; JSON values, or objects with `to_json`.
-            about: goes into the manifest.
+            state: the run's state; JSON values, or objects with `to_json`.
+            about: further keys of the manifest.
 
         Raises:
-            CheckpointError: it could not be written, or has other files than were reported.
+            CheckpointError: it could not be written, or its files differ from the reported ones.
             InfraError: a rank is gone.
         """
         with ExitStack() as stack:
@@ -117,7 +115,11 @@ class CheckpointStore:
     """The checkpoints of one run, in `folder/step-N`."""
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int = 0):
-        """`keep_every`: steps that are a multiple of it stay for good; 0: none do."""
+        """
+        Args:
+            keep: number of newest checkpoints to keep.
+            keep_every: steps that are a multiple of it are never deleted; 0 turns this off.
+        """
         self.folder = folder
         self._keep = keep
         self._keep_every = keep_every
@@ -127,15 +129,15 @@ class CheckpointStore:
     ) -> OpenCheckpoint:
         """Begin to write the checkpoint of `step`, the last completed one.
 
-        `num_bytes`: of the trainer's files, about.
+        `num_bytes`: approximate size of the trainer's files.
 
         Raises:
-            CheckpointError: there is one already, or no room for it.
+            CheckpointError: it exists, or the disk has no room for it.
             MegadapoError: the trainer could not begin.
         """
         final = self.folder / f"step-{step}"
         if final.exists():
-            raise CheckpointError(f"{final} exists already; it is not overwritten")
+            raise CheckpointError(f"{final} exists already and is not overwritten")
         temporary = self.folder / f"{_TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, temporary, ignore_errors=True)
@@ -156,9 +158,9 @@ class CheckpointStore:
         state: Mapping[str, Any],
         in_use: Collection[int] = (),
     ) -> Checkpoint:
-        """Write and commit the checkpoint of `step`, then delete what `keep` no longer covers.
+        """Write and commit the checkpoint of `step`, then prune old ones.
 
-        `in_use`: steps whose checkpoints are being read, and stay for that.
+        `in_use`: steps whose checkpoints are being read and must stay.
         """
         checkpoint = self.begin(step, write_trainer).commit(state, {})
         self.prune(in_use)
@@ -173,10 +175,7 @@ class CheckpointStore:
             )
 
     def prune(self, in_use: Collection[int] = ()) -> None:
-        """Delete what `keep` and `keep_every` do not cover, but for the steps `in_use`.
-
-        Damaged ones go with the first that is committed after them.
-        """
+        """Delete damaged checkpoints, and those that no rule keeps and no reader has `in_use`."""
         for path in self._committed()[self._keep :]:
             step = step_of(path)
             if step not in in_use and not (self._keep_every and step % self._keep_every == 0):
@@ -185,24 +184,24 @@ class CheckpointStore:
             _delete(path)
 
     def remove_unfinished(self) -> None:
-        """Delete what was never completed; nothing may be being written."""
+        """Delete checkpoints that were never completed; no save may be pending."""
         for path in self._unfinished():
-            # a rank of a killed run may still be about to find that out
+            # a rank of a killed run may still write into it until it notices
             with suppress(OSError):
                 remove_folder(path)
 
     def newest(
         self, *, hashes: bool = True, damaged: Mapping[Path, str] | None = None
     ) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that verifies, and one line for each newer one passed over.
+        """Return the newest checkpoint that verifies, and one line for each newer one skipped.
 
         Args:
-            hashes: whether the trainer's files are read; else whoever loads them does that.
-            damaged: those of which somebody has found out, and what.
+            hashes: whether to hash the trainer's files; otherwise their reader must do it.
+            damaged: reason why each checkpoint that is known to be unusable is unusable.
 
         Raises:
-            CheckpointError: there are checkpoints, but none of them can be used; starting from
-                step 0 in their place would lose the run.
+            CheckpointError: there are checkpoints, but no usable one. A start from step 0 would
+                lose the run.
         """
         found, skipped = _first_sound(self._committed(), hashes=hashes, damaged=damaged)
         if found is not None:
@@ -218,19 +217,21 @@ class CheckpointStore:
     def newest_after(
         self, step: int, *, damaged: Mapping[Path, str] | None = None
     ) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint of a later step, if one can be used, and one line for each that
-        cannot; the trainer's files are not read."""
+        """Return the newest usable checkpoint after `step`, and one line for each unusable one.
+
+        The trainer's files are not hashed.
+        """
         later = [path for path in self._committed() if step_of(path) > step]
         return _first_sound(later, hashes=False, damaged=damaged)
 
     def steps(self) -> list[int]:
-        """The steps of all committed checkpoints, sound or not, oldest first."""
+        """Return the steps of all committed checkpoints, damaged ones included, oldest first."""
         return [step_of(path) for path in step_folders(self.folder)]
 
     def set_aside_after(self, step: int, *, damaged: bool = False) -> list[Path]:
-        """Rename checkpoints newer than `step`, which a run going on from `step` will make anew.
+        """Rename checkpoints after `step`, which the resumed run will write again.
 
-        `damaged`: nobody wants them back; they go when a newer one has been committed.
+        `damaged`: whether the next commit may delete them.
         """
         moved = []
         for path in self._committed():
@@ -249,7 +250,7 @@ class CheckpointStore:
 
 def _delete(path: Path) -> None:
     try:
-        # the manifest goes first: a kill in mid-deletion leaves a folder that cannot verify
+        # the manifest first: after a kill in mid-deletion the folder cannot verify
         if not path.is_symlink():
             (path / MANIFEST).unlink(missing_ok=True)
         remove_folder(path)
@@ -260,7 +261,7 @@ def _delete(path: Path) -> None:
 def _first_sound(
     paths: Iterable[Path], *, hashes: bool, damaged: Mapping[Path, str] | None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The first that verifies, and one line for each one before it."""
+    """Return the first checkpoint that verifies, and one line for each one before it."""
     skipped: list[str] = []
     for path in paths:
         if damaged and path in damaged:
@@ -274,24 +275,23 @@ def _first_sound(
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """What in `folder` is named step-N and nothing more, the lowest step first."""
+    """Return the entries of `folder` named step-N, lowest step first."""
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted((path for path in found if _STEP_NAME.fullmatch(path.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """The step that a folder named step-N is of."""
+    """Return N of a folder named step-N."""
     return int(path.name.removeprefix("step-"))
 
 
 def load(path: Path, *, hashes: bool = True) -> Checkpoint:
     """Verify the checkpoint at `path` and read its state.
 
-    `hashes`: whether the trainer's files are read too; their sizes are compared in any case.
+    `hashes`: whether to hash the trainer's files too; their sizes are always compared.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, of another program or of another user, or has
-            links in it.
+        CheckpointError: it is incomplete, damaged, from another program or user, or has links.
     """
     if (path / MANIFEST).is_file():
         check_permissions(path)
@@ -314,14 +314,14 @@ def load(path: Path, *, hashes: bool = True) -> Checkpoint:
 
 
 def _check_present(folder: Path, files: Files) -> None:
-    """Compare names and sizes: of all that is in the folder, the manifest left out."""
+    """Compare names and sizes of all files in the folder except the manifest."""
     for name, entry in sorted(files.items()):
-        # by name: a file server shows what another node wrote later in a folder's list
+        # by name: a file server's folder listing may show another node's files late
         try:
             num_bytes = (folder / name).stat().st_size
         except OSError:
             raise CheckpointError(
-                f"{name} is missing: is {folder.parent} a folder that all nodes share?"
+                f"{name} is missing: do all nodes share the folder {folder.parent}?"
             ) from None
         if num_bytes != entry.bytes:
             raise CheckpointError(f"{name} has {num_bytes} of {entry.bytes} bytes")
@@ -337,16 +337,15 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path} has a damaged {MANIFEST}: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") not in _READABLE:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a megadapo checkpoint (format is not {FORMAT})")
-    # those of earlier versions have none
-    if manifest.pop(DIGEST, None) not in (None, _digest(manifest)):
+    if manifest.pop(DIGEST, None) != _digest(manifest):
         raise CheckpointError(f"checkpoint {path} has a damaged {MANIFEST}: its SHA-256 differs")
     return manifest
 
 
 def _inside(name: str) -> str:
-    """A file's name as a manifest gives it, which must not lead out of the folder."""
+    """Return a file name from a manifest; raise ValueError if it leads out of the folder."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"it names {name}")
     return name
@@ -374,5 +373,5 @@ def _write(path: Path, text: str) -> FileEntry:
 
 
 def _to_json(value: Any) -> Any:
-    """What a state holds that is written as JSON only where it is saved."""
+    """Convert a value of the state that has its own JSON form."""
     return value.to_json()

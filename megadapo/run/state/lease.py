@@ -1,4 +1,4 @@
-"""One driver a run: the lease on its folder, which says who drives and whether it still lives."""
+"""The lease on a run's folder: at most one living driver per run."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from megadapo.errors import ConfigError, InfraError
 LEASE_FILE = "lease.json"
 HEARTBEAT_S = 10.0
 STALE_S = 120.0
-"""A driver of another machine that has not touched its lease for so long is taken for dead: twelve
-heartbeats, and longer than a network folder may answer from its cache."""
+"""Seconds without a heartbeat after which a driver on another machine counts as dead: twelve
+heartbeats, and longer than a network folder caches file times."""
 _LOGGER = logging.getLogger("megadapo.run")
 
 
 @dataclass(frozen=True)
 class Driver:
-    """The process that holds a lease, told apart from any other that ever had its number."""
+    """The process that holds a lease; its start time tells it from others with the same pid."""
 
     host: str
     machine: str
-    """This boot of the machine and its container's process numbers: where `pid` means a process."""
+    """Boot of the machine and pid namespace, in which `pid` identifies a process."""
     pid: int
     started: str | None
     token: str
@@ -46,25 +46,27 @@ class Driver:
 
 
 class Lease:
-    """The right to drive the run in a folder; a heartbeat keeps it. Release it with `close`."""
+    """The right to drive the run in a folder, kept by a heartbeat until `close`."""
 
     def __init__(self, folder: Path, driver: Driver, heartbeat_s: float) -> None:
         self._path = folder / LEASE_FILE
         self._driver = driver
         self._closed = threading.Event()
-        self._heart = threading.Thread(target=self._beat, args=(heartbeat_s,), daemon=True)
-        self._heart.start()
+        self._thread = threading.Thread(
+            target=self._send_heartbeats, args=(heartbeat_s,), daemon=True
+        )
+        self._thread.start()
 
     @classmethod
     def take(
         cls, folder: Path, *, heartbeat_s: float = HEARTBEAT_S, stale_s: float = STALE_S
     ) -> Self:
-        """Take the lease on a run's folder, over from a driver that is dead if need be.
+        """Take the lease on a run's folder, also from a dead driver.
 
-        Where the driver was on another machine, its next heartbeat is waited for.
+        If that driver ran on another machine, wait until its heartbeat is overdue.
 
         Raises:
-            ConfigError: another driver is alive; nothing was changed.
+            ConfigError: another driver is alive; no file was changed.
             InfraError: the folder cannot be written to.
         """
         driver = Driver.here()
@@ -73,53 +75,53 @@ class Lease:
         return cls(folder, driver, heartbeat_s)
 
     def check(self) -> None:
-        """Make sure that the lease is still this driver's.
+        """Check that this driver still holds the lease.
 
         Raises:
-            InfraError: it was taken over, as happens to one that was suspended for long.
+            InfraError: another driver took it, as after a long suspension of this one.
         """
         holder = _read(self._path)
         if holder is None or holder.token != self._driver.token:
-            who = "nobody" if holder is None else f"process {holder.pid} on {holder.host}"
+            who = "no process" if holder is None else f"process {holder.pid} on {holder.host}"
             raise InfraError(
-                f"{self._path} is held by {who}: this driver did not touch it in time and has lost "
-                "the run's folder; nothing more is written to it"
+                f"{self._path} is held by {who}: this driver's heartbeat was late and it has lost "
+                "the run's folder; it writes no more to it"
             )
 
     def close(self) -> None:
-        """Give the lease back, unless it is another's by now."""
+        """Release the lease if this driver still holds it."""
         self._closed.set()
-        self._heart.join()
-        # where the folder refuses, it counts as left behind when this process has ended
+        self._thread.join()
+        # if the folder refuses, the lease becomes stale when this process has ended
         with contextlib.suppress(OSError):
             holder = _read(self._path)
             if holder is not None and holder.token == self._driver.token:
                 self._path.unlink(missing_ok=True)
 
-    def _beat(self, every_s: float) -> None:
+    def _send_heartbeats(self, every_s: float) -> None:
         while not self._closed.wait(every_s):
             try:
                 os.utime(self._path)
             except OSError:
-                # a folder that is away for a moment; one that stays away is found by `check`
+                # the folder may be unreachable for a moment; `check` finds one that stays away
                 continue
 
 
 def heartbeat_of(folder: Path, pid: int) -> float | None:
-    """When process `pid` of this machine last touched its lease on a run; None: it holds none."""
+    """Return the time of the last heartbeat of process `pid`; None if it holds no lease here."""
     path = folder / LEASE_FILE
     try:
         holder = _read(path)
         if holder is not None and (holder.machine, holder.pid) == (_machine(), pid):
-            return _beat_of(path)
+            return _heartbeat_time(path)
     except OSError:
-        # a folder that is away for a moment says nothing of the process
+        # an unreachable folder says nothing about the process
         return None
     return None
 
 
 def holder_of(folder: Path, *, stale_s: float = STALE_S) -> Driver | None:
-    """Return the living driver of a run, if there is one; writes nothing."""
+    """Return the living driver of a run, None if there is none; write no file."""
     path = folder / LEASE_FILE
     holder = _read(path)
     if holder is None:
@@ -131,7 +133,7 @@ def holder_of(folder: Path, *, stale_s: float = STALE_S) -> Driver | None:
 
 
 def _claim(path: Path, driver: Driver) -> bool:
-    """Create the lease, unless there is one; a kill cannot leave one that names nobody."""
+    """Create the lease unless there is one; a kill cannot leave one without a holder."""
     own = path.with_name(f"{path.name}.{driver.token}")
     try:
         with own.open("x", encoding="utf-8") as file:
@@ -156,14 +158,13 @@ def _remove_stale(path: Path, stale_s: float) -> None:
         ConfigError: its driver is alive.
     """
     holder = _read(path)
-    if _lives(holder, age_s=_age_s(path), stale_s=stale_s) and not _falls_silent(path, stale_s):
-        who = "a driver that is just starting"
+    if _lives(holder, age_s=_age_s(path), stale_s=stale_s) and not _is_overdue(path, stale_s):
+        who = "a driver that is starting"
         if holder is not None:
             who = f"process {holder.pid} on {holder.host}"
         raise ConfigError(
             f"{path.parent} is driven by {who}: wait for it, stop it, or choose another "
-            f"run.folder. If it is dead, {path} counts as left behind {stale_s:.0f} s after its "
-            "last heartbeat"
+            f"run.folder. If it is dead, {path} expires {stale_s:.0f} s after its last heartbeat"
         )
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
@@ -171,7 +172,7 @@ def _remove_stale(path: Path, stale_s: float) -> None:
     except FileNotFoundError:
         return
     if _read(aside) != holder:
-        # another driver was quicker: what was moved is its lease
+        # another driver was quicker, and this is its lease
         aside.rename(path)
         return
     aside.unlink()
@@ -183,25 +184,25 @@ def _lives(holder: Driver | None, *, age_s: float, stale_s: float) -> bool:
     return age_s < stale_s
 
 
-def _falls_silent(path: Path, stale_s: float) -> bool:
-    """Wait for the next heartbeat of a driver elsewhere; whether there is none in time."""
+def _is_overdue(path: Path, stale_s: float) -> bool:
+    """Wait for the heartbeat of a driver on another machine; return whether it is overdue."""
     holder = _read(path)
     if holder is not None and holder.machine == _machine():
         return False
-    who = "somebody" if holder is None else f"process {holder.pid} on {holder.host}"
-    _LOGGER.warning("%s is of %s: waiting for its next heartbeat", path, who)
-    beat = _beat_of(path)
-    while _beat_of(path) == beat:
+    who = "an unknown process" if holder is None else f"process {holder.pid} on {holder.host}"
+    _LOGGER.warning("%s is held by %s: waiting for its next heartbeat", path, who)
+    heartbeat = _heartbeat_time(path)
+    while _heartbeat_time(path) == heartbeat:
         if _age_s(path) >= stale_s:
             return True
         time.sleep(min(1.0, stale_s / 10))
     return _read(path) is None
 
 
-def _beat_of(path: Path) -> float | None:
-    """When a lease was touched last, by the clock of the disk it is on."""
+def _heartbeat_time(path: Path) -> float | None:
+    """Return the time of the last heartbeat by the clock of the lease's disk."""
     try:
-        # opening a file makes a network folder ask for its true times
+        # opening the file makes a network folder refresh its cached times
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
@@ -209,19 +210,19 @@ def _beat_of(path: Path) -> float | None:
 
 
 def _age_s(path: Path) -> float:
-    """Seconds since a file was touched, by the clock of the disk it is on; clocks may differ."""
-    beat = _beat_of(path)
-    if beat is None:
+    """Return the seconds since the last heartbeat, by the clock of the lease's disk."""
+    heartbeat = _heartbeat_time(path)
+    if heartbeat is None:
         return float("inf")
     try:
         with tempfile.TemporaryFile(dir=path.parent) as fresh:
-            return os.fstat(fresh.fileno()).st_mtime - beat
+            return os.fstat(fresh.fileno()).st_mtime - heartbeat
     except OSError as error:
         raise InfraError(f"{path.parent} cannot be written to: {error.strerror}") from error
 
 
 def _read(path: Path) -> Driver | None:
-    """Return who holds a lease; None where there is none, or it is not yet written."""
+    """Return the holder of a lease; None if there is none or it is being written."""
     try:
         return Driver(**json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):

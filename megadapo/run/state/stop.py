@@ -1,7 +1,7 @@
-"""How a run is asked to stop: SIGTERM (preemption) or Ctrl-C once, gently; twice, at once.
+"""Stop signals: SIGTERM or Ctrl-C once stops a run gently, a second one at once.
 
-A scheduler that signals every process of a job reaches a driver both itself and through its
-supervisor: what comes within a moment is one request.
+A scheduler that signals every process of a job reaches the driver directly and through its
+supervisor, so signals within `ONE_REQUEST_S` count as one request.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ ONE_REQUEST_S = 0.3
 
 @dataclass(frozen=True)
 class _Bound:
-    """A block that may be finished only within the grace."""
+    """Time limits of a block that must end within the grace period."""
 
     expected_end: float
-    """On the clock `time.monotonic`."""
+    """Expected end of the block, on the clock `time.monotonic`."""
     reserved_s: float
 
 
 class StopSignal:
-    """Remembers a stop signal until the run is at a place where stopping loses nothing."""
+    """A stop signal, delayed until the run can stop without losing work."""
 
     def __init__(self, *, grace_s: float = 0.0) -> None:
-        """`grace_s`: seconds from the signal to the kill that follows it; 0: none follows."""
+        """`grace_s`: seconds from the signal until the process is killed; 0 means no kill."""
         self._grace_s = grace_s
         self._requested: str | None = None
         self._requested_at = 0.0
@@ -43,7 +43,7 @@ class StopSignal:
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Take the signals over from whoever handles them now."""
+        """Replace the present signal handlers."""
         if not self._previous:
             self._previous = {s: signal.signal(s, self._handle) for s in SIGNALS}
             if self._grace_s > 0:
@@ -51,26 +51,26 @@ class StopSignal:
                 self._previous[number] = signal.signal(number, self._end_of_grace)
 
     def uninstall(self) -> None:
-        """Give the signals back."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
 
     def check(self) -> None:
-        """Stop here if a stop has been asked for.
+        """Stop the run here if a stop was requested.
 
         Raises:
-            RunInterruptedError: it has.
+            RunInterruptedError: a stop was requested.
         """
         if self._requested is not None:
             raise RunInterruptedError(f"stopped by {self._requested}")
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within this block a signal stops the run at once instead of at the next `check`.
+        """Let a signal stop the run at once within this block, not only at the next `check`.
 
         Raises:
-            RunInterruptedError: a stop has been asked for, before the block or within it.
+            RunInterruptedError: a stop was requested before or within the block.
         """
         self.check()
         self._may_interrupt = True
@@ -82,14 +82,14 @@ class StopSignal:
 
     @contextmanager
     def within_grace(self, expected_s: float, *, reserved_s: float) -> Iterator[None]:
-        """Within this block a signal stops the run where the block would outlast the grace.
+        """Let a signal stop the run within this block if the block would outlast the grace.
 
         Args:
-            expected_s: what the block takes, as far as that is known.
-            reserved_s: what must be left of the grace behind it.
+            expected_s: expected seconds of the block.
+            reserved_s: seconds of the grace that must remain after the block.
 
         Raises:
-            RunInterruptedError: it would, or it does.
+            RunInterruptedError: a stop was requested and the block takes too long.
         """
         if self._grace_s == 0:
             yield
@@ -104,7 +104,7 @@ class StopSignal:
             self._bound = outer
 
     def _stop_if_late(self) -> None:
-        """Stop where the block outlasts the grace of a signal that has come; else wait for that."""
+        """Stop if the block would outlast the grace; otherwise set a timer for its end."""
         if self._requested is None or self._bound is None:
             return
         now, bound = time.monotonic(), self._bound
@@ -112,7 +112,7 @@ class StopSignal:
         if left <= 0 or bound.expected_end - now > left:
             self._bound = None
             raise RunInterruptedError(
-                f"stopped by {self._requested}: what was under way would have taken "
+                f"stopped by {self._requested}: the phase would have taken "
                 f"{max(0.0, bound.expected_end - now):.0f} s more, and {max(0.0, left):.0f} s of "
                 f"run.grace_s = {self._grace_s:g} were left for it"
             )
@@ -137,7 +137,7 @@ class StopSignal:
 
 @contextmanager
 def _unwrapped() -> Iterator[None]:
-    """Raise what a signal handler raised, which Ray's C core wraps."""
+    """Re-raise the error of a signal handler, which Ray's C core wraps in a SystemError."""
     try:
         yield
     except SystemError as error:

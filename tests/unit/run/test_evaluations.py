@@ -168,11 +168,11 @@ def test_one_on_its_own_engine_is_never_waited_for_while_training_goes_on():
         run.others.policy_version += 1
         run.evaluations.finish_pending()
         run.evaluations.check()
-        assert run.own.num_in_flight == num_left and run.evaluations.on_reserved == 2
+        assert run.own.num_in_flight == num_left and run.evaluations.reserved_step == 2
     records = []
     while not records:
         records = run.evaluations.take_finished()
-    assert records == [record_of(2)] and run.evaluations.on_reserved is None
+    assert records == [record_of(2)] and run.evaluations.reserved_step is None
     assert run.num_looks == 0
 
 
