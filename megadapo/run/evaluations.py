@@ -16,7 +16,7 @@ from megadapo.rollout.journal.answer_log import AnswerLog, answers_path
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationUnderWay, HeldOut
 from megadapo.rollout.sampling.interleaving import InterleavedEngines
-from megadapo.run.sampling import Phases, Questions
+from megadapo.run.sampling import Phases, SamplingInputs
 from megadapo.run.state.checkpoint import EVALUATING, Checkpoint, load
 from megadapo.weights.disk.files import Files
 
@@ -79,7 +79,7 @@ class Evaluations:
         self,
         config: RunConfig,
         engines: Engines,
-        questions: Questions,
+        inputs: SamplingInputs,
         phases: Phases,
         *,
         fingerprint: Callable[[], str],
@@ -97,7 +97,7 @@ class Evaluations:
         """Engines that training samples from."""
         self._config = config
         self._engines = engines
-        self._questions = questions
+        self._inputs = inputs
         self._phases = phases
         self._fingerprint = fingerprint
         self._folder = folder
@@ -126,7 +126,7 @@ class Evaluations:
                 reserved.publish(step)
             running = EvaluationUnderWay(
                 self._engines if reserved is None else reserved.engines,
-                self._questions.scorer,
+                self._inputs.scorer,
                 self._held_out(),
                 self._answers(step),
             )
@@ -211,9 +211,9 @@ class Evaluations:
     def _held_out(self) -> HeldOut:
         config = self._config
         return HeldOut.of(
-            self._questions.held_out,
+            self._inputs.held_out,
             config.evaluation,
-            tokenizer=self._questions.tokenizer,
+            tokenizer=self._inputs.tokenizer,
             max_response_tokens=config.rollout.max_response_tokens,
             seed=config.run.seed,
             tools=config.rollout.tools,

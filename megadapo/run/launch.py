@@ -25,8 +25,8 @@ from megadapo.run.replay import ReplayedRollouts
 from megadapo.run.rollouts import LiveRollouts, Rollouts
 from megadapo.run.sampling import (
     Phases,
-    Questions,
-    load_texts,
+    SamplingInputs,
+    load_pretraining_data,
     load_tokenizer,
     start_cluster,
 )
@@ -107,8 +107,8 @@ def _start_live(
     folder: Path | None,
     on_progress: OnProgress | None,
 ) -> Workers:
-    questions = Questions.start(config, phases, stack)
-    texts = load_texts(config, phases, questions.tokenizer)
+    inputs = SamplingInputs.start(config, phases, stack)
+    pretraining_data = load_pretraining_data(config, phases, inputs.tokenizer)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=config.num_engines)
     trainer, engines, held_out = start_processes(config, settings, phases, cluster, stack)
     publisher = _publisher(config, trainer, engines)
@@ -116,7 +116,7 @@ def _start_live(
     evaluations = Evaluations(
         config,
         engines,
-        questions,
+        inputs,
         phases,
         fingerprint=publisher.fingerprint,
         folder=folder,
@@ -130,7 +130,7 @@ def _start_live(
     if folder is not None and config.sampling.journal:
         journal = Journal(folder, samples_digest(config), fsync=config.sampling.journal_fsync)
         stack.callback(journal.close)
-    sampler = questions.sampler(config, evaluations.sampling_engines, journal)
+    sampler = inputs.sampler(config, evaluations.sampling_engines, journal)
     source: Sampler | RepeatedSteps = sampler
     if journal is not None and config.sampling.follows_speed:
         source = RepeatedSteps(sampler, journal, config.sampling)
@@ -140,13 +140,13 @@ def _start_live(
         config=config,
         engines=engines,
         sampler=AheadSampler(source, engines, config.run.num_steps) if ahead else source,
-        questions=questions,
+        inputs=inputs,
         evaluations=evaluations,
         publisher=publisher,
         gpus=gpus,
         journal=journal,
     )
-    return _workers(config, trainer, gpus, rollouts, questions.tokenizer, texts)
+    return _workers(config, trainer, gpus, rollouts, inputs.tokenizer, pretraining_data)
 
 
 def _start_replay(
@@ -158,11 +158,11 @@ def _start_replay(
     on_progress: OnProgress | None,
 ) -> Workers:
     tokenizer = load_tokenizer(config)
-    texts = load_texts(config, phases, tokenizer)
+    pretraining_data = load_pretraining_data(config, phases, tokenizer)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=0)
     trainer = start_trainer(settings, phases, cluster, stack, config.run.folder)
     trainer.watch = _each(cluster.daemons.check, _progress(on_progress, trainer))
-    return _workers(config, trainer, GpuSharing(trainer), rollouts, tokenizer, texts)
+    return _workers(config, trainer, GpuSharing(trainer), rollouts, tokenizer, pretraining_data)
 
 
 def _workers(
@@ -171,7 +171,7 @@ def _workers(
     gpus: GpuSharing,
     rollouts: Rollouts,
     tokenizer: PreTrainedTokenizerBase,
-    texts: TextStream | None,
+    pretraining_data: TextStream | None,
 ) -> Workers:
     algorithm = config.algorithm
     step_trainer = StepTrainer(
@@ -179,7 +179,7 @@ def _workers(
         gpus,
         kl_controller=KlController(algorithm.kl_control, algorithm.objective.kl_reward_coef),
         pretraining=algorithm.pretraining,
-        texts=texts,
+        pretraining_data=pretraining_data,
     )
     return Workers(trainer=step_trainer, rollouts=rollouts, tokenizer=tokenizer)
 

@@ -1,4 +1,4 @@
-"""Sampling and scoring as a run does it, without a trainer: for looking at prompts and rewards."""
+"""Sampling and scoring without a trainer, to inspect prompts and rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megadapo.observe.metrics.records import METRICS_FILE
 from megadapo.observe.rollouts.files import rollouts_path, saved_steps, write_rollouts
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
-from megadapo.run.sampling import Phases, Questions, start_engines_alone
+from megadapo.run.sampling import Phases, SamplingInputs, start_engines_alone
 from megadapo.run.state.checkpoint import CHECKPOINTS
 from megadapo.run.step_rollouts import saved_groups
 from megadapo.run.training import make_batch
@@ -26,58 +26,58 @@ SUFFIX = "-rollout"
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStep:
-    """One step's batch and what the verifier made of it."""
+    """One step's batch and its cross-check."""
 
     step: int
     sampled: SampledBatch
     num_disagreements: int
-    """Responses on which the string rule and the symbolic comparison differ."""
+    """Number of responses on which the rule and the symbolic comparison differ."""
 
 
 class RolloutOnly:
-    """Engines with the model's own weights, and the sampler of a run that begins with them."""
+    """Engines with the weights of model.path, and the sampler of a run's first steps."""
 
     def __init__(
         self,
         config: RunConfig,
         folder: Path,
         sampler: Sampler,
-        questions: Questions,
+        inputs: SamplingInputs,
     ) -> None:
         self._config = config
         self._folder = folder
         self._sampler = sampler
-        self._questions = questions
+        self._inputs = inputs
 
     @classmethod
     @contextmanager
     def start(cls, config: RunConfig, phases: Phases) -> Iterator[RolloutOnly]:
-        """Start verifier and engines; they have ended when this returns.
+        """Start scorer and engines; end them on exit.
 
         Raises:
-            ConfigError: there are no weights to sample from, or a run is in the way.
+            ConfigError: there are no weights to sample from, or the folder holds a run.
             DataError: prompts, gold answers or the tokenizer cannot be used.
             InfraError: a process did not start.
         """
-        folder = prepare_folder(config)
+        folder = _prepare_folder(config)
         with ExitStack() as stack:
-            questions = Questions.start(config, phases, stack)
+            inputs = SamplingInputs.start(config, phases, stack)
             engines = start_engines_alone(config, phases, stack, log_folder=folder / LOGS_FOLDER)
-            sampler = questions.sampler(config, engines)
-            yield cls(config, folder, sampler, questions)
+            sampler = inputs.sampler(config, engines)
+            yield cls(config, folder, sampler, inputs)
 
     def sample(self, step: int) -> RolloutStep:
         """Sample and score the batch of a step, and save its groups.
 
         Raises:
-            SamplingError: too few groups have a signal.
+            SamplingError: too few groups are mixed.
             InfraError: an engine failed, or the disk is full.
         """
-        config, verifier = self._config, self._questions.verifier
+        config, verifier = self._config, self._inputs.verifier
         before = verifier.num_disagreements
         sampled = self._sampler.next_batch()
-        self._questions.ask_cross_check(sampled)
-        # there is no trainer whose time it could use
+        self._inputs.start_cross_check(sampled)
+        # without an update there is no idle time for the cross-check
         verifier.finish_cross_check(config.reward.symbolic_seconds_per_minute)
         if sampled.saved:
             saved = saved_groups(
@@ -86,8 +86,8 @@ class RolloutOnly:
                 make_batch(sampled, config).advantages,
                 None,
                 config,
-                self._questions.tokenizer,
-                self._questions.cross_checks,
+                self._inputs.tokenizer,
+                self._inputs.cross_checks,
             )
             write_rollouts(rollouts_path(self._folder, step), saved)
         return RolloutStep(
@@ -98,21 +98,21 @@ class RolloutOnly:
 
 
 def rollout_folder(config: RunConfig) -> Path:
-    """Return where rollouts without a trainer go: beside the run, never into it."""
+    """Return the folder of rollouts without a trainer, beside the run's folder."""
     folder = config.run.folder
     return folder.with_name(folder.name + SUFFIX)
 
 
-def prepare_folder(config: RunConfig) -> Path:
-    """Make the folder, empty of rollouts of before, and return it.
+def _prepare_folder(config: RunConfig) -> Path:
+    """Create the folder, delete older rollouts in it, and return it.
 
     Raises:
-        ConfigError: the model has no weights, a run is in the way, or it cannot be made.
+        ConfigError: the model has no weights, or the folder holds a run or cannot be made.
     """
     if config.model.init == "random":
         raise ConfigError(
-            'model.init = "random" leaves engines without weights: name a model that has some in '
-            "model.path, such as a folder that megadapo export wrote"
+            'model.init = "random" leaves engines without weights: set model.path to a model with '
+            "weights, such as a folder that megadapo export wrote"
         )
     folder = rollout_folder(config)
     for name in (METRICS_FILE, CHECKPOINTS):

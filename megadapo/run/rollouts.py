@@ -19,7 +19,7 @@ from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.sampling.selection import in_training_order
 from megadapo.run.evaluations import Evaluations
 from megadapo.run.gpu_sharing import GpuSharing
-from megadapo.run.sampling import Questions
+from megadapo.run.sampling import SamplingInputs
 from megadapo.run.state.checkpoint import EVALUATING
 from megadapo.run.step_metrics import verifier_summary
 from megadapo.weights.sync.publish import Publisher, PublishReport
@@ -94,7 +94,7 @@ class LiveRollouts(Rollouts):
     config: RunConfig
     engines: Engines
     sampler: Sampler | RepeatedSteps | AheadSampler
-    questions: Questions
+    inputs: SamplingInputs
     evaluations: Evaluations
     publisher: Publisher
     gpus: GpuSharing
@@ -109,7 +109,7 @@ class LiveRollouts(Rollouts):
         batch = self.sampler.next_batch()
         if self.config.cluster.engines_sleep:
             self.evaluations.finish_pending()
-        self.questions.ask_cross_check(batch)
+        self.inputs.start_cross_check(batch)
         groups = in_training_order(
             batch.groups, self.policy_version, self.config.groups_per_mini_batch
         )
@@ -134,7 +134,7 @@ class LiveRollouts(Rollouts):
         return self.evaluations.take_finished()
 
     def cross_checks(self, group: Group) -> Sequence[bool | None]:
-        return self.questions.cross_checks(group)
+        return self.inputs.cross_checks(group)
 
     def drain_warnings(self) -> list[str]:
         """Return the warnings of journal, engines, weight updates and reward functions."""
@@ -143,12 +143,12 @@ class LiveRollouts(Rollouts):
             *self.engines.drain_warnings(),
             *self.publisher.drain_warnings(),
             *self.evaluations.drain_warnings(),
-            *self.questions.scorer.drain_warnings(),
+            *self.inputs.scorer.drain_warnings(),
         ]
 
     def closing_messages(self) -> Iterator[str]:
-        self.questions.verifier.finish_cross_check(FINISH_S)
-        yield verifier_summary(self.questions.verifier.counts)
+        self.inputs.verifier.finish_cross_check(FINISH_S)
+        yield verifier_summary(self.inputs.verifier.counts)
 
     def state_dict(self) -> dict[str, object]:
         state: dict[str, object] = {SAMPLER_STATE: self.sampler.state_dict()}

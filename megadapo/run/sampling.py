@@ -1,4 +1,4 @@
-"""The parts of a run that sample and score: prompts, verifier, engines, sampler. No trainer."""
+"""Start-up of sampling and scoring without a trainer: prompts, scorer, engines, sampler."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from megadapo.rollout.types import SamplingSettings
 
 
 class Phases(Protocol):
-    """Where start-up says what it is doing; a Run is one."""
+    """A display of start-up phases; a Run is one."""
 
     def phase(self, name: str) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Questions:
-    """What is asked and how it is scored: all that sampling needs beside engines."""
+class SamplingInputs:
+    """Everything that sampling needs besides engines: prompts, tokenizer and scorer."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Prompt]
@@ -48,17 +48,16 @@ class Questions:
 
     @property
     def verifier(self) -> Verifier:
-        """What compares answers, by the rule and symbolically."""
         return self.scorer.verifier
 
     @classmethod
-    def start(cls, config: RunConfig, phases: Phases, stack: ExitStack) -> Questions:
-        """Load the prompts and start what scores, which ends with `stack`.
+    def start(cls, config: RunConfig, phases: Phases, stack: ExitStack) -> SamplingInputs:
+        """Load the prompts and start the scorer, which ends with `stack`.
 
         Raises:
             ConfigError: a reward function cannot be imported or called.
             DataError: prompts, gold answers or the tokenizer cannot be used.
-            InfraError: a process of the verifier did not start.
+            InfraError: a process of the scorer did not start.
         """
         with phases.phase("load prompts"):
             tokenizer = load_tokenizer(config)
@@ -71,8 +70,8 @@ class Questions:
             scorer = stack.enter_context(Scorer(config.reward, decoder_of(tokenizer)))
         return cls(tokenizer=tokenizer, prompts=prompts, held_out=held_out, scorer=scorer)
 
-    def ask_cross_check(self, sampled: SampledBatch) -> None:
-        """Have the answers of a batch compared symbolically, what is saved of them first."""
+    def start_cross_check(self, sampled: SampledBatch) -> None:
+        """Start the symbolic comparison of a batch's answers, saved groups first."""
         self.verifier.ask_cross_check(
             (sample.text, entry.group.prompt.ground_truth)
             for entry in sampled.saved
@@ -80,12 +79,12 @@ class Questions:
         )
 
     def cross_checks(self, group: Group) -> Sequence[bool | None]:
-        """Verdicts of the symbolic comparison on a group's responses, as far as there are any."""
+        """Return the symbolic comparison's result for each response, None if it is not known."""
         texts = [sample.text for sample in group.samples]
         later = self.verifier.cross_checks(texts, group.prompt.ground_truth)
         return [
-            at_once if at_once is not None else verdict
-            for at_once, verdict in zip(group.symbolic_correct, later, strict=True)
+            result if scored is None else scored
+            for scored, result in zip(group.symbolic_correct, later, strict=True)
         ]
 
     def sampler(
@@ -121,12 +120,12 @@ def start_cluster(
     num_engines: int,
     folder: Path | None = None,
 ) -> Cluster:
-    """Start or join Ray with slots for trainer ranks, engines or both; left with `stack`.
+    """Start or join Ray with slots for trainer ranks, engines or both; leave it with `stack`.
 
-    `folder`: that all nodes must see; None: the run's.
+    `folder`: the folder that all nodes must see; None means the run's folder.
 
     Raises:
-        InfraError: the cluster does not have what the layout asks for in time.
+        InfraError: the cluster has not enough slots in time.
     """
     with phases.phase("start Ray"):
         cluster = Cluster.start(
@@ -138,13 +137,13 @@ def start_cluster(
             needs=_needs(config, folder or config.run.folder),
         )
         stack.callback(cluster.shutdown)
-        # what ends after this has ended when it looks for the nodes
+        # processes that start later have ended when this looks for lost nodes
         stack.enter_context(cluster.naming_lost_nodes())
     return cluster
 
 
 def _needs(config: RunConfig, folder: Path) -> Needs:
-    """What every node must see: a shared folder, and models that are no names on the Hub."""
+    """Return the folders that every node must see: the shared one, and local models."""
     paths = {"model.path": config.model.path, "critic.path": config.critic.path}
     models = {key: Path(path).absolute() for key, path in paths.items() if path}
     return Needs(
@@ -156,7 +155,7 @@ def _needs(config: RunConfig, folder: Path) -> Needs:
 def start_engines_alone(
     config: RunConfig, phases: Phases, stack: ExitStack, *, log_folder: Path
 ) -> Engines:
-    """Start engines with the weights of model.path and no trainer beside them; left with `stack`.
+    """Start engines with the weights of model.path and without a trainer; end them with `stack`.
 
     Raises:
         InfraError: the cluster lacks slots, or an engine did not start.
@@ -182,25 +181,25 @@ def start_engines_alone(
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of model.path.
+    """Return the tokenizer of model.path.
 
     Raises:
-        DataError: it has none that can be used.
+        DataError: it has no usable tokenizer.
     """
     path = config.model.path
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise DataError(f"model.path = {path}: no usable tokenizer: {error}") from error
+        raise DataError(f"model.path = {path} has no usable tokenizer: {error}") from error
 
 
-def load_texts(
+def load_pretraining_data(
     config: RunConfig, phases: Phases, tokenizer: PreTrainedTokenizerBase
 ) -> TextStream | None:
-    """The texts of algorithm.pretraining, at their beginning; None where there are none.
+    """Return the pretraining data from its start, None if algorithm.pretraining names none.
 
     Raises:
-        DataError: they cannot be used.
+        DataError: the data cannot be used.
     """
     pretraining = config.algorithm.pretraining
     if pretraining.data is None:
@@ -211,7 +210,7 @@ def load_texts(
         end = tokenizer.eos_token_id
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
-    with phases.phase("load texts"):
+    with phases.phase("load pretraining data"):
         return TextStream(
             read_texts(pretraining.data),
             encode,
@@ -221,10 +220,10 @@ def load_texts(
 
 
 def load_training_prompts(config: RunConfig) -> list[Prompt]:
-    """The prompts of data.train, as a run loads them.
+    """Return the prompts of data.train, as a run loads them.
 
     Raises:
-        DataError: they, or the tokenizer that measures them, cannot be used.
+        DataError: the prompts or the tokenizer cannot be used.
     """
     return _load_prompts(config, config.data.train, load_tokenizer(config))
 

@@ -24,7 +24,7 @@ from megadapo.trainer.types import UpdateResult
 from megadapo.weights.disk.files import Files
 
 KL_CONTROL_STATE = "kl_control"
-TEXTS_STATE = "texts"
+PRETRAINING_STATE = "pretraining_data"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +64,15 @@ class StepTrainer:
         *,
         kl_controller: KlController,
         pretraining: PretrainingConfig,
-        texts: TextStream | None = None,
+        pretraining_data: TextStream | None = None,
     ) -> None:
-        """`texts`: the pretraining data, if `pretraining` names any."""
         self.ranks = trainer
         self.step: int | None = 0
         """Step that produced the trainer's weights; None in the middle of an update."""
         self.gpus = gpus
         self._kl_controller = kl_controller
         self._pretraining = pretraining
-        self._texts = texts
+        self._pretraining_data = pretraining_data
 
     def update(self, batch: StepBatch, step: int) -> UpdateResult:
         """Train on one step's batch. Engines on shared GPUs sleep until the next publish."""
@@ -84,7 +83,7 @@ class StepTrainer:
             policy_version=step - 1,
             step=step,
             kl_reward_coef=self._kl_controller.coef,
-            texts=self._next_texts(len(batch.packed.mini_batches)),
+            texts=self._next_pretraining_batch(len(batch.packed.mini_batches)),
             record=batch.recorded,
         )
         # at a learning rate of 0 neither the policy nor its KL divergence changes
@@ -104,13 +103,15 @@ class StepTrainer:
         self.step, state = checkpoint.step, checkpoint.state
         self._kl_controller.load_state_dict(state.get(KL_CONTROL_STATE, {}))
         # a run that adds pretraining data starts with its first document
-        if self._texts is not None and TEXTS_STATE in state:
-            self._texts.load_state_dict(state[TEXTS_STATE])
+        if self._pretraining_data is not None and PRETRAINING_STATE in state:
+            self._pretraining_data.load_state_dict(state[PRETRAINING_STATE])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the part of the run's state that the ranks do not save."""
-        state = {KL_CONTROL_STATE: self._kl_controller.state_dict()}
-        return state if self._texts is None else {**state, TEXTS_STATE: self._texts.state_dict()}
+        state: dict[str, Any] = {KL_CONTROL_STATE: self._kl_controller.state_dict()}
+        if self._pretraining_data is not None:
+            state[PRETRAINING_STATE] = self._pretraining_data.state_dict()
+        return state
 
     @cached_property
     def checkpoint_bytes(self) -> int:
@@ -126,9 +127,9 @@ class StepTrainer:
         with self.gpus.saving():
             return self.ranks.begin_save(folder)
 
-    def _next_texts(self, num_mini_batches: int) -> PackedBatch | None:
-        if self._texts is None:
+    def _next_pretraining_batch(self, num_mini_batches: int) -> PackedBatch | None:
+        if self._pretraining_data is None:
             return None
         num_tokens = self._pretraining.tokens_per_mini_batch
-        parts = [self._texts.take(num_tokens) for _ in range(num_mini_batches)]
+        parts = [self._pretraining_data.take(num_tokens) for _ in range(num_mini_batches)]
         return pack_texts(parts, coef=self._pretraining.coef)

@@ -121,11 +121,11 @@ def _start(
     config: RunConfig, compared: list[Way], folder: Path, stack: ExitStack, phases: Phases
 ) -> list[Sampler]:
     """Engines with the weights of model.path, and a sampler for each way."""
-    from megadapo.run.sampling import Questions, start_engines_alone
+    from megadapo.run.sampling import SamplingInputs, start_engines_alone
 
-    questions = Questions.start(config, phases, stack)
+    inputs = SamplingInputs.start(config, phases, stack)
     engines = start_engines_alone(config, phases, stack, log_folder=folder)
-    return [questions.sampler(_with(config, way.settings), engines) for way in compared]
+    return [inputs.sampler(_with(config, way.settings), engines) for way in compared]
 
 
 def _with(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:

@@ -12,7 +12,7 @@ from megadapo.config import RunConfig, from_dict
 from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
 from megadapo.rollout.journal.answer_log import answers_path
 from megadapo.run.evaluations import Evaluations, ReservedEngine, find_unfinished
-from megadapo.run.sampling import Questions
+from megadapo.run.sampling import SamplingInputs
 from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore, load
 from tests.support.rollout.scripted_engines import (
     PlainTokenizer,
@@ -60,7 +60,7 @@ def make(
     weights: str = "weights",
     reserved: ReservedEngine | None = None,
 ) -> Evaluations:
-    questions = Questions(
+    inputs = SamplingInputs(
         tokenizer=PlainTokenizer(),
         prompts=[],
         held_out=make_prompts(NUM_PROBLEMS),
@@ -69,7 +69,7 @@ def make(
     return Evaluations(
         config_of(placement),
         engines,
-        questions,
+        inputs,
         Phases(),
         fingerprint=lambda: weights,
         folder=folder,
@@ -159,7 +159,7 @@ def test_what_is_under_way_can_be_given_up():
 
 
 def test_one_on_its_own_engine_is_never_waited_for_while_training_goes_on():
-    """Catches a step that waits, weights that change under it, questions asked of the others."""
+    """Catches a step that waits, weights that change under it, inputs asked of the others."""
     run = Reserved()
     run.evaluations.begin(2)
     assert len(run.own.asked) == NUM_PROBLEMS and run.others.asked == []

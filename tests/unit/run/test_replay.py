@@ -238,5 +238,5 @@ def test_groups_that_cannot_be_of_this_run_are_refused_by_name(
 def test_sampling_does_not_go_on_from_a_checkpoint_of_a_replay(tmp_path: Path) -> None:
     """It would ask the first prompts again, with the first seeds, and count them as new."""
     live = LiveRollouts.__new__(LiveRollouts)
-    with pytest.raises(CheckpointError, match="go on with --replay"):
+    with pytest.raises(CheckpointError, match="resume it with --replay"):
         live.load_state_dict({})

@@ -217,7 +217,7 @@ def test_a_healthy_step_says_nothing():
 
 def test_each_reason_for_leaving_something_out_is_said_with_its_count():
     assert "only 5 of 8 groups" in notes(5)
-    assert "5 of 8 groups are saved" in notes(5, num_tokens=None)
+    assert "5 of 8 groups of the batch are saved" in notes(5, num_tokens=None)
     assert "5 groups dropped: the reserve is full" in notes(num_dropped=5)
     assert "7 response tokens" in notes(update=replace(UPDATE, num_dropped_tokens=7))
     assert "2 updates skipped" in notes(update=replace(UPDATE, skipped_updates=2))
@@ -226,8 +226,8 @@ def test_each_reason_for_leaving_something_out_is_said_with_its_count():
 @pytest.mark.parametrize("num_tokens", [500, None])
 def test_a_step_with_too_few_groups_says_what_its_updates_are_made_of(num_tokens: int | None):
     """Updates of another size than planned, at the same learning rate, must not go unseen."""
-    assert "in 3 updates of 1 or 2 groups where 2 are planned" in notes(5, num_tokens=num_tokens)
-    assert "in 2 updates of 2 groups" in notes(4, num_tokens=num_tokens)
+    assert "with 3 updates of 1 or 2 groups instead of 2" in notes(5, num_tokens=num_tokens)
+    assert "with 2 updates of 2 groups" in notes(4, num_tokens=num_tokens)
 
 
 def test_disagreements_of_the_two_opinions_are_counted_apart():
@@ -238,5 +238,5 @@ def test_disagreements_of_the_two_opinions_are_counted_apart():
         symbolic=SymbolicCounts(num_checked=50, num_timeouts=1, num_skipped=2),
     )
     note = verifier_summary(counts)
-    assert "3 right by the rule alone" in note and "4 right symbolically alone" in note
+    assert "3 correct by the rule alone" in note and "4 correct symbolically alone" in note
     assert "3 lost to limits" in note

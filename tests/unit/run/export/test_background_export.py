@@ -101,7 +101,7 @@ def test_a_failed_export_is_a_note_and_the_run_goes_on(tiny_model: Path, tmp_pat
     with Run.open(config) as run:
         advance(run, tiny_model, 2)
     log = (tmp_path / "log.txt").read_text()
-    assert "the export of step 2 failed, and training goes on: exit code 3" in log
+    assert "the export of step 2 failed, training continues: exit code 3" in log
     assert "exports: 0 in" in log and "1 failed" in log
     assert "no such folder" in (tmp_path / "logs" / "export-step-2.log").read_text()
     assert exported(tmp_path) == []

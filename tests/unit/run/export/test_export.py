@@ -126,7 +126,11 @@ def test_a_checkpoint_without_its_run_needs_the_model_and_has_a_card(
     [
         (["run", "out", "--step", "5"], CheckpointError.exit_code, "those of 2, 3"),
         (["run/checkpoints/step-5", "out"], CheckpointError.exit_code, "step-2, step-3"),
-        (["run/checkpoints/step-2", "out", "--step", "2"], ConfigError.exit_code, "already"),
+        (
+            ["run/checkpoints/step-2", "out", "--step", "2"],
+            ConfigError.exit_code,
+            "name the run's folder",
+        ),
         (["nowhere", "out"], CheckpointError.exit_code, "neither a checkpoint nor a run"),
         (["run", "run"], WeightError.exit_code, "exists already"),
         (["run", "out", "--model", "./none"], DataError.exit_code, "no such folder"),

@@ -102,7 +102,7 @@ def test_a_lease_that_is_just_being_written_is_not_robbed(tmp_path):
         second = pool.submit(Lease.take, tmp_path)
         time.sleep(0.2)
         write(tmp_path, of_another_machine())
-        with pytest.raises(ConfigError, match="just starting"):
+        with pytest.raises(ConfigError, match="a driver that is starting"):
             second.result(timeout=30)
     os.utime(path, (1, 1))
     Lease.take(tmp_path).close()

@@ -98,7 +98,7 @@ def test_what_is_no_status_is_refused_by_its_name(tmp_path, text):
 
 def test_the_command_tells_a_living_driver_from_one_that_is_gone(tmp_path, capsys):
     assert main(["status", str(tmp_path)]) == DataError.exit_code
-    assert "not the folder of a run" in capsys.readouterr().err
+    assert "not a run's folder" in capsys.readouterr().err
     lease = Lease.take(tmp_path)
     status = StatusFile(tmp_path, num_steps=9)
     status.resumed(2)
