@@ -1,10 +1,10 @@
-"""The errors a user can meet, each with the exit code its kind ends the program with."""
+"""Every error type that a user can see, with the exit code of the program."""
 
 from __future__ import annotations
 
 
 class MegadapoError(Exception):
-    """Base of every error that is reported as one message, without a traceback."""
+    """Base of all errors that are reported as one message without a traceback."""
 
     exit_code = 1
 
@@ -22,7 +22,7 @@ class DataError(MegadapoError):
 
 
 class SamplingError(MegadapoError):
-    """Too few groups have both right and wrong responses, so that no batch can be filled."""
+    """Too few groups have both correct and incorrect responses to fill a batch."""
 
     exit_code = 3
 
@@ -46,7 +46,7 @@ class CheckpointError(MegadapoError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A file of a checkpoint is not what was written; an earlier checkpoint may be."""
+    """A file of a checkpoint differs from what was written; an earlier one may be intact."""
 
 
 class InfraError(MegadapoError):
@@ -64,23 +64,23 @@ class OutOfMemory(ProcessDiedError):
 
 
 class NodeDiedError(ProcessDiedError):
-    """The node that a process was on does not answer any more."""
+    """The node of a process no longer answers."""
 
 
 class ProcessHungError(InfraError):
-    """A process is there, but did not answer or get on in time."""
+    """A process exists, but did not answer or make progress in time."""
 
 
 class DataLostError(InfraError):
-    """What one process left in Ray's memory for another one is gone, or found no room there."""
+    """An object in Ray's memory is lost, or did not fit into it."""
 
 
 class CallCancelledError(InfraError):
-    """Ray ended a call, or never began it, without the process being at fault."""
+    """Ray cancelled a call, or never started it; the process is not at fault."""
 
 
 class OracleError(MegadapoError):
-    """A measured invariant left its bounds, so the run was stopped before it could do harm."""
+    """A measured invariant left its bounds, and the run was stopped."""
 
     exit_code = 6
 

@@ -1,7 +1,7 @@
-"""The base of every section of the configuration: frozen, strict, and described field by field.
+"""The base class of every configuration section: frozen, strict, each field with a description.
 
-A section lies beside what it configures, and `megadapo.config` collects them. The text under a
-field is its description, which `megadapo config` shows.
+A section is defined beside what it configures; `megadapo.config` collects them. `megadapo config`
+shows the text under each field.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from pydantic import (
 from megadapo.errors import ConfigError
 
 NONE_TEXT = "none"
-"""TOML has no null: this word stands for it where a field may be None."""
+"""Stands for null, which TOML does not have, in fields that may be None."""
 
 COLLECT = "collect"
-"""Validation context of whoever wants pydantic's errors themselves, to report all of a file."""
+"""Validation context that keeps pydantic's own errors, to report all problems of a file."""
 
 Timeout = Annotated[float, Field(ge=1.0)]
-"""A limit in seconds; below one, a process that is only busy would count as stuck."""
+"""A limit in seconds, at least one: a busy process must not count as stuck."""
 
 
 class Section(BaseModel):
-    """One table of the configuration. Its `title` is the dotted name of that table.
+    """One table of the configuration; `title` is its dotted name.
 
     Raises:
-        ConfigError: a value is refused; the message has every problem with its dotted key.
+        ConfigError: a value is refused. The message lists every problem with its dotted key.
     """
 
     model_config = ConfigDict(
@@ -48,18 +48,18 @@ class Section(BaseModel):
     )
 
     def conflicts(self) -> Iterator[str]:
-        """Yield what is wrong with this combination of values, each with its dotted keys."""
+        """Yield the problems of this combination of values, each with its dotted keys."""
         return iter(())
 
     def changed(self, *names: str) -> list[str]:
-        """Fields whose value is not the default, of all or of those named."""
+        """Return the fields, of all or of `names`, whose value is not the default."""
         fields = type(self).model_fields
         return [n for n in names or fields if getattr(self, n) != fields[n].default]
 
     @field_validator("*", mode="before")
     @classmethod
     def _read_plain(cls, value: object, info: ValidationInfo) -> object:
-        """TOML and JSON know neither None nor tuples: "none" and lists stand for them."""
+        """Read "none" and lists as None and tuples, which TOML and JSON do not have."""
         if isinstance(value, list):
             return tuple(value)
         if isinstance(value, str) and value == NONE_TEXT and _allows_none(cls, info.field_name):

@@ -1,6 +1,7 @@
-"""What can be found wrong with a run before any process starts: its files and the model's sizes.
+"""Checks of a run before any process starts: its files and the model's sizes.
 
-Nothing is downloaded: what lies on the Hub is checked where it is cached, and reported otherwise.
+Nothing is downloaded. Models and data on the Hub are checked if they are cached; otherwise a
+message says that they were not.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "to
 
 
 def check_run(config: RunConfig) -> list[str]:
-    """Check what the configuration points at; return what could not be checked from here.
+    """Check the files, devices and models that the configuration names.
 
-    Raises an error of the first problem's kind that lists all problems.
+    Returns:
+        Messages about everything that could not be checked.
+
+    Raises:
+        MegadapoError: an error of the first problem's type that lists all problems.
     """
     problems: list[MegadapoError] = []
     notes: list[str] = []
@@ -56,7 +61,7 @@ def check_run(config: RunConfig) -> list[str]:
 
 
 def _check_folder(config: RunConfig) -> list[str]:
-    """Make the folder once, inside a temporary one: permissions alone do not tell."""
+    """Create the folder once inside a temporary one, because permissions alone are not enough."""
     folder = Path(os.path.abspath(config.run.folder))
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
@@ -71,7 +76,7 @@ def _check_folder(config: RunConfig) -> list[str]:
 
 
 def _check_device(config: RunConfig) -> list[str]:
-    """The devices that the layout asks for; those of a cluster elsewhere are only noted."""
+    """Check the devices that the layout needs; another cluster's GPUs are only mentioned."""
     cluster, problems, notes = config.cluster, [], []
     found = has_gpu()
     if cluster.device == "cuda" and not found:
@@ -92,13 +97,13 @@ def _check_device(config: RunConfig) -> list[str]:
     rollout, num_trainer_ranks = config.rollout, config.trainer.num_ranks
     num_engine_ranks = rollout.num_engines * rollout.ranks_per_engine
     lonely = cluster.placement == "colocated" and num_engine_ranks > num_trainer_ranks
-    # processes without GPUs share cores, and read weights from any process of their machine
+    # processes without GPUs share cores and read weights from any process of their machine
     if lonely and (cluster.device == "cuda" or (found and cluster.uses_cuda)):
         problems.append(
             f"rollout.num_engines x rollout.tensor_parallel x rollout.pipeline_parallel = "
-            f"{num_engine_ranks} engine ranks are to share the GPUs of trainer.* = "
-            f"{num_trainer_ranks} ranks: some would have a GPU without a trainer rank on it; lower "
-            'them, raise trainer.data_parallel, or set cluster.placement = "separate"'
+            f"{num_engine_ranks} engine ranks cannot share the GPUs of {num_trainer_ranks} trainer "
+            "ranks: some GPUs would have no trainer rank. Lower the number of engine ranks, raise "
+            'trainer.data_parallel, or set cluster.placement = "separate"'
         )
     if problems:
         raise ConfigError("\n".join(problems))
@@ -112,12 +117,12 @@ def _check_model(config: RunConfig) -> list[str]:
     model = describe_model(read_hf_config(folder))
     _check_layouts(model, config)
     if config.rollout.expert_parallel and not config.cluster.uses_cuda:
-        # on the CPU vLLM's experts take every rank's numbers of experts for their own
+        # on the CPU, vLLM's experts mistake every rank's expert numbers for their own
         raise ConfigError("rollout.expert_parallel needs GPUs: turn it off on the CPU")
     trainer = config.trainer
     cuts_experts = trainer.expert_tensor_parallel > 1 and trainer.expert_parallel > 1
     if cuts_experts and not config.cluster.uses_cuda:
-        # the ranks of one expert then gather different numbers of tokens, which Gloo cannot
+        # the ranks of one expert would gather different numbers of tokens, which Gloo cannot do
         raise ConfigError(
             "trainer.expert_tensor_parallel with trainer.expert_parallel needs GPUs: set one of "
             "them to 1 on the CPU"
@@ -147,7 +152,7 @@ def _check_critic(config: RunConfig) -> list[str]:
         return []
     folder, policy = _local_folder("critic.path", path), _model_folder(config.model)
     if folder is None or policy is None:
-        return [f"critic.path = {path} is not compared with the policy: one of them is on the Hub"]
+        return [f"critic.path = {path} is not compared with the policy: a model is on the Hub"]
     model = describe_critic(read_hf_config(folder))
     validate_model_layout(model, config.trainer)
     validate_critic(model, describe_model(read_hf_config(policy)))
@@ -155,7 +160,7 @@ def _check_critic(config: RunConfig) -> list[str]:
 
 
 def _check_layouts(model: ModelDescription, config: RunConfig) -> None:
-    """Trainer and engines must both be able to split the model; report the problems of both."""
+    """Check that trainer and engines can split the model; report the problems of both."""
     problems = []
     for check in (
         partial(validate_model_layout, model, config.trainer),
@@ -170,7 +175,7 @@ def _check_layouts(model: ModelDescription, config: RunConfig) -> None:
 
 
 def _model_folder(model: ModelConfig) -> Path | None:
-    """The folder with the model's config.json, or None where it is on the Hub only."""
+    """Return the folder with the model's config.json, or None if it is on the Hub only."""
     folder = _local_folder("model.path", model.path)
     if folder is not None and Path(model.path).is_dir():
         _check_model_folder(model, folder)
@@ -178,11 +183,11 @@ def _model_folder(model: ModelConfig) -> Path | None:
 
 
 def _local_folder(key: str, path: str) -> Path | None:
-    """Where on this machine a model of the configuration lies, None where it is on the Hub only."""
+    """Return a model's folder on this machine, or None if it is on the Hub only."""
     if Path(path).is_dir():
         return Path(path)
     if not is_hub_name(path):
-        raise DataError(f"{key} = {path}: there is no such folder")
+        raise DataError(f"{key} = {path}: no such folder")
     return cached_hub_folder(path)
 
 
@@ -223,15 +228,15 @@ def _check_data(config: RunConfig) -> list[str]:
 
 def _check_resume(config: RunConfig) -> list[str]:
     resume = config.run.resume
-    # a run that was told before may have gone on since, and need it no more
-    told_before = (config.run.folder / RESUME_TARGET_FILE).exists()
-    if resume not in ("auto", "never") and not told_before and not Path(resume).is_dir():
-        raise CheckpointError(f"run.resume = {resume}: there is no such checkpoint folder")
+    # a run that has used its target once no longer needs it
+    was_used = (config.run.folder / RESUME_TARGET_FILE).exists()
+    if resume not in ("auto", "never") and not was_used and not Path(resume).is_dir():
+        raise CheckpointError(f"run.resume = {resume}: no such checkpoint folder")
     return []
 
 
 def _check_rewards(config: RunConfig) -> list[str]:
-    """Import every reward function where it will run."""
+    """Import every reward function in its worker process."""
     check_functions(config.reward.functions)
     return []
 

@@ -1,6 +1,6 @@
-"""From pydantic's errors to one line a problem: the dotted key, what was expected and found.
+"""Pydantic's errors as one line a problem: the dotted key, the expected and the found value.
 
-An unknown key comes with the known one that was probably meant.
+An unknown key is reported with the known key that was probably meant.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megadapo.config.toml import toml_value
+from megadapo.config.recipe import toml_value
 from megadapo.section import COLLECT, NONE_TEXT, Section
 
 HINTS = {
     "dapo": "did you mean algorithm?",
     "rollout.top_k": (
-        "the trainer scores tokens with the whole softmax, so training rollouts are sampled from "
-        "all of it"
+        "the trainer scores tokens with the whole softmax, so training rollouts sample from all "
+        "of it"
     ),
 }
-"""What to say of keys that are often written and never meant by their nearest name."""
+"""Hints for frequent unknown keys whose nearest name is misleading."""
 
 _BOUNDS = {
     "greater_than_equal": "at least",
@@ -47,14 +47,14 @@ _TYPES = {
 
 
 def describe(error: ValidationError, root: type[Section]) -> list[str]:
-    """One line for each problem of a table that `root` refused, conflicts of `root` left out."""
+    """Return one line per problem of a table that `root` refused, without conflicts of `root`."""
     problems = error.errors(include_url=False)
     grouped = groupby(problems, key=lambda problem: _key_of(root, problem["loc"]))
     return [line for keys, alike in grouped for line in _lines(root, keys, list(alike)) if keys]
 
 
 def refused_keys(root: type[Section], table: Mapping[str, Any]) -> set[tuple[str, ...]]:
-    """The paths of all keys whose values `root` refuses."""
+    """Return the paths of all keys whose values `root` refuses."""
     try:
         root.model_validate(table, context=COLLECT)
     except ValidationError as error:
@@ -63,7 +63,7 @@ def refused_keys(root: type[Section], table: Mapping[str, Any]) -> set[tuple[str
 
 
 def known_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """The dotted name of every key below a section, in order of definition."""
+    """Yield the dotted name of every key below a section, in order of definition."""
     for name, field in section.model_fields.items():
         yield prefix + name
         if (inner := section_of(field)) is not None:
@@ -71,7 +71,7 @@ def known_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section that a field holds, if it holds one."""
+    """Return the section class of a field, or None for a plain field."""
     for kind in (field.annotation, *get_args(field.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             assert issubclass(kind, Section)
@@ -80,7 +80,7 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def _key_of(root: type[Section], loc: tuple[int | str, ...]) -> tuple[str, ...]:
-    """The path of keys in `loc`, without what pydantic adds inside a value."""
+    """Return the path of keys in `loc`, without the parts pydantic adds inside a value."""
     section: type[Section] | None = root
     keys: list[str] = []
     for part in loc:
@@ -104,7 +104,7 @@ def _field_at(root: type[Section], keys: tuple[str, ...]) -> FieldInfo | None:
 
 
 def _lines(root: type[Section], keys: tuple[str, ...], alike: list[ErrorDetails]) -> Iterator[str]:
-    """The lines for the errors of one key; the members of a union have one each."""
+    """Yield the lines for the errors of one key; each member of a union has an error."""
     dotted, first = ".".join(keys), alike[0]
     if first["type"] == "value_error":
         yield from str(first["ctx"]["error"]).splitlines()
@@ -158,7 +158,7 @@ def _unknown(root: type[Section], keys: tuple[str, ...]) -> str:
 
 
 def _meant(keys: tuple[str, ...], siblings: list[str], known: list[str]) -> str | None:
-    """The key that was probably meant: one much like it, or its namesake, or one a bit like it."""
+    """Return the key that was probably meant: a close match, a namesake, or a distant match."""
     prefix, name = "".join(f"{key}." for key in keys[:-1]), keys[-1]
     if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.75):
         return prefix + near[0]

@@ -1,7 +1,7 @@
-"""From a recipe file and the command line to one nested table, before anything is checked.
+"""Recipes as nested tables: TOML files, overrides on the command line, and TOML output.
 
-A recipe is TOML. `extends = "other.toml"` (relative to the file) lays it over another recipe, so a
-variant states only its differences. A run's resolved `config.json` is read in the same way.
+`extends = "other.toml"` (relative to the file) bases a recipe on another one, so a variant states
+only its differences. A run's resolved `config.json` is read in the same way.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megadapo.errors import ConfigError
+from megadapo.section import NONE_TEXT, Section
 
 RESOLVED_FILE = "config.json"
 """The resolved configuration in a run's folder."""
@@ -21,17 +22,15 @@ RESUME_TARGET_FILE = "resumed.json"
 """File in a run's folder with the checkpoint that a user named to resume from."""
 
 
-_RENAMED = {"dapo": "algorithm"}
-"""Sections by the names that runs were written with, so that a run's folder can still be read."""
-
 KeyPath = tuple[str, ...]
-"""The names of a key's tables, and its own."""
+"""A key's names from the outermost table to the key itself."""
 
 
 def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Read a recipe, a resolved configuration or the one in a run's folder, with overrides.
 
-    Returns the table, and the texts of those overrides that mean something else as TOML.
+    Returns:
+        The table, and the texts of the overrides that TOML reads as another type.
     """
     path = path / RESOLVED_FILE if path.is_dir() else path
     table = _read_json(path) if path.suffix == ".json" else _read_recipe(path, ())
@@ -55,7 +54,7 @@ def parse_override(text: str) -> tuple[KeyPath, object, str]:
         parsed = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
         parsed = {}
-    # A value with a line break could define further keys: then it is plain text.
+    # A value with a line break could define further keys, so it is read as plain text.
     single = parsed.keys() == {"value"}
     return keys, parsed["value"] if single else value, value
 
@@ -89,23 +88,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: expected an object with the sections of a configuration")
-    table = {_RENAMED.get(name) or name: section for name, section in table.items()}
-    return _without_former_keys(table)
-
-
-def _without_former_keys(table: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what a run was written with and no run reads any more."""
-    sampling = table.get("sampling")
-    if isinstance(sampling, dict) and "oversampling" in sampling:
-        # of rounds that no sampler makes any more, with a reserve that knew no staleness
-        kept = {key: sampling[key] for key in sampling.keys() - {"oversampling", "reserve_limit"}}
-        table["sampling"] = kept
-    algorithm = table.get("algorithm")
-    objective = algorithm.get("objective") if isinstance(algorithm, dict) else None
-    if isinstance(algorithm, dict) and isinstance(objective, dict) and "kl_kind" in objective:
-        # an estimator beside a coefficient that could only be 0
-        kept = {key: objective[key] for key in objective.keys() - {"kl_kind"}}
-        table["algorithm"] = algorithm | {"objective": kept}
     return table
 
 
@@ -122,7 +104,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """Read one TOML file, laid over the file that its `extends` names, if any."""
+    """Read one TOML file on top of the file that its `extends` names, if any."""
     table = read_toml(path)
     if "extends" not in table:
         return table
@@ -132,14 +114,50 @@ def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     seen = (*seen, path.resolve())
     base_path = path.parent / base
     if base_path.resolve() in seen:
-        raise ConfigError(f"{path}: extends {base}, which leads back to this file")
+        raise ConfigError(f"{path}: extends {base}, which extends this file again")
     return merge_tables(_read_recipe(base_path, seen), table)
 
 
 def merge_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` with the keys of `over` laid over it, table by table."""
+    """Return `base` updated with the keys of `over`, table by table."""
     merged = dict(base)
     for key, value in over.items():
         both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = merge_tables(merged[key], value) if both_tables else value
     return merged
+
+
+def to_toml(config: Section) -> str:
+    """Return a section with all below it as TOML; None is written as "none"."""
+    return "\n".join(_lines(config.model_dump(mode="json"), "")).strip() + "\n"
+
+
+def _lines(table: Mapping[str, Any], name: str) -> Iterator[str]:
+    keys = [key for key, value in table.items() if not isinstance(value, dict)]
+    if name and keys:
+        yield ""
+        yield f"[{name}]"
+    for key in keys:
+        yield f"{key} = {toml_value(table[key])}"
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _lines(value, f"{name}.{key}" if name else key)
+
+
+_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), 0x7F)}
+_ESCAPES |= {ord("\\"): "\\\\", ord('"'): '\\"', ord("\n"): "\\n", ord("\t"): "\\t"}
+
+
+def toml_value(value: object) -> str:
+    """Return one plain value as TOML."""
+    if value is None:
+        return f'"{NONE_TEXT}"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + value.translate(_ESCAPES) + '"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml_value(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
+    return repr(value)

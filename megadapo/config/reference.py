@@ -1,6 +1,6 @@
-"""The configuration explained: every field of every section, as rows, as Markdown and as a schema.
+"""The configuration's manual: every field of every section as rows, as Markdown and as a schema.
 
-All of it comes from the sections themselves: the types, the defaults, and the text under a field.
+Types, defaults and descriptions come from the sections themselves.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from megadapo.config.problems import section_of
+from megadapo.config.recipe import toml_value
 from megadapo.config.run_config import RunConfig
-from megadapo.config.toml import toml_value
 from megadapo.errors import ConfigError
 from megadapo.section import NONE_TEXT, Section
 
@@ -31,14 +31,14 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 _INTRODUCTION = """\
 # Configuration
 
-A run is described by one TOML file of these sections, and any key of it can be set on the command
-line: `megadapo train configs/quickstart.toml --trainer.optimizer.lr=2e-5`. A value on the command
-line is read as TOML, and as plain text where it is not. `extends = "other.toml"` lays a file over
-another one, so that it states only its differences. TOML has no null: `"none"` stands for it.
+A run is described by one TOML file with these sections. Any key can be set on the command line:
+`megadapo train configs/quickstart.toml --trainer.optimizer.lr=2e-5`. A value on the command line is
+read as TOML, or as plain text if it is not valid TOML. With `extends = "other.toml"` a file states
+only its differences from another one. TOML has no null; `"none"` stands for it.
 
-`megadapo train CONFIG --dry-run` checks everything and prints it resolved. `megadapo config
-SECTION` shows the tables below in the terminal. `megadapo config --schema` prints the JSON schema
-with which editors complete keys: `configs/schema.json`, which the recipes name in their first line.
+`megadapo train CONFIG --dry-run` checks everything and prints the resolved configuration. `megadapo
+config SECTION` shows these tables in the terminal. `megadapo config --schema` prints
+`configs/schema.json`, which editors use to complete keys; recipes name it in their first line.
 
 This page is written by `megadapo config --markdown`.
 """
@@ -46,18 +46,18 @@ This page is written by `megadapo config --markdown`.
 
 @dataclass(frozen=True)
 class Row:
-    """One field as a reader sees it."""
+    """One field of a section."""
 
     name: str
     type: str
     default: str
-    """As TOML; empty where the field must be given."""
+    """Default value as TOML; empty for a required field."""
     description: str
 
 
 @dataclass(frozen=True)
 class Table:
-    """One section as a reader sees it."""
+    """One section with its fields."""
 
     name: str
     description: str
@@ -65,10 +65,10 @@ class Table:
 
 
 def tables(name: str | None = None) -> list[Table]:
-    """The tables of a section and of the sections in it; of all sections without a name.
+    """Return the tables of a section and its sub-sections, or of all sections.
 
     Raises:
-        ConfigError: there is no such section; it names the nearest one.
+        ConfigError: the section does not exist; the message names the nearest one.
     """
     sections = dict(_sections(RunConfig, ""))
     if name is None:
@@ -85,7 +85,7 @@ def tables(name: str | None = None) -> list[Table]:
 
 
 def markdown() -> str:
-    """The whole configuration as a page."""
+    """Return docs/configuration.md."""
     blocks = [_INTRODUCTION]
     for table in tables():
         lines = ["| key | type | default | |", "| --- | --- | --- | --- |"]
@@ -98,20 +98,20 @@ def markdown() -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe, for editors.
+    """Return the JSON schema of a recipe, for editors.
 
-    No key is required in it: a recipe may leave to another what it extends.
+    No key is required, because a recipe may extend another one.
     """
     schema = RunConfig.model_json_schema(schema_generator=_RecipeSchema)
     for section in (schema, *schema["$defs"].values()):
         section.pop("required", None)
-    extends = {"type": "string", "description": "Another recipe, which this one is laid over."}
+    extends = {"type": "string", "description": "Another recipe that this one is based on."}
     schema["properties"] = {"extends": extends} | schema["properties"]
     return {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
 
 
 class _RecipeSchema(GenerateJsonSchema):
-    """What TOML can say: no null, and no titles that only repeat the key."""
+    """A schema for TOML: without null, and without titles that repeat the key."""
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         return {"anyOf": [self.generate_inner(schema["schema"]), {"const": NONE_TEXT}]}
@@ -119,7 +119,7 @@ class _RecipeSchema(GenerateJsonSchema):
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
         described = super().default_schema(schema)
         if isinstance(described.get("default"), dict):
-            del described["default"]  # a section's fields have their own
+            del described["default"]  # a section's fields have their own defaults
         elif described.get("default", NONE_TEXT) is None:
             described["default"] = NONE_TEXT
         return described

@@ -1,7 +1,7 @@
-"""The whole configuration of a run: every section, from a file or from nested plain values.
+"""The configuration of a run: every section, from a file or from nested plain values.
 
-Each section lies beside what it configures. Importing this module starts nothing and imports no
-torch, Ray, vLLM or Megatron, so `--dry-run` answers at once.
+Each section is defined beside what it configures. Importing this module imports no torch, Ray, vLLM
+or Megatron, so `--dry-run` answers at once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.cluster.config import ClusterConfig
+from megadapo.cluster.this_node import has_gpu
 from megadapo.config.conflicts import conflicts_between
-from megadapo.config.engine_count import with_number_of_engines
 from megadapo.config.problems import describe, refused_keys, section_of
 from megadapo.config.recipe import read_table, with_key
 from megadapo.config.sections import CheckpointConfig, RunSection
@@ -31,7 +31,7 @@ from megadapo.weights.config import WeightsConfig
 
 
 class RunConfig(Section, title="megadapo"):
-    """Everything that decides what a run does."""
+    """The complete configuration of a run."""
 
     run: RunSection
     model: ModelConfig
@@ -51,17 +51,17 @@ class RunConfig(Section, title="megadapo"):
 
     @property
     def groups_per_mini_batch(self) -> int:
-        """Groups behind one optimizer update of a whole batch."""
+        """Number of groups in one optimizer update of a full batch."""
         return self.algorithm.responses_per_mini_batch // self.sampling.responses_per_prompt
 
     @property
     def num_engines(self) -> int:
-        """All engines of a run, those for held-out problems last."""
+        """Number of engines of the run, including one for evaluation."""
         return self.rollout.num_engines + self.evaluation.num_engines
 
     @property
     def repeats_bits(self) -> bool:
-        """Whether the trainer computes the same bits twice: on a CPU, or where it is told to."""
+        """Whether the trainer computes the same bits twice: on a CPU, or if deterministic."""
         return self.trainer.deterministic or not self.cluster.uses_cuda
 
     def conflicts(self) -> Iterator[str]:
@@ -69,9 +69,10 @@ class RunConfig(Section, title="megadapo"):
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe or a run's folder, apply `section.key=value` overrides, and check all of it.
+    """Read a recipe or a run's folder, apply `section.key=value` overrides, and check everything.
 
-    Raises ConfigError that names the file and lists every problem with its dotted key.
+    Raises:
+        ConfigError: the message names the file and lists every problem with its dotted key.
     """
     table, texts = read_table(Path(path), overrides)
     try:
@@ -82,30 +83,31 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def from_dict(table: Mapping[str, Any]) -> RunConfig:
-    """Make a RunConfig from the nested plain values that `to_dict` returns.
+    """Return the RunConfig of nested plain values such as those of `to_dict`.
 
-    Raises ConfigError that lists every unknown key, wrong value, missing key and conflict.
+    Raises:
+        ConfigError: the message lists every unknown key, wrong value, missing key and conflict.
     """
-    # an absent section is an empty one: it then names its own required keys, not just itself
+    # a missing section is an empty one, so that the error names its required keys
     complete = with_number_of_engines({name: {} for name in RunConfig.model_fields} | dict(table))
     try:
         return RunConfig.model_validate(complete, context=COLLECT)
     except ValidationError as error:
         sound = _sound_sections(complete, error)
         if table.keys() - RunConfig.model_fields.keys():
-            # what is absent may be what an unknown section was meant to be
+            # an unknown section may be a misspelt one of those that are missing
             sound = {name: section for name, section in sound.items() if name in table}
         problems = [*describe(error, RunConfig), *conflicts_between(sound)]
     raise ConfigError("\n".join(problems))
 
 
 def to_dict(config: Section) -> dict[str, Any]:
-    """Return the nested plain values of a section: only what JSON can hold."""
+    """Return a section as nested plain values that JSON can hold."""
     return config.model_dump(mode="json")
 
 
 def _sound_sections(table: Mapping[str, Any], error: ValidationError) -> dict[str, Section]:
-    """The sections that have no problem of their own."""
+    """Return the sections without a problem of their own."""
     wrong = {problem["loc"][0] for problem in error.errors() if problem["loc"]}
     return {
         name: section.model_validate(table[name], context=COLLECT)
@@ -115,7 +117,7 @@ def _sound_sections(table: Mapping[str, Any], error: ValidationError) -> dict[st
 
 
 def _with_texts(table: dict[str, Any], texts: Mapping[tuple[str, ...], str]) -> dict[str, Any]:
-    """Take overrides whose TOML value is refused for the text they are: a folder may be named 7."""
+    """Read overrides as plain text if their TOML value is refused: a folder may be named 7."""
     for keys, text in texts.items():
         if keys in refused_keys(RunConfig, table):
             as_text = with_key(table, keys, text)
@@ -129,3 +131,28 @@ def _with_source(problems: str, source: str) -> str:
     if len(lines) == 1:
         return f"{source}: {lines[0]}"
     return "\n".join([f"{source}: {len(lines)} problems", *(f"  {line}" for line in lines)])
+
+
+AUTO = "auto"
+NUM_ON_CPU = 2
+"""Engines without GPUs: a second engine speeds up small models more than a second thread."""
+
+
+def with_number_of_engines(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe with `rollout.num_engines = "auto"` replaced by a number."""
+    rollout = table["rollout"]
+    if not isinstance(rollout, dict) or rollout.get("num_engines") != AUTO:
+        return table
+    return table | {"rollout": rollout | {"num_engines": _count(table)}}
+
+
+def _count(table: dict[str, Any]) -> int:
+    try:
+        cluster = ClusterConfig.model_validate(table["cluster"])
+        trainer = TrainerConfig.model_validate(table["trainer"])
+        rollout = RolloutConfig.model_validate(table["rollout"] | {"num_engines": 1})
+    except ConfigError:
+        return 1  # the check of the sections reports the problem
+    if cluster.device == "cpu" or (cluster.device == "auto" and not has_gpu()):
+        return NUM_ON_CPU
+    return max(1, trainer.num_ranks // rollout.ranks_per_engine)

@@ -1,6 +1,6 @@
-"""The sections of what `megadapo/run` does: `[run]` and `[checkpoint]`.
+"""The `[run]` and `[checkpoint]` sections.
 
-They lie here because a run imports its configuration, so the configuration cannot import the run.
+They are here because `megadapo/run` imports the configuration and cannot be imported by it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from megadapo.section import Section
 
 
 class RunSection(Section, title="run"):
-    """Which run this is: where it is kept, how long it is, and where it starts."""
+    """The run's folder, length, seed and starting point."""
 
     folder: Annotated[Path, Field(strict=False)]
     """Run folder for metrics, logs and checkpoints, relative to the current directory."""
     num_steps: PositiveInt
-    """Number of rollout steps of the whole run, those before a resume included."""
+    """Number of rollout steps of the whole run, including those before a resume."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of everything random: prompt order, sampling and a random initialisation."""
+    """Seed of prompt order, sampling and random initialisation."""
     resume: str = "auto"
     """Checkpoint to start from: the newest complete one ("auto"), none ("never"), or a path. A path
-    is taken once: as soon as the run has a later checkpoint, it means the newest."""
+    is used once: when the run has a later checkpoint, a restart uses the newest."""
     grace_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds that a scheduler leaves between SIGTERM and SIGKILL. An update or an evaluation that
-    would not end in time for a save is given up; as half an update cannot be saved, every step is
-    saved where updates take so long. 0: what is under way is always finished."""
+    """Seconds that the scheduler leaves between SIGTERM and SIGKILL. An update or an evaluation
+    that would not end in time is cancelled. If updates take longer than this, every step is saved,
+    because half an update cannot be. 0: always finish the current phase."""
 
     def conflicts(self) -> Iterator[str]:
         if self.folder == Path():
@@ -39,21 +39,21 @@ class RunSection(Section, title="run"):
 
 
 class CheckpointConfig(Section, title="checkpoint"):
-    """When checkpoints are written and how many are kept."""
+    """How often checkpoints are written, and how many are kept."""
 
     every: PositiveInt = 10
-    """Steps between checkpoints; the last step is always saved, and so is the last completed one
-    where a run ends early with its trainer unharmed."""
+    """Steps between checkpoints. The last step is always saved, also if a run ends early while its
+    trainer works."""
     every_minutes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Minutes after which a completed step is saved whatever its number; 0: only `every` counts."""
+    """Minutes after which the next completed step is saved; 0: only `every` counts."""
     keep: Annotated[int, Field(ge=2)] = 2
-    """Complete checkpoints to keep; older ones go only after a newer one is committed. At least 2,
-    as the newest may be damaged."""
+    """Complete checkpoints to keep. An older one is deleted after a newer one is committed. At
+    least 2, because the newest may be damaged."""
     keep_every: NonNegativeInt = 0
-    """Steps between checkpoints that are never deleted. 0: none are kept for good."""
+    """Steps between checkpoints that are never deleted; 0: all may be deleted."""
     export_every: NonNegativeInt = 0
-    """Steps between checkpoints that are also written as Hugging Face folders, to exports/step-N of
-    the run's folder, while training goes on; the last step is one of them. 0: none are."""
+    """Steps between checkpoints that are also exported to RUN/exports/step-N as Hugging Face
+    folders, in the background. The last step is exported too. 0: no exports."""
 
     def conflicts(self) -> Iterator[str]:
         if self.keep_every % self.every:

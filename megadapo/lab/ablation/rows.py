@@ -15,8 +15,13 @@ from pydantic import Field
 
 from megadapo.config import RunConfig, load_config, to_dict
 from megadapo.config.preflight import check_run
-from megadapo.config.recipe import RESOLVED_FILE, merge_tables, parse_override, read_toml
-from megadapo.config.toml import toml_value
+from megadapo.config.recipe import (
+    RESOLVED_FILE,
+    merge_tables,
+    parse_override,
+    read_toml,
+    toml_value,
+)
 from megadapo.errors import ConfigError, MegadapoError
 from megadapo.lab.ablation.measures import MEASURES
 from megadapo.observe.metrics.records import read_metrics

@@ -31,7 +31,7 @@ def test_engines_are_counted_by_the_trainers_gpus(
     overrides: list[str], has_gpu: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a quickstart that asks for more GPUs than its trainer has, or is slower on a CPU."""
-    monkeypatch.setattr("megadapo.config.engine_count.has_gpu", lambda: has_gpu)
+    monkeypatch.setattr("megadapo.config.run_config.has_gpu", lambda: has_gpu)
     assert quickstart(*overrides).rollout.num_engines == expected
 
 
@@ -39,10 +39,10 @@ def test_a_resolved_configuration_says_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a run that goes on with other engines than it was started with."""
-    monkeypatch.setattr("megadapo.config.engine_count.has_gpu", lambda: False)
+    monkeypatch.setattr("megadapo.config.run_config.has_gpu", lambda: False)
     printed = tmp_path / "printed.toml"
     printed.write_text(to_toml(quickstart()))
-    monkeypatch.setattr("megadapo.config.engine_count.has_gpu", lambda: True)
+    monkeypatch.setattr("megadapo.config.run_config.has_gpu", lambda: True)
     assert load_config(printed).rollout.num_engines == 2
 
 

@@ -53,7 +53,7 @@ REPOSITORY = Path(__file__).parents[3]
         ),
         (
             ["--rollout.num_engines=2", "--cluster.device=cuda", "--cluster.address=auto"],
-            "rollout.num_engines x .* = 2 engine ranks .* trainer.* = 1 ranks",
+            "rollout.num_engines x .* = 2 engine ranks .* 1 trainer ranks",
         ),
     ],
 )
