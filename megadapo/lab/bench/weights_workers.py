@@ -197,7 +197,7 @@ class Engines:
     def updatable(self) -> list[int]:
         return [0]
 
-    def place(self, index: int) -> int:
+    def incarnation(self, index: int) -> int:
         return index
 
     def gpus(self, index: int) -> tuple[str, ...]:

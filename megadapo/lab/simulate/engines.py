@@ -13,7 +13,7 @@ import numpy as np
 from megadapo.lab.simulate.engine import EngineSpeed, VirtualEngine, VirtualResponse
 from megadapo.lab.simulate.task import CORRECT, INCORRECT, Draw, Task
 from megadapo.rollout.engine.activity import EngineActivity
-from megadapo.rollout.pool.fleet import AHEAD
+from megadapo.rollout.pool.engines import AHEAD
 from megadapo.rollout.types import (
     GroupRequest,
     GroupResponse,
@@ -86,7 +86,7 @@ class VirtualEngines:
         self._versions = self._zeros
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Responses to submit so that every engine stays just ahead of its slots."""
         if self._dispatch == "in_turn":
             return UNLIMITED

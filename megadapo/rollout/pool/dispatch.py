@@ -12,7 +12,7 @@ import numpy as np
 
 from megadapo.errors import InfraError
 from megadapo.rollout.pool.fleet import WATCH_S, Fleet
-from megadapo.rollout.pool.remote_engine import Place, RemoteEngine
+from megadapo.rollout.pool.remote_engine import EngineIncarnation, RemoteEngine
 from megadapo.rollout.types import (
     EngineReport,
     GroupRequest,
@@ -21,7 +21,7 @@ from megadapo.rollout.types import (
     StopReport,
 )
 
-NOWHERE: Place = (-1, 0)
+NOWHERE: EngineIncarnation = (-1, 0)
 
 
 class Dispatcher:
@@ -34,7 +34,7 @@ class Dispatcher:
         self.watch: Callable[[], None] | None = None
         """Called every few seconds while groups are waited for; may raise what ends the run."""
         self._fleet = Fleet(engines)
-        self._in_flight: dict[int, tuple[GroupRequest, Place]] = {}
+        self._in_flight: dict[int, tuple[GroupRequest, EngineIncarnation]] = {}
         """By key, each group and the process that it is on."""
         self._homeless: list[GroupRequest] = []
         """Groups in flight that no engine has."""
@@ -50,17 +50,17 @@ class Dispatcher:
         return len(self._in_flight)
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Responses that may be submitted so that every engine stays just ahead of its slots."""
-        return self.room_without(())
+        return self.capacity_without(())
 
-    def room_without(self, keys: Collection[int]) -> int:
-        """As `room`, if the groups with these keys, which are in flight, were not."""
-        left_out = Counter[Place]()
+    def capacity_without(self, keys: Collection[int]) -> int:
+        """As `capacity`, if the groups with these keys, which are in flight, were not."""
+        left_out = Counter[EngineIncarnation]()
         for group, place in (self._in_flight[key] for key in keys):
             left_out[place] += group.num_at_once
         # responses of these groups that have ended are no load any more
-        return self._fleet.room(left_out)
+        return self._fleet.capacity(left_out)
 
     def submit(self, groups: Sequence[GroupRequest]) -> None:
         """Begin to generate groups, and return at once.
@@ -93,7 +93,7 @@ class Dispatcher:
             left = deadline - time.monotonic()
             self._look_around()
             has_news = self._wait(max(0.0, min(left, WATCH_S)))
-            if left <= 0 or (has_news and self.room):
+            if left <= 0 or (has_news and self.capacity):
                 break
         with self._lock:
             groups, self._finished = list(self._finished.values()), {}

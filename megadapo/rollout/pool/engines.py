@@ -15,7 +15,7 @@ from megadapo.rollout.engine.platform import EnginePlatform
 from megadapo.rollout.pool.dispatch import Dispatcher
 from megadapo.rollout.pool.engine_spec import EngineSpec, WeightDtype, WeightsFrom
 from megadapo.rollout.pool.fleet import describe_death
-from megadapo.rollout.pool.remote_engine import Place, RemoteEngine
+from megadapo.rollout.pool.remote_engine import EngineIncarnation, RemoteEngine
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -178,7 +178,7 @@ class Engines(Dispatcher):
         """Numbers of the engines that an update can reach now."""
         return [engine.spec.index for engine in self._fleet.present]
 
-    def place(self, index: int) -> Place:
+    def incarnation(self, index: int) -> EngineIncarnation:
         """What changes when another process takes an engine's place."""
         return self._fleet.slots[index].place
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megadapo.cluster.calls import result_of, timeout_error
 from megadapo.errors import InfraError, ProcessDiedError
 from megadapo.rollout.engine.failure import describe_failure
-from megadapo.rollout.pool.remote_engine import Place, RemoteEngine
+from megadapo.rollout.pool.remote_engine import EngineIncarnation, RemoteEngine
 from megadapo.rollout.types import EngineReport, GroupRequest
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Fleet:
         """Engines that answer calls."""
         return [engine for engine in self.engines if engine.state in ("serving", "blank")]
 
-    def room(self, left_out: Mapping[Place, int]) -> int:
+    def capacity(self, left_out: Mapping[EngineIncarnation, int]) -> int:
         """Responses that serving engines may be asked for so that they stay ahead.
 
         Args:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 State = Literal["starting", "blank", "serving", "ending", "gone"]
 """Blank: it answers, but has not got the present weights."""
 
-Place = tuple[int, int]
+EngineIncarnation = tuple[int, int]
 """An engine's number, and which of the processes that have filled its slot."""
 
 HEARTBEAT_S = 5.0
@@ -111,7 +111,7 @@ class RemoteEngine:
         return self._num_asked - self._num_ended
 
     @property
-    def place(self) -> Place:
+    def place(self) -> EngineIncarnation:
         """Names the process."""
         return self.spec.index, self.num_starts
 

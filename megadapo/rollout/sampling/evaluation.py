@@ -168,9 +168,9 @@ class EvaluationUnderWay:
         """Whether `finish` has nothing to wait for."""
         return not self._unasked and not self._inquiry.open
 
-    def ask(self, room: int | None = None) -> None:
+    def ask(self, capacity: int | None = None) -> None:
         """Ask the next questions, as many as fit into so many responses; all of them for None."""
-        num_groups = None if room is None else room // self._held_out.samples_per_problem
+        num_groups = None if capacity is None else capacity // self._held_out.samples_per_problem
         asked = self._unasked[:num_groups]
         if asked:
             del self._unasked[: len(asked)]

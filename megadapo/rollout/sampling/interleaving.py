@@ -14,8 +14,8 @@ from megadapo.rollout.types import GroupRequest, GroupResponse, StopReport
 class SupportsSharing(SupportsGenerate, Protocol):
     """What it takes of engines that an evaluation can share them; `Engines` is one."""
 
-    def room_without(self, keys: Collection[int]) -> int:
-        """As `room`, if the groups with these keys, which are in flight, were not."""
+    def capacity_without(self, keys: Collection[int]) -> int:
+        """As `capacity`, if the groups with these keys, which are in flight, were not."""
         ...
 
 
@@ -38,9 +38,9 @@ class InterleavedEngines:
         return self._engines.policy_version
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """As if the evaluation's slots were empty."""
-        return self._engines.room_without(
+        return self._engines.capacity_without(
             () if self.evaluation is None else self.evaluation.generating
         )
 
@@ -57,7 +57,7 @@ class InterleavedEngines:
         if self.evaluation is None:
             groups = self._engines.finished(timeout_s)
         else:
-            self.evaluation.ask(self._engines.room)
+            self.evaluation.ask(self._engines.capacity)
             groups = self.evaluation.take(self._engines.finished(timeout_s))
         self._in_flight.difference_update(group.key for group in groups)
         return groups

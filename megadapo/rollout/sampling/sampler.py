@@ -194,12 +194,12 @@ class Sampler:
 
     def _ask(self, step: Step) -> None:
         """Ask for as many groups as the plan wants and the engines have room for."""
-        room = self._engines.room // self._config.responses_at_once
-        room = max(room, not step.inquiry.open)
-        if not room:
+        capacity = self._engines.capacity // self._config.responses_at_once
+        capacity = max(capacity, not step.inquiry.open)
+        if not capacity:
             return
         questions: list[PromptRequest] = []
-        while len(questions) < room and not step.plan.is_full:
+        while len(questions) < capacity and not step.plan.is_full:
             if not step.plan.wants(self._estimate(self._drawing.next_order)):
                 break
             order = self._drawing.draw()

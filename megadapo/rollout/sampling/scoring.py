@@ -36,7 +36,7 @@ class SupportsGenerate(Protocol):
         ...
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Responses that may be submitted so that no slot is left empty and few have to wait."""
         ...
 

@@ -29,7 +29,7 @@ class UpdatableEngines(Protocol):
         """Numbers of the engines that an update can reach now."""
         ...
 
-    def place(self, index: int) -> Hashable:
+    def incarnation(self, index: int) -> Hashable:
         """What changes when another process takes an engine's place."""
         ...
 

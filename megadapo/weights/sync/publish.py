@@ -88,7 +88,7 @@ class Publisher:
             self._folder = config.folder.absolute() / ("held" if held else "live")
         self._notes: list[str] = []
         self._connected: Connected | None = None
-        self._places: list[Hashable] = []
+        self._incarnations: list[Hashable] = []
         """The engine processes that are connected."""
 
     @property
@@ -232,9 +232,9 @@ class Publisher:
     def _reach(self, targets: Sequence[int]) -> Connected:
         """Connect with the engines that are to be updated, unless that has been done."""
         self._parties.targets = list(targets)
-        places = [self._engines.place(index) for index in targets]
-        if self._connected is None or places != self._places:
-            self._connected, self._places = None, places
+        incarnations = [self._engines.incarnation(index) for index in targets]
+        if self._connected is None or incarnations != self._incarnations:
+            self._connected, self._incarnations = None, incarnations
             self._connected = connect(
                 self._parties,
                 self._engines,

@@ -93,16 +93,16 @@ def test_a_response_does_not_depend_on_its_company(engines):
 
 def test_groups_come_as_they_finish_and_make_room(engines):
     """A driver that waits for the whole round, or does not see free slots, keeps engines idle."""
-    slots = engines.room
+    slots = engines.capacity
     groups = make_requests(30, 4)
     engines.submit(groups)
-    assert engines.room == slots - 120
+    assert engines.capacity == slots - 120
     calls = [engines.finished() for _ in range(3)]
     assert engines.num_in_flight == 30 - sum(map(len, calls)) > 0
-    assert slots - 120 < engines.room < slots
+    assert slots - 120 < engines.capacity < slots
     assert engines.finished(timeout_s=0.0) is not None
     last = list(all_finished(engines))[-1]
-    assert engines.room == slots and engines.finished() == []
+    assert engines.capacity == slots and engines.finished() == []
     assert last.seconds > 0
 
 
@@ -241,9 +241,9 @@ def test_responses_branch_alike_in_any_company(engines, reference, tools):
     """The whole tree to the last bit; a branch has its parent's beginning and its own end."""
     branching = BranchingConfig(initial_rollouts=3, num_tokens=4, top_logprobs=5)
     groups, settings = make_requests(10, 8), {"tools": tools, "branching": branching}
-    slots = engines.room
+    slots = engines.capacity
     answers = ask(engines, groups, **settings)
-    assert engines.room == slots
+    assert engines.capacity == slots
     assert bits(ask(engines, groups[4:6], **settings)) == {
         key: value for key, value in bits(answers).items() if key in (4, 5)
     }
@@ -335,7 +335,7 @@ def test_an_evaluation_beside_rollouts_changes_neither(engines, model, prompts, 
     shared = InterleavedEngines(engines)
     with EvaluationUnderWay(engines, RightIfOddLength(), held_out) as under_way:
         shared.evaluation = under_way
-        under_way.ask(room=8)
+        under_way.ask(capacity=8)
         batch = make_sampler(shared, model, prompts).next_batch()
         assert under_way.finish() == evaluate(engines, held_out)
     assert [encode_group(g) for g in batch.groups] == [encode_group(g) for g in expected.groups]

@@ -52,7 +52,7 @@ def answers(engines: Engines) -> dict:
 
 def wait_for_room(engines: Engines, num_engines: int) -> None:
     deadline = time.monotonic() + 60
-    while engines.room < num_engines * NUM_SLOTS:
+    while engines.capacity < num_engines * NUM_SLOTS:
         assert time.monotonic() < deadline, "a lost engine did not come back"
         engines.submit(requests(3))
         answers(engines)
@@ -63,7 +63,7 @@ def test_groups_of_a_lost_engine_are_answered_and_it_comes_back(engines, how):
     """Catches lost, doubled or changed groups, a load that never gets free, processes that stay."""
     engines.submit(requests(60))
     expected = answers(engines)
-    place, others = engines.place(1), [engines.place(0), engines.place(2)]
+    place, others = engines.incarnation(1), [engines.incarnation(0), engines.incarnation(2)]
     pid = actor_pid(engines, 1)
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     assert len(processes) == 2
@@ -73,7 +73,7 @@ def test_groups_of_a_lost_engine_are_answered_and_it_comes_back(engines, how):
     late = answers(engines)
     assert late | bits({one.key: one.responses for one in early}) == expected
     wait_for_room(engines, 3)
-    assert engines.place(1) != place and [engines.place(0), engines.place(2)] == others
+    assert engines.incarnation(1) != place and [engines.incarnation(0), engines.incarnation(2)] == others
     (note,) = engines.drain_warnings()
     cause = "died" if how == signal.SIGKILL else "no token for 6 s"
     assert note.startswith("rollout engine 1 ") and cause in note and "restart 1 of 3" in note
@@ -84,10 +84,10 @@ def test_groups_of_a_lost_engine_are_answered_and_it_comes_back(engines, how):
 
 def test_an_engine_that_is_stopped_without_work_is_found_and_its_stack_kept(engines, tmp_path):
     """Catches one that is waited for in the next step, while the trainer works in this one."""
-    place, pid = engines.place(2), actor_pid(engines, 2)
+    place, pid = engines.incarnation(2), actor_pid(engines, 2)
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + 60
-    while engines.place(2) == place:
+    while engines.incarnation(2) == place:
         assert time.monotonic() < deadline, "a stopped engine was not found"
         engines.check()
         time.sleep(0.5)
@@ -141,9 +141,9 @@ def test_no_weights_are_published_while_the_trainer_changes_them(engines):
         time.sleep(0.05)
     engines.submit(requests(30))
     assert len(answers(engines)) == 30
-    assert engines.room == 2 * NUM_SLOTS
+    assert engines.capacity == 2 * NUM_SLOTS
     engines.finish_weight_update(engines.updatable(), 2, timeout_s=30)
-    assert engines.room == 3 * NUM_SLOTS
+    assert engines.capacity == 3 * NUM_SLOTS
     engines.submit(requests(30))
     versions = {
         v for one in all_finished(engines) for r in one.responses for v in r.policy_versions

@@ -100,7 +100,7 @@ def wait_for_all(engines: Engines) -> None:
     """Let small requests pass until every engine serves."""
     deadline = time.monotonic() + 300
     slots = 3 * 10
-    while engines.room < slots:
+    while engines.capacity < slots:
         assert time.monotonic() < deadline, "a lost engine did not come back"
         answers(engines, requests()[:3])
 
@@ -117,12 +117,12 @@ def assert_all_agree(engines: Engines) -> None:
 def test_a_killed_engine_comes_back_and_the_batch_is_the_same(started):
     engines = started.engines
     expected = answers(engines, requests())
-    places = [engines.place(index) for index in range(3)]
+    places = [engines.incarnation(index) for index in range(3)]
     process = vllm_process(engines, 1, "EngineCore")
     assert disturbed(engines, requests(), process, signal.SIGKILL) == expected
     wait_for_all(engines)
-    assert [engines.place(index) for index in (0, 2)] == [places[0], places[2]]
-    assert engines.place(1) != places[1]
+    assert [engines.incarnation(index) for index in (0, 2)] == [places[0], places[2]]
+    assert engines.incarnation(1) != places[1]
     (note,) = engines.drain_warnings()
     assert note.startswith("rollout engine 1 ") and "restart 1 of 9" in note
     assert_all_agree(engines)
@@ -164,7 +164,7 @@ def test_an_engine_that_fails_in_an_update_gets_it_again(started, how):
     assert answers(engines, requests()) != expected
 
     ray.get([sender.load.remote(folders[1]) for sender in senders])
-    places = [engines.place(index) for index in range(3)]
+    places = [engines.incarnation(index) for index in range(3)]
     pid = vllm_process(engines, 0, "EngineCore").pid
     ray.get(senders[0].signal_at.remote(3, how, pid))
     engines.on_update_start()
@@ -172,7 +172,7 @@ def test_an_engine_that_fails_in_an_update_gets_it_again(started, how):
     assert engines.policy_version == 12
     assert answers(engines, requests()) == expected
     wait_for_all(engines)
-    assert [engines.place(index) == places[index] for index in range(3)] == [False, True, True]
+    assert [engines.incarnation(index) == places[index] for index in range(3)] == [False, True, True]
     (note,) = engines.drain_warnings()
     # bucket 3 is filled while the engines take bucket 2
     assert "rollout engine 0" in note and (how == signal.SIGKILL or "bucket 2 of" in note)

@@ -51,10 +51,10 @@ class ScriptedEngines:
         return len(self._in_flight)
 
     @property
-    def room(self) -> int:
-        return self.room_without(())
+    def capacity(self) -> int:
+        return self.capacity_without(())
 
-    def room_without(self, keys: Collection[int]) -> int:
+    def capacity_without(self, keys: Collection[int]) -> int:
         others = [group for key, group in self._in_flight.items() if key not in keys]
         return max(0, self._slots - sum(len(group.seeds) for group in others))
 

@@ -30,7 +30,7 @@ def engines(num_engines: int = 2, dispatch: Dispatch = "least_loaded") -> Virtua
 def test_every_group_returns_once_with_the_tasks_answers() -> None:
     some = engines()
     some.submit([request(key) for key in range(10)])
-    assert some.num_in_flight == 10 and some.room == 0
+    assert some.num_in_flight == 10 and some.capacity == 0
     found = {}
     while some.num_in_flight:
         for group in some.finished():
@@ -41,7 +41,7 @@ def test_every_group_returns_once_with_the_tasks_answers() -> None:
         draw = TASK.draw((key,), request(key).seeds)
         assert [len(one.token_ids) for one in group.responses] == draw.lengths.tolist()
         assert [one.text == "correct" for one in group.responses] == draw.correct.tolist()
-    assert some.finished() == [] and some.room == 2 * 10
+    assert some.finished() == [] and some.capacity == 2 * 10
     assert some.num_tokens == pytest.approx(sum(d.lengths.sum() for d in some.requested.values()))
 
 
@@ -51,7 +51,7 @@ def test_groups_go_to_the_least_loaded_engine_or_in_turn() -> None:
     some.submit([request(2), request(3)])
     loads = [activity.max_waiting for activity in some.activity()]
     assert loads == [0, 0]
-    assert others.room > 10**6
+    assert others.capacity > 10**6
     others.submit([request(key) for key in range(10)])
     while others.num_in_flight:
         for group in others.finished():

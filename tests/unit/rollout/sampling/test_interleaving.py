@@ -41,13 +41,13 @@ class Watched(ScriptedEngines):
     def __init__(self, finish: str = "at random", *, slots: int = 24, at_once: int = 1) -> None:
         super().__init__(finish, slots=slots, at_once=at_once)
         self.requests: list[GroupRequest] = []
-        self.room_left: list[int] = []
+        self.capacity_left: list[int] = []
 
     def submit(self, groups: Sequence[GroupRequest]) -> None:
-        room = self.room - sum(len(group.seeds) for group in groups)
+        capacity = self.capacity - sum(len(group.seeds) for group in groups)
         super().submit(groups)
         self.requests += groups
-        self.room_left += [room] * len(groups)
+        self.capacity_left += [capacity] * len(groups)
 
 
 def make_sampler(engines: ScriptedEngines | InterleavedEngines, **sampling: object) -> Sampler:
@@ -126,7 +126,7 @@ def test_the_evaluation_fills_slots_that_training_leaves_and_waits_behind_it():
     training = [request for request in engines.requests if request.key >= 0]
     asked = [
         (request, left)
-        for request, left in zip(engines.requests, engines.room_left, strict=True)
+        for request, left in zip(engines.requests, engines.capacity_left, strict=True)
         if request.key < 0
     ]
     beside = [request for request, left in asked if left >= 0]
@@ -141,6 +141,6 @@ def test_training_sees_the_room_that_it_would_have_alone():
     shared = InterleavedEngines(engines)
     with EvaluationUnderWay(engines, VERIFIER, HELD_OUT) as under_way:
         shared.evaluation = under_way
-        under_way.ask(room=10)
-        assert (engines.room, shared.room) == (16, 24)
+        under_way.ask(capacity=10)
+        assert (engines.capacity, shared.capacity) == (16, 24)
         assert (engines.num_in_flight, shared.num_in_flight) == (2, 0)
