@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from megadapo.algorithm.groups import Branch
-from megadapo.rollout.branching_config import BranchingConfig
+from megadapo.rollout.config import BranchingConfig
 from megadapo.rollout.tools import ToolsConfig
 
 FinishReason = Literal["stop", "length", "unfinished"]

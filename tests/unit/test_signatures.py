@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch.multiprocessing.reductions
 
-from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.engine.platform import EnginePlatform
 from megadapo.weights.sync.transports import cuda_ipc
+from tests.support.rollout.engine_specs import engine_spec
 
 ROOT = Path(__file__).parents[2]
 TOOL = runpy.run_path(str(ROOT / "tools" / "signatures.py"))
@@ -68,10 +67,9 @@ def test_what_engines_call_by_name_is_vllms() -> None:
 
 def test_engines_start_with_arguments_that_vllm_has() -> None:
     """Those of a GPU are given as a dict, and only GPUs meet them."""
-    platform = EnginePlatform(gpus=("0",), shares_gpus=True)
     fields = class_of("engine/arg_utils.py", "EngineArgs").body
     names = {ast.unparse(one.target) for one in fields if isinstance(one, ast.AnnAssign)}
-    assert platform.engine_arguments(RolloutConfig(), 100).keys() <= names
+    assert engine_spec(gpus=("0",)).engine_arguments().keys() <= names
 
 
 def test_memory_is_offered_as_torch_shares_it() -> None:

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megadapo.lab.plan.fit import problems
     from megadapo.lab.plan.phases import gpu_kinds, models_of
     from megadapo.lab.plan.step_time import describe_times, step_seconds
-    from megadapo.rollout.engine.model_layout import validate_engine_layout
+    from megadapo.rollout.engine.spec import validate_engine_layout
     from megadapo.trainer.model.model_layout import validate_model_layout
 
     config, card = load_config(arguments.config, arguments.overrides), card_of(arguments.gpu)

@@ -15,15 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
-from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.cluster.this_node import ClockReading, clock_offset, read_clock
 from megadapo.errors import InfraError
-from megadapo.rollout.pool.engine_spec import profile_folder
 
 if TYPE_CHECKING:
     from megadapo.rollout.pool.engines import Engines
     from megadapo.trainer.rank import TrainerRank
     from megadapo.trainer.trainer import Trainer
+
+PROFILER_TIMEOUT_S = 900.0
+"""Time until all ranks of an engine must have started the profiler or written their traces."""
 
 _ENGINE_RANK = re.compile(r"rank(\d+)\.\d+\.pt\.trace\.json$")
 """End of the name of vLLM's trace file of a rank."""
@@ -51,14 +52,14 @@ def traced(trainer: Trainer, engines: Engines, folder: Path, target: Path) -> It
     files = [folder / f"trainer-{rank}-trace.json" for rank in range(len(trainer.ranks))]
     with torch.profiler.profile() as profile:
         trainer.call_all("apply", _begin)
-        engines.start_profile()
+        engines.call_all("start_profile", PROFILER_TIMEOUT_S)
         yield
-        engines.stop_profile()
+        engines.call_all("stop_profile", PROFILER_TIMEOUT_S)
         trainer.call_all("apply", _end, files)
     profile.export_chrome_trace(str(driver_file))
     parts = [TracePart(name="driver", file=driver_file)]
     parts += _trainer_parts(trainer, files)
-    parts += _engine_parts(engines, folder / LOGS_FOLDER)
+    parts += _engine_parts(engines)
     missing = [str(part.file) for part in parts if not part.file.exists()]
     if missing:
         raise InfraError(f"{missing[0]} is missing: do all nodes share the folder of --trace?")
@@ -83,22 +84,28 @@ def _trainer_parts(trainer: Trainer, files: Sequence[Path]) -> list[TracePart]:
     ]
 
 
-def _engine_parts(engines: Engines, log_folder: Path) -> list[TracePart]:
+def _engine_parts(engines: Engines) -> list[TracePart]:
     """Return vLLM's traces, one file per rank of an engine, beside the engine's log."""
     parts = []
     for index in engines.updatable():
-        ahead_ns = clock_offset(partial(engines.clock, index)).ahead_ns
-        found = sorted(profile_folder(log_folder, index).glob("*.pt.trace.json"))
+        ahead_ns = clock_offset(partial(_engine_clock, engines, index)).ahead_ns
+        folder = engines.profile_folders[index]
+        found = sorted(folder.glob("*.pt.trace.json"))
         ranks = {int(match[1]): file for file in found if (match := _ENGINE_RANK.search(file.name))}
         for rank in sorted(ranks):
             name = f"engine {index}, rank {rank}" if len(ranks) > 1 else f"engine {index}"
             parts.append(TracePart(name=name, file=ranks[rank], ahead_ns=ahead_ns))
         if not ranks:
             raise InfraError(
-                f"{profile_folder(log_folder, index)}: no trace of engine {index}: do all nodes "
-                "share the folder of --trace?"
+                f"{folder}: no trace of engine {index}: do all nodes share the folder of --trace?"
             )
     return parts
+
+
+def _engine_clock(engines: Engines, index: int) -> ClockReading:
+    refs = engines.call("clock", {index: ()})
+    reading: ClockReading = engines.gather(refs, doing="clock", timeout_s=PROFILER_TIMEOUT_S)[index]
+    return reading
 
 
 def _clock(rank: TrainerRank) -> ClockReading:

@@ -1,4 +1,4 @@
-"""How busy an engine is, counted at every step of vLLM's scheduler."""
+"""The load of an engine, counted at every step of vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class EngineActivity:
-    """What one engine did in a stretch of time."""
+    """Activity of one engine in an interval."""
 
     num_tokens: int
-    """Response tokens generated."""
+    """Number of generated response tokens."""
     seconds: float
-    """Length of the stretch."""
+    """Length of the interval."""
     busy_seconds: float
-    """Part of it in which at least one response was being generated."""
+    """Time in which at least one response was running."""
     mean_running: float
-    """Responses generated at the same time, as a share of max_num_seqs, while it was busy."""
+    """Mean number of running responses while busy, as a share of max_num_seqs."""
     max_waiting: int
-    """Most responses that waited for their turn."""
+    """Largest number of waiting responses."""
     num_preemptions: int
-    """Responses that gave their place in the key-value cache up and began anew; counted with
-    rollout.prefix_caching."""
+    """Number of responses that lost their key-value cache and were computed again; counted only
+    with rollout.prefix_caching."""
     max_kv_use: float
     """Largest share of the key-value cache in use."""
     private_bytes: int = 0
-    """Main memory that the engine's processes have for themselves, at the end of the stretch; 0
-    where nobody looked."""
+    """Private memory of the engine's processes at the end of the interval; 0: not measured."""
 
 
 class ActivityCounter:
-    """Adds up the steps of one engine."""
+    """A counter of one engine's steps."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
@@ -41,11 +40,13 @@ class ActivityCounter:
         self._busy_s = self._running_s = self._max_kv_use = 0.0
 
     def step(self, *, running: int, waiting: int, kv_use: float, num_preemptions: int) -> None:
-        """Count a step after which so many responses run and wait.
+        """Count a step.
 
         Args:
+            running: number of running responses after the step.
+            waiting: number of waiting responses after the step.
             kv_use: share of the key-value cache in use.
-            num_preemptions: responses that it began anew, after they had to give their place up.
+            num_preemptions: number of responses that must be computed again.
         """
         self._pass_time()
         self._running = running
@@ -54,10 +55,10 @@ class ActivityCounter:
         self._max_kv_use = max(self._max_kv_use, kv_use)
 
     def take(self, num_tokens: int) -> EngineActivity:
-        """Return what was counted since the last call, and start over.
+        """Return the activity since the last call, and reset the counts.
 
         Args:
-            num_tokens: response tokens that the engine has generated since it started.
+            num_tokens: number of response tokens generated since the engine started.
         """
         self._pass_time()
         activity = EngineActivity(

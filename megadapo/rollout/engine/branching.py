@@ -1,7 +1,7 @@
-"""Where responses branch: at tool calls behind which the policy is less sure than at the start.
+"""Branching points: tool calls after which the policy is less certain than at the start.
 
-ARPO (arXiv 2507.19849), Algorithm 1 with equations 3 to 5. Decisions follow from finished responses
-alone, so they are the same whatever the engines' number, speed and order.
+ARPO (arXiv 2507.19849), Algorithm 1 with equations 3 to 5. Decisions depend on finished responses
+only, not on the engines' number, speed or order.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from megadapo.algorithm.groups import Branch
-from megadapo.rollout.branching_config import BranchingConfig
+from megadapo.rollout.config import BranchingConfig
 from megadapo.rollout.types import LogprobTable, Response
 
 
 def normalized_entropy(table: LogprobTable, *, num_tokens: int, vocab_size: int) -> float:
-    """Mean entropy of the first positions of a table, over log V; NaN where there are none.
+    """Return the mean entropy of the first positions divided by log V; NaN without positions.
 
-    Summed over a position's most probable tokens alone, and so at most the whole entropy.
+    The sum runs over a position's most probable tokens, so it is at most the full entropy.
 
     Args:
-        table: at every position the sampled token, and then the most probable ones.
-        num_tokens: positions to look at.
+        table: at every position the sampled token, then the most probable ones.
+        num_tokens: largest number of positions.
         vocab_size: V.
     """
     bounds = list(zip(table.start_indices, table.end_indices, strict=True))[:num_tokens]
@@ -40,7 +40,11 @@ def normalized_entropy(table: LogprobTable, *, num_tokens: int, vocab_size: int)
 
 
 def branch_probability(entropy_rise: float, config: BranchingConfig) -> float:
-    """alpha + beta dH, dH the normalised entropy behind a call less that of the start."""
+    """Return alpha + beta dH.
+
+    Args:
+        entropy_rise: dH, the normalized entropy after a call minus that of the start.
+    """
     return config.alpha + config.beta * entropy_rise
 
 
@@ -52,35 +56,34 @@ def choose_branches(
     num_seen: int,
     num_left: int,
 ) -> list[Branch]:
-    """Where a group's next responses branch off the ones it has.
+    """Return the points at which a group's next responses branch off the existing ones.
 
-    The first calls of all responses come first, then the second ones, and so on: as if the
-    responses were written side by side.
+    The first calls of all responses come first, then the second ones, and so on.
 
     Args:
-        responses: finished ones.
-        seeds: of the responses, for draws.
-        num_seen: how many of them were looked at before.
-        num_left: responses that the group may still have.
+        responses: finished responses.
+        seeds: seeds of the responses, for draws.
+        num_seen: number of leading responses that an earlier call has considered.
+        num_left: number of responses that the group may still have.
 
     Returns:
-        One for each response to come, at most `num_left`.
+        One branch per new response, at most `num_left`.
     """
     points = sorted(
         (turn, index, call.end)
         for index, response in enumerate(responses[num_seen:], start=num_seen)
         for turn, call in enumerate(response.calls)
         if call.end > (response.branch.num_tokens if response.branch else 0)
-        and _forks(call.entropy - response.entropy, seeds[index], call.end, config)
+        and _has_branch(call.entropy - response.entropy, seeds[index], call.end, config)
     )
     branches = [Branch(parent=index, num_tokens=end) for _, index, end in points]
     return [one for one in branches for _ in range(config.beam_size - 1)][:num_left]
 
 
-def _forks(rise: float, seed: int, place: int, config: BranchingConfig) -> bool:
-    """Never where an entropy could not be measured, as NaN is above nothing."""
+def _has_branch(rise: float, seed: int, end: int, config: BranchingConfig) -> bool:
+    # if an entropy was not measured, this is NaN and no comparison holds
     probability = branch_probability(rise, config)
     if config.decision == "threshold":
         return probability > config.threshold
-    digest = hashlib.sha256(f"{seed}/branch/{place}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}/branch/{end}".encode()).digest()
     return probability > int.from_bytes(digest[:8], "little") / 2.0**64

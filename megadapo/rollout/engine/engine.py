@@ -1,6 +1,6 @@
-"""One rollout engine: a Ray actor around vLLM's AsyncLLM, which runs in processes of its own.
+"""One rollout engine: a Ray actor around vLLM's AsyncLLM, whose model runs in processes of its own.
 
-The actor's loop only submits requests and collects results; the model runs in vLLM's processes.
+The actor's loop only submits requests and collects results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megadapo.cluster.watch.guard import kill_marked, mark_and_guard
 from megadapo.errors import InfraError, ProcessDiedError
 from megadapo.rollout.engine.activity import ActivityCounter, EngineActivity
 from megadapo.rollout.engine.failure import describe_failure
-from megadapo.rollout.pool.engine_spec import EngineSpec
+from megadapo.rollout.engine.spec import EngineSpec
 from megadapo.rollout.types import EngineReport, GroupRequest, SamplingSettings, StopReport
 
 if TYPE_CHECKING:
@@ -36,10 +36,13 @@ START_POLL_S = 1.0
 
 
 class RolloutEngine:
-    """The actor. Errors leave it as InfraError, since vLLM's own may not survive pickling."""
+    """The actor of an engine. It raises InfraError only: vLLM's errors may not survive pickling.
+
+    Args:
+        mark: identifier of all processes that this one starts.
+    """
 
     def __init__(self, spec: EngineSpec, mark: str) -> None:
-        """`mark`: by which all processes that this one starts are found."""
         self._spec = spec
         self._mark = mark
         self._policy_version = 0
@@ -51,37 +54,36 @@ class RolloutEngine:
         self._llm: AsyncLLM | None = None
         self._generation: Generation | None = None
         redirect_output(spec.log_file)
-        os.environ.update(spec.platform.environment(spec.config, spec.dtype))
-        # vLLM's groups would look the host's name up, each of them, and listen where it leads
+        os.environ.update(spec.environment())
+        # else each of vLLM's process groups would look the host's name up and listen there
         use_interface_towards(node_address())
         self._guard = mark_and_guard(self._mark)
 
     def location(self) -> ProcessLocation:
-        """Return the location of this process."""
+        """Return the node and number of this process."""
         return ProcessLocation.here()
 
     def node(self) -> str:
-        """Address of the node."""
+        """Return the address of the node."""
         return node_address()
 
     def clock(self) -> ClockReading:
-        """The node's time."""
+        """Return the node's time."""
         return read_clock()
 
     async def start_profile(self) -> None:
-        """Let every rank begin to note what it does."""
+        """Start the profiler of every rank."""
         await self._call("start_profile")
 
     async def stop_profile(self) -> None:
-        """Let every rank write what it did into `profile_folder`."""
+        """Stop the profiler; every rank writes its trace to `EngineSpec.profile_folder`."""
         await self._call("stop_profile")
 
     async def start(self) -> None:
         """Load the model and answer one request.
 
         Raises:
-            InfraError: the model folder, the memory or vLLM itself is at fault; the message names
-                the cause and what to change.
+            InfraError: start-up failed; the message names the cause and what to change.
         """
         try:
             await self._start_vllm()
@@ -89,11 +91,11 @@ class RolloutEngine:
         except InfraError:
             raise
         except Exception as error:
-            # vLLM raises many types at start-up; the boundary turns each into one message
+            # vLLM raises many types at start-up; each becomes one message
             raise InfraError(self._describe("could not start", error)) from None
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
-        """Begin to generate the groups; `collect` hands them over as they finish.
+        """Start to generate groups; `collect` returns them when they finish.
 
         Raises:
             InfraError: vLLM refused a request, or the engine cannot generate now.
@@ -103,90 +105,89 @@ class RolloutEngine:
             await generation.submit(groups, self._policy_version)
 
     async def collect(self, max_wait_s: float, num_for_report: int) -> EngineReport:
-        """Return as soon as a group has finished or `num_for_report` responses have ended, and
-        after `max_wait_s` seconds at the latest.
+        """Wait until a group or `num_for_report` responses end, at most `max_wait_s` seconds.
 
         Raises:
-            ProcessDiedError: vLLM's processes are gone.
+            ProcessDiedError: vLLM's processes are dead.
         """
         assert self._generation is not None, "start first"
         with self._naming_failures("failed while generating"):
             return await self._generation.collect(max_wait_s, num_for_report)
 
     async def stop(self, keys: Collection[int], keep: bool) -> tuple[StopReport, EngineReport]:
-        """End groups, and hand over what they have so far if it is to be kept."""
+        """End groups; `keep`: return their tokens so far."""
         assert self._generation is not None, "start first"
         with self._naming_failures("failed while stopping"):
             stopped = await self._generation.stop(keys, keep=keep)
             return stopped, self._generation.report()
 
     def activity(self) -> EngineActivity:
-        """What the engine did since the last call."""
+        """Return the engine's activity since the last call."""
         assert self._generation is not None, "start first"
         activity = self._counter.take(self._generation.num_tokens)
         return replace(activity, private_bytes=private_bytes(*self._pids))
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Hand `init_info` to the weight-transfer engine of every rank."""
+        """Pass `init_info` to the weight-transfer engine of every rank."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info=init_info)
         await self._call("init_weight_transfer_engine", request)
 
     async def held_versions(self) -> list[int | None]:
-        """Which update's weights every rank has in full; None where there was none, or a part."""
+        """Return the version of each rank's weights; None if they are not all of one update."""
         versions: list[int | None] = await self._call("collective_rpc", "held_version")
         return versions
 
     async def open_update(self, version: int, patience_s: float) -> list[str | None]:
-        """Let every rank take up an update that is in files; why one cannot, if so."""
+        """Have every rank read an update from files; return the reason of each rank that cannot."""
         arguments = ("open_update", None, (version, patience_s))
         problems: list[str | None] = await self._call("collective_rpc", *arguments)
         return problems
 
     async def start_weight_update(self) -> None:
-        """Begin an update; until it is finished the engine refuses to generate."""
+        """Start an update; until it is finished the engine refuses to generate."""
         self._updating = True
         await self._call("start_weight_update")
 
     async def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Take one bucket of the update."""
+        """Receive one bucket of the update."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._call("update_weights", WeightTransferUpdateRequest(update_info=update_info))
 
     async def finish_weight_update(self, policy_version: int) -> None:
-        """End the update: new weights in use, no cached keys or values of the old ones."""
+        """End the update: use the new weights, and clear keys and values of the old ones."""
         await self._call("finish_weight_update")
         await self.reset_prefix_cache()
         self._policy_version = policy_version
         self._updating = False
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached keys and values."""
+        """Clear all cached keys and values."""
         if not await self._call("reset_prefix_cache"):
             raise InfraError(
                 f"rollout engine {self._spec.index} could not reset its prefix cache: requests are "
-                "still running, and what they cached belongs to the old weights"
+                "still running, and their cached keys and values are of the old weights"
             )
 
     async def sleep(self, keep_weights: bool = False) -> None:
-        """Give weights and cache memory back; the weights must be published afterwards.
+        """Free the memory of weights and cache; the weights must be published afterwards.
 
-        `keep_weights`: They wait in main memory, and are there again after `wake`.
+        `keep_weights`: keep the weights in main memory until `wake`.
         """
         self._asleep = True
         await self._call("sleep", 1 if keep_weights else self._spec.config.sleep_level)
 
     async def wake(self, what: str) -> None:
-        """Take memory again for `what`: "weights" first, and "kv_cache" after their update."""
+        """Allocate memory for `what`: "weights" first, and "kv_cache" after their update."""
         await self._call("wake_up", [what])
         self._asleep = what != "kv_cache"
 
     async def shutdown(self) -> None:
-        """End vLLM's processes and wait until they are gone.
+        """Kill vLLM's processes and wait for their end.
 
-        They hold nothing worth saving, and vLLM's own orderly end takes seconds.
+        They hold no state to save, and vLLM's orderly end takes seconds.
         """
         if self._generation is not None:
             self._generation.close()
@@ -201,14 +202,14 @@ class RolloutEngine:
         spec = self._spec
         self._llm = start_vllm(spec, self._counter)
         self._pids = (os.getpid(), *descendants(os.getpid()))
-        if spec.platform.adds_stage_buffers(spec.config):
+        if not spec.uses_cuda and spec.config.pipeline_parallel > 1:
             await self._llm.collective_rpc("allocate_stage_buffers")
-        if spec.returns_experts and not spec.platform.uses_cuda:
-            await self._llm.collective_rpc("hand_over_experts")
-        self._begin_to_count()
+        if not spec.uses_cuda and spec.returns_experts:
+            await self._llm.collective_rpc("return_experts")
+        self._reset_generation()
 
-    def _begin_to_count(self) -> None:
-        """The driver counts what it asks for; the answer that ended the start is not among it."""
+    def _reset_generation(self) -> None:
+        """Start with all counts at 0."""
         from megadapo.rollout.engine.generation import Generation
 
         assert self._llm is not None, "start_vllm first"
@@ -222,7 +223,8 @@ class RolloutEngine:
         await self.submit([GroupRequest(key=0, prompt_ids=(0,), seeds=(0,), settings=settings)])
         while not (await self.collect(START_POLL_S, 1)).groups:
             pass
-        self._begin_to_count()
+        # the driver counts its own requests only
+        self._reset_generation()
 
     def _ready(self) -> Generation:
         if self._generation is None:
@@ -238,10 +240,10 @@ class RolloutEngine:
         raise InfraError(f"rollout engine {self._spec.index} {state} and cannot generate")
 
     async def _call(self, method: str, *args: object) -> Any:
-        """Call a method of AsyncLLM; what it raises becomes an InfraError.
+        """Call a method of AsyncLLM, and raise its errors as InfraError.
 
-        A call that fails on one rank leaves the answers of the others unread, and every later
-        call would take them for its own: from then on the engine refuses everything.
+        If a call fails on one rank, the answers of the others stay unread and a later call would
+        read them: from then on the engine refuses all calls.
         """
         if self._llm is None:
             raise InfraError(f"rollout engine {self._spec.index} is not started")
@@ -254,18 +256,18 @@ class RolloutEngine:
             raise self._failure(f"failed in {method}", error) from None
 
     def _out_of_service(self) -> str:
-        return f"is out of service since it failed in {self._failed_in}; it must start anew"
+        return f"is out of service since it failed in {self._failed_in}; it must be restarted"
 
     @contextmanager
     def _naming_failures(self, what: str) -> Iterator[None]:
-        """The boundary to vLLM, which raises many types: each becomes one that names the engine."""
+        """Raise vLLM's errors, which have many types, as one type that names the engine."""
         try:
             yield
         except Exception as error:
             raise self._failure(what, error) from None
 
     def _failure(self, what: str, error: Exception) -> InfraError:
-        """What to raise for an error of vLLM's."""
+        """Return the error to raise for an error of vLLM."""
         kind = ProcessDiedError if self._llm is not None and self._llm.errored else InfraError
         return kind(self._describe(what, error))
 

@@ -1,4 +1,4 @@
-"""From an engine's log to one message that names the cause and what to change."""
+"""Error messages of engines: the cause, from the log, and what to change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from megadapo.cluster.process_log import START_LINE, read_tail
 
 MAX_CAUSE = 600
-"""Characters of a cause that a message shows; the log has all of it."""
+"""Longest cause in a message, in characters; the log has the whole text."""
 
 ADVICE = (
     (
@@ -32,8 +32,8 @@ ADVICE = (
     ),
     (
         r"greater than the derived max_model_len|max_position_embeddings",
-        "lower data.max_prompt_tokens or rollout.max_response_tokens to what the model's "
-        "positions allow",
+        "lower data.max_prompt_tokens or rollout.max_response_tokens to the model's maximum "
+        "positions",
     ),
     (
         r"Repo id must|not a valid model identifier|is not a local folder|config\.json"
@@ -41,7 +41,7 @@ ADVICE = (
         "check that model.path is a complete Hugging Face folder or a name on the Hub",
     ),
 )
-"""Patterns of causes in vLLM's words, each with what the user can change."""
+"""Patterns of vLLM's error messages, each with what the user can change."""
 
 _ERROR_LINE = re.compile(r"\b((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception): .+)$")
 _PYDANTIC_HEAD = re.compile(r"\w*ValidationError: \d+ validation errors? for .*\n\s*")
@@ -55,21 +55,22 @@ _CONSEQUENCES = (
 
 
 def root_cause(log: str) -> str | None:
-    """Return the last error of an engine's log that is not the echo of another process's."""
+    """Return the last error of an engine's log that no error of another process caused."""
     lines = log.rpartition(START_LINE)[2].splitlines()
     found = [match.group(1).strip() for line in lines if (match := _ERROR_LINE.search(line))]
-    causes = [line for line in found if not _is_echo(line)]
+    causes = [line for line in found if not _is_consequence(line)]
     return causes[-1] if causes else (found[-1] if found else None)
 
 
 def describe_failure(what: str, detail: str, log_file: Path) -> str:
-    """Say what failed, why, what to change and where the whole log is.
+    """Return a message: what failed, the cause, what to change, and the log.
 
-    `detail` is what the failing call itself reported; where that only echoes a failure in another
-    process, the log has the cause.
+    Args:
+        detail: error of the failed call; if an error in another process caused it, the cause is
+            read from the log.
     """
     cause = detail
-    if not detail or _is_echo(detail):
+    if not detail or _is_consequence(detail):
         cause = root_cause(read_tail(log_file)) or detail or "its process ended"
     advice = next((text for pattern, text in ADVICE if re.search(pattern, cause)), None)
     remedy = f"; {advice}" if advice else ""
@@ -77,11 +78,11 @@ def describe_failure(what: str, detail: str, log_file: Path) -> str:
 
 
 def concise(cause: str) -> str:
-    """Return a cause on one line, without the frame pydantic puts around its errors."""
+    """Return a cause on one line, without pydantic's additions."""
     text = _PYDANTIC_HEAD.sub("", cause).partition(" [type=")[0]
     text = " ".join(text.split())
     return text if len(text) <= MAX_CAUSE else text[:MAX_CAUSE] + "..."
 
 
-def _is_echo(text: str) -> bool:
-    return any(echo in text for echo in _CONSEQUENCES)
+def _is_consequence(text: str) -> bool:
+    return any(one in text for one in _CONSEQUENCES)

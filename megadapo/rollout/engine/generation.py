@@ -1,4 +1,4 @@
-"""The groups that one engine is working on, from vLLM's requests to whole responses.
+"""All groups that one engine generates: vLLM's requests in, finished groups out.
 
 Imports vLLM: only engine.py does so, inside the actor.
 """
@@ -9,11 +9,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import cast
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 from vllm.inputs import TokensInput
 from vllm.outputs import RequestOutput
@@ -21,119 +19,59 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from megadapo.algorithm.groups import Branch
-from megadapo.rollout.calculator import Calculator
-from megadapo.rollout.engine.answering import Answer, GroupContext, beginning
-from megadapo.rollout.engine.branching import choose_branches
-from megadapo.rollout.tools import Mark, Tool, ToolsConfig
-from megadapo.rollout.types import (
-    EngineReport,
-    GroupRequest,
-    GroupResponse,
-    Response,
-    StopReport,
-)
+from megadapo.rollout.engine.in_flight import InFlightGroup, InFlightResponse
+from megadapo.rollout.tools import TOOLS, Tool, ToolsConfig
+from megadapo.rollout.types import EngineReport, GroupRequest, GroupResponse, StopReport
 
 POLL_S = 0.05
-"""Pause between two looks at how many responses have ended."""
-
-
-TOOLS: dict[str, type[Tool]] = {"calculator": Calculator, "mark": Mark}
-"""By their name in rollout.tools.tool."""
-
-
-@dataclass(eq=False)
-class _Group:
-    """A group in flight."""
-
-    request: GroupRequest
-    submitted: float
-    answers: list[Answer] = field(default_factory=list)
-    """One per seed that was asked for; those of a group that branches come later."""
-    num_running: int = 0
-    num_places: int = 0
-    """Responses that may still run at the same time."""
-    is_stopped: bool = False
-    seconds: float = 0.0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens generated for it by requests that have ended."""
-        return sum(answer.num_generated for answer in self.answers)
-
-    def stop(self) -> None:
-        """Let nothing more be asked for it."""
-        self.is_stopped = True
-        for answer in self.answers:
-            answer.stop()
-
-    def next_branches(self, num_seen: int) -> list[Branch | None]:
-        """Where its next responses begin, None at the prompt; nothing where it is complete.
-
-        Args:
-            num_seen: responses that were looked at before.
-        """
-        request = self.request
-        num_left = len(request.seeds) - len(self.answers)
-        if self.is_stopped or not num_left:
-            return []
-        branches = choose_branches(
-            [answer.response() for answer in self.answers],
-            request.seeds,
-            request.settings.branching,
-            num_seen=num_seen,
-            num_left=num_left,
-        )
-        return [*branches] or [None] * num_left
+"""Pause between two checks of how many responses have ended."""
 
 
 class Generation:
-    """Submits groups to vLLM and collects what comes; lives in the actor's event loop."""
+    """The groups in flight on one engine; lives in the actor's event loop."""
 
     def __init__(self, llm: AsyncLLM, *, engine: int, returns_experts: bool = False) -> None:
         self._llm = llm
         self._engine = engine
         self._returns_experts = returns_experts
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._groups: dict[int, _Group] = {}
-        self._ended: list[_Group] = []
+        self._groups: dict[int, InFlightGroup] = {}
+        self._ended: list[InFlightGroup] = []
         self._error: BaseException | None = None
         self._closed = False
         self._wake, self._submitting = asyncio.Event(), asyncio.Lock()
         self._num_requests = self._num_tokens = 0
         self._tools: dict[ToolsConfig, Tool] = {}
         self.num_ended = 0
-        """Responses that have ended since the engine started, those that were stopped included;
-        of a group that branches those after which another one of its responses takes no place."""
+        """Number of responses that have ended since the engine started, stopped ones included. In a
+        group that branches, only responses whose slot no other response of the group takes."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens generated since the engine started, those of unfinished responses included."""
         groups = self._groups.values()
-        parts = [answer.part for group in groups for answer in group.answers if answer.part]
         ended = self._num_tokens + sum(group.num_tokens for group in groups)
-        return ended + sum(map(self._num_tokens_of, parts))
+        running = (one for group in groups for one in group.collectors)
+        return ended + sum(map(self._num_tokens_of, running))
 
     async def submit(self, groups: Sequence[GroupRequest], policy_version: int) -> None:
-        """Begin to generate; vLLM starts with what it has while the rest is submitted."""
+        """Start to generate; vLLM works on the first groups while the others are submitted."""
         async with self._submitting:
-            started: list[tuple[_Group, GroupContext]] = []
+            started: list[InFlightGroup] = []
             try:
                 for request in groups:
-                    group = _Group(request, time.monotonic(), num_places=request.num_at_once)
-                    asker = self._asker(group, policy_version)
-                    started.append((group, asker))
-                    await self._begin(group, asker)
+                    started.append(self._in_flight(request, policy_version))
+                    await started[-1].start()
             except BaseException:
-                # none of them is in flight then
-                await self._abort([group for group, _ in started])
+                # none of the groups is in flight then
+                await self._abort(started)
                 raise
-            for group, asker in started:
+            for group in started:
                 self._groups[group.request.key] = group
-                self._tasks[group.request.key] = asyncio.create_task(self._follow(group, asker))
+                self._tasks[group.request.key] = asyncio.create_task(self._follow(group))
 
     async def collect(self, max_wait_s: float, num_for_report: int) -> EngineReport:
-        """Wait for the end of a group, or of so many responses, or for so many seconds."""
+        """Wait until a group or `num_for_report` responses end, at most `max_wait_s` seconds."""
         deadline = time.monotonic() + max_wait_s
         enough = self.num_ended + num_for_report
         while not self._ended and self.num_ended < enough and time.monotonic() < deadline:
@@ -141,32 +79,30 @@ class Generation:
                 break
             if self._error is not None:
                 raise self._error
-            if self._llm.errored:  # which nothing else tells while no group is in flight
+            if self._llm.errored:  # with no group in flight, no other call raises this
                 raise self._llm.dead_error
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), POLL_S)
         ended, self._ended = self._ended, []
-        # long responses take a while to decode: vLLM's outputs must be read meanwhile
+        # in a thread: decoding long responses takes a while, and vLLM's outputs must be read
         groups = await asyncio.to_thread(self._assemble, ended) if ended else ()
         return self.report(groups)
 
     def report(self, groups: tuple[GroupResponse, ...] = ()) -> EngineReport:
-        """What the driver is told, with groups that have ended."""
+        """Return a report to the driver, with groups that have ended."""
         return EngineReport(groups=groups, num_ended=self.num_ended, num_tokens=self.num_tokens)
 
     def close(self) -> None:
-        """Whoever still waits for a report gets one: what ends from now on was meant to."""
+        """Unblock pending `collect` calls and stop the tools."""
+        # requests that end after this are cancelled on purpose
         self._closed = True
         self._wake.set()
         for tool in self._tools.values():
             tool.stop()
 
     async def stop(self, keys: Collection[int], *, keep: bool) -> StopReport:
-        """End groups and forget them.
-
-        A group that `collect` has taken is not among those that are reported.
-        """
+        """End groups and remove them; report only those that `collect` has not returned."""
         async with self._submitting:
             chosen = [key for key in self._groups if key in keys]
             await self._abort([self._groups[key] for key in chosen])
@@ -179,111 +115,95 @@ class Generation:
             num_tokens=sum(group.num_tokens for group in stopped),
         )
 
-    def _asker(self, group: _Group, policy_version: int) -> GroupContext:
-        """What the responses of a group are asked for with."""
-        return GroupContext(
-            group=group.request,
+    def _in_flight(self, request: GroupRequest, policy_version: int) -> InFlightGroup:
+        return InFlightGroup(
+            request=request,
             policy_version=policy_version,
-            ask=partial(self._ask, group),
-            tool=self._tool(group.request.settings.tools),
+            add_request=self._add_request,
+            tool=self._tool(request.settings.tools),
             tokenizer=self._tokenizer,
             vocab_size=self._llm.model_config.get_vocab_size(),
             returns_experts=self._returns_experts,
         )
 
     def _tool(self, config: ToolsConfig) -> Tool | None:
-        """The tool of a configuration, started when it is first needed."""
+        """Return the tool of a configuration; start it at its first use."""
         if config.tool is not None and config not in self._tools:
             self._tools[config] = TOOLS[config.tool](config)
             self._tools[config].start()
         return self._tools.get(config)
 
-    async def _begin(self, group: _Group, asker: GroupContext) -> None:
-        """Ask for the responses that begin at the prompt, or go on where they were stopped."""
-        request = group.request
-        begun = request.begun or (None,) * len(request.seeds)
-        for seed, before in list(zip(request.seeds, begun, strict=True))[: request.num_at_once]:
-            group.answers.append(Answer(asker, seed, before))
-            await group.answers[-1].ask()
-
-    async def _branch(
-        self, group: _Group, asker: GroupContext, branches: Sequence[Branch | None]
-    ) -> None:
-        """Ask for more responses of a group, some of which begin in the middle of others."""
-        for branch in branches:
-            seed, begun = group.request.seeds[len(group.answers)], None
-            if branch is not None:
-                parent = group.answers[branch.parent].response()
-                begun = beginning(
-                    parent, branch.num_tokens, num_prompt=len(group.request.prompt_ids)
-                )
-            group.answers.append(Answer(asker, seed, begun, branch=branch))
-            await group.answers[-1].ask()
-
-    async def _abort(self, groups: Sequence[_Group]) -> None:
-        """Have vLLM hand over what it has of every unfinished response."""
+    async def _abort(self, groups: Sequence[InFlightGroup]) -> None:
+        """Have vLLM end every unfinished response and return its tokens."""
         for group in groups:
             group.stop()
-        parts = [answer.part for group in groups for answer in group.answers if answer.part]
-        await self._llm.abort([part.request_id for part in parts], internal=True)
+        running = [one.request_id for group in groups for one in group.collectors]
+        await self._llm.abort(running, internal=True)
 
-    async def _ask(
-        self, group: _Group, prompt: TokensInput, params: SamplingParams
+    async def _add_request(
+        self, group: InFlightGroup, prompt: TokensInput, params: SamplingParams
     ) -> RequestOutputCollector:
-        """Submit a request of a group."""
+        """Submit a request of a group to vLLM."""
         self._num_requests += 1
-        part = await self._llm.add_request(
+        collector = await self._llm.add_request(
             str(self._num_requests), prompt, params, priority=group.request.priority
         )
-        if group.is_stopped:  # while it was submitted
-            await self._llm.abort([part.request_id], internal=True)
-        return part
+        if group.is_stopped:  # during the submission
+            await self._llm.abort([collector.request_id], internal=True)
+        return collector
 
-    async def _follow(self, group: _Group, asker: GroupContext) -> None:
+    async def _follow(self, group: InFlightGroup) -> None:
+        """Generate a group to its end, with all branches."""
         try:
             num_seen = 0
-            await self._finish(group, group.answers)
+            await self._finish(group, group.responses)
             while branches := group.next_branches(num_seen):
-                num_seen = len(group.answers)
-                await self._branch(group, asker, branches)
-                await self._finish(group, group.answers[num_seen:])
+                num_seen = len(group.responses)
+                await group.add_branches(branches)
+                await self._finish(group, group.responses[num_seen:])
             group.seconds = time.monotonic() - group.submitted
             self._ended.append(group)
             self._num_tokens += group.num_tokens
         except Exception as error:
-            # nobody waits for this task: the next report raises what vLLM raised here
+            # no caller awaits this task: the next report raises vLLM's error
             self._error = error
         finally:
             del self._groups[group.request.key], self._tasks[group.request.key]
             self._wake.set()
 
-    async def _finish(self, group: _Group, answers: Sequence[Answer]) -> None:
-        """Wait for the end of responses, and count the places that they leave for good."""
+    async def _finish(self, group: InFlightGroup, responses: Sequence[InFlightResponse]) -> None:
+        """Wait for the end of responses, and count the slots that they free for good."""
 
-        async def finish(answer: Answer) -> None:
-            await answer.finish()
+        async def finish(response: InFlightResponse) -> None:
+            await response.finish()
             group.num_running -= 1
-            num_unasked = len(group.request.seeds) - len(group.answers)
+            num_unasked = len(group.request.seeds) - len(group.responses)
             num_left = group.num_running + (0 if group.is_stopped else num_unasked)
-            num_free = max(0, group.num_places - num_left)
-            group.num_places -= num_free
+            num_free = max(0, group.num_slots - num_left)
+            group.num_slots -= num_free
             self.num_ended += num_free
 
-        group.num_running += len(answers)
-        await asyncio.gather(*map(finish, answers))
+        group.num_running += len(responses)
+        await asyncio.gather(*map(finish, responses))
 
-    def _num_tokens_of(self, part: RequestOutputCollector) -> int:
-        if isinstance(part.output, RequestOutput):
-            return len(part.output.outputs[0].token_ids)
-        state = self._llm.output_processor.request_states.get(part.request_id)
+    def _num_tokens_of(self, collector: RequestOutputCollector) -> int:
+        if isinstance(collector.output, RequestOutput):
+            return len(collector.output.outputs[0].token_ids)
+        state = self._llm.output_processor.request_states.get(collector.request_id)
         if state is None or state.detokenizer is None:
             return 0
         return state.detokenizer.num_output_tokens()
 
-    def _assemble(self, groups: Sequence[_Group]) -> tuple[GroupResponse, ...]:
-        """Arrays and texts of groups that have ended."""
-        drafts = [self._draft(group) for group in groups]
-        texts = iter(self._decode([response.token_ids for one in drafts for response in one]))
+    def _assemble(self, groups: Sequence[InFlightGroup]) -> tuple[GroupResponse, ...]:
+        """Return the arrays and texts of groups that have ended."""
+        drafts = [[one.response() for one in group.responses] for group in groups]
+        texts = iter(
+            self._tokenizer.batch_decode(
+                [response.token_ids.tolist() for draft in drafts for response in draft],
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
+            )
+        )
         return tuple(
             GroupResponse(
                 key=group.request.key,
@@ -294,17 +214,6 @@ class Generation:
             for group, draft in zip(groups, drafts, strict=True)
         )
 
-    def _draft(self, group: _Group) -> list[Response]:
-        """The group's responses, with no text yet."""
-        return [answer.response() for answer in group.answers]
-
     @property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         return cast(PreTrainedTokenizerBase, self._llm.get_tokenizer())
-
-    def _decode(self, token_ids: Sequence[np.ndarray]) -> list[str]:
-        return self._tokenizer.batch_decode(
-            [ids.tolist() for ids in token_ids],
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
-        )

@@ -1,8 +1,8 @@
-"""vLLM's scheduler, but tokens leave the engine's core some at a time.
+"""A vLLM scheduler that sends tokens in batches to the actor.
 
-vLLM sends what every step gives every request to the process that asked, each log-prob as an array
-of its own: with a hundred short steps a second that is a seventh of the work of both processes.
-Nobody reads a response before it is whole. Tried on vLLM 0.32; it runs in vLLM's core.
+vLLM sends the output of every step for every request, each log-prob as an array of its own. With a
+hundred short steps per second that is a seventh of the work of both processes, although responses
+are read only when they are complete. Written for vLLM 0.32; it runs in vLLM's core.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 HELD_S = 0.1
-"""About how long tokens are held back at most: what is lost of a response that is stopped, and far
-below what would count as no progress."""
+"""Longest time that tokens are held back, about. A stopped response loses these tokens; it is far
+below the time that counts as no progress."""
 
 _TOKENS = ("request_id", "new_token_ids", "new_logprobs")
 _REST = [
@@ -31,21 +31,22 @@ _REST = [
 ]
 
 
-class Pieces:
-    """What requests have got since they were last handed something."""
+class HeldTokens:
+    """The tokens of each request that are held back."""
 
     def __init__(self) -> None:
         self._held: dict[str, list[EngineCoreOutput]] = {}
         self._since: dict[str, int] = {}
-        """Period in which the first of what a request has was held back."""
+        """Period of the first output of each request that is held back."""
 
     def take(
         self, output: EngineCoreOutput, *, period: int, at_once: bool = False
     ) -> EngineCoreOutput | None:
-        """What is to be handed over now: all that is held, or nothing in the period it began in.
+        """Add an output; return all held ones joined if they are due, else None.
 
-        Periods are the same for all requests, so that most of them share their messages. Whatever
-        says more than that there are more tokens, such as their end, is never held back.
+        They are due in the period after the first one. Periods are the same for all requests, so
+        that most requests share their messages. An output with more than tokens, such as the end of
+        a response, is due at once.
         """
         name = output.request_id
         held = self._held.setdefault(name, [])
@@ -57,14 +58,14 @@ class Pieces:
         return _joined(held)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop what is held of requests that are no more."""
+        """Drop the held tokens of requests that have ended."""
         for request_id in request_ids:
             self._held.pop(request_id, None)
             self._since.pop(request_id, None)
 
 
 def _joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
-    """Their tokens in the last of them."""
+    """Return the last output with the tokens of all."""
     last = outputs[-1]
     if len(outputs) > 1:
         logprobs = [one.new_logprobs for one in outputs if one.new_logprobs is not None]
@@ -78,12 +79,12 @@ def _joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
     return last
 
 
-class PiecewiseScheduler(Scheduler):
-    """Holds tokens back for HELD_S seconds."""
+class BatchingScheduler(Scheduler):
+    """A scheduler that holds tokens back for HELD_S seconds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._pieces = Pieces()
+        self._tokens = HeldTokens()
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -92,7 +93,7 @@ class PiecewiseScheduler(Scheduler):
         period = int(time.monotonic() / HELD_S)
         for outputs in by_client.values():
             taken = [
-                self._pieces.take(one, period=period, at_once=self._is_read_at_once(one.request_id))
+                self._tokens.take(one, period=period, at_once=self._has_stop_texts(one.request_id))
                 for one in outputs.outputs
             ]
             outputs.outputs = [one for one in taken if one is not None]
@@ -102,11 +103,11 @@ class PiecewiseScheduler(Scheduler):
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
-        self._pieces.forget(request.request_id for request in finished)
+        self._tokens.forget(request.request_id for request in finished)
         return finished
 
-    def _is_read_at_once(self, request_id: str) -> bool:
-        """Whether a text among its tokens ends it, which the other process looks for."""
+    def _has_stop_texts(self, request_id: str) -> bool:
+        """Return whether the request has stop texts, which the other process looks for."""
         request = self.requests.get(request_id)
         return request is not None and bool(
             request.sampling_params and request.sampling_params.stop

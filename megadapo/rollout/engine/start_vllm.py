@@ -1,4 +1,4 @@
-"""How vLLM is started, and how it tells what it does.
+"""The start of vLLM, and its statistics of every step.
 
 Imports vLLM: only engine.py does so, inside the actor.
 """
@@ -17,15 +17,15 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from megadapo.rollout.engine.activity import ActivityCounter
-from megadapo.rollout.engine.cpu_experts import engine_config
-from megadapo.rollout.pool.engine_spec import EngineSpec, profile_folder
+from megadapo.rollout.engine.cpu_worker import expert_config
+from megadapo.rollout.engine.spec import EngineSpec
 
 WEIGHT_TRANSFER_BACKEND = "megadapo"
 """Name under which weights/sync/vllm_plugin.py registers our weight-transfer engine."""
 
 
 def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
-    """Start vLLM's processes with the model; `counter` learns of every step they make."""
+    """Start vLLM's processes with the model; `counter` counts their steps."""
     # our weight-transfer engine must be registered before the configuration is checked
     load_general_plugins()
     from_trainer = spec.weights_from == "trainer"
@@ -36,8 +36,8 @@ def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
         tensor_parallel_size=spec.config.tensor_parallel,
         pipeline_parallel_size=spec.config.pipeline_parallel,
         enable_expert_parallel=spec.config.expert_parallel,
-        # inside a Ray actor vLLM would choose Ray for more than one rank; the name "uni" would
-        # become "mp" on the CPU, whose processes wait for each other in busy loops
+        # inside a Ray actor vLLM would choose Ray for several ranks; on the CPU it would replace
+        # the name "uni" by "mp", whose processes wait for each other in busy loops
         distributed_executor_backend=(
             "mp" if spec.config.ranks_per_engine > 1 else UniProcExecutor
         ),
@@ -50,15 +50,13 @@ def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
         ),
         disable_log_stats=True,
         scheduling_policy="priority",
-        profiler_config=_profiler(profile_folder(spec.log_file.parent, spec.index)),
+        profiler_config=_profiler(spec.profile_folder),
         seed=0,
-        **spec.platform.engine_arguments(
-            spec.config, spec.max_model_len, returns_experts=spec.returns_experts
-        ),
+        **spec.engine_arguments(),
     )
     usage = UsageContext.ENGINE_CONTEXT
-    on_cpu = spec.returns_experts and not spec.platform.uses_cuda
-    config = engine_config(arguments) if on_cpu else arguments.create_engine_config(usage)
+    on_cpu = spec.returns_experts and not spec.uses_cuda
+    config = expert_config(arguments) if on_cpu else arguments.create_engine_config(usage)
     llm = AsyncLLM.from_vllm_config(
         config,
         usage_context=usage,
@@ -70,23 +68,21 @@ def start_vllm(spec: EngineSpec, counter: ActivityCounter) -> AsyncLLM:
 
 
 def _profiler(folder: Path) -> ProfilerConfig:
-    """vLLM's own profiler, which does nothing until it is started."""
+    """Return the settings of vLLM's profiler, which is idle until it is started."""
     return ProfilerConfig(
         profiler="torch",
         torch_profiler_dir=str(folder),
         torch_profiler_with_stack=False,
         torch_profiler_use_gzip=False,
         torch_profiler_dump_cuda_time_total=False,
-        # the actor only passes requests on
+        # the actor only forwards requests
         ignore_frontend=True,
     )
 
 
 def _log_steps_only(llm: AsyncLLM) -> None:
-    """Leave out vLLM's statistics of every token, which take 2 microseconds of the actor each.
-
-    The task that reads vLLM's outputs has not run yet; the first request starts it as it is then.
-    """
+    """Turn off vLLM's statistics of every token, which cost the actor 2 microseconds each."""
+    # this task has not run yet; the first request starts it again with the new setting
     if llm.output_handler is not None:
         llm.output_handler.cancel()
         llm.output_handler = None
@@ -94,7 +90,7 @@ def _log_steps_only(llm: AsyncLLM) -> None:
 
 
 class _StepLogger(StatLoggerBase):
-    """Hands vLLM's numbers of every step to a counter."""
+    """A vLLM logger that passes the numbers of every step to a counter."""
 
     def __init__(self, counter: ActivityCounter) -> None:
         self._counter = counter
@@ -116,4 +112,4 @@ class _StepLogger(StatLoggerBase):
         )
 
     def log_engine_initialized(self) -> None:
-        """There is nothing to log."""
+        """Log nothing."""

@@ -12,8 +12,7 @@ from megadapo.data.policy_versions import NO_VERSION
 from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.errors import InfraError
 from megadapo.rewards.dapo_math import Score
-from megadapo.rollout.branching_config import BranchingConfig
-from megadapo.rollout.config import EvaluationConfig, SamplingConfig
+from megadapo.rollout.config import BranchingConfig, EvaluationConfig, SamplingConfig
 from megadapo.rollout.sampling.evaluation import EvaluationUnderWay, HeldOut
 from megadapo.rollout.sampling.interleaving import InterleavedEngines
 from megadapo.rollout.sampling.reserve import encode_group

@@ -172,7 +172,7 @@ def test_an_engine_that_fails_in_an_update_gets_it_again(started, how):
     assert engines.policy_version == 12
     assert answers(engines, requests()) == expected
     wait_for_all(engines)
-    assert [engines.incarnation(index) == places[index] for index in range(3)] == [False, True, True]
+    assert [engines.incarnation(i) == places[i] for i in range(3)] == [False, True, True]
     (note,) = engines.drain_warnings()
     # bucket 3 is filled while the engines take bucket 2
     assert "rollout engine 0" in note and (how == signal.SIGKILL or "bucket 2 of" in note)

@@ -14,10 +14,8 @@ import torch
 
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.engine import RolloutEngine
-from megadapo.rollout.engine.platform import EnginePlatform
-from megadapo.rollout.pool.engine_spec import EngineSpec
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.pool.remote_engine import RemoteEngine
+from megadapo.rollout.pool.handle import EngineHandle
 from megadapo.rollout.types import GroupRequest, Response, SamplingSettings
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
@@ -30,6 +28,7 @@ from tests.support.rollout.engine_checks import (
     call_all,
     make_requests,
 )
+from tests.support.rollout.engine_specs import engine_spec
 from tests.support.weights.actors import ray_on_this_machine, start_senders
 
 MAX_RESPONSE_TOKENS = 120
@@ -68,17 +67,13 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     folders = [make_engine_model(root / f"model-{seed}", seed=seed) for seed in (1, 2, 3)]
     cluster = ray_on_this_machine()
     next(cluster)
-    spec = EngineSpec(
-        index=0,
+    spec = engine_spec(
         model=str(folders[0]),
-        dtype="float32",
         max_model_len=200 + MAX_RESPONSE_TOKENS,
-        weights_from="trainer",
         config=CONFIG,
-        platform=EnginePlatform(gpus=(), shares_gpus=True),
         log_file=root / "engine.log",
     )
-    engines = Engines([RemoteEngine(spec, {"num_cpus": 0}, KeepingEngine)])
+    engines = Engines([EngineHandle(spec, {"num_cpus": 0}, KeepingEngine)])
     engines.wait_until_ready()
     (sender,) = start_senders(folders[0])
     publisher = Publisher(

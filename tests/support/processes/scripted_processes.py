@@ -13,10 +13,8 @@ import numpy as np
 
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.engine import RolloutEngine
-from megadapo.rollout.engine.platform import EnginePlatform
-from megadapo.rollout.pool.engine_spec import EngineSpec
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.pool.remote_engine import RemoteEngine
+from megadapo.rollout.pool.handle import EngineHandle
 from megadapo.rollout.types import (
     EngineReport,
     GroupRequest,
@@ -24,6 +22,7 @@ from megadapo.rollout.types import (
     Response,
     StopReport,
 )
+from tests.support.rollout.engine_specs import engine_spec
 
 LONGEST_S = 0.4
 TOO_LONG = 50
@@ -92,9 +91,9 @@ class ScriptedEngine(RolloutEngine):
 
     async def _start_vllm(self) -> None:
         self._child = subprocess.Popen(["sleep", "600"])
-        self._begin_to_count()
+        self._reset_generation()
 
-    def _begin_to_count(self) -> None:
+    def _reset_generation(self) -> None:
         self._generation = ScriptedGeneration(self._spec.index)
 
     async def _call(self, method: str, *args: object) -> bool:
@@ -111,15 +110,10 @@ def start_scripted_engines(num_engines: int, log_folder: Path, **settings: Any) 
     config = RolloutConfig(num_engines=num_engines, max_num_seqs=8, **{**limits, **settings})
     engines = Engines(
         [
-            RemoteEngine(
-                EngineSpec(
+            EngineHandle(
+                engine_spec(
                     index=index,
-                    model="none",
-                    dtype="float32",
-                    max_model_len=64,
-                    weights_from="trainer",
                     config=config,
-                    platform=EnginePlatform(gpus=(), shares_gpus=False),
                     log_file=log_folder / f"engine-{index}.log",
                 ),
                 {"num_cpus": 0},

@@ -14,10 +14,9 @@ from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.config import ClusterConfig
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.engine import RolloutEngine
-from megadapo.rollout.engine.platform import EnginePlatform
-from megadapo.rollout.pool.engine_spec import EngineSpec, WeightsFrom
+from megadapo.rollout.engine.spec import EngineSpec, WeightsFrom
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.pool.remote_engine import RemoteEngine
+from megadapo.rollout.pool.handle import EngineHandle
 from megadapo.rollout.types import GroupRequest, SamplingSettings
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.sources import open_layout
@@ -25,6 +24,7 @@ from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.sender import WeightSender
 from tests.support.rollout.engine_checks import all_finished
+from tests.support.rollout.engine_specs import engine_spec
 
 GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=12)
 PROMPTS = [(2, 3, 4, 5), (7, 7, 9), tuple(number * 7 % 40 + 2 for number in range(200))]
@@ -195,17 +195,14 @@ def start_silent_engine(
     dtype: str = "float32",
 ) -> Engines:
     """One engine, of which a test only sees the weights."""
-    spec = EngineSpec(
-        index=0,
+    spec = engine_spec(
         model=str(folder),
         dtype=dtype,
-        max_model_len=64,
         weights_from=weights_from,
         config=config,
-        platform=EnginePlatform(gpus=(), shares_gpus=True),
         log_file=log_folder / f"engine-{weights_from}.log",
     )
-    engines = Engines([RemoteEngine(spec, {"num_cpus": 0}, SilentEngine)])
+    engines = Engines([EngineHandle(spec, {"num_cpus": 0}, SilentEngine)])
     engines.wait_until_ready()
     return engines
 

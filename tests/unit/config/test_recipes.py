@@ -9,7 +9,7 @@ import pytest
 from megadapo.cli import main
 from megadapo.config import load_config
 from megadapo.models.description import describe_model
-from megadapo.rollout.engine.model_layout import validate_engine_layout
+from megadapo.rollout.engine.spec import validate_engine_layout
 from megadapo.trainer.model.model_layout import validate_model_layout
 
 REPOSITORY = Path(__file__).parents[3]

@@ -1,10 +1,12 @@
+"""Defaults and checks of the rollout, sampling and evaluation sections."""
+
 import pytest
 
 from megadapo.errors import ConfigError
 from megadapo.rollout.config import EvaluationConfig, RolloutConfig, SamplingConfig
 
 
-def test_defaults_are_the_papers():
+def test_defaults_are_those_of_the_paper():
     rollout, sampling, evaluation = RolloutConfig(), SamplingConfig(), EvaluationConfig()
     assert (rollout.temperature, rollout.top_p, rollout.max_response_tokens) == (1.0, 1.0, 20480)
     assert (sampling.prompts_per_step, sampling.responses_per_prompt) == (512, 16)
@@ -52,17 +54,17 @@ def test_defaults_are_the_papers():
         (EvaluationConfig, {"max_problems": 0}, "evaluation.max_problems"),
     ],
 )
-def test_an_impossible_value_is_refused_by_its_dotted_key(section, values, key):
+def test_invalid_value_is_refused_with_its_key(section, values, key):
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         section(**values)
 
 
-def test_a_response_alone_can_be_greedy_in_evaluation_only():
+def test_evaluation_may_be_greedy():
     assert EvaluationConfig(temperature=0.0).temperature == 0.0
 
 
-def test_every_step_asks_for_something():
-    """A reserve as large as the batch would let a step train on an older policy's groups alone."""
+def test_reserve_is_smaller_than_the_batch():
+    """Otherwise a step could train on groups of an older policy only."""
     for prompts_per_step in (1, 2, 5, 512):
         config = SamplingConfig(prompts_per_step=prompts_per_step)
         assert 0 <= config.reserve_size < prompts_per_step

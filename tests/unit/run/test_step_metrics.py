@@ -13,7 +13,7 @@ from megadapo.observe.metrics.records import MetricsLog, read_metrics
 from megadapo.observe.metrics.reflection import metric_name
 from megadapo.rewards.symbolic.symbolic import SymbolicCounts
 from megadapo.rewards.verifier import VerifierCounts
-from megadapo.rollout.branching_config import BranchingConfig
+from megadapo.rollout.config import BranchingConfig
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.tools import ToolsConfig

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from megadapo.errors import InfraError
-from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.engine.platform import EnginePlatform
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.trainer import rank_environment
 from megadapo.trainer.worker import require_cuda
+from tests.support.rollout.engine_specs import engine_spec
 
 
 def test_a_rank_without_its_gpu_does_not_fall_back_to_the_cpu() -> None:
@@ -49,7 +48,7 @@ def test_float32_is_not_multiplied_as_tf32(dtype: str) -> None:
     """Catches a quickstart on a GPU machine whose trainer and engine differ by 1e-3."""
     expected = "0" if dtype == "float32" else None
     rank = rank_environment(TrainerConfig(), uses_cuda=True, dtype=dtype, num_cores=1)
-    engine = EnginePlatform(gpus=("0",), shares_gpus=True).environment(RolloutConfig(), dtype)
+    engine = engine_spec(gpus=("0",), dtype=dtype).environment()
     for variables in (rank, engine):
         assert variables.get("NVIDIA_TF32_OVERRIDE") == expected
 

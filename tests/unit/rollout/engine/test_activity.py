@@ -1,4 +1,4 @@
-"""What an engine says of its own work."""
+"""Counts of an engine's activity."""
 
 import pytest
 
@@ -23,8 +23,8 @@ def step(counter, running, **numbers):
     )
 
 
-def test_time_is_weighted_by_what_ran(clock):
-    """A mean over steps would count short ones as much as long ones, and idle time as work."""
+def test_means_are_weighted_by_time(clock):
+    """A mean over steps would weight short and long ones alike, and count idle time."""
     counter = ActivityCounter(8)
     clock[0] += 10.0  # nothing runs yet
     step(counter, 8, waiting=5, kv_use=0.5)
@@ -40,8 +40,7 @@ def test_time_is_weighted_by_what_ran(clock):
     assert taken.max_kv_use == 0.75
 
 
-def test_taking_starts_over_and_loses_nothing(clock):
-    """What still runs goes on being counted; tokens since the start are not forgotten."""
+def test_take_resets_counts_but_keeps_running_responses(clock):
     counter = ActivityCounter(4)
     step(counter, 2, waiting=9, kv_use=0.9, preemptions=1)
     clock[0] += 2.0
@@ -54,6 +53,6 @@ def test_taking_starts_over_and_loses_nothing(clock):
     assert (taken.max_waiting, taken.num_preemptions, taken.max_kv_use) == (0, 0, 0.0)
 
 
-def test_an_engine_without_work_is_not_busy(clock):
+def test_idle_engine_is_not_busy(clock):
     taken = ActivityCounter(4).take(0)
     assert (taken.busy_seconds, taken.mean_running, taken.seconds) == (0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Where responses branch, against numbers worked by hand."""
+"""Branching points, compared with hand-computed numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 
 from megadapo.algorithm.groups import Branch
 from megadapo.errors import ConfigError
-from megadapo.rollout.branching_config import BranchingConfig
-from megadapo.rollout.config import SamplingConfig
+from megadapo.rollout.config import BranchingConfig, SamplingConfig
 from megadapo.rollout.engine.branching import (
     branch_probability,
     choose_branches,
@@ -23,7 +22,7 @@ ON = BranchingConfig(initial_rollouts=2)
 
 
 def table(*positions: list[float]) -> SimpleNamespace:
-    """The sampled token's probability and the most probable ones' at each position."""
+    """Return a table; each position has the probabilities of the sampled and the top tokens."""
     ends = np.cumsum([len(position) for position in positions]).tolist()
     logs = [math.log(p) if p else -math.inf for position in positions for p in position]
     return SimpleNamespace(
@@ -52,8 +51,8 @@ def branches(responses: list[Response], config: BranchingConfig = ON, **numbers:
     return choose_branches(responses, seeds, config, **{"num_seen": 0, "num_left": 9, **numbers})
 
 
-def test_entropy_is_the_mean_of_the_first_positions_over_log_v():
-    """The sampled token comes first and would be counted twice; one of no probability adds 0."""
+def test_entropy_is_the_mean_of_the_first_positions_divided_by_log_v():
+    """The sampled token is not counted twice; a token of probability 0 adds 0."""
     positions = table([0.5, 0.5, 0.25], [0.1, 1.0, 0.0], [0.9, 0.3, 0.3])
     first = 0.5 * math.log(2) + 0.25 * math.log(4)
     found = normalized_entropy(positions, num_tokens=2, vocab_size=16)
@@ -63,14 +62,14 @@ def test_entropy_is_the_mean_of_the_first_positions_over_log_v():
     assert math.isnan(normalized_entropy(table(), num_tokens=20, vocab_size=4))
 
 
-def test_the_probability_is_linear_in_the_rise():
-    """alpha + beta dH with the paper's 0.5 and 0.2."""
+def test_probability_is_linear_in_the_entropy_rise():
+    """The formula is alpha + beta dH, with the paper's 0.5 and 0.2."""
     assert branch_probability(0.25, ON) == pytest.approx(0.55)
     assert branch_probability(-1.0, ON) == pytest.approx(0.3)
 
 
-def test_responses_branch_where_the_entropy_rises_turn_by_turn():
-    """First calls before second ones; where it does not rise or was not measured none does."""
+def test_responses_branch_at_entropy_rises_call_by_call():
+    """First calls come before second ones; unmeasured entropies never branch."""
     first = response(0.1, (10, 0.2), (20, 0.1), (30, 0.3))
     second = response(0.1, (12, 0.05), (22, 0.4), (32, math.nan))
     expected = [Branch(0, 10), Branch(1, 22), Branch(0, 30)]
@@ -88,15 +87,15 @@ def test_responses_branch_where_the_entropy_rises_turn_by_turn():
     assert branches([unmeasured]) == [] and branches([]) == []
 
 
-def test_a_branch_branches_behind_its_own_calls_only():
-    """The calls before it were looked at with its parent; those seen are not looked at again."""
+def test_branch_considers_its_own_calls_only():
+    """Its parent's calls and the responses of an earlier round were considered before."""
     parent = response(0.1, (10, 0.2))
     child = response(0.1, (10, 0.9), (25, 0.2), branch=Branch(0, 10))
     assert branches([parent, child], num_seen=1) == [Branch(1, 25)]
 
 
-def test_a_draw_branches_with_the_probability_and_always_alike():
-    """Half of the points without a rise, whatever the threshold."""
+def test_draws_follow_the_probability_and_repeat():
+    """Half of the points without a rise branch, for any threshold."""
     config = BranchingConfig(initial_rollouts=2, decision="draw")
     responses = [response(0.1, (10, 0.1)) for _ in range(4000)]
     found = branches(responses, config, num_left=4000)
@@ -104,7 +103,7 @@ def test_a_draw_branches_with_the_probability_and_always_alike():
     assert branches(responses, config, num_left=4000) == found
 
 
-def test_a_group_takes_as_many_places_as_begin_at_the_prompt():
+def test_branching_group_takes_as_many_slots_as_start_at_the_prompt():
     """Counting all of its responses would leave half of the slots empty."""
     plain = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=5)
     settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=5, branching=ON)
@@ -118,7 +117,7 @@ def test_a_group_takes_as_many_places_as_begin_at_the_prompt():
 @pytest.mark.parametrize(
     ("section", "values", "key"),
     [
-        (BranchingConfig, {"beam_size": 3}, "sampling.branching.beam_size: read only"),
+        (BranchingConfig, {"beam_size": 3}, "sampling.branching.beam_size: used only"),
         (BranchingConfig, {"initial_rollouts": 2, "beta": 0.0}, "never exceeds"),
         (
             BranchingConfig,
@@ -133,6 +132,6 @@ def test_a_group_takes_as_many_places_as_begin_at_the_prompt():
         ),
     ],
 )
-def test_settings_that_cannot_work_are_refused(section, values, key):
+def test_unusable_settings_are_refused(section, values, key):
     with pytest.raises(ConfigError, match=key):
         section(**values)

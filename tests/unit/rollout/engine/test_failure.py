@@ -1,3 +1,5 @@
+"""The messages of engines that fail."""
+
 import pytest
 
 from megadapo.cluster.process_log import START_LINE
@@ -8,7 +10,7 @@ WORKER = "(Worker pid=7) ERROR 11-20 07:09:16 [multiproc_executor.py:1063] "
 CORE = "(EngineCore pid=6) ERROR 11-20 07:09:16 [core.py:1512] "
 
 
-def test_the_cause_is_named_and_not_its_echo_in_other_processes():
+def test_first_cause_is_found_among_its_consequences():
     log = (
         f"{WORKER}Traceback (most recent call last):\n"
         f"{WORKER}RuntimeError: CPU Generator does not use offset\n"
@@ -18,10 +20,10 @@ def test_the_cause_is_named_and_not_its_echo_in_other_processes():
     assert root_cause(log) == "RuntimeError: CPU Generator does not use offset"
 
 
-def test_an_earlier_runs_error_in_the_same_file_is_not_blamed():
-    old = f"{START_LINE}ValueError: old trouble\n"
-    assert root_cause(old) == "ValueError: old trouble"
-    assert root_cause(old + START_LINE + "all is well\n") is None
+def test_errors_of_earlier_starts_are_ignored():
+    old = f"{START_LINE}ValueError: an old error\n"
+    assert root_cause(old) == "ValueError: an old error"
+    assert root_cause(old + START_LINE + "started\n") is None
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_an_earlier_runs_error_in_the_same_file_is_not_blamed():
         ),
     ],
 )
-def test_a_known_cause_comes_with_what_to_change(tmp_path, cause, remedy):
+def test_known_cause_comes_with_a_remedy(tmp_path, cause, remedy):
     path = example_log(
         tmp_path,
         f"{START_LINE}{CORE}{cause}\nRuntimeError: Engine core "
@@ -59,7 +61,7 @@ def test_a_known_cause_comes_with_what_to_change(tmp_path, cause, remedy):
     assert cause in text and remedy in text and str(path) in text
 
 
-def test_a_validation_error_is_shown_on_one_line(tmp_path):
+def test_validation_error_fits_on_one_line(tmp_path):
     detail = (
         "ValidationError: 1 validation error for ModelConfig\n  Value error, User-specified "
         "max_model_len (4192) is greater than the derived max_model_len [type=value_error, "
@@ -71,13 +73,13 @@ def test_a_validation_error_is_shown_on_one_line(tmp_path):
     assert "\n" not in text and "pydantic" not in text
 
 
-def test_an_earlier_error_in_the_log_is_not_blamed_for_a_later_failure(tmp_path):
+def test_log_is_read_only_if_the_error_has_its_cause_elsewhere(tmp_path):
     path = example_log(tmp_path, f"{START_LINE}{WORKER}ValueError: a plugin is missing\n")
     assert "plugin" not in describe_failure("failed", "OSError: the prompt is too long", path)
     dead = "EngineDeadError: EngineCore encountered an issue. See stack trace (above)"
     assert "plugin" in describe_failure("failed", dead, path)
 
 
-def test_without_a_log_the_exception_itself_is_shown(tmp_path):
-    text = describe_failure("engine 1 died", "OSError: disk on fire", tmp_path / "none.log")
-    assert "engine 1 died: OSError: disk on fire" in text
+def test_without_log_the_exception_is_shown(tmp_path):
+    text = describe_failure("engine 1 died", "OSError: disk failure", tmp_path / "none.log")
+    assert "engine 1 died: OSError: disk failure" in text

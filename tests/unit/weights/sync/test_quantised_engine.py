@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.engine.platform import EnginePlatform
 from megadapo.weights.sync.vllm_internals import LayerwiseReload
+from tests.support.rollout.engine_specs import engine_spec
 
 ROWS, COLUMNS, BLOCK = 200, 300, 128
 """Neither is a multiple of a block."""
@@ -65,8 +65,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     monkeypatch.setattr(fp8, "init_fp8_linear_kernel", lambda **_: NoKernel())
     alone = SimpleNamespace(rank_in_group=0, world_size=1)
     monkeypatch.setattr(parallel_state, "_TP", alone)
-    platform = EnginePlatform(gpus=("0",), shares_gpus=True)
-    arguments = platform.engine_arguments(RolloutConfig(quantization="fp8"), 100)
+    spec = engine_spec(gpus=("0",), config=RolloutConfig(quantization="fp8"))
+    arguments = spec.engine_arguments()
     model = Model(arguments["quantization"])
     record_metadata_for_reloading(model)
     # compiling what quantises takes seconds, and a compiler

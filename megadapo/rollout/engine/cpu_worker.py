@@ -1,9 +1,11 @@
-"""What vLLM's CPU worker lacks to hand over the experts of each token, added by vLLM's own means.
+"""The extension of vLLM's CPU worker: pipeline buffers, and the experts of each token.
 
-vLLM has all of it but one link: its scheduler sends the parts of a response out with their experts,
-and its routers can be listened to, but only its second model runner connects the two, and the CPU
-has the first. Here that runner's steps are connected, so that engines on the CPU and on GPUs give
-the same thing. Tried on vLLM 0.32; it runs in vLLM's workers.
+vLLM allocates the buffers of later stages while it measures memory or compiles; an eager CPU engine
+does neither and would stop at its first request. vLLM's scheduler and routers can return experts,
+but only the second model runner connects them, and the CPU has the first. This file connects them
+in the same way, so that CPU and GPU engines return the same experts.
+
+Written for vLLM 0.32. It runs in vLLM's workers, unlike weights/sync/vllm_internals.py.
 """
 
 from __future__ import annotations
@@ -26,34 +28,51 @@ from vllm.v1.outputs import ModelRunnerOutput
 from megadapo.weights.sync.vllm_worker import HeldVersion
 
 if TYPE_CHECKING:
+    from vllm.model_executor.models.interfaces import SupportsPP
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
-class _ConfigOfCpu(VllmConfig):
-    """A configuration that does not refuse what is connected here."""
+class _CpuConfig(VllmConfig):
+    """A configuration that does not refuse to return experts on a CPU."""
 
     def _verify_aux_output_compatibility(self) -> None:
-        """What is left of the check is the configuration's: config/conflicts.py."""
+        """Skip the check; config/conflicts.py has the parts of it that apply."""
 
 
-def engine_config(arguments: AsyncEngineArgs) -> VllmConfig:
-    """vLLM's configuration of a CPU engine that hands over experts."""
+def expert_config(arguments: AsyncEngineArgs) -> VllmConfig:
+    """Return vLLM's configuration of a CPU engine that returns experts."""
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     config.aux_output_config.enable_return_routed_experts = True
-    # it is checked a second time in the process that it is sent to
-    config.__class__ = _ConfigOfCpu
+    # vLLM checks it a second time in the process that receives it
+    config.__class__ = _CpuConfig
     return config
 
 
-class HandsOverExperts(HeldVersion):
-    """Mixed into vLLM's worker; `hand_over_experts` is called on every rank by its name."""
+class CpuWorker(HeldVersion):
+    """The methods mixed into vLLM's CPU worker; the actor calls them on every rank by name."""
 
     model_runner: CPUModelRunner
     vllm_config: VllmConfig
 
-    def hand_over_experts(self) -> None:
-        """Listen to the routers from the next step on."""
+    def allocate_stage_buffers(self) -> None:
+        """Allocate the input buffers of a later pipeline stage."""
+        import torch
+        from vllm.distributed import get_pp_group
+
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank:
+            model = cast("SupportsPP", runner.model)
+            dtype = runner.model_config.dtype
+            assert isinstance(dtype, torch.dtype), "vLLM has resolved it by now"
+            runner.intermediate_tensors = model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=dtype,
+                device=runner.device,
+            )
+
+    def return_experts(self) -> None:
+        """Record the routers' choices from the next step on."""
         runner = self.model_runner
         connector = get_aux_output_connector(
             model=runner.get_model(),
@@ -65,7 +84,7 @@ class HandsOverExperts(HeldVersion):
 
 @dataclass(frozen=True)
 class _Scheduled:
-    """What the connector reads of a step's requests; each has tokens behind the one before."""
+    """The fields of a step's requests that the connector reads; their tokens follow each other."""
 
     req_ids: list[str]
     query_start_loc_np: np.ndarray  # [requests + 1]
@@ -73,7 +92,7 @@ class _Scheduled:
 
 
 class _ConnectedRunner:
-    """Stands between vLLM's worker and its runner, which answers each step before the next one."""
+    """A layer between vLLM's worker and its runner, which completes a step before the next one."""
 
     def __init__(self, runner: CPUModelRunner, connector: AuxOutputWorkerConnector) -> None:
         self._runner, self._connector = runner, connector
@@ -83,14 +102,14 @@ class _ConnectedRunner:
         vars(runner).update(execute_model=self.execute_model, sample_tokens=self.sample_tokens)
 
     def execute_model(self, scheduled: SchedulerOutput, *args: object) -> object:
-        """As the runner's, while its routers are listened to."""
+        """Run the model while the connector records its routers."""
         self._connector.begin_step(scheduled.aux_output_connector_metadata)
         self._num_tokens = scheduled.num_scheduled_tokens
         return self._execute(scheduled, *args)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """As the runner's, with the experts of the step's tokens."""
-        # sampling counts the step's tokens among the computed ones
+        """Sample, and add the experts of the step's tokens to the output."""
+        # before sampling, which counts the step's tokens as computed
         pending = self._connector.prepare_output(cast("InputBatch", self._scheduled()))
         output = cast(ModelRunnerOutput, self._sample(grammar))
         if pending is not None:

@@ -1,7 +1,6 @@
-"""Experts of a response that several requests made, with vLLM's own outputs of each.
+"""Experts of a response made by several requests, with vLLM's own output types.
 
-Catches a token whose experts are missing, there twice, or of a later reading than its first: each
-would move those of all tokens behind it.
+Missing or doubled experts of a token would shift those of all later tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ PROMPT = (3, 4, 5)
 MAX_TOKENS = 12
 
 
-class Told(Tool):
-    """Puts out three tokens."""
+class ThreeTokens(Tool):
+    """A tool with an output of three tokens."""
 
     def step(self, text: str) -> str | None:
         return "123"
@@ -36,13 +35,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
 
 
 class Engine:
-    """Answers each request with so many tokens; experts say which request read which position."""
+    """An engine whose expert numbers are the position and the request that read it.
 
-    def __init__(self, *lengths: int, end: str = "length", lost: int = 0) -> None:
-        self._lengths, self._end, self._lost = list(lengths), end, lost
-        self._number = 0
+    Args:
+        lengths: number of tokens that each request generates.
+        first: number of the first request.
+        lost: number of tokens per request whose experts are missing.
+    """
 
-    async def ask(self, prompt, params):
+    def __init__(self, *lengths: int, end: str = "length", first: int = 0, lost: int = 0) -> None:
+        self._lengths, self._end, self._lost = [0] * first + list(lengths), end, lost
+        self._number = first
+
+    async def add_request(self, group, prompt, params):
         from vllm.outputs import CompletionOutput, RequestOutput
         from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -66,7 +71,7 @@ class Engine:
         return collector
 
 
-def answer(
+def generate(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -74,13 +79,13 @@ def answer(
     tool: Tool | None = None,
     returns_experts: bool = True,
 ) -> Response:
-    from megadapo.rollout.engine.answering import Answer, GroupContext
+    from megadapo.rollout.engine.in_flight import InFlightGroup, InFlightResponse
 
     settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS)
-    asker = GroupContext(
-        group=GroupRequest(key=0, prompt_ids=PROMPT, seeds=(1,), settings=settings),
+    group = InFlightGroup(
+        request=GroupRequest(key=0, prompt_ids=PROMPT, seeds=(1,), settings=settings),
         policy_version=0,
-        ask=engine.ask,
+        add_request=engine.add_request,
         tool=tool,
         tokenizer=tokenizer,
         vocab_size=50,
@@ -88,53 +93,51 @@ def answer(
     )
 
     async def run() -> Response:
-        one = Answer(asker, 1, begun)
-        await one.ask()
+        one = InFlightResponse(group, 1, begun)
+        await one.submit()
         await one.finish()
         return one.response()
 
     return asyncio.run(run())
 
 
-def readings(response: Response) -> list[int]:
-    """The request that each position's experts are of; positions must be in order."""
+def readers(response: Response) -> list[int]:
+    """Return the request that read each position; the positions must be in order."""
     assert response.experts is not None
     np.testing.assert_array_equal(response.experts[:, 0, 0], np.arange(len(response.experts)))
     return response.experts[:, 0, 1].tolist()
 
 
 def test_all_but_the_last_token_have_experts(tokenizer) -> None:
-    assert readings(answer(Engine(4), tokenizer)) == [0] * (3 + 4 - 1)
-    assert readings(answer(Engine(1), tokenizer)) == [0] * 3
-    assert answer(Engine(4), tokenizer, returns_experts=False).experts is None
+    assert readers(generate(Engine(4), tokenizer)) == [0] * (3 + 4 - 1)
+    assert readers(generate(Engine(1), tokenizer)) == [0] * 3
+    assert generate(Engine(4), tokenizer, returns_experts=False).experts is None
 
 
 @pytest.mark.parametrize("first", [0, 1, 4])
-def test_a_response_that_goes_on_keeps_the_experts_it_had(tokenizer, first: int) -> None:
-    begun = answer(Engine(first, end="abort"), tokenizer)
+def test_continued_response_keeps_its_experts(tokenizer, first: int) -> None:
+    begun = generate(Engine(first, end="abort"), tokenizer)
     assert begun.finish_reason == "unfinished"
-    later = Engine(0, 5)
-    later._number = 1
+    later = Engine(5, first=1)
     kept = 3 + first - 1 if first else 0
-    assert readings(answer(later, tokenizer, begun=begun)) == [0] * kept + [1] * (7 + first - kept)
+    assert readers(generate(later, tokenizer, begun=begun)) == [0] * kept + [1] * (7 + first - kept)
 
 
-def test_a_tools_output_has_the_experts_of_the_request_that_read_it(tokenizer) -> None:
-    found = answer(Engine(4, 2), tokenizer, tool=Told(ToolsConfig(tool="mark")))
+def test_next_request_reads_the_tool_output(tokenizer) -> None:
+    found = generate(Engine(4, 2), tokenizer, tool=ThreeTokens(ToolsConfig(tool="mark")))
     assert len(found.token_ids) == 4 + 3 + 2
-    assert readings(found) == [0] * (3 + 4 - 1) + [1] * (1 + 3 + 2 - 1)
+    assert readers(found) == [0] * (3 + 4 - 1) + [1] * (1 + 3 + 2 - 1)
 
 
-def test_a_branch_reads_its_parents_last_token_itself(tokenizer) -> None:
-    from megadapo.rollout.engine.answering import beginning
+def test_branch_reads_the_last_token_of_its_prefix(tokenizer) -> None:
+    from megadapo.rollout.engine.in_flight import response_prefix
 
-    parent = answer(Engine(6), tokenizer)
-    begun = beginning(parent, 4, num_prompt=len(PROMPT))
-    later = Engine(0, 2)
-    later._number = 1
-    assert readings(answer(later, tokenizer, begun=begun)) == [0] * (3 + 4 - 1) + [1] * 2
+    parent = generate(Engine(6), tokenizer)
+    begun = response_prefix(parent, 4, num_prompt=len(PROMPT))
+    later = Engine(2, first=1)
+    assert readers(generate(later, tokenizer, begun=begun)) == [0] * (3 + 4 - 1) + [1] * 2
 
 
-def test_an_engine_that_leaves_experts_out_is_noticed(tokenizer) -> None:
-    with pytest.raises(InfraError, match="experts of 5 tokens, and read 6"):
-        answer(Engine(4, lost=1), tokenizer)
+def test_missing_experts_are_an_error(tokenizer) -> None:
+    with pytest.raises(InfraError, match="experts of 5 tokens, but read 6"):
+        generate(Engine(4, lost=1), tokenizer)

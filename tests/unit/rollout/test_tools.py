@@ -1,4 +1,4 @@
-"""The calculator gives Python's values, and nothing that a model writes can hurt the engine."""
+"""The calculator returns Python's values, and no text of a model can harm the engine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import time
 import pytest
 
 from megadapo.errors import ConfigError
-from megadapo.rollout.calculator import MAX_CHARS, Calculator, calculate
-from megadapo.rollout.tools import ToolsConfig
+from megadapo.rollout.tools import MAX_CHARS, Calculator, ToolsConfig, calculate
 
 UNMARKED = ToolsConfig(tool="calculator", start="", stop="=", output="{}")
 
@@ -29,8 +28,7 @@ UNMARKED = ToolsConfig(tool="calculator", start="", stop="=", output="{}")
         ("10.05+0.5", "10.55"),
     ],
 )
-def test_values_are_pythons(expression, value):
-    """A digit lost to the stripping of zeros, or a whole quotient where Python has a float."""
+def test_values_equal_pythons(expression, value):
     assert calculate(expression) == value
 
 
@@ -43,8 +41,8 @@ def test_values_are_pythons(expression, value):
         *("(" * 100 + "1+1" + ")" * 97, "1" + "+1" * MAX_CHARS, "１+１", "1+1\n", "0**-1"),
     ],
 )
-def test_anything_else_has_no_value_and_costs_no_time(text):
-    """An exception would end the engine, a tower of powers stop it for good."""
+def test_other_texts_have_no_value_and_cost_no_time(text):
+    """An exception would end the engine, and a tower of powers would block it."""
     start = time.perf_counter()
     assert calculate(text) is None
     assert time.perf_counter() - start < 0.5
@@ -65,13 +63,12 @@ def test_anything_else_has_no_value_and_costs_no_time(text):
         ("12+\n34=", None),
     ],
 )
-def test_without_a_mark_the_expression_before_the_stop_string_is_the_call(text, output):
-    """Words before it are not of it, and a lone number is no question."""
+def test_without_start_text_the_last_expression_is_the_call(text, output):
     assert Calculator(UNMARKED).step(text) == output
 
 
-def test_marked_calls_are_answered_even_where_they_make_no_sense():
-    """The last mark counts; a stop string without one is only text."""
+def test_every_call_with_a_start_text_gets_an_output():
+    """The last start text counts; without one, a stop string is only text."""
     calculator = Calculator(ToolsConfig(tool="calculator"))
     assert calculator.stop_strings == ("</calculator>",)
     assert calculator.step("<calculator>2*(3+4)</calculator>") == "<result>14</result>"
@@ -83,19 +80,19 @@ def test_marked_calls_are_answered_even_where_they_make_no_sense():
 @pytest.mark.parametrize(
     ("values", "key"),
     [
-        ({"stop": "="}, "rollout.tools.stop: read only"),
+        ({"stop": "="}, "rollout.tools.stop: used only"),
         ({"tool": "calculator", "stop": ""}, "rollout.tools.stop"),
         ({"tool": "calculator", "output": "result"}, "rollout.tools.output"),
         ({"tool": "python"}, "rollout.tools.tool"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(values, key):
+def test_unusable_settings_are_refused(values, key):
     with pytest.raises(ConfigError, match=key):
         ToolsConfig(**values)
 
 
 @pytest.mark.parametrize("output", ['{"result": {}}', "{{}}", "{0}{}"])
-def test_other_braces_of_an_output_are_text(output: str) -> None:
-    """As a format they are fields, whose KeyError ends the engine."""
+def test_other_braces_in_the_output_are_text(output: str) -> None:
+    """str.format would raise KeyError for them and end the engine."""
     config = ToolsConfig(tool="calculator", start="", stop="=", output=output)
     assert Calculator(config).step("1+1=") == output.replace("{}", "2")
