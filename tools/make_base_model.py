@@ -32,6 +32,7 @@ from megadapo.data.batch import PackedBatch, Sample, pack_samples
 from megadapo.data.policy_versions import NO_VERSION
 from megadapo.run.processes import trainer_settings
 from megadapo.trainer.trainer import Trainer
+from megadapo.trainer.types import UpdateRequest
 
 DIRECT_WRONG_SHARE = 0.75
 """Share of the direct answers that are wrong on purpose."""
@@ -133,7 +134,9 @@ def make_base_model(
                 description="supervised steps",
             )
             for step, batch in enumerate(batches, start=1):
-                update = trainer.update(batch, step=step, policy_version=0)
+                update = trainer.update(
+                    UpdateRequest(batch=batch, step=step, policy_version=0)
+                )
                 losses.append(-update.logprob_mean)
         trainer.export(folder)
         trainer.shutdown()

@@ -197,7 +197,7 @@ def _publisher(
         dtype=getattr(torch, config.model.dtype),
         held=held,
         deltas=_sends_deltas(config),
-        logs=trainer.processes.logs,
+        logs=trainer.logs,
     )
 
 
@@ -231,7 +231,7 @@ def _progress(
 ) -> Callable[[], None]:
     def progress() -> None:
         if on_progress is not None:
-            on_progress(trainer.processes.progress, 0 if engines is None else engines.num_tokens)
+            on_progress(trainer.num_micro_batches, 0 if engines is None else engines.num_tokens)
 
     return progress
 

@@ -136,7 +136,7 @@ class StepWriter:
             # the trainer is in the middle of an update, and its weights belong to no step
             return
         self._complete_updated_step()
-        if isinstance(error, ProcessHungError) and not trainer.ranks.processes.all_alive():
+        if isinstance(error, ProcessHungError) and not trainer.ranks.all_alive():
             run.log.show(f"step {run.step} cannot be saved: a rank of the trainer hangs")
             return
         # after a failure engines may not answer a request to leave the GPUs, or are gone already

@@ -20,7 +20,7 @@ from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.state.checkpoint import Checkpoint
 from megadapo.run.step_rollouts import saved_sequences
 from megadapo.trainer.trainer import Trainer
-from megadapo.trainer.types import UpdateResult
+from megadapo.trainer.types import UpdateRequest, UpdateResult
 from megadapo.weights.disk.files import Files
 
 KL_CONTROL_STATE = "kl_control"
@@ -78,14 +78,15 @@ class StepTrainer:
         """Train on one step's batch. Engines on shared GPUs sleep until the next publish."""
         self.step = None
         self.gpus.start_update()
-        result = self.ranks.update(
-            batch.packed,
+        request = UpdateRequest(
+            batch=batch.packed,
             policy_version=step - 1,
             step=step,
             kl_reward_coef=self._kl_controller.coef,
-            texts=self._next_pretraining_batch(len(batch.packed.mini_batches)),
+            pretraining=self._next_pretraining_batch(len(batch.packed.mini_batches)),
             record=batch.recorded,
         )
+        result = self.ranks.update(request)
         # at a learning rate of 0 neither the policy nor its KL divergence changes
         if result.lr > 0.0:
             self._kl_controller.observe(result.kl.mean, batch.packed.num_sequences)

@@ -1,9 +1,8 @@
-"""State of the trainer that leaves its GPUs while it does not compute, and comes back.
+"""State of the trainer that is in main memory while its GPUs belong to the engines.
 
-Storages are emptied and filled again in place, so everything that looks into them stays valid: a
-parameter, the bucket that it travels in, the optimizer's shard of it. megatron-core's own
-`offload_to_cpu` puts the optimizer's tensors into others, which are not pinned, and would cut fp32
-weights off from the shards that Adam updates.
+Storages are emptied and filled in place, so all views of them stay valid: parameters, buckets and
+the optimizer's shards. megatron-core's own `offload_to_cpu` replaces the optimizer's tensors. The
+new ones are not pinned, and fp32 weights would lose the memory they share with Adam's shards.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 from torch.profiler import record_function
 
 from megadapo.trainer.config import OffloadConfig
+from megadapo.trainer.trained_model import TrainedModel
 
 Kind = Literal["parameters", "gradients", "optimizer"]
 Storages = Callable[[], Iterable[UntypedStorage]]
@@ -28,70 +27,63 @@ BLOCK_BYTES = 256 << 20
 ALIGNMENT = 64
 
 
-class TrainedModel(NamedTuple):
-    """One model of a rank and what trains it."""
-
-    chunks: list[DistributedDataParallel]
-    optimizer: MegatronOptimizer
-
-
 class Offload:
-    """What of a rank's models is on its device; a kind that stays there is never touched."""
+    """Moves the state of a rank's models to main memory and back. Kinds of state that
+    `trainer.offload` does not name stay on the device."""
 
     def __init__(
         self, config: OffloadConfig, models: Sequence[TrainedModel], device: torch.device
     ) -> None:
-        """Everything is on the device."""
         self._chunks = [chunk for model in models for chunk in model.chunks]
         self._optimizers = [model.optimizer for model in models]
         self._device = device
-        found: dict[Kind, Storages] = {
+        storages: dict[Kind, Storages] = {
             "parameters": lambda: _storages(self._parameters()),
             "gradients": lambda: _storages(self._gradients()),
             "optimizer": self._optimizer_storages,
         }
-        self._kinds: dict[str, _Leaving] = {
-            kind: _Leaving(storages, device, keeps=kind != "gradients")
-            for kind, storages in found.items()
+        self._kinds: dict[str, OffloadedStorages] = {
+            kind: OffloadedStorages(find, device, keeps_values=kind != "gradients")
+            for kind, find in storages.items()
             if getattr(config, kind) == "cpu"
         }
         self._copies: dict[Tensor, Tensor] = {}
-        """Parameter -> its weights in main memory, while those are the only ones."""
+        """Parameter -> its weights in main memory, while it is evicted."""
 
-    def leave(self, *kinds: Kind) -> None:
-        """Free these kinds' memory on the device; megatron-core may not compute until `bring`."""
+    def evict(self, *kinds: Kind) -> None:
+        """Free the device memory of these kinds; megatron-core must not compute until `load`."""
         for kind in kinds:
-            if (leaving := self._kinds.get(kind)) is not None:
+            if (offloaded := self._kinds.get(kind)) is not None:
                 views = list(self._parameters()) if kind == "parameters" else []
                 places = [(view, view.untyped_storage().data_ptr()) for view in views]
-                copies = leaving.leave()
+                copies = offloaded.evict()
                 self._copies |= {view: _like(view, copies[at]) for view, at in places if at}
 
-    def fetch(self, *kinds: Kind) -> None:
-        """Let these kinds begin to come back, beside whatever the device computes."""
+    def prefetch(self, *kinds: Kind) -> None:
+        """Start to copy these kinds back while the device computes."""
         for kind in kinds:
-            if (leaving := self._kinds.get(kind)) is not None:
-                leaving.fetch()
+            if (offloaded := self._kinds.get(kind)) is not None:
+                offloaded.prefetch()
 
-    def bring(self, *kinds: Kind) -> None:
-        """Have these kinds on the device before whatever it is given to compute from here on."""
-        self.fetch(*kinds)
+    def load(self, *kinds: Kind) -> None:
+        """Make these kinds available to everything that the device computes from here on."""
+        self.prefetch(*kinds)
         for kind in kinds:
-            if (leaving := self._kinds.get(kind)) is not None:
-                leaving.arrive()
+            if (offloaded := self._kinds.get(kind)) is not None:
+                offloaded.wait()
         if "parameters" in kinds:
             self._copies = {}
 
     @contextmanager
-    def present(self, *kinds: Kind) -> Iterator[None]:
-        """Have these kinds on the device within; those that were away leave again."""
-        away = [kind for kind in kinds if kind in self._kinds and self._kinds[kind].is_away]
-        self.bring(*kinds)
+    def resident(self, *kinds: Kind) -> Iterator[None]:
+        """Load these kinds for the block; evict those again that were evicted before."""
+        evicted = [kind for kind in kinds if kind in self._kinds and self._kinds[kind].is_evicted]
+        self.load(*kinds)
         yield
-        self.leave(*away)
+        self.evict(*evicted)
 
-    def present_weights(self, parameter: Tensor) -> Tensor:
-        """A parameter's weights wherever they are, to be read only."""
+    def weights_of(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's weights, on the device or in main memory; for reading only."""
         return self._copies.get(parameter, parameter)
 
     def _parameters(self) -> Iterator[Tensor]:
@@ -103,89 +95,88 @@ class Offload:
             yield from (buffer.grad_data for buffer in chunk.expert_parallel_buffers)
 
     def _optimizer_storages(self) -> list[UntypedStorage]:
-        """Moments and fp32 masters; fp32 weights are their own masters, and are parameters."""
+        """Return moments and fp32 masters; fp32 weights are their own masters, so parameters."""
         weights = {storage.data_ptr() for storage in _storages(self._parameters())}
         tensors = (
             tensor
             for optimizer in self._optimizers
             for part in optimizer.chained_optimizers
-            for tensor in _tensors_of(part)
-            # what Megatron's hybrid optimizer keeps in main memory is there already
+            for tensor in _optimizer_tensors(part)
+            # Megatron's hybrid optimizer keeps some in main memory itself
             if tensor.device.type == self._device.type
         )
         return [storage for storage in _storages(tensors) if storage.data_ptr() not in weights]
 
 
-class _Leaving:
-    """The storages of one kind."""
+class OffloadedStorages:
+    """Storages of one kind of state."""
 
-    def __init__(self, storages: Storages, device: torch.device, *, keeps: bool) -> None:
-        """`keeps`: whether what they hold comes back; else they come back as zeros."""
-        self.is_away = False
-        self._storages, self._keeps = storages, keeps
-        self._memory = _MainMemory(pinned=device.type == "cuda")
-        self._away: list[tuple[UntypedStorage, int, Tensor | None]] = []
-        """With their sizes and copies."""
+    def __init__(self, storages: Storages, device: torch.device, *, keeps_values: bool) -> None:
+        """`keeps_values`: whether values are copied; otherwise storages come back as zeros."""
+        self.is_evicted = False
+        self._storages, self._keeps_values = storages, keeps_values
+        self._memory = HostMemory(pinned=device.type == "cuda")
+        self._evicted: list[tuple[UntypedStorage, int, Tensor | None]] = []
+        """Each storage with its size in bytes and its copy."""
         self._stream = torch.cuda.Stream()
 
     @record_function("megadapo::offload")
-    def leave(self) -> dict[int, Tensor]:
-        """Returns where each storage was -> its copy."""
-        if self.is_away:
+    def evict(self) -> dict[int, Tensor]:
+        """Return the address of each storage -> its copy."""
+        if self.is_evicted:
             return {}
-        self.arrive()
-        self.is_away = True
-        self._memory.forget()
+        self.wait()
+        self.is_evicted = True
+        self._memory.reset()
         copies = {}
         for storage in self._storages():
             copy = None
-            if self._keeps:
+            if self._keeps_values:
                 copy = copies[storage.data_ptr()] = self._memory.take(storage.nbytes())
                 copy.copy_(_bytes_of(storage), non_blocking=True)
-            self._away.append((storage, storage.nbytes(), copy))
+            self._evicted.append((storage, storage.nbytes(), copy))
         torch.cuda.current_stream().synchronize()
-        for storage, _, _ in self._away:
+        for storage, _, _ in self._evicted:
             storage.resize_(0)
         return copies
 
     @record_function("megadapo::offload")
-    def fetch(self) -> None:
-        if not self.is_away:
+    def prefetch(self) -> None:
+        if not self.is_evicted:
             return
-        self.is_away = False
-        for storage, size, _ in self._away:
+        self.is_evicted = False
+        for storage, size, _ in self._evicted:
             storage.resize_(size)
-        # their memory may still be in use by what was computed before
+        # earlier work on the device may still use this memory
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for storage, _, copy in self._away:
+            for storage, _, copy in self._evicted:
                 target = _bytes_of(storage)
                 if copy is None:
                     target.zero_()
                 else:
                     target.copy_(copy, non_blocking=True)
 
-    def arrive(self) -> None:
-        """What was fetched is there for whatever is computed from here on."""
-        if self._away and not self.is_away:
+    def wait(self) -> None:
+        """Let the device wait for a prefetch before it computes anything else."""
+        if self._evicted and not self.is_evicted:
             torch.cuda.current_stream().wait_stream(self._stream)
-            self._away = []
+            self._evicted = []
 
 
-class _MainMemory:
-    """Main memory for copies, which is kept from one time to the next.
+class HostMemory:
+    """Main memory for copies, allocated once and reused.
 
     torch rounds the size of pinned memory up to a power of two, so small copies share blocks.
     """
 
     def __init__(self, *, pinned: bool) -> None:
-        """`pinned`: a GPU copies to and from it by itself."""
         self._pinned = pinned
         self._blocks: list[Tensor] = []
         self._block = self._start = 0
 
     def take(self, size: int) -> Tensor:
-        """A piece of so many bytes."""
+        """Return `size` free bytes."""
         while True:
             if self._block == len(self._blocks):
                 length = max(size, BLOCK_BYTES)
@@ -197,25 +188,25 @@ class _MainMemory:
                 return block[start : start + size]
             self._block, self._start = self._block + 1, 0
 
-    def forget(self) -> None:
-        """All pieces may be taken again."""
+    def reset(self) -> None:
+        """Mark all bytes as free."""
         self._block = self._start = 0
 
 
-def _tensors_of(part: MegatronOptimizer) -> Iterator[Tensor]:
-    """Masters and moments of one optimizer; it has none where the rank has nothing to train."""
+def _optimizer_tensors(part: MegatronOptimizer) -> Iterator[Tensor]:
+    """Yield masters and moments; a rank without parameters to train has no inner optimizer."""
     optimizer = part.optimizer
     if optimizer is None:
         return
     for group in optimizer.param_groups:
         yield from group["params"]
     for state in optimizer.state.values():
-        # numbers such as Adam's count of steps stay where they are
-        yield from (one for one in state.values() if isinstance(one, Tensor) and one.dim())
+        # 0-d tensors such as Adam's step count stay
+        yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Each storage once, in the tensors' order; empty ones left out."""
+    """Return each non-empty storage once, in the tensors' order."""
     found: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -229,7 +220,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def _like(view: Tensor, copy: Tensor) -> Tensor:
-    """What `view` is of a storage, of the copy of its bytes."""
+    """Return the part of `copy`, the bytes of a storage, that `view` is of the storage."""
     typed = copy.view(view.dtype)
     start = typed.storage_offset() + view.storage_offset()
     return typed.as_strided(view.shape, view.stride(), start)

@@ -1,9 +1,11 @@
-"""One rank of the trainer: its part of the model, the optimizer, and what is kept of them."""
+"""One rank of the trainer: its part of the model, the optimizer, and a step of training."""
 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +14,18 @@ import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from megadapo.cluster.watch.heartbeat import report_progress
 from megadapo.data.batch import PackedBatch
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
-from megadapo.trainer.batch.micro_batch import MicroBatch, MicroBatchBuilder
-from megadapo.trainer.batch.mini_batch import MiniBatchCutter
+from megadapo.trainer.batch.micro_batch import (
+    MicroBatch,
+    MicroBatchBuilder,
+    trained_tokens,
+    version_gaps,
+)
+from megadapo.trainer.batch.mini_batch import MicroBatchSplitter, MiniBatch
+from megadapo.trainer.batch.off_policy import OldPolicy, old_policy
 from megadapo.trainer.checkpoint.checkpoint import (
     CheckpointWriter,
     load_checkpoint,
@@ -24,37 +33,51 @@ from megadapo.trainer.checkpoint.checkpoint import (
     take_snapshot,
 )
 from megadapo.trainer.critic.critic import Critic
+from megadapo.trainer.critic.step import CriticStep
 from megadapo.trainer.model.cpu_platform import CPU
 from megadapo.trainer.model.experts import ExpertBalance
 from megadapo.trainer.model.head import PolicyHead
-from megadapo.trainer.model.initialize import set_first_weights
-from megadapo.trainer.model.model import build_chunks, rotary_of_own_layers, transformer_config
+from megadapo.trainer.model.initialize import RandomTensors, fill_shards
+from megadapo.trainer.model.model import build_chunks, rotary_of_own_layers
 from megadapo.trainer.model.model_layout import validate_model_layout
 from megadapo.trainer.model.parallel import (
     context_part,
+    has_results,
     join_groups,
-    leave_groups,
-    parameters_by_global_name,
-    shard_position,
+    process_groups,
 )
 from megadapo.trainer.model.router_replay import check_choices
-from megadapo.trainer.offload import Kind, Offload, TrainedModel
+from megadapo.trainer.offload import Kind, Offload
 from megadapo.trainer.reference import ReferencePolicy
-from megadapo.trainer.types import CRITIC_FOLDER, Rendezvous, TrainerSettings
-from megadapo.trainer.update.optimizer import build_optimizer, wait_for_weight, wrap_for_gradients
-from megadapo.trainer.update.step import compute_logprobs, finalize_sums
+from megadapo.trainer.trained_model import TrainedModel
+from megadapo.trainer.types import (
+    CRITIC_FOLDER,
+    Rendezvous,
+    TrainerSettings,
+    UpdateRequest,
+    UpdateResult,
+)
+from megadapo.trainer.update.clip_bounds import BoundSearch
+from megadapo.trainer.update.measure import ShapeProbe, UpdateRecorder, probe_shape
+from megadapo.trainer.update.metrics import MiniBatchSums, summarize
+from megadapo.trainer.update.optimizer import (
+    gather_weights_now,
+    step_if_finite,
+    wait_for_weight,
+)
+from megadapo.trainer.update.step import compute_gradients, compute_logprobs
 from megadapo.weights.disk.export import export_weights
 from megadapo.weights.disk.files import Files
-from megadapo.weights.disk.gather import ProcessGroups, gather_weights
-from megadapo.weights.layout.layout import ModelLayout
+from megadapo.weights.disk.gather import gather_weights
+from megadapo.weights.disk.load import import_weights
 from megadapo.weights.sync.sender import HeldWeightSender, WeightSender
 
 BETWEEN_UPDATES: tuple[Kind, Kind] = ("gradients", "optimizer")
-"""What may leave the device when a step's updates are done."""
+"""State that is needed in updates only."""
 
 
-class TrainerRank:
-    """Model and optimizer of one rank. Every method but the properties is collective."""
+class TrainerRank(TrainedModel):
+    """Model and optimizer of one rank. Every method is collective, properties are not."""
 
     def __init__(
         self,
@@ -62,45 +85,34 @@ class TrainerRank:
         rendezvous: Rendezvous,
         listener: socket.socket | None = None,
     ) -> None:
-        """`listener`: rank 0's open socket at the rendezvous; None makes it open one."""
+        """`listener`: rank 0's open socket at the rendezvous; None opens one."""
         self.settings = settings
         self.model_folder = resolve_model_folder(
             settings.model.path, with_weights=settings.model.init == "pretrained"
         )
-        self.model = describe_model(read_hf_config(self.model_folder))
-        validate_model_layout(self.model, settings.trainer)
-        dtype = getattr(torch, settings.model.dtype)
-        self.config = transformer_config(self.model, settings.trainer, dtype=dtype)
+        model = describe_model(read_hf_config(self.model_folder))
+        # every rank raises before it joins: none waits for another
+        validate_model_layout(model, settings.trainer)
         join_groups(rendezvous, settings.trainer, listener, seed=settings.seed)
-        self.device = _device()
-        self.config.finalize_model_grads_func = finalize_sums
-        chunks = build_chunks(self.config, self.model, settings.trainer)
-        self.layout = ModelLayout(self.model.family, self.model.shape)
-        self.position = shard_position(chunks, settings.trainer)
-        self.groups = ProcessGroups(
-            tp=mpu.get_tensor_model_parallel_group(),
-            pp=mpu.get_pipeline_model_parallel_group(),
-            ep=mpu.get_expert_model_parallel_group(),
-            etp=mpu.get_expert_tensor_parallel_group(),
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else CPU
+        super().__init__(
+            settings,
+            model,
+            settings.trainer.optimizer,
+            build_chunks=build_chunks,
+            set_weights=self._set_weights,
         )
-        self.parameters = parameters_by_global_name(chunks)
-        set_first_weights(
-            self.parameters,
-            self.layout,
-            self.position,
-            settings=settings,
-            description=self.model,
-            folder=self.model_folder,
-        )
-        # megatron-core copies weights into its buffers and masters here: they must be set before
-        self.chunks = wrap_for_gradients(chunks, self.config, settings.trainer)
-        self.optimizer = build_optimizer(self.chunks, settings.trainer.optimizer)
         self.experts = ExpertBalance(self.chunks, coef=settings.trainer.router_aux_loss_coef)
-        self.reference = (
-            ReferencePolicy(settings.reference, self.chunks, self.parameters)
-            if settings.objective.kl_coef != 0.0
-            else None
-        )
+        self.reference: ReferencePolicy | None = None
+        if settings.objective.kl_coef != 0.0:
+            self.reference = ReferencePolicy(
+                settings,
+                self.chunks,
+                self.parameters,
+                # the reference's routers choose their own experts
+                score=partial(self.logprobs_of, replays=False),
+            )
         self.critic: Critic | None = None
         if settings.critic is not None:
             self.critic = Critic(settings, policy=self.model, device=self.device)
@@ -111,16 +123,14 @@ class TrainerRank:
             vocab_size=self.layout.shape.vocab_size,
             wait_for_weight=partial(wait_for_weight, self.chunks[-1]),
         )
-        models = [TrainedModel(self.chunks, self.optimizer)]
-        if self.critic is not None:
-            models.append(TrainedModel(self.critic.chunks, self.critic.optimizer))
+        models = [self] if self.critic is None else [self, self.critic]
         self.offload = Offload(settings.trainer.offload, models, self.device)
-        self.offload.leave(*BETWEEN_UPDATES)
+        self.offload.evict(*BETWEEN_UPDATES)
         shards = (self.parameters, self.layout, self.position, torch.distributed.get_rank())
-        present = self.offload.present_weights
-        self.weight_sender = WeightSender(*shards, present=present)
-        self.held_sender = HeldWeightSender(*shards, present=present)
-        self.cutter = MiniBatchCutter(
+        weights_of = self.offload.weights_of
+        self.weight_sender = WeightSender(*shards, present=weights_of)
+        self.held_sender = HeldWeightSender(*shards, present=weights_of)
+        self.splitter = MicroBatchSplitter(
             MicroBatchBuilder(
                 inverse_frequencies=rotary_of_own_layers(self.model),
                 token_multiple=settings.trainer.tensor_parallel,
@@ -132,28 +142,173 @@ class TrainerRank:
             device=self.device,
         )
 
-    def logprobs(self, batch: PackedBatch) -> np.ndarray | None:
-        """[T] fp32 log-probs of the response tokens this rank computed, NaN elsewhere.
+    def _set_weights(self) -> None:
+        """Set the first weights, unless a checkpoint replaces them and no reference needs them."""
+        settings = self.settings
+        keeps_first = settings.objective.kl_coef != 0.0 and settings.reference.kind == "fixed"
+        if not (settings.reads_weights or keeps_first):
+            return
+        if settings.model.init == "pretrained":
+            import_weights(self.model_folder, self.parameters, self.layout, self.position)
+        else:
+            std = self.model.initializer_range
+            source = RandomTensors(self.layout, std=std, seed=settings.seed)
+            fill_shards(self.parameters, self.layout, self.position, source)
 
-        None on ranks that compute none or the same as another.
+    def update(
+        self, request: UpdateRequest, recorder: UpdateRecorder | None = None
+    ) -> UpdateResult:
+        """Train on all mini-batches of one rollout step; return the same numbers on every rank.
+
+        Old log-probs of the whole batch are computed before the first update, in the same
+        micro-batches as the updates.
+
+        Args:
+            recorder: collects what this rank computes.
+        """
+        batch, importance = request.batch, self.settings.importance
+        recorder = recorder or UpdateRecorder(batch, ())
+        self.check_experts(batch)
+        self.offload.load("parameters")
+        self.offload.prefetch("optimizer")
+        kl_coef = request.kl_reward_coef
+        if kl_coef is None:
+            kl_coef = self.settings.objective.kl_reward_coef
+        trained, num_dropped = trained_tokens(batch)
+        gaps = version_gaps(batch, request.policy_version)
+        predicted = trained & (gaps == 0) if importance.stale_logprobs == "none" else trained
+        split = self.splitter.split(
+            batch, predicted=predicted, policy_version=request.policy_version
+        )
+        with self.experts.counted():
+            old = [self._old_policies(mini_batch, recorder) for mini_batch in split]
+        probe = probe_shape(
+            split, self.splitter, request, predicted=predicted, score=self.logprobs_of
+        )
+        if self.reference is not None:
+            old = self.reference.add_logprobs(batch, predicted, split, old, kl_reward_coef=kl_coef)
+        critic = None
+        if self.critic is not None:
+            critic = CriticStep(self.critic, split, old, request.step, kl_coef=kl_coef)
+            old = critic.old
+        search = self.bound_search()
+        critic_config = self.settings.critic
+        trains_policy = critic_config is None or request.step > critic_config.warmup
+        lr = self.settings.trainer.optimizer.lr_at(request.step) if trains_policy else None
+        reduced, grad_norms = self._apply_updates(
+            request, split, old, lr=lr, probe=probe, critic=critic, search=search, recorder=recorder
+        )
+        if self.reference is not None:
+            self.reference.follow(request.step)
+        critic_result = None if critic is None else critic.result()
+        self.offload.evict(*BETWEEN_UPDATES)
+        return summarize(
+            reduced,
+            grad_norms=grad_norms,
+            num_dropped_tokens=num_dropped,
+            lr=lr or 0.0,
+            version_gaps=gaps[trained],
+            importance=importance,
+            bounds=search.found,
+            kl_coef=self.settings.objective.kl_loss_coef + kl_coef,
+            critic=critic_result,
+            experts=self.experts.result(),
+        )
+
+    def _old_policies(
+        self, mini_batch: Sequence[MicroBatch], recorder: UpdateRecorder
+    ) -> list[OldPolicy]:
+        """Compute old log-probs; their time is this rank's own speed, so it is recorded."""
+        start = time.perf_counter()
+        logprobs = self.logprobs_of(mini_batch)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        recorder.add_share(mini_batch, time.perf_counter() - start)
+        return [
+            old_policy(micro_batch, values, self.settings.importance)
+            for micro_batch, values in zip(mini_batch, logprobs, strict=False)
+        ]
+
+    def bound_search(self) -> BoundSearch:
+        """Return the search for a step's clip bounds, which keeps them if they are fixed."""
+        return BoundSearch(
+            self.settings.bapo,
+            score=self.logprobs_of,
+            contributes=self.has_results,
+            device=self.device,
+        )
+
+    def _apply_updates(
+        self,
+        request: UpdateRequest,
+        split: Sequence[MiniBatch],
+        old: Sequence[list[OldPolicy]],
+        *,
+        lr: float | None,
+        probe: ShapeProbe,
+        critic: CriticStep | None,
+        search: BoundSearch,
+        recorder: UpdateRecorder,
+    ) -> tuple[list[MiniBatchSums], list[float]]:
+        """Apply one update per mini-batch.
+
+        Returns:
+            The sums of each mini-batch over all ranks, and the gradient norms of applied updates.
+        """
+        pretraining: Sequence[Sequence[MicroBatch]] = [()] * len(split)
+        if request.pretraining is not None:
+            pretraining = self.splitter.split_responses(request.pretraining)
+        lengths = np.diff(request.batch.cu_seqlens)
+        reduced, grad_norms = [], []
+        self.offload.load(*BETWEEN_UPDATES)
+        for number, (mini_batch, policies) in enumerate(zip(split, old, strict=True)):
+            members = request.batch.mini_batches[number]
+            self.experts.prepare(int(lengths[members].sum()))
+            head = replace(
+                self.head, objective=search.objective(self.head.objective, mini_batch, policies)
+            )
+            sums, logprobs = compute_gradients(
+                self.chunks, head, mini_batch, policies, pretraining[number]
+            )
+            search.observe(mini_batch, policies, logprobs)
+            if self.has_results:
+                recorder.add_update(mini_batch, policies, logprobs)
+            if number == 0:
+                probe.add_to(sums, mini_batch, [policy.proximal for policy in policies])
+            sums = sums.reduced(contributes=self.has_results, device=self.device)
+            loss = sums.loss + sums.pretraining_loss
+            outcome = step_if_finite(self.optimizer, loss=loss, lr=lr)
+            reduced.append(sums)
+            if outcome.applied:
+                grad_norms.append(outcome.grad_norm)
+            if critic is not None:
+                critic.update(number)
+            report_progress()
+        # saves, exports and weight updates read the weights after this
+        gather_weights_now(self.chunks)
+        return reduced, grad_norms
+
+    def logprobs(self, batch: PackedBatch) -> np.ndarray | None:
+        """Return [T] fp32 log-probs of the response tokens this rank computed, NaN elsewhere.
+
+        None on ranks that compute none or the same as another rank.
         """
         self.check_experts(batch)
         result = np.full(len(batch.tokens), np.nan, dtype=np.float32)
-        with self.offload.present("parameters"):
-            for micro_batches in self.cutter.cut_responses(batch):
-                computed = self.logprobs_of(micro_batches)
-                for micro_batch, values in zip(micro_batches, computed, strict=False):
+        with self.offload.resident("parameters"):
+            for mini_batch in self.splitter.split_responses(batch):
+                computed = self.logprobs_of(mini_batch)
+                for micro_batch, values in zip(mini_batch, computed, strict=False):
                     result[micro_batch.source] = values[micro_batch.rows].cpu().numpy()
         return result if self.has_results else None
 
     def begin_save(self, folder: Path) -> int:
-        """Copy weights and optimizer to the host and begin to write them; returns the bytes.
+        """Copy weights and optimizer to the host, start to write them, return their bytes.
 
-        Any other split can load them. Training may go on; `writer.report` says what has become of
-        it.
+        Training may continue meanwhile; `writer.report` returns the outcome.
         """
         number = self.writer.num_begun
-        with self.offload.present("parameters", "optimizer"):
+        with self.offload.resident("parameters", "optimizer"):
             snapshots = {"": take_snapshot(self.chunks, self.optimizer, number=number)}
             if self.critic is not None:
                 snapshots[CRITIC_FOLDER] = self.critic.snapshot(number)
@@ -165,20 +320,20 @@ class TrainerRank:
         return num_bytes
 
     def checkpoint_bytes(self) -> int:
-        """What this rank writes into a checkpoint, a reference policy's weights left out."""
-        with self.offload.present("parameters", "optimizer"):
+        """Return this rank's part of a checkpoint's size, without the reference's weights."""
+        with self.offload.resident("parameters", "optimizer"):
             num_bytes = num_bytes_written(self.chunks, self.optimizer)
             if self.critic is not None:
                 num_bytes += num_bytes_written(self.critic.chunks, self.critic.optimizer)
         return num_bytes
 
     def load(self, folder: Path) -> None:
-        """Read what was saved, at whatever split it was written.
+        """Read a checkpoint of any split.
 
         Raises:
             CheckpointError: it is damaged, or of another model.
         """
-        with self.offload.present("parameters", "optimizer"):
+        with self.offload.resident("parameters", "optimizer"):
             load_checkpoint(self.chunks, self.optimizer, folder)
             if self.reference is not None:
                 self.reference.load(folder, self.layout, self.position)
@@ -186,9 +341,9 @@ class TrainerRank:
                 self.critic.load(folder)
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder with the present weights, from the first rank."""
-        with self.offload.present("parameters"):
-            tensors = gather_weights(self.parameters, self.layout, self.position, self.groups)
+        """Write the weights as a Hugging Face folder, from the first rank."""
+        with self.offload.resident("parameters"):
+            tensors = gather_weights(self.parameters, self.layout, self.position, process_groups())
             if torch.distributed.get_rank() == 0:
                 export_weights(
                     tensors,
@@ -198,27 +353,22 @@ class TrainerRank:
                     base_folder=self.model_folder,
                 )
             else:
-                for _ in tensors:  # the gathering is collective
+                for _ in tensors:  # gathering is collective
                     pass
         torch.distributed.barrier()
 
     def leave_to_engines(self) -> None:
-        """Free what engines on the same GPU may have while they generate."""
-        self.offload.leave("parameters", *BETWEEN_UPDATES)
-
-    def leave(self) -> None:
-        """Take the process groups apart."""
-        leave_groups()
+        """Free GPU memory that engines on the same GPU use while they generate."""
+        self.offload.evict("parameters", *BETWEEN_UPDATES)
 
     @property
     def has_results(self) -> bool:
-        """Whether this rank's sums count: one tensor-parallel rank of each last stage, of which
-        context-parallel ranks have different tokens."""
-        return bool(mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0)
+        """Whether this rank's sums count."""
+        return has_results()
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of the ranks with the same weights this is, context-parallel ones among them."""
+        """Index among the ranks with the same weights, context-parallel ranks included."""
         return int(mpu.get_data_parallel_rank(with_context_parallel=True))
 
     def logprobs_of(
@@ -228,14 +378,10 @@ class TrainerRank:
             return compute_logprobs(self.chunks, self.head, micro_batches, replays=replays)
 
     def check_experts(self, batch: PackedBatch) -> None:
-        """With `trainer.router_replay`, see that a batch has the experts that routers take over.
+        """Check with `trainer.router_replay` that the batch has the engines' experts.
 
         Raises:
             DataError: it has not.
         """
         if self.settings.trainer.router_replay:
             check_choices(batch, self.model)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU

@@ -1,7 +1,7 @@
-"""The reference policy: a second set of weights that waits on the host.
+"""The reference policy: a second set of weights in main memory, and the KL divergence to it.
 
-It is computed by the policy's own modules, whose weights it changes places with: same code, same
-layout, same kernels, so that equal weights give equal bits, and no second model on the device.
+The policy's own modules compute it, with its weights swapped in. So equal weights give equal bits,
+and no second model is on the device.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megadapo.algorithm.advantages import advantages_with_kl
-from megadapo.algorithm.config import ReferenceConfig
 from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
 from megadapo.algorithm.reference import kl_estimates
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import CheckpointError
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.off_policy import OldPolicy
+from megadapo.trainer.model.parallel import has_results
 from megadapo.trainer.types import TrainerSettings
 from megadapo.trainer.update.optimizer import gather_weights_now
 from megadapo.weights.disk.export import carry_along
@@ -39,44 +39,79 @@ from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition
 
 FOLDER = "reference"
-"""Where a checkpoint of the trainer has the reference's weights, unless they are those that the run
-began with: a folder of converted shards."""
+"""Name of the reference's folder of converted shards in a checkpoint of the trainer. It is absent
+if the reference has the weights with which the run started."""
 
 
 class ReferencePolicy:
-    """One rank's part of it. Made while the policy has the weights that the run began with."""
+    """This rank's part of the reference; created while the policy has the run's first weights."""
 
     def __init__(
         self,
-        config: ReferenceConfig,
+        settings: TrainerSettings,
         chunks: list[DistributedDataParallel],
         parameters: Mapping[str, Tensor],
+        *,
+        score: Callable[[Sequence[MicroBatch]], list[Tensor]],
     ) -> None:
-        """`parameters`: the policy's, by global name, which are trained in place."""
-        self._config = config
+        """
+        Args:
+            chunks: the policy's.
+            parameters: the policy's by global name.
+            score: computes log-probs [T] of micro-batches with the weights in `parameters`.
+        """
+        self._settings, self._config = settings, settings.reference
         self._chunks = chunks
         self._parameters = parameters
+        self._score = score
         self._weights = {name: _on_host(value) for name, value in parameters.items()}
         # a bf16 average would not move by a hundredth of a small update
         self._average = (
             {name: value.float() for name, value in self._weights.items()}
-            if config.kind == "averaged"
+            if self._config.kind == "averaged"
             else None
         )
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The policy's modules compute the reference within; collective, and bit-exact."""
+        """Let the policy's modules compute the reference in the block; collective, bit-exact."""
         self._exchange()
         yield
         self._exchange()
 
+    def add_logprobs(
+        self,
+        batch: PackedBatch,
+        trained: np.ndarray,
+        split: Sequence[Sequence[MicroBatch]],
+        old: Sequence[Sequence[OldPolicy]],
+        *,
+        kl_reward_coef: float,
+    ) -> list[list[OldPolicy]]:
+        """Return `old` with the reference's log-probs, from the same micro-batches; collective.
+
+        If rewards include the KL divergence, it also has the advantages that follow. The critic
+        makes its own.
+
+        Args:
+            trained: [tokens of the batch] bool, tokens that have a KL divergence.
+            split: the rank's micro-batches of each mini-batch.
+            old: old policy of each; empty except on the last pipeline stage.
+        """
+        with self.in_place():
+            logprobs_ref = [self._score(mini_batch) for mini_batch in split]
+        objective = self._settings.objective
+        policies = [
+            with_reference(*parts, objective)
+            for parts in zip(split, old, logprobs_ref, strict=True)
+        ]
+        if objective.kl_in == "loss" or self._settings.critic is not None:
+            return policies
+        return self._with_kl_in_reward(batch, trained, split, policies, kl_reward_coef)
+
     @torch.no_grad()
     def follow(self, step: int) -> None:
-        """Take the policy's weights in, as the kind of reference says, after the updates of `step`.
-
-        The first step is 1.
-        """
+        """Take over or average the policy's weights after the updates of `step`, from 1."""
         if self._average is not None:
             for name, average in self._average.items():
                 average.lerp_(self._parameters[name].detach().cpu().float(), 1 - self._config.decay)
@@ -88,10 +123,10 @@ class ReferencePolicy:
     def snapshot(
         self, layout: ModelLayout, position: ShardPosition, base_folder: Path
     ) -> Callable[[Path], Files]:
-        """Copy what `load` reads; collective.
+        """Copy the state that `load` reads; collective.
 
         Returns:
-            Writes it into the trainer's checkpoint, while the reference may change.
+            A function that writes it into the trainer's checkpoint while training continues.
         """
         if self._config.kind == "fixed":
             return lambda folder: {}
@@ -99,7 +134,7 @@ class ReferencePolicy:
         torch.distributed.all_gather_object(positions, position)
         shards = {}
         if mpu.get_data_parallel_rank(with_context_parallel=True) == 0:
-            pairs = match_params(self._kept, layout, position)
+            pairs = match_params(self._state, layout, position)
             shards = {shard.name: value.clone() for shard, value in pairs}
         is_first = torch.distributed.get_rank() == 0
         return partial(
@@ -108,11 +143,11 @@ class ReferencePolicy:
             own_name=rank_file_name(position),
             positions=list(dict.fromkeys(positions)),
             base_folder=base_folder if is_first else None,
-            dtype=next(iter(self._kept.values())).dtype,
+            dtype=next(iter(self._state.values())).dtype,
         )
 
     def load(self, folder: Path, layout: ModelLayout, position: ShardPosition) -> None:
-        """Read what a snapshot was written as, at whatever split it was written.
+        """Read the reference from a trainer's checkpoint of any split.
 
         Raises:
             CheckpointError: the checkpoint has no reference.
@@ -122,27 +157,107 @@ class ReferencePolicy:
             return
         if not (folder / FOLDER).is_dir():
             raise CheckpointError(
-                f"{folder} has no weights of a reference that algorithm.reference.kind = "
-                f'"{self._config.kind}" could go on with: set the kind back to "fixed"'
+                f"{folder} has no weights of a reference policy, which algorithm.reference.kind = "
+                f'"{self._config.kind}" needs: set the kind back to "fixed"'
             )
-        import_weights(folder / FOLDER, self._kept, layout, position)
-        for name, kept in self._kept.items():
+        import_weights(folder / FOLDER, self._state, layout, position)
+        for name, kept in self._state.items():
             self._weights[name].copy_(kept)
 
     @property
-    def _kept(self) -> dict[str, Tensor]:
-        """What the reference is made of from step to step."""
+    def _state(self) -> dict[str, Tensor]:
+        """The tensors that carry the reference from step to step."""
         return self._weights if self._average is None else self._average
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        # weights that are still on their way would overwrite those that are put in
+        # a gather that is still under way would overwrite the weights that are swapped in
         gather_weights_now(self._chunks)
         for name, kept in self._weights.items():
             parameter = self._parameters[name]
-            present = parameter.detach().clone()
+            current = parameter.detach().clone()
             parameter.copy_(kept)
-            kept.copy_(present)
+            kept.copy_(current)
+
+    def _with_kl_in_reward(
+        self,
+        batch: PackedBatch,
+        trained: np.ndarray,
+        split: Sequence[Sequence[MicroBatch]],
+        old: Sequence[Sequence[OldPolicy]],
+        kl_coef: float,
+    ) -> list[list[OldPolicy]]:
+        """Return `old` with advantages of rewards minus the KL divergence; collective.
+
+        Every rank gets the KL divergence of every token and computes the same advantages.
+        """
+        num_tokens = np.add.reduceat(trained, batch.cu_seqlens[:-1], dtype=np.int64)
+        advantages = np.zeros(len(batch.tokens))
+        advantages[trained] = advantages_with_kl(
+            batch.rewards,
+            self._kl_of_all_tokens(batch, split, old)[trained],
+            num_tokens,
+            batch.group_sizes,
+            kl_coef=kl_coef,
+            rule=self._settings.advantage,
+            normalize_by_std=self._settings.normalize_by_std,
+        )
+        return [
+            [
+                replace(policy, advantages=_at_rows(micro_batch, advantages))
+                for micro_batch, policy in zip(micro_batches, policies, strict=False)
+            ]
+            for micro_batches, policies in zip(split, old, strict=True)
+        ]
+
+    def _kl_of_all_tokens(
+        self,
+        batch: PackedBatch,
+        split: Sequence[Sequence[MicroBatch]],
+        old: Sequence[Sequence[OldPolicy]],
+    ) -> np.ndarray:
+        """Return [tokens of the batch] float64, 0 for tokens without a KL divergence."""
+        kl = torch.zeros(len(batch.tokens), dtype=torch.float64)
+        if has_results():
+            for micro_batches, policies in zip(split, old, strict=True):
+                for micro_batch, policy in zip(micro_batches, policies, strict=True):
+                    assert policy.kl is not None, "with_reference sets it"
+                    kl[torch.from_numpy(micro_batch.source)] = policy.kl.cpu()
+        kl = kl.to(next(iter(self._parameters.values())).device)
+        torch.distributed.all_reduce(kl)
+        return kl.cpu().numpy()
+
+
+def with_reference(
+    micro_batches: Sequence[MicroBatch],
+    old: Sequence[OldPolicy],
+    logprobs_ref: Sequence[Tensor],
+    objective: PolicyObjective,
+) -> list[OldPolicy]:
+    """Return a mini-batch's old policies with the KL divergence to the reference.
+
+    Args:
+        old: old policy of each micro-batch; empty except on the last pipeline stage.
+        logprobs_ref: [T] of each, from the same shapes as the old ones; empty where `old` is.
+        objective: says which estimator is used, and whether the divergence is in the loss.
+    """
+    found = []
+    for micro_batch, policy, values in zip(micro_batches, old, logprobs_ref, strict=False):
+        rows = micro_batch.rows
+        gap = (values[rows] - policy.proximal[rows]).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # the old policy's ratio to itself is 1
+        kl = kl_estimates(gap, torch.ones_like(gap), objective.kl_value)
+        in_loss = objective.kl_loss_coef != 0.0
+        found.append(replace(policy, kl=kl, logprobs_ref=values if in_loss else None))
+    return found
+
+
+def _at_rows(micro_batch: MicroBatch, values: np.ndarray) -> Tensor:
+    """Return [T] fp32 of the micro-batch from one value per token of the batch."""
+    spread = torch.zeros_like(micro_batch.advantages)
+    own = torch.from_numpy(values[micro_batch.source]).to(spread)
+    spread[micro_batch.rows] = own
+    return spread
 
 
 def _write_copy(
@@ -154,12 +269,12 @@ def _write_copy(
     base_folder: Path | None,
     dtype: torch.dtype,
 ) -> Files:
-    """One rank's shards, where it has any, and what belongs to them from the first rank.
+    """Write one rank's shards, and from the first rank the files that belong to the whole folder.
 
     `base_folder`: the model's, on the first rank only.
 
     Raises:
-        OSError: it could not be written.
+        OSError: a file could not be written.
     """
     target = folder / FOLDER
     target.mkdir(exist_ok=True)
@@ -183,105 +298,6 @@ def _write_copy(
 
 
 def _on_host(value: Tensor) -> Tensor:
-    """A copy in memory of the host that the device reads and writes without another copy."""
+    """Return a copy in main memory, pinned if the original is on a GPU."""
     copy = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
     return copy.copy_(value.detach())
-
-
-def with_reference(
-    micro_batches: Sequence[MicroBatch],
-    old: Sequence[OldPolicy],
-    logprobs_ref: Sequence[Tensor],
-    objective: PolicyObjective,
-) -> list[OldPolicy]:
-    """What a mini-batch's update is held against, and what the reference says of it.
-
-    Args:
-        micro_batches: of the mini-batch.
-        old: of each of them; empty except on the last pipeline stage.
-        logprobs_ref: [T] of each of them, from the same shapes as the old ones; empty as `old` is.
-        objective: which estimator, and where it enters.
-    """
-    held = []
-    for micro_batch, policy, values in zip(micro_batches, old, logprobs_ref, strict=False):
-        rows = micro_batch.rows
-        gap = (values[rows] - policy.proximal[rows]).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        # held against itself, the old policy has a ratio of 1
-        kl = kl_estimates(gap, torch.ones_like(gap), objective.kl_value)
-        in_loss = objective.kl_loss_coef != 0.0
-        held.append(replace(policy, kl=kl, logprobs_ref=values if in_loss else None))
-    return held
-
-
-def with_kl_in_reward(
-    batch: PackedBatch,
-    trained: np.ndarray,
-    cut: Sequence[Sequence[MicroBatch]],
-    old: Sequence[Sequence[OldPolicy]],
-    *,
-    settings: TrainerSettings,
-    kl_coef: float,
-    contributes: bool,
-    device: torch.device,
-) -> list[list[OldPolicy]]:
-    """Advantages of each token from rewards less the KL divergence; collective over all ranks.
-
-    Every rank gets the KL divergence of every token and computes all advantages alike.
-
-    Args:
-        trained: [T] bool, the tokens of the batch that have a KL divergence.
-        cut: the rank's micro-batches of each mini-batch.
-        old: of each of them, with its KL divergence; empty except on the last pipeline stage.
-        kl_coef: weight of the KL divergence in the reward.
-        contributes: whether this rank's tokens count; tensor-parallel ranks have the same.
-
-    Returns:
-        `old` with these advantages.
-    """
-    num_tokens = np.add.reduceat(trained, batch.cu_seqlens[:-1], dtype=np.int64)
-    kl = _of_all_tokens(batch, cut, old, contributes=contributes, device=device)
-    advantages = np.zeros(len(batch.tokens))
-    advantages[trained] = advantages_with_kl(
-        batch.rewards,
-        kl[trained],
-        num_tokens,
-        batch.group_sizes,
-        kl_coef=kl_coef,
-        rule=settings.advantage,
-        normalize_by_std=settings.normalize_by_std,
-    )
-    return [
-        [
-            replace(policy, advantages=_at_rows(micro_batch, advantages))
-            for micro_batch, policy in zip(micro_batches, policies, strict=False)
-        ]
-        for micro_batches, policies in zip(cut, old, strict=True)
-    ]
-
-
-def _of_all_tokens(
-    batch: PackedBatch,
-    cut: Sequence[Sequence[MicroBatch]],
-    old: Sequence[Sequence[OldPolicy]],
-    *,
-    contributes: bool,
-    device: torch.device,
-) -> np.ndarray:
-    """[T] float64, each token's from the one rank that has it; 0 where nobody has."""
-    kl = torch.zeros(len(batch.tokens), dtype=torch.float64)
-    if contributes:
-        for micro_batches, policies in zip(cut, old, strict=True):
-            for micro_batch, policy in zip(micro_batches, policies, strict=True):
-                assert policy.kl is not None, "the reference comes first"
-                kl[torch.from_numpy(micro_batch.source)] = policy.kl.cpu()
-    kl = kl.to(device)
-    torch.distributed.all_reduce(kl)
-    return kl.cpu().numpy()
-
-
-def _at_rows(micro_batch: MicroBatch, values: np.ndarray) -> Tensor:
-    """[T] fp32 of the micro-batch from one value for each token of the batch."""
-    spread = torch.zeros_like(micro_batch.advantages)
-    own = torch.from_numpy(values[micro_batch.source]).to(spread)
-    spread[micro_batch.rows] = own
-    return spread

@@ -1,8 +1,9 @@
-"""The driver's handle on all trainer ranks."""
+"""The driver's handle on all trainer ranks: their processes, calls to them, and their end."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,19 +15,28 @@ import numpy as np
 
 from megadapo.cluster.calls import gather
 from megadapo.cluster.environment import cpu_environment, full_precision
-from megadapo.cluster.watch.diagnostics import flight_recorder
+from megadapo.cluster.process_log import trainer_log
+from megadapo.cluster.watch.diagnostics import (
+    HungProcesses,
+    ProcessLocation,
+    flight_pipe,
+    flight_recorder,
+    save_stacks,
+)
+from megadapo.cluster.watch.heartbeat import HeartbeatWatch, all_alive
 from megadapo.data.batch import PackedBatch
-from megadapo.errors import InfraError
+from megadapo.errors import InfraError, MegadapoError, ProcessHungError
+from megadapo.trainer.checkpoint.save import LONGEST_WORK_S, wait_for_save
 from megadapo.trainer.config import TrainerConfig
-from megadapo.trainer.processes import RankProcesses
-from megadapo.trainer.types import RankUpdate, TrainerSettings, UpdateResult
+from megadapo.trainer.types import RankUpdate, TrainerSettings, UpdateRequest, UpdateResult
+from megadapo.trainer.worker import TrainerWorker, heartbeat_file
 from megadapo.weights.disk.files import Files
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from ray.actor import ActorHandle
 
     from megadapo.cluster.cluster import Cluster
-    from megadapo.trainer.checkpoint.save import RankReport
 
 CUDA_VARIABLES = {
     # keeps sequence-parallel communication in front of the matrix product it overlaps with
@@ -37,35 +47,46 @@ CUDA_VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 
-POLL_S = 0.1
-"""Between two questions whether a save has been written."""
 SLOWEST_STORAGE = 50e6
-"""Bytes per second that a rank's storage takes or gives at least, or it has failed."""
-LONGEST_WORK_S = 7 * 24 * 3600.0
-"""Of what is watched as it gets on."""
+"""Lowest bandwidth of a rank's storage in bytes per second; a slower one counts as failed."""
+LEAVE_TIMEOUT_S = 10.0
+"""Seconds that a rank has to leave its groups before it is killed."""
 
 
 class Trainer:
-    """All ranks of the trainer as one; after an error it is shut down and of no more use."""
+    """All ranks of the trainer, one process each. An error ends them all: start a new trainer."""
 
-    def __init__(self, processes: RankProcesses, config: TrainerConfig) -> None:
-        """`processes`: whose ranks have started."""
-        self.processes = processes
-        processes.watch_over(config.progress_timeout_s)
+    def __init__(
+        self,
+        config: TrainerConfig,
+        options: Sequence[dict[str, Any]],
+        environments: Sequence[dict[str, str]],
+        log_folder: Path,
+    ) -> None:
+        """Create one process per entry of Ray actor `options`; `start_ranks` makes it a trainer."""
+        import ray
+
         self.watch: Callable[[], None] | None = None
-        """Called every few seconds while the ranks work; may raise what ends the run."""
-        self._config = config
-
-    @property
-    def ranks(self) -> list[ActorHandle[Any]]:
-        """One actor handle per rank; none once they have ended."""
-        return self.processes.actors
+        """Check that is called every few seconds while the ranks work; it may raise."""
+        self.logs = [trainer_log(log_folder, rank) for rank in range(len(options))]
+        self._names = [f"trainer rank {rank}" for rank in range(len(options))]
+        self._config, self._options = config, list(options)
+        self._locations: list[ProcessLocation] = []
+        self._pings: list[ObjectRef[Any]] = []
+        self._heartbeats: HeartbeatWatch | None = None
+        self._looking = threading.Lock()
+        actor: Any = ray.remote(TrainerWorker)  # with options, Ray loses its type
+        self.ranks: list[ActorHandle[Any]] = [
+            actor.options(**entry, runtime_env={"env_vars": environment}).remote(rank, log)
+            for rank, (entry, environment, log) in enumerate(
+                zip(options, environments, self.logs, strict=True)
+            )
+        ]
+        """One actor handle per rank; empty after they have ended."""
 
     @classmethod
     def start(cls, settings: TrainerSettings, cluster: Cluster, *, log_folder: Path) -> Trainer:
-        """Start the ranks that the settings ask for on the cluster's trainer slots.
-
-        `log_folder`: where each rank writes its log.
+        """Start the ranks of the settings on the cluster's trainer slots.
 
         Raises:
             MegadapoError: the model cannot be read or does not fit the layout, or a rank failed.
@@ -89,10 +110,10 @@ class Trainer:
         uses_cuda: bool,
         num_cores: Sequence[int] = (),
     ) -> Trainer:
-        """Start one rank for each entry of Ray actor `options` and wait until all are ready.
+        """Start one rank per entry of Ray actor `options`; return when all are ready.
 
         Args:
-            num_cores: of each rank; none: an equal share of this machine's.
+            num_cores: CPU cores of each rank; by default equal shares of this machine.
         """
         here = max(1, len(os.sched_getaffinity(0)) // len(options))
         recorder = flight_recorder(log_folder.resolve()) if uses_cuda else {}
@@ -103,47 +124,29 @@ class Trainer:
             )
             for cores in num_cores or [here] * len(options)
         ]
-        processes = RankProcesses(options, environments, log_folder)
-        limit = (settings.trainer.start_timeout_s, "trainer.start_timeout_s")
-        processes.find(*limit)
-        call: Any = processes.actors[0].find_rendezvous.remote(len(options))
-        (meeting,) = processes.gather([call], "start", *limit)
-        calls = [
-            handle.start.remote(settings, replace(meeting, rank=rank), uses_cuda)
-            for rank, handle in enumerate(processes.actors)
-        ]
-        processes.gather(calls, "start", *limit)
-        return cls(processes, settings.trainer)
+        trainer = cls(settings.trainer, options, environments, log_folder.resolve())
+        start = partial(
+            trainer._gather,
+            doing="start",
+            timeout_s=settings.trainer.start_timeout_s,
+            limit="trainer.start_timeout_s",
+        )
+        ranks = trainer.ranks
+        trainer._locations = start([rank.location.remote() for rank in ranks])
+        (first,) = start([ranks[0].find_rendezvous.remote(len(ranks))])
+        start(
+            [
+                handle.start.remote(settings, replace(first, rank=rank), uses_cuda)
+                for rank, handle in enumerate(ranks)
+            ]
+        )
+        trainer._heartbeats = trainer._watch_heartbeats()
+        return trainer
 
-    def update(
-        self,
-        batch: PackedBatch,
-        *,
-        policy_version: int,
-        step: int,
-        kl_reward_coef: float | None = None,
-        texts: PackedBatch | None = None,
-        record: Sequence[int] = (),
-    ) -> UpdateResult:
-        """One optimizer update per mini-batch of the batch.
-
-        Args:
-            policy_version: of the present weights; engine and trainer log-probs are compared on
-                the tokens it sampled.
-            step: rollout step, counted from 1: it decides the learning rate.
-            kl_reward_coef: of the KL divergence in the reward, in place of the objective's.
-            texts: as many mini-batches of texts, whose language-model loss is part of the updates.
-            record: sequences of the batch, ascending, whose log-probs the result holds.
-        """
+    def update(self, request: UpdateRequest) -> UpdateResult:
+        """Apply one optimizer update per mini-batch of the request's batch."""
         updates: list[RankUpdate] = self.call_all(
-            "update",
-            _shared(batch),
-            policy_version,
-            step,
-            kl_reward_coef,
-            None if texts is None else _shared(texts),
-            record,
-            timeout_s=LONGEST_WORK_S,
+            "update", _shared(request), timeout_s=LONGEST_WORK_S
         )
         recorded = [update.recorded for update in updates if update.recorded is not None]
         return replace(
@@ -153,9 +156,9 @@ class Trainer:
         )
 
     def logprobs(self, batch: PackedBatch) -> np.ndarray:
-        """[T] fp32 log-probs of the response tokens under the present weights, NaN on prompts.
+        """Return [T] fp32 log-probs of the response tokens, NaN on prompts.
 
-        Same head and micro-batching as `update`; sequences in no mini-batch stay NaN.
+        Head and micro-batches are those of `update`; sequences in no mini-batch stay NaN.
         """
         answers: list[np.ndarray | None] = self.call_all(
             "logprobs", _shared(batch), timeout_s=LONGEST_WORK_S
@@ -167,35 +170,34 @@ class Trainer:
         return merged
 
     def checkpoint_bytes(self) -> int:
-        """About how large a checkpoint's shards are."""
+        """Return the approximate size of a checkpoint's shards."""
         return sum(self.call_all("checkpoint_bytes"))
 
     def begin_save(self, folder: Path) -> Callable[[], Files]:
-        """Copy weights and optimizer to the hosts, and begin to write them into an empty folder.
+        """Copy weights and optimizer to the hosts and start to write them into an empty folder.
 
         Returns:
-            Waits until all ranks have written, in any thread, beside other calls; then the files
-            are all there, and those that it returns are all there should be.
-
-            Raises CheckpointError where a rank could not write, InfraError where one is gone.
+            A function that waits until all ranks have written and returns all files of the
+            checkpoint. Any thread may call it, also beside other calls. It raises CheckpointError
+            if a rank could not write and InfraError if one is gone.
         """
         num_bytes = sum(self.call_all("begin_save", folder.absolute()))
-        deadline = time.monotonic() + self._config.timeout_s + num_bytes / SLOWEST_STORAGE
-        heartbeats = self.processes.heartbeat_watch(self._config.progress_timeout_s)
         return partial(
             wait_for_save,
             list(self.ranks),
-            self.processes,
+            self._names,
+            self.logs,
             folder.absolute(),
-            deadline=deadline,
-            watch=heartbeats.check,
+            deadline=time.monotonic() + self._config.timeout_s + num_bytes / SLOWEST_STORAGE,
+            # one for this thread: a watch serves one thread at a time
+            watch=self._watch_heartbeats().check,
         )
 
     def load(self, folder: Path, files: Files) -> None:
-        """Read what was saved, at this or any other split; every file must be as listed.
+        """Read a checkpoint, saved at any split, whose files must be as listed.
 
         Raises:
-            CorruptCheckpointError: one is not.
+            CorruptCheckpointError: a file differs.
             CheckpointError: the state is of another model.
         """
         # twice: files are hashed, then read
@@ -204,90 +206,131 @@ class Trainer:
         self.call_all("load", folder.absolute(), files, timeout_s=timeout_s)
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder with the present weights, config and tokenizer."""
+        """Write weights, config and tokenizer as a Hugging Face folder."""
         self.call_all("export", folder.absolute())
 
     def leave_to_engines(self) -> None:
-        """Free the memory of GPUs that trainer.offload leaves to engines while they generate."""
+        """Free the GPU memory that trainer.offload gives to engines while they generate."""
         if self._config.offload.is_on:
             self.call_all("leave_to_engines")
 
     def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call a method of TrainerWorker on all ranks at once and return the results by rank.
 
-        `timeout_s`: for what takes other than trainer.timeout_s.
+        `timeout_s`: by default trainer.timeout_s.
 
         Raises:
-            MegadapoError: what a rank raised; InfraError where one died, hangs, or gave no answer
-                in time.
+            MegadapoError: a rank raised it; InfraError if one died, hangs, or was too slow.
         """
-        calls = self.processes.call_all(method, *args)
-        allowed_s = self._config.timeout_s if timeout_s is None else timeout_s
-        return self.processes.gather(calls, method, allowed_s, "trainer.timeout_s", self.watch)
+        if not self.ranks:
+            raise InfraError(f"the trainer cannot {method}: its ranks have ended")
+        calls = [getattr(rank, method).remote(*args) for rank in self.ranks]
+        limit_s = self._config.timeout_s if timeout_s is None else timeout_s
+        return self._gather(calls, method, limit_s, "trainer.timeout_s")
 
     def check(self) -> None:
-        """Look after the ranks while nobody waits for them.
+        """Check the ranks while no call is waiting for them.
 
         Raises:
-            InfraError: one has died, or hangs.
+            InfraError: a rank has died, or hangs.
         """
-        self.processes.check()
+        import ray
+
+        self._look()
+        if not self._pings:
+            self._pings = [rank.__ray_ready__.remote() for rank in self.ranks]
+        answered, _ = ray.wait(self._pings, num_returns=len(self._pings), timeout=0)
+        for number, ping in enumerate(self._pings):
+            if ping in answered:
+                names, logs = [self._names[number]], [self.logs[number]]
+                gather([ping], names=names, doing="rollout", timeout_s=0, logs=logs)
+        if len(answered) == len(self._pings):
+            self._pings = []
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches that all ranks have computed so far."""
+        return 0 if self._heartbeats is None else self._heartbeats.progress
+
+    def all_alive(self) -> bool:
+        """Return whether the processes of all ranks still send heartbeats."""
+        return all_alive([heartbeat_file(log) for log in self.logs])
 
     def shutdown(self) -> None:
         """End all ranks; safe to call again, and after an error."""
-        self.processes.end()
+        import ray
 
+        if not self.ranks or not ray.is_initialized():
+            return
+        calls = [rank.leave.remote() for rank in self.ranks]
+        left, _ = ray.wait(calls, num_returns=len(calls), timeout=LEAVE_TIMEOUT_S)
+        self._kill(writes_stacks=len(left) < len(calls))
 
-def wait_for_save(
-    ranks: Sequence[ActorHandle[Any]],
-    processes: RankProcesses,
-    folder: Path,
-    *,
-    deadline: float,
-    watch: Callable[[], None],
-) -> Files:
-    """Ask the ranks until all have written, and say where everything lies.
+    def _gather(
+        self, calls: Sequence[ObjectRef[Any]], doing: str, timeout_s: float, limit: str
+    ) -> list[Any]:
+        """Return results in order. The first failure ends all ranks, as others wait for it."""
 
-    Args:
-        ranks: that write, though they may have ended since.
-        processes: theirs.
-        deadline: on the monotonic clock, when a rank that answers must have written.
-        watch: raises where a rank hangs.
+        def look() -> None:
+            self._look()
+            if self.watch is not None:
+                self.watch()
 
-    Raises:
-        CheckpointError: a rank could not write; none is writing any more.
-        InfraError: one is gone, or still writing at the deadline.
-    """
-    from megadapo.trainer.checkpoint.save import complete_save
-
-    reports: dict[int, RankReport] = {}
-    while True:
-        asked = [number for number in range(len(ranks)) if number not in reports]
-        answers: list[RankReport | None] = gather(
-            [ranks[number].save_report.remote() for number in asked],
-            names=[processes.names[number] for number in asked],
-            doing="save",
-            logs=[processes.logs[number] for number in asked],
-            # between other work
-            timeout_s=LONGEST_WORK_S,
-            watch=watch,
-        )
-        reports |= {n: report for n, report in zip(asked, answers, strict=True) if report}
-        if len(reports) == len(ranks):
-            break
-        if time.monotonic() > deadline:
-            late = ", ".join(str(number) for number in asked if number not in reports)
-            raise InfraError(
-                f"trainer ranks {late} are still writing to {folder}: is it reachable?"
+        try:
+            return gather(
+                calls,
+                names=self._names,
+                doing=doing,
+                timeout_s=timeout_s,
+                limit=limit,
+                logs=self.logs,
+                watch=look,
             )
-        time.sleep(POLL_S)
-    return complete_save(folder, list(reports.values()))
+        except MegadapoError as error:
+            self._kill(writes_stacks=isinstance(error, ProcessHungError))
+            raise
+
+    def _watch_heartbeats(self) -> HeartbeatWatch:
+        return HeartbeatWatch(
+            self._names,
+            [heartbeat_file(log) for log in self.logs],
+            self.logs,
+            # they count the micro-batches that are done
+            with_progress=("update", "logprobs"),
+            limit_s=self._config.progress_timeout_s,
+            limit="trainer.progress_timeout_s",
+        )
+
+    def _look(self) -> None:
+        """Raise ProcessHungError if a rank hangs; any thread may call it."""
+        if self._heartbeats is None or not self.ranks:
+            return
+        if self._looking.acquire(blocking=False):
+            try:
+                self._heartbeats.check()
+            finally:
+                self._looking.release()
+
+    def _kill(self, *, writes_stacks: bool) -> None:
+        """End all processes; `writes_stacks` into their logs first."""
+        import ray
+
+        ranks, self.ranks = self.ranks, []
+        if writes_stacks:
+            by_node: dict[str, HungProcesses] = {}
+            for rank, process in enumerate(self._locations):
+                hung = by_node.setdefault(process.node, HungProcesses(options=self._options[rank]))
+                hung.processes.append(process)
+                hung.pipes.append(flight_pipe(self.logs[rank].parent, rank))
+            save_stacks(list(by_node.values()))
+        for actor in ranks:
+            ray.kill(actor)
 
 
 def rank_environment(
     trainer: TrainerConfig, *, uses_cuda: bool, dtype: str, num_cores: int
 ) -> dict[str, str]:
-    """Environment of a rank's process, which has so many cores; fixed before it loads torch."""
+    """Return the environment of a rank's process; it must be set before torch is imported."""
     environment = cpu_environment(trainer.num_threads or num_cores)
     if not uses_cuda:
         return environment | {"CUDA_VISIBLE_DEVICES": ""}
@@ -297,8 +340,8 @@ def rank_environment(
     return environment
 
 
-def _shared(batch: PackedBatch) -> Any:
-    """The batch in Ray's object store: written once, read by all ranks."""
+def _shared(value: UpdateRequest | PackedBatch) -> Any:
+    """Put a value into Ray's object store: written once, read by all ranks."""
     import ray
 
-    return ray.put(batch)
+    return ray.put(value)

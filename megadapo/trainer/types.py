@@ -11,15 +11,16 @@ from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.config import AdvantageRule, ReferenceConfig
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
+from megadapo.data.batch import PackedBatch
 from megadapo.trainer.config import CriticConfig, ModelConfig, TrainerConfig
 
 CRITIC_FOLDER = "critic"
-"""Folder of the critic's shards in that of the trainer's."""
+"""Name of the critic's folder in a checkpoint of the trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """Everything a rank needs to know of the run's configuration."""
+    """Configuration of the run as far as a rank needs it."""
 
     model: ModelConfig
     trainer: TrainerConfig
@@ -28,22 +29,21 @@ class TrainerSettings:
     importance: ImportanceConfig
     reference: ReferenceConfig
     advantage: AdvantageRule
-    """What makes advantages of rewards that a KL divergence was taken off."""
+    """Rule that turns rewards into advantages, where ranks subtract the KL divergence first."""
     normalize_by_std: bool
     temperature: float
-    """Sampling temperature of the rollouts; log-probs are taken at it."""
+    """Sampling temperature of the rollouts; log-probs are computed at it."""
     seed: int
     critic: CriticConfig | None = None
-    """None: there is no critic."""
     reads_weights: bool = True
-    """Whether the model starts from its folder's weights; else a checkpoint is loaded at once."""
+    """Whether the model starts from its folder's weights; False if a checkpoint is loaded next."""
     discount: float = 1.0
     gae_lambda: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of one trainer find each other."""
+    """Address at which the ranks of one trainer meet, and the rank of the receiver."""
 
     address: str
     port: int
@@ -51,31 +51,47 @@ class Rendezvous:
     world_size: int
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UpdateRequest:
+    """One rollout step to train on: one optimizer update per mini-batch of the batch."""
+
+    batch: PackedBatch
+    step: int
+    """Rollout step, counted from 1; it sets the learning rate."""
+    policy_version: int
+    """Version of the trainer's weights. Tokens that it sampled are fresh, others stale."""
+    kl_reward_coef: float | None = None
+    """Coefficient of the KL divergence in the reward; None takes the objective's."""
+    pretraining: PackedBatch | None = None
+    """Pretraining data with as many mini-batches; its language-model loss joins the updates."""
+    record: Sequence[int] = ()
+    """Sequences of the batch, ascending, whose log-probs the result holds."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """What one rank had to do in a step: how unevenly it is shared out shows between ranks."""
+    """Work of one rank in a step; ranks are compared to show imbalance."""
 
     num_tokens: int
-    """Tokens of the rank's sequences, prompts included; with context parallelism of its part of
-    them."""
+    """Tokens of the rank's sequences, prompts included; with context parallelism, its part."""
     logprobs_seconds: float
-    """Time for the old log-probs of all of them, a pass in which no data-parallel rank waits for
-    another, but for those that share experts; context-parallel ranks do."""
+    """Time of the pass for old log-probs. Data-parallel ranks do not wait for each other in it
+    unless they share experts; context-parallel ranks do."""
     private_bytes: int
-    """Main memory that the rank's process has for itself, at the end of the step's updates."""
+    """Private (unshared) main memory of the rank's process after the step's updates."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedTokens:
-    """The response tokens of the sequences that were asked for, one sequence after another."""
+    """Response tokens of the recorded sequences, one sequence after another."""
 
-    old: np.ndarray  # [n] float32, what the ratio is taken against; NaN where a token has no loss
-    update: np.ndarray  # [n] float32, in the update that the sequence was trained in
+    old: np.ndarray  # [n] float32, old log-probs of the ratio; NaN where a token has no loss
+    update: np.ndarray  # [n] float32, log-probs in the update that trained the sequence
     advantages: np.ndarray
-    """[n] float32, where ranks made them, else NaN."""
+    """[n] float32, NaN unless ranks compute advantages."""
 
     def merged(self, others: Sequence[RecordedTokens]) -> RecordedTokens:
-        """Put together what several ranks computed, each of them NaN where others have values."""
+        """Combine the values of several ranks, each NaN where another rank has the value."""
         whole = {name: values.copy() for name, values in vars(self).items()}
         for other in others:
             for name, values in whole.items():
@@ -85,90 +101,87 @@ class RecordedTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Staleness:
-    """How far from the present weights a step's tokens were sampled, over those with a loss weight
-    and an engine log-prob; None where there was no token to measure."""
+    """Age of a step's tokens that have a loss weight and an engine log-prob; None without any."""
 
     token_share: float | None = None
-    """Share of tokens that other weights sampled."""
+    """Share of tokens sampled from weights other than the trainer's."""
     mean: float | None = None
-    """Publications between sampling and training, 0 for fresh tokens."""
+    """Mean number of publications between sampling and training; fresh tokens have 0."""
     max: int | None = None
     logprob_drift_mean: float | None = None
     """Mean |trainer - engine| log-prob of the stale tokens, before the first update."""
     logprob_drift_max: float | None = None
     weight_truncated_share: float | None = None
-    """Share of the weighted tokens whose importance weight was moved to a bound."""
+    """Share of the weighted tokens whose importance weight was clamped to a bound."""
     weight_masked_share: float | None = None
     """Share of the weighted tokens whose importance weight was set to 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityCauses:
-    """|trainer - engine| log-prob of some tokens by cause, from scoring them at a second
-    micro-batch shape; None where there were none."""
+    """|trainer - engine| log-prob by cause, over tokens that were scored at a second micro-batch
+    shape; None without any."""
 
     batch_shape_abs_mean: float | None = None
-    """Between the trainer's own log-probs at the two shapes."""
+    """Mean distance of the trainer's own log-probs at the two shapes."""
     batch_shape_abs_max: float | None = None
     engine_abs_mean: float | None = None
-    """From the engine's log-prob of fresh tokens to the nearest between the trainer's two."""
+    """Mean distance of fresh tokens' engine log-prob to the nearest value between the two."""
     engine_abs_max: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedBounds:
-    """Clip bounds of the ratio that were searched for (gate "bapo"), over the step's updates; None
-    where none were, and shares also where there was no token to measure."""
+    """Clip bounds that gate "bapo" found, over the step's updates; None with other gates."""
 
     clip_low: float | None = None
-    """Mean."""
+    """Mean lower bound."""
     clip_high: float | None = None
-    """Mean."""
+    """Mean upper bound."""
     share_before: float | None = None
-    """Mean share of positive tokens at the bounds where each search began."""
+    """Mean share of positive tokens at the start of each search."""
     share: float | None = None
-    """Mean at the bounds that were found."""
+    """Mean share of positive tokens at the bounds that were found."""
     share_min: float | None = None
-    """Smallest of them."""
+    """Smallest share of positive tokens at the bounds that were found."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceKl:
-    """Estimated KL divergence of the policy before the step's first update to the reference, over
-    the step's trained tokens; None without a reference."""
+    """Estimated KL divergence from the reference policy before the step's first update, over the
+    trained tokens; None without a reference."""
 
     mean: float | None = None
     max: float | None = None
     """Largest absolute value."""
     coef: float | None = None
-    """Weight of the KL divergence in the loss or in the reward."""
+    """Coefficient of the KL divergence in the loss or in the reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainingResult:
-    """The language-model loss of the step's texts; None where there were none."""
+    """Language-model loss of the step's pretraining data; None without any."""
 
     loss: float | None = None
-    """Mean over their tokens in nats, each under the weights before its update; its coefficient is
-    not in it."""
+    """Mean over the tokens in nats, before each update and without its coefficient."""
     tokens: int | None = None
-    """Text tokens that were predicted."""
+    """Number of predicted tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticResult:
-    """What one step's updates did to the critic, over the trained tokens; None without a critic,
-    and where nothing could be measured. Values and returns are those before the first update."""
+    """Numbers of the critic over the trained tokens; None without a critic or without tokens.
+
+    Values and returns are from before the first update."""
 
     loss: float | None = None
     """Mean over the mini-batches."""
     explained_variance: float | None = None
-    """1 - Var(return - value) / Var(return): 1 where values are right, 0 where a constant were as
-    good."""
+    """1 - Var(return - value) / Var(return): 1 for exact values, 0 for a constant."""
     value_mean: float | None = None
     return_mean: float | None = None
     clip_fraction: float | None = None
-    """Share of tokens whose value had left the band and whose clipped error counted."""
+    """Share of tokens whose clipped error was the larger one."""
     grad_norm: float | None = None
     """Mean over the applied updates, before clipping."""
     lr: float | None = None
@@ -177,47 +190,45 @@ class CriticResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertResult:
-    """How evenly the tokens of a step were spread over experts before its first update; None for a
-    model without experts."""
+    """Balance of the experts before the step's first update; None for models without experts."""
 
     balance_loss: float | None = None
-    """Load-balancing loss, mean over the layers, without its coefficient: 1 where all experts of a
-    layer get as much, more where few get most."""
+    """Load-balancing loss without its coefficient, mean over the layers; 1 is even."""
     max_load: float | None = None
-    """Most tokens of one expert against the mean of its layer, over all layers."""
+    """Largest number of tokens of an expert, relative to its layer's mean, over all layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateResult:
-    """What one step's updates did; means are over its trained tokens."""
+    """Numbers of one step's updates; means are over its trained tokens."""
 
     loss: float
-    """Of the objective, mean over the mini-batches."""
+    """Loss of the objective, mean over the mini-batches."""
     entropy: float
-    """In nats."""
+    """Mean entropy in nats."""
     ratio_mean: float
     ratio_first_max_error: float
-    """Largest |ratio - 1| of the first mini-batch, whose weights are still the old ones: 0.0.
-    Of the tokens whose old log-probs the trainer computed."""
+    """Largest |ratio - 1| in the first mini-batch, over tokens whose old log-prob the trainer
+    computed. The weights are still the old ones, so it should be 0.0."""
     clip_low_fraction: float
     clip_high_fraction: float
     dual_clip_fraction: float
-    """Share of tokens whose term the bound on bad tokens cut; 0 without one."""
+    """Share of tokens that the dual clip bounded; 0 without one."""
     token_probability_mean: float
     logprob_mean: float
-    """Mean log-prob of the trained tokens in nats: minus the loss of a supervised run."""
+    """Mean log-prob in nats: minus the loss of a supervised run."""
     positive_gradient_share: float
     """Share of tokens with a positive advantage in the size of the policy term's gradient over the
-    log-probs; NaN where that is 0."""
+    log-probs; NaN where that size is 0."""
     grad_norm: float
     """Mean over the applied updates, before clipping; NaN if none was applied."""
     lr: float
     skipped_updates: int
-    """Mini-batches left out because their loss or gradient was not finite."""
+    """Mini-batches that were skipped because their loss or gradient was not finite."""
     num_dropped_tokens: int
-    """Response tokens left out because the engine gave no finite log-prob."""
+    """Response tokens that were left out because the engine gave no finite log-prob."""
     logprob_abs_mean: float
-    """Mean |trainer - engine| log-prob of tokens sampled from the present weights; NaN if none."""
+    """Mean |trainer - engine| log-prob of fresh tokens; NaN if there are none."""
     logprob_abs_max: float
     tokens_trained: int
     staleness: Staleness = Staleness()
@@ -228,17 +239,17 @@ class UpdateResult:
     critic: CriticResult = CriticResult()
     experts: ExpertResult = ExpertResult()
     shares: tuple[RankShare, ...] = field(default=(), compare=False)
-    """Of each rank; known to the driver alone."""
+    """Work of each rank; set by the driver."""
     recorded: RecordedTokens | None = field(default=None, compare=False)
-    """Where sequences were asked for; known to the driver alone."""
+    """Tokens of `UpdateRequest.record`; set by the driver."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankUpdate:
-    """What one rank returns of a step."""
+    """Answer of one rank to an update request."""
 
     result: UpdateResult
-    """The same on every rank."""
+    """Same on every rank."""
     share: RankShare
     recorded: RecordedTokens | None
-    """None on ranks that compute none or the same as another."""
+    """None on ranks that compute no log-probs or the same as another rank."""

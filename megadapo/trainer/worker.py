@@ -1,4 +1,4 @@
-"""The Ray actor around one trainer rank: threads, device, and errors that survive the journey."""
+"""The Ray actor around one trainer rank: threads, device, and errors that can be pickled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -22,7 +22,7 @@ from megadapo.cluster.watch.heartbeat import start_heartbeat, working_on
 from megadapo.data.batch import PackedBatch
 from megadapo.errors import InfraError, MegadapoError
 from megadapo.observe.machine import PACKED_ATTENTION
-from megadapo.trainer.types import RankUpdate, Rendezvous, TrainerSettings
+from megadapo.trainer.types import RankUpdate, Rendezvous, TrainerSettings, UpdateRequest
 
 if TYPE_CHECKING:
     from megadapo.trainer.checkpoint.save import RankReport
@@ -35,14 +35,14 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 STEPS_PER_TRIM = 16
-"""Tensors of other lengths in every step leave gaps in the heap, which would go on growing for
-hundreds of steps. To fill pages anew after every step would take 2 percent of a small one."""
+"""Steps between two trims of the heap. Tensors of varying lengths leave gaps in it, which would
+grow for hundreds of steps. A trim after every step would cost 2 percent of a small one."""
 
 
 def _named_failures(
     method: Callable[Concatenate[TrainerWorker, P], R],
 ) -> Callable[Concatenate[TrainerWorker, P], R]:
-    """Turn failures of libraries, which may not pickle, into InfraError that names the rank."""
+    """Turn errors of libraries, which may not pickle, into InfraError that names the rank."""
 
     @functools.wraps(method)
     def call(worker: TrainerWorker, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -67,10 +67,10 @@ def heartbeat_file(log: Path) -> Path:
 
 
 class TrainerWorker:
-    """One process of the trainer; sync methods, one call at a time."""
+    """One process of the trainer; its methods are synchronous, one call at a time."""
 
     def __init__(self, rank: int, log: Path | None = None) -> None:
-        """`log`: where this process writes; None leaves its output where it goes."""
+        """`log`: receives the output of this process; None does not redirect it."""
         if log is not None:
             redirect_output(log)
         self.rank = rank
@@ -79,22 +79,21 @@ class TrainerWorker:
         self._listener: socket.socket | None = None
 
     def location(self) -> ProcessLocation:
-        """Return the location of this process."""
         return ProcessLocation.here()
 
     def find_rendezvous(self, world_size: int) -> Rendezvous:
-        """An address and a free port of this rank's node, for all ranks to meet at."""
+        """Return an address and a free port of this rank's node, at which all ranks meet."""
         import ray
 
         address = ray.util.get_node_ip_address()
-        # kept open, so that nobody else takes the port until the ranks meet
+        # kept open, so that no other process takes the port until the ranks meet
         self._listener = socket.create_server((address, 0))
         port = self._listener.getsockname()[1]
         return Rendezvous(address=address, port=port, rank=self.rank, world_size=world_size)
 
     @_named_failures
     def start(self, settings: TrainerSettings, rendezvous: Rendezvous, uses_cuda: bool) -> None:
-        """Build this rank's part of the trainer; all ranks must be starting."""
+        """Build this rank's part of the trainer; collective."""
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -111,34 +110,17 @@ class TrainerWorker:
             start_heartbeat(heartbeat_file(self.log), limit_s=settings.trainer.progress_timeout_s)
 
     @_named_failures
-    def update(
-        self,
-        batch: PackedBatch,
-        policy_version: int,
-        step: int,
-        kl_reward_coef: float | None,
-        texts: PackedBatch | None,
-        record: Sequence[int],
-    ) -> RankUpdate:
-        """One rollout step's updates; `record`: sequences whose log-probs come back."""
+    def update(self, request: UpdateRequest) -> RankUpdate:
+        """Apply the updates of one rollout step."""
         from megadapo.trainer.update.measure import UpdateRecorder
-        from megadapo.trainer.update.update import update_rank
 
         rank = self._started()
-        recorder = UpdateRecorder(batch, record)
-        result = update_rank(
-            rank,
-            batch,
-            policy_version=policy_version,
-            step=step,
-            kl_reward_coef=kl_reward_coef,
-            texts=texts,
-            recorder=recorder,
-        )
+        recorder = UpdateRecorder(request.batch, request.record)
+        result = rank.update(request, recorder)
         release_cached_memory()
-        if step % STEPS_PER_TRIM == 0:
+        if request.step % STEPS_PER_TRIM == 0:
             return_freed_memory()
-        wanted = record and rank.has_results
+        wanted = request.record and rank.has_results
         return RankUpdate(
             result=result,
             share=recorder.share(),
@@ -161,7 +143,7 @@ class TrainerWorker:
 
     @_named_failures
     def save_report(self) -> RankReport | None:
-        """What became of the last save; None while it is being written."""
+        """Return the outcome of the last save; None while it is being written."""
         return self._started().writer.report()
 
     @_named_failures
@@ -185,7 +167,7 @@ class TrainerWorker:
 
     @_named_failures
     def apply(self, function: Callable[..., R], *args: Any) -> R:
-        """Call `function(trainer_rank, *args)` here: how other packages reach the weights."""
+        """Call `function(trainer_rank, *args)` in this process, for other packages."""
         return function(self._started(), *args)
 
     @_named_failures
@@ -195,14 +177,16 @@ class TrainerWorker:
 
     @_named_failures
     def held_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """As `weight_sender`, of the weights that this rank holds beside the present ones."""
+        """Call a method of the sender of this rank's pinned weights."""
         return getattr(self._started().held_sender, method)(*args, **kwargs)
 
     @_named_failures
     def leave(self) -> None:
-        """Take the process groups apart before the process ends."""
+        """Destroy the process groups before the process ends."""
         if self._trainer is not None:
-            self._trainer.leave()
+            from megadapo.trainer.model.parallel import leave_groups
+
+            leave_groups()
 
     def _started(self) -> TrainerRank:
         assert self._trainer is not None, "start() comes first"
@@ -210,12 +194,12 @@ class TrainerWorker:
 
 
 def require_cuda() -> None:
-    """Make sure that this process can work on a GPU as the run expects it to.
+    """Check that this process can use a GPU as the run expects.
 
     Raises:
-        InfraError: torch finds no GPU, or Transformer Engine cannot be imported. The CPU's
-            platform and layers must not take their place unnoticed. Or the GPU is older than
-            cuDNN's packed attention, and there is no other one.
+        InfraError: torch finds no GPU, or Transformer Engine cannot be imported: a silent fallback
+            to the CPU must not happen. Or the GPU is too old for cuDNN's packed attention and
+            flash-attn is missing.
     """
     import torch
 
@@ -240,10 +224,10 @@ def require_cuda() -> None:
 
 
 def release_cached_memory() -> None:
-    """Give the memory that a finished call used back to the GPU, which engines share."""
+    """Return cached memory to the GPU, which engines share."""
     import torch
 
     if torch.cuda.is_available():
-        # tensors in reference cycles would stay where they are
+        # frees tensors in reference cycles
         gc.collect()
     torch.cuda.empty_cache()

@@ -137,7 +137,7 @@ def _spread_experts(batch: PackedBatch, model: ModelDescription) -> tuple[np.nda
 def _profile_updates(rank: TrainerRank, updates: Updates) -> StepProfile | None:
     """Run the collective updates on every rank; only the profiled rank returns a result."""
     from megadapo.trainer.model.layer_ranges import layer_ranges
-    from megadapo.trainer.update.update import update_rank
+    from megadapo.trainer.types import UpdateRequest
 
     config, num_steps = updates.config, updates.num_steps
     batch = random_batch(config, updates.num_sequences, vocab_size=rank.layout.shape.vocab_size)
@@ -146,7 +146,7 @@ def _profile_updates(rank: TrainerRank, updates: Updates) -> StepProfile | None:
 
     def update() -> float:
         started = time.perf_counter()
-        update_rank(rank, batch, policy_version=0, step=1)
+        rank.update(UpdateRequest(batch=batch, policy_version=0, step=1))
         if rank.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - started

@@ -1,4 +1,8 @@
-"""A mini-batch as one rank's micro-batches, cut alike on every rank."""
+"""Mini-batches split into micro-batches over the data-parallel ranks.
+
+Sequences are balanced over ranks by their cost and then packed under a token budget. The split
+depends on the arguments only, so every rank computes the same one.
+"""
 
 from __future__ import annotations
 
@@ -20,90 +24,10 @@ LINEAR_FLOPS_PER_HIDDEN = 6
 12 H^2 multiply-adds a token for the matrices, 2 H per token of (causally halved) context."""
 
 
-def sequence_cost(length: int, hidden_size: int) -> float:
-    """Compute of a sequence, in units of one token's matrix products."""
-    return length * (1.0 + length / (2 * LINEAR_FLOPS_PER_HIDDEN * hidden_size))
-
-
-def partition(
-    lengths: Sequence[int],
-    *,
-    num_ranks: int,
-    token_budget: int,
-    hidden_size: int,
-    multiple_of: int = 1,
-) -> list[list[list[int]]]:
-    """Cut one mini-batch into micro-batches.
-
-    Args:
-        lengths: [S] tokens of each sequence.
-        num_ranks: data-parallel ranks.
-        token_budget: most tokens of a micro-batch; a longer sequence is one by itself.
-        hidden_size: of the model, for the cost of attention.
-        multiple_of: what the number of micro-batches must be a multiple of.
-
-    Returns:
-        [rank][micro_batch] -> sequence indices, ascending. Every rank has the same number of
-        micro-batches, at least one; some may be empty.
-    """
-    costs = [sequence_cost(length, hidden_size) for length in lengths]
-    shares = balance(range(len(lengths)), costs, num_ranks)
-    packed = [first_fit(share, lengths, token_budget) for share in shares]
-    needed = max(1, *(len(bins) for bins in packed))
-    num_micro_batches = -(-needed // multiple_of) * multiple_of
-    return [
-        _spread(share, bins, lengths, costs, num_micro_batches, token_budget)
-        for share, bins in zip(shares, packed, strict=True)
-    ]
-
-
-def balance(items: Sequence[int], costs: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Share items out so that the dearest bin is cheap: dearest item first, to the lightest bin."""
-    loads = [(0.0, index) for index in range(num_bins)]
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    for item in sorted(items, key=lambda item: (-costs[item], item)):
-        load, index = heapq.heappop(loads)
-        bins[index].append(item)
-        heapq.heappush(loads, (load + costs[item], index))
-    return [sorted(members) for members in bins]
-
-
-def first_fit(items: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Pack items into as few bins of `token_budget` tokens as first-fit-decreasing finds."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for item in sorted(items, key=lambda item: (-lengths[item], item)):
-        fitting = (index for index, free in enumerate(room) if lengths[item] <= free)
-        index = next(fitting, None)
-        if index is None:
-            bins.append([item])
-            room.append(token_budget - lengths[item])
-        else:
-            bins[index].append(item)
-            room[index] -= lengths[item]
-    return [sorted(members) for members in bins]
-
-
-def _spread(
-    share: Sequence[int],
-    bins: list[list[int]],
-    lengths: Sequence[int],
-    costs: Sequence[float],
-    num_micro_batches: int,
-    token_budget: int,
-) -> list[list[int]]:
-    """Micro-batches of even cost, so that pipeline stages wait less; else the tight packing."""
-    even = balance(share, costs, num_micro_batches)
-    if all(len(b) <= 1 or sum(lengths[i] for i in b) <= token_budget for b in even):
-        return even
-    return bins + [[] for _ in range(num_micro_batches - len(bins))]
-
-
 class MiniBatch(Sequence[MicroBatch]):
-    """Micro-batches that wait in host memory; each is on the device while somebody holds it.
+    """Micro-batches in main memory; each is copied to the device when it is read.
 
-    A step has many mini-batches and one of them is computed at a time, so that a step's length
-    costs no device memory.
+    A step computes one mini-batch at a time, so their number costs no device memory.
     """
 
     def __init__(self, waiting: Sequence[MicroBatch], device: torch.device) -> None:
@@ -126,12 +50,12 @@ class MiniBatch(Sequence[MicroBatch]):
 
     @property
     def num_tokens(self) -> int:
-        """Of whole sequences: the same on all context-parallel ranks."""
+        """Tokens of whole sequences: the same on all context-parallel ranks."""
         return sum(int(micro_batch.lengths.sum()) for micro_batch in self._waiting)
 
 
-class MiniBatchCutter:
-    """Cuts mini-batches for this rank; every rank of a data-parallel copy gets the same ones."""
+class MicroBatchSplitter:
+    """Splits mini-batches for this rank; all ranks of a data-parallel copy get the same."""
 
     def __init__(
         self,
@@ -141,11 +65,11 @@ class MiniBatchCutter:
         hidden_size: int,
         device: torch.device,
     ) -> None:
-        """`device`: where micro-batches are computed."""
+        """`device`: computes the micro-batches."""
         self._builder, self._device = builder, device
-        # the interleaved schedule takes micro-batches in groups of as many as there are stages
+        # the interleaved schedule needs a multiple of the number of stages
         self.multiple_of = trainer.pipeline_parallel if trainer.virtual_pipeline > 1 else 1
-        self._shares = partial(
+        self._partition = partial(
             partition,
             num_ranks=trainer.data_parallel,
             token_budget=trainer.tokens_per_micro_batch,
@@ -153,40 +77,116 @@ class MiniBatchCutter:
             multiple_of=self.multiple_of,
         )
 
-    def cut(
+    def split(
         self, batch: PackedBatch, *, predicted: np.ndarray, policy_version: int | None
     ) -> list[MiniBatch]:
-        """All mini-batches of a batch.
+        """Return this rank's part of every mini-batch.
 
         Args:
-            predicted: [tokens of the batch] bool, which tokens the head predicts.
-            policy_version: of the present weights; None: who sampled a token does not matter.
+            predicted: [tokens of the batch] bool, tokens that the head predicts.
+            policy_version: of the current weights; None if stale tokens need not be known.
         """
         lengths = np.diff(batch.cu_seqlens)
-        return [
-            MiniBatch(
-                [
-                    self._builder.build(
-                        batch, indices[members], predicted=predicted, policy_version=policy_version
-                    )
-                    for members in self._shares(lengths[indices].tolist())[
-                        mpu.get_data_parallel_rank()
-                    ]
-                ],
-                self._device,
-            )
-            for indices in batch.mini_batches
-        ]
+        mini_batches = []
+        for indices in batch.mini_batches:
+            parts = self._partition(lengths[indices].tolist())[mpu.get_data_parallel_rank()]
+            micro_batches = [
+                self._builder.build(
+                    batch, indices[members], predicted=predicted, policy_version=policy_version
+                )
+                for members in parts
+            ]
+            mini_batches.append(MiniBatch(micro_batches, self._device))
+        return mini_batches
 
-    def cut_responses(self, batch: PackedBatch) -> list[MiniBatch]:
-        """All mini-batches, with every token behind a prompt predicted."""
-        return self.cut(batch, predicted=response_tokens(batch), policy_version=None)
+    def split_responses(self, batch: PackedBatch) -> list[MiniBatch]:
+        """Return this rank's part of every mini-batch, with all response tokens predicted."""
+        return self.split(batch, predicted=response_tokens(batch), policy_version=None)
 
-    def alone(
+    def micro_batch(
         self, batch: PackedBatch, members: np.ndarray, *, predicted: np.ndarray, policy_version: int
     ) -> MicroBatch:
-        """The given sequences of a batch and no others as one micro-batch, on the device."""
+        """Return only the given sequences as one micro-batch, on the device."""
         micro_batch = self._builder.build(
             batch, members, predicted=predicted, policy_version=policy_version
         )
         return micro_batch.to(self._device)
+
+
+def partition(
+    lengths: Sequence[int],
+    *,
+    num_ranks: int,
+    token_budget: int,
+    hidden_size: int,
+    multiple_of: int = 1,
+) -> list[list[list[int]]]:
+    """Split one mini-batch into micro-batches.
+
+    Args:
+        lengths: [S] tokens of each sequence.
+        num_ranks: data-parallel ranks.
+        token_budget: largest number of tokens of a micro-batch; a longer sequence is alone.
+        hidden_size: of the model, for the cost of attention.
+        multiple_of: divides the number of micro-batches of a rank.
+
+    Returns:
+        [rank][micro_batch] -> sequence indices, ascending. Every rank has the same number of
+        micro-batches, at least one; some may be empty.
+    """
+    costs = [sequence_cost(length, hidden_size) for length in lengths]
+    shares = balance(range(len(lengths)), costs, num_ranks)
+    packed = [first_fit(share, lengths, token_budget) for share in shares]
+    needed = max(1, *(len(bins) for bins in packed))
+    num_micro_batches = -(-needed // multiple_of) * multiple_of
+    return [
+        _spread(share, bins, lengths, costs, num_micro_batches, token_budget)
+        for share, bins in zip(shares, packed, strict=True)
+    ]
+
+
+def sequence_cost(length: int, hidden_size: int) -> float:
+    """Return the compute of a sequence, in units of one token's matrix products."""
+    return length * (1.0 + length / (2 * LINEAR_FLOPS_PER_HIDDEN * hidden_size))
+
+
+def balance(items: Sequence[int], costs: Sequence[float], num_bins: int) -> list[list[int]]:
+    """Assign the most expensive item first, each to the bin with the lowest load."""
+    loads = [(0.0, index) for index in range(num_bins)]
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    for item in sorted(items, key=lambda item: (-costs[item], item)):
+        load, index = heapq.heappop(loads)
+        bins[index].append(item)
+        heapq.heappush(loads, (load + costs[item], index))
+    return [sorted(members) for members in bins]
+
+
+def first_fit(items: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Pack items into bins of `token_budget` tokens, by first-fit-decreasing."""
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for item in sorted(items, key=lambda item: (-lengths[item], item)):
+        fitting = (index for index, tokens in enumerate(free) if lengths[item] <= tokens)
+        index = next(fitting, None)
+        if index is None:
+            bins.append([item])
+            free.append(token_budget - lengths[item])
+        else:
+            bins[index].append(item)
+            free[index] -= lengths[item]
+    return [sorted(members) for members in bins]
+
+
+def _spread(
+    share: Sequence[int],
+    bins: list[list[int]],
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    num_micro_batches: int,
+    token_budget: int,
+) -> list[list[int]]:
+    """Return micro-batches of even cost, so that pipeline stages wait less; else tight ones."""
+    even = balance(share, costs, num_micro_batches)
+    if all(len(b) <= 1 or sum(lengths[i] for i in b) <= token_budget for b in even):
+        return even
+    return bins + [[] for _ in range(num_micro_batches - len(bins))]

@@ -1,31 +1,85 @@
-"""What the ranks say of a save, and what makes one whole of it."""
+"""The driver's side of a save: wait until all ranks have written, then write the metadata."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megadapo.errors import CheckpointError
+from megadapo.cluster.calls import gather
+from megadapo.errors import CheckpointError, InfraError
 from megadapo.weights.disk.files import Files
 from megadapo.weights.disk.torch_checkpoint import METADATA_FILE, StoredPiece, write_metadata
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+POLL_S = 0.1
+"""Seconds between two questions whether a save is written."""
+LONGEST_WORK_S = 7 * 24 * 3600.0
+"""Time limit of calls that a heartbeat watches."""
 
 
 @dataclass
 class RankReport:
-    """What one rank has written, or why it has not."""
+    """Outcome of a save on one rank."""
 
     files: Files = field(default_factory=dict)
     pieces: dict[str, list[StoredPiece]] = field(default_factory=dict)
-    """By the folder below the trainer's."""
+    """Folder relative to the trainer's -> pieces written there."""
     error: str = ""
 
 
-def complete_save(folder: Path, reports: Sequence[RankReport]) -> Files:
-    """Say in `folder` where all ranks have put everything; returns all files there should be.
+def wait_for_save(
+    ranks: Sequence[ActorHandle[Any]],
+    names: Sequence[str],
+    logs: Sequence[Path],
+    folder: Path,
+    *,
+    deadline: float,
+    watch: Callable[[], None],
+) -> Files:
+    """Ask the ranks until all have written; return all files of the checkpoint.
+
+    Args:
+        ranks: those that write, though they may have ended since.
+        deadline: on the monotonic clock, when every rank must have written.
+        watch: raises if a rank hangs.
 
     Raises:
-        CheckpointError: a rank could not write, or something was written twice or not at all.
+        CheckpointError: a rank could not write; no rank is writing any more.
+        InfraError: a rank is gone, or still writing at the deadline.
+    """
+    reports: dict[int, RankReport] = {}
+    while True:
+        asked = [number for number in range(len(ranks)) if number not in reports]
+        answers: list[RankReport | None] = gather(
+            [ranks[number].save_report.remote() for number in asked],
+            names=[names[number] for number in asked],
+            doing="save",
+            logs=[logs[number] for number in asked],
+            # a rank answers between other work
+            timeout_s=LONGEST_WORK_S,
+            watch=watch,
+        )
+        reports |= {n: report for n, report in zip(asked, answers, strict=True) if report}
+        if len(reports) == len(ranks):
+            return complete_save(folder, list(reports.values()))
+        if time.monotonic() > deadline:
+            late = ", ".join(str(number) for number in asked if number not in reports)
+            raise InfraError(
+                f"trainer ranks {late} are still writing to {folder}: is it reachable?"
+            )
+        time.sleep(POLL_S)
+
+
+def complete_save(folder: Path, reports: Sequence[RankReport]) -> Files:
+    """Write the metadata of all pieces into `folder`; return all files of the checkpoint.
+
+    Raises:
+        CheckpointError: a rank could not write, or a piece was written twice or not at all.
         OSError: the metadata could not be written.
     """
     if errors := [report.error for report in reports if report.error]:

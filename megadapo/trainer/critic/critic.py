@@ -1,15 +1,12 @@
-"""The critic of one rank: its part of the model, its optimizer, and what can be asked of it."""
+"""The critic of one rank: its part of the model, its optimizer, and sums over its tokens."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -26,14 +23,99 @@ from megadapo.trainer.critic.value_model import (
     set_value_weights,
 )
 from megadapo.trainer.model.initialize import RandomTensors
-from megadapo.trainer.model.model import transformer_config
 from megadapo.trainer.model.model_layout import validate_critic, validate_model_layout
-from megadapo.trainer.model.parallel import parameters_by_global_name, shard_position
+from megadapo.trainer.trained_model import TrainedModel
 from megadapo.trainer.types import CRITIC_FOLDER, CriticResult, TrainerSettings
-from megadapo.trainer.update.optimizer import build_optimizer, wrap_for_gradients
-from megadapo.trainer.update.step import finalize_sums, run_schedule
+from megadapo.trainer.update.step import run_schedule
 from megadapo.weights.disk.sources import open_source
-from megadapo.weights.layout.layout import ModelLayout
+
+
+class Critic(TrainedModel):
+    """Model and optimizer of the critic; every method is collective over the trainer's ranks."""
+
+    def __init__(
+        self, settings: TrainerSettings, *, policy: ModelDescription, device: torch.device
+    ) -> None:
+        """`policy`: its micro-batches are the critic's input."""
+        assert settings.critic is not None, "a critic needs its section"
+        self.settings, self.section, self.device = settings, settings.critic, device
+        self._folder = resolve_model_folder(
+            self.section.path or settings.model.path,
+            with_weights=settings.model.init == "pretrained",
+            key="critic.path",
+        )
+        model = describe_critic(read_hf_config(self._folder))
+        validate_critic(model, policy)
+        validate_model_layout(model, settings.trainer)
+        super().__init__(
+            settings,
+            model,
+            self.section.optimizer,
+            build_chunks=build_value_chunks,
+            set_weights=self._set_weights,
+        )
+        self.head = ValueLoss(value_clip=self.section.value_clip)
+
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return values [T] of each micro-batch on the last pipeline stage, else an empty list."""
+        tasks = [ValueTask(micro_batch=part, targets=None) for part in micro_batches]
+        with torch.no_grad(), record_function("megadapo::values"):
+            return run_schedule(self.chunks, self.head, tasks, forward_only=True)
+
+    @record_function("megadapo::value_gradients")
+    def gradients(
+        self, micro_batches: Sequence[MicroBatch], targets: Sequence[ValueTargets]
+    ) -> CriticSums:
+        """Leave the mini-batch's summed gradients in the buffers; return this rank's sums.
+
+        Args:
+            targets: of each micro-batch; empty except on the last pipeline stage.
+        """
+        unused = ValueTargets(values_old=torch.empty(0), returns=torch.empty(0))
+        tasks = [
+            ValueTask(micro_batch=micro_batch, targets=wanted)
+            for micro_batch, wanted in zip(
+                micro_batches, targets or [unused] * len(micro_batches), strict=True
+            )
+        ]
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        outputs = run_schedule(self.chunks, self.head, tasks, forward_only=False)
+        sums = CriticSums()
+        for output, wanted in zip(outputs, targets, strict=True):
+            sums.add(wanted.values_old, wanted.returns)
+            sums.loss += output.loss.item()
+            sums.clipped += output.clipped.item()
+        return sums
+
+    def snapshot(self, number: int) -> Snapshot:
+        """Copy weights and optimizer; `number`: of the save."""
+        return take_snapshot(self.chunks, self.optimizer, number=number)
+
+    def load(self, folder: Path) -> None:
+        """Read the critic from a trainer's checkpoint of any split.
+
+        Raises:
+            CheckpointError: the checkpoint has no critic, is damaged, or of another model.
+        """
+        if not (folder / CRITIC_FOLDER).is_dir():
+            raise CheckpointError(
+                f"{folder} was written without a critic, which "
+                'algorithm.advantage = "gae" needs: continue with the advantage it was trained '
+                "with, or start a run from its export"
+            )
+        load_checkpoint(self.chunks, self.optimizer, folder / CRITIC_FOLDER)
+
+    def _set_weights(self) -> None:
+        if not self.settings.reads_weights:
+            return
+        if self.settings.model.init == "pretrained":
+            source = open_source(self._folder)
+        else:
+            source = RandomTensors(
+                self.layout, std=self.model.initializer_range, seed=self.settings.seed
+            )
+        set_value_weights(source, self._folder, self.parameters, self.layout, self.position)
 
 
 @dataclass(kw_only=True)
@@ -50,7 +132,7 @@ class CriticSums:
     squared_errors: float = 0.0
 
     def add(self, values: Tensor, returns: Tensor) -> None:
-        """Count tokens with values [R] before the step's first update and returns [R]."""
+        """Count tokens; `values` [R] are from before the step's first update, as `returns` [R]."""
         values, returns = values.double(), returns.double()
         errors = returns - values
         self.num_tokens += len(values)
@@ -61,7 +143,7 @@ class CriticSums:
         self.squared_errors += errors.square().sum().item()
 
     def reduced(self, *, contributes: bool, device: torch.device) -> CriticSums:
-        """The sums over the ranks that contribute; collective, the same on all."""
+        """Return the sums over the ranks that contribute; collective, the same on all ranks."""
         own = astuple(self if contributes else CriticSums())
         total = torch.tensor(own, dtype=torch.float64, device=device)
         torch.distributed.all_reduce(total)
@@ -73,7 +155,7 @@ class CriticSums:
 def summarize_critic(
     mini_batches: Sequence[CriticSums], *, grad_norms: Sequence[float], lr: float
 ) -> CriticResult:
-    """The critic's numbers of a step from its mini-batches' reduced sums.
+    """Return the critic's numbers of a step from its mini-batches' reduced sums.
 
     Args:
         grad_norms: of the applied updates.
@@ -99,140 +181,12 @@ def summarize_critic(
     )
 
 
-def whitened_over_ranks(
-    pieces: Sequence[np.ndarray], *, contributes: bool, device: torch.device
-) -> list[np.ndarray]:
-    """Numbers less their mean over all ranks, over their unbiased standard deviation; collective.
-
-    Zeros where all are equal. Ranks that do not contribute get their own pieces by the others'
-    mean and deviation.
-
-    Args:
-        pieces: of this rank, [n] float64 each.
-    """
-    own = np.concatenate([np.empty(0), *(pieces if contributes else ())])
-    count, total = _sums([len(own), own.sum()], device)
-    ends = torch.tensor(
-        [own.max(initial=-math.inf), -own.min(initial=math.inf)], dtype=torch.float64, device=device
-    )
-    torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MAX)
-    largest, smallest = ends[0].item(), -ends[1].item()
-    mean = total / max(1.0, count)
-    (squares,) = _sums([np.square(own - mean).sum()], device)
-    # of a NaN the ends may tell nothing
-    if count < 2 or (largest == smallest and math.isfinite(total)):
-        return [np.zeros_like(piece) for piece in pieces]
-    deviation = math.sqrt(squares / (count - 1))
-    return [(piece - mean) / deviation for piece in pieces]
-
-
-def _sums(values: Sequence[float], device: torch.device) -> list[float]:
-    total = torch.tensor(values, dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(total)
-    sums: list[float] = total.tolist()
-    return sums
-
-
 def _explained_variance(sums: CriticSums) -> float | None:
-    """1 - Var(returns - values) / Var(returns); None where all returns are the same."""
+    """Return 1 - Var(returns - values) / Var(returns); None if all returns are equal."""
     tokens = sums.num_tokens
     of_returns = sums.squared_returns / tokens - (sums.returns / tokens) ** 2
     of_errors = sums.squared_errors / tokens - (sums.errors / tokens) ** 2
-    # the difference of two sums has that much rounding
+    # the difference of two sums has about this rounding error
     if of_returns <= 1e-12 * sums.squared_returns / tokens:
         return None
     return 1.0 - of_errors / of_returns
-
-
-class Critic:
-    """Model and optimizer; every method is collective over the trainer's ranks."""
-
-    def __init__(
-        self, settings: TrainerSettings, *, policy: ModelDescription, device: torch.device
-    ) -> None:
-        """`policy`: whose micro-batches it reads."""
-        assert settings.critic is not None, "whoever makes one has its section"
-        self.settings, self.section, self.device = settings, settings.critic, device
-        folder = resolve_model_folder(
-            self.section.path or settings.model.path,
-            with_weights=settings.model.init == "pretrained",
-            key="critic.path",
-        )
-        self.model = describe_critic(read_hf_config(folder))
-        validate_critic(self.model, policy)
-        validate_model_layout(self.model, settings.trainer)
-        self.layout = ModelLayout(self.model.family, self.model.shape)
-        config = transformer_config(
-            self.model, settings.trainer, dtype=getattr(torch, settings.model.dtype)
-        )
-        config.finalize_model_grads_func = finalize_sums
-        chunks = build_value_chunks(config, self.model, settings.trainer)
-        self.position = shard_position(chunks, settings.trainer)
-        self.parameters = parameters_by_global_name(chunks)
-        self._set_weights(folder)
-        self.chunks: list[DistributedDataParallel] = wrap_for_gradients(
-            chunks, config, settings.trainer
-        )
-        self.optimizer = build_optimizer(self.chunks, self.section.optimizer)
-        self.head = ValueLoss(value_clip=self.section.value_clip)
-
-    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Values [T] of each micro-batch on the last pipeline stage; elsewhere an empty list."""
-        tasks = [ValueTask(micro_batch=part, targets=None) for part in micro_batches]
-        with torch.no_grad(), record_function("megadapo::values"):
-            return run_schedule(self.chunks, self.head, tasks, forward_only=True)
-
-    @record_function("megadapo::value_gradients")
-    def gradients(
-        self, micro_batches: Sequence[MicroBatch], targets: Sequence[ValueTargets]
-    ) -> CriticSums:
-        """Leave the mini-batch's summed gradients in the buffers; returns this rank's sums.
-
-        Args:
-            targets: of each micro-batch; empty except on the last pipeline stage.
-        """
-        nothing = ValueTargets(values_old=torch.empty(0), returns=torch.empty(0))
-        tasks = [
-            ValueTask(micro_batch=micro_batch, targets=wanted)
-            for micro_batch, wanted in zip(
-                micro_batches, targets or [nothing] * len(micro_batches), strict=True
-            )
-        ]
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        outputs = run_schedule(self.chunks, self.head, tasks, forward_only=False)
-        sums = CriticSums()
-        for output, wanted in zip(outputs, targets, strict=True):
-            sums.add(wanted.values_old, wanted.returns)
-            sums.loss += output.loss.item()
-            sums.clipped += output.clipped.item()
-        return sums
-
-    def snapshot(self, number: int) -> Snapshot:
-        """Copy weights and optimizer; `number`: of the save."""
-        return take_snapshot(self.chunks, self.optimizer, number=number)
-
-    def load(self, folder: Path) -> None:
-        """Read what a snapshot was written as, at whatever split it was written.
-
-        Raises:
-            CheckpointError: there is no critic in it, it is damaged, or of another model.
-        """
-        if not (folder / CRITIC_FOLDER).is_dir():
-            raise CheckpointError(
-                f"{folder} was written without a critic, which "
-                'algorithm.advantage = "gae" needs: go on with the advantage it was trained with, '
-                "or begin a run from its export"
-            )
-        load_checkpoint(self.chunks, self.optimizer, folder / CRITIC_FOLDER)
-
-    def _set_weights(self, folder: Path) -> None:
-        if not self.settings.reads_weights:
-            return
-        if self.settings.model.init == "pretrained":
-            source = open_source(folder)
-        else:
-            source = RandomTensors(
-                self.layout, std=self.model.initializer_range, seed=self.settings.seed
-            )
-        set_value_weights(source, folder, self.parameters, self.layout, self.position)

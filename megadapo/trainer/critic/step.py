@@ -1,25 +1,25 @@
-"""One rollout step of the critic: values of its tokens, the advantages they give, and its updates.
+"""One rollout step of the critic: values of its tokens, their advantages, and its updates.
 
-It goes through the policy's micro-batches, which hold whole sequences, so that advantages are made
-where the values are: no value leaves the last pipeline stage.
+The critic reads the policy's micro-batches, which hold whole sequences. So advantages are computed
+beside the values, and no value leaves the last pipeline stage.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
-from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megadapo.algorithm.gae import generalized_advantages, terminal_rewards
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.off_policy import OldPolicy
-from megadapo.trainer.critic.critic import Critic, CriticSums, summarize_critic, whitened_over_ranks
+from megadapo.trainer.critic.critic import Critic, CriticSums, summarize_critic
 from megadapo.trainer.critic.value_model import ValueTargets
-from megadapo.trainer.model.parallel import add_up_over_context
+from megadapo.trainer.model.parallel import add_up_over_context, has_results
 from megadapo.trainer.types import CriticResult
 from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite
 
@@ -30,31 +30,30 @@ class CriticStep:
     def __init__(
         self,
         critic: Critic,
-        cut: Sequence[Sequence[MicroBatch]],
+        split: Sequence[Sequence[MicroBatch]],
         old: Sequence[Sequence[OldPolicy]],
         step: int,
         *,
         kl_coef: float,
     ) -> None:
-        """Take values of all of the step's tokens, before any update.
+        """Compute values of all of the step's tokens, before any update.
 
         Args:
-            cut: this rank's micro-batches of each update.
-            old: what each of them is held against, with the KL divergence that rewards pay for;
-                empty except on the last pipeline stage.
-            step: rollout step, which decides the learning rate; the first is 1.
-            kl_coef: weight of the KL divergence in the rewards.
+            split: this rank's micro-batches of each update.
+            old: old policy of each, with the KL divergence that rewards include; empty except on
+                the last pipeline stage.
+            step: rollout step, counted from 1; it sets the learning rate.
+            kl_coef: coefficient of the KL divergence in the rewards.
         """
-        self._critic, self._cut, self._kl_coef = critic, cut, kl_coef
+        self._critic, self._split, self._kl_coef = critic, split, kl_coef
         self._lr = critic.section.optimizer.lr_at(step)
         self._reduced: list[CriticSums] = []
         self._grad_norms: list[float] = []
         self.targets: list[list[ValueTargets]] = []
-        """[update][micro-batch] -> what the critic learns; empty lists except on the last pipeline
-        stage."""
+        """[update][micro-batch] -> targets; empty lists except on the last pipeline stage."""
         raw: list[list[np.ndarray]] = []
-        for micro_batches, policies in zip(cut, old, strict=True):
-            # none on other stages than the last
+        for micro_batches, policies in zip(split, old, strict=True):
+            # empty except on the last stage
             values = critic.values(micro_batches)
             triples = list(zip(micro_batches, policies, values, strict=False))
             raw.append([self._raw_advantages(*triple) for triple in triples])
@@ -68,28 +67,27 @@ class CriticStep:
             [replace(policy, advantages=own) for policy, own in zip(*pair, strict=True)]
             for pair in zip(old, self._whitened(raw), strict=True)
         ]
-        """[update][micro-batch] -> `old` with [T] advantages of each token, whitened over the
-        step's tokens."""
+        """[update][micro-batch] -> `old` with [T] advantages, whitened over the step's tokens."""
 
     def update(self, number: int) -> None:
         """Train on the micro-batches of the step's update `number`, counted from 0."""
         critic = self._critic
-        sums = critic.gradients(self._cut[number], self.targets[number])
-        sums = sums.reduced(contributes=_has_results(), device=critic.device)
+        sums = critic.gradients(self._split[number], self.targets[number])
+        sums = sums.reduced(contributes=has_results(), device=critic.device)
         outcome = step_if_finite(critic.optimizer, loss=sums.loss, lr=self._lr)
         self._reduced.append(sums)
         if outcome.applied:
             self._grad_norms.append(outcome.grad_norm)
 
     def result(self) -> CriticResult:
-        """The step's numbers, the same on every rank; weights are whole from here on."""
+        """Complete the critic's weights; return the step's numbers, the same on every rank."""
         gather_weights_now(self._critic.chunks)
         return summarize_critic(self._reduced, grad_norms=self._grad_norms, lr=self._lr)
 
     def _raw_advantages(
         self, micro_batch: MicroBatch, policy: OldPolicy, values: Tensor
     ) -> np.ndarray:
-        """[R] float64 of a micro-batch's predicted tokens, each of which pays for its own KL."""
+        """Return [R] float64 of the predicted tokens; each token's reward includes its own KL."""
         rows, sequences = micro_batch.rows, micro_batch.whole.sequences
         known = [micro_batch.advantages[rows], values[rows]]
         if self._kl_coef != 0.0:
@@ -112,7 +110,7 @@ class CriticStep:
     def _whitened(self, raw: list[list[np.ndarray]]) -> list[list[Tensor]]:
         flat = [values for parts in raw for values in parts]
         whitened = iter(
-            whitened_over_ranks(flat, contributes=_has_results(), device=self._critic.device)
+            whitened_over_ranks(flat, contributes=has_results(), device=self._critic.device)
         )
         return [
             [
@@ -121,12 +119,45 @@ class CriticStep:
                 )
                 for micro_batch, _ in zip(micro_batches, parts, strict=False)
             ]
-            for micro_batches, parts in zip(self._cut, raw, strict=True)
+            for micro_batches, parts in zip(self._split, raw, strict=True)
         ]
 
 
+def whitened_over_ranks(
+    pieces: Sequence[np.ndarray], *, contributes: bool, device: torch.device
+) -> list[np.ndarray]:
+    """Subtract the mean over all ranks and divide by the unbiased standard deviation; collective.
+
+    Equal numbers become 0. Ranks that do not contribute use the others' mean and deviation.
+
+    Args:
+        pieces: of this rank, [n] float64 each.
+    """
+    own = np.concatenate([np.empty(0), *(pieces if contributes else ())])
+    count, total = _sums([len(own), own.sum()], device)
+    ends = torch.tensor(
+        [own.max(initial=-math.inf), -own.min(initial=math.inf)], dtype=torch.float64, device=device
+    )
+    torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MAX)
+    largest, smallest = ends[0].item(), -ends[1].item()
+    mean = total / max(1.0, count)
+    (squares,) = _sums([np.square(own - mean).sum()], device)
+    # NaN may be lost in the maxima, but not in the sum
+    if count < 2 or (largest == smallest and math.isfinite(total)):
+        return [np.zeros_like(piece) for piece in pieces]
+    deviation = math.sqrt(squares / (count - 1))
+    return [(piece - mean) / deviation for piece in pieces]
+
+
+def _sums(values: Sequence[float], device: torch.device) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(total)
+    sums: list[float] = total.tolist()
+    return sums
+
+
 def _of_whole_sequences(micro_batch: MicroBatch, known: Sequence[Tensor]) -> np.ndarray:
-    """Each [R] as [N] float64, with what other context-parallel ranks know of the sequences."""
+    """Return each [R] as [N] float64, with the values of the other context-parallel ranks."""
     whole = micro_batch.whole
     values = micro_batch.rows.new_zeros((len(known), len(whole.sequences)), dtype=torch.float64)
     own = torch.from_numpy(whole.own).to(values.device)
@@ -143,8 +174,3 @@ def _targets(values_old: Tensor, advantages: np.ndarray) -> ValueTargets:
 
 def _float32(values: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(values.astype(np.float32)).to(like.device)
-
-
-def _has_results() -> bool:
-    """Whether this rank's sums count: one tensor-parallel rank of each last stage."""
-    return bool(mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0)

@@ -1,4 +1,4 @@
-"""The critic's model: a language model's layers with a value per token for an output layer."""
+"""The critic's model: a language model whose output layer gives one value per token."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megadapo.models.description import ModelDescription
 from megadapo.models.rows import VALUE_HEAD
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.config import TrainerConfig
+from megadapo.trainer.model.initialize import fill_shards
 from megadapo.trainer.model.model import build_chunks
-from megadapo.weights.disk.load import fill_shard, match_params
 from megadapo.weights.disk.sources import TensorSource, check_tensors
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition
@@ -29,23 +29,25 @@ from megadapo.weights.layout.shards import ShardPosition
 
 
 class ValueHead(torch.nn.Module):
-    """hidden [T, H] or, with sequence parallelism, [T / TP, H] to values [T] fp32, whole on every
-    tensor-parallel rank."""
+    """A linear layer from hidden [T, H] to values [T] fp32, whole on every tensor-parallel rank.
+
+    With sequence parallelism, hidden is [T / TP, H].
+    """
 
     def __init__(self, config: TransformerConfig, device: torch.device) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device)
         )
-        # each tensor-parallel rank then has its own tokens' part of the gradient, to be added up
+        # marks a gradient that is summed over tensor-parallel ranks, each of which has some tokens
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # a value in bf16 would have three digits
+        # bf16 has only three digits
         values = functional.linear(hidden.float(), self.weight.float()).squeeze(-1)
         if self.sequence_parallel:
-            # every rank makes the whole loss of them, so its own part of the gradient is all of it
+            # every rank computes the whole loss, so its own part of the gradient is complete
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values
 
@@ -53,7 +55,7 @@ class ValueHead(torch.nn.Module):
 def build_value_chunks(
     config: TransformerConfig, model: ModelDescription, trainer: TrainerConfig
 ) -> list[GPTModel]:
-    """This rank's part of the critic, with weights not yet set: its chunks in model order."""
+    """Return this rank's chunks of the critic in model order; their weights are not set yet."""
     chunks = build_chunks(config, model, trainer)
     for chunk in chunks:
         if chunk.post_process:
@@ -68,25 +70,24 @@ def set_value_weights(
     layout: ModelLayout,
     position: ShardPosition,
 ) -> None:
-    """Fill this rank's parameters in place; the value head is 0 where `source` has none.
+    """Fill this rank's parameters in place; the value head is 0 if `source` has none.
 
     Args:
         source: tensors of a language model or of a critic.
-        where: what an error calls it.
+        where: name of the source in errors.
         layout: of the critic.
 
     Raises:
-        WeightError: a tensor is missing, unknown or misshapen; it is named.
+        WeightError: a tensor is missing, unknown or of another shape.
     """
     if _HEAD not in source.shapes:
         source = _WithValueHead(source, layout)
     check_tensors(source, layout, where)
-    for shard, param in match_params(params, layout, position):
-        fill_shard(param, shard, source)
+    fill_shards(params, layout, position, source)
 
 
 class _WithValueHead:
-    """A language model's tensors but for its output layer, and zeros for the value head."""
+    """A language model's tensors with zeros for the value head, without its output layer."""
 
     def __init__(self, source: TensorSource, layout: ModelLayout) -> None:
         (head_shape,) = (layout.hf_shapes[name] for name in VALUE_HEAD.hf)
@@ -96,7 +97,7 @@ class _WithValueHead:
         self._source = source
 
     def read(self, name: str, axis: int, start: int, stop: int) -> Tensor:
-        """Positions `start` to `stop` along `axis` of one tensor."""
+        """Return positions `start` to `stop` along `axis` of one tensor."""
         if name != _HEAD:
             return self._source.read(name, axis, start, stop)
         return torch.zeros(self.shapes[_HEAD]).narrow(axis, start, stop - start)
@@ -104,7 +105,7 @@ class _WithValueHead:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueTargets:
-    """What the critic learns from one micro-batch: [R] of its predicted tokens, fp32."""
+    """Targets of one micro-batch: [R] fp32 of its predicted tokens."""
 
     values_old: Tensor
     returns: Tensor
@@ -112,7 +113,7 @@ class ValueTargets:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueTask:
-    """What the critic does with one micro-batch."""
+    """Work of the critic on one micro-batch."""
 
     micro_batch: MicroBatch
     targets: ValueTargets | None
@@ -121,12 +122,12 @@ class ValueTask:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueOutput:
-    """The loss of one micro-batch."""
+    """Loss of one micro-batch."""
 
     loss: Tensor
     """sum_t loss_weights[t] * l_t, fp32, 0-d; the weights are the policy's."""
     clipped: Tensor
-    """Tokens whose clipped error is the larger, 0-d."""
+    """Number of tokens whose clipped error is the larger one, 0-d."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,7 @@ class ValueLoss:
     def __call__(
         self, *, hidden_states: Tensor, output_layer: ValueHead, context: ValueTask, **unused: Any
     ) -> ValueOutput | Tensor:
-        """The loss, or [T] values where there are no targets; entry t as in `MicroBatch`."""
+        """Return the loss, or [T] values if there are no targets; entry t as in `MicroBatch`."""
         values: Tensor = output_layer(hidden_states.squeeze(1))
         targets, rows = context.targets, context.micro_batch.rows
         if targets is None:

@@ -1,4 +1,4 @@
-"""The model's last step: from hidden states to the loss or to log-probs, without the logits."""
+"""The model's last step: from hidden states to the loss or log-probs, without the logits."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from megadapo.trainer.batch.off_policy import OldPolicy
 from megadapo.trainer.model.parallel import add_up_over_context
 
 LIKELIHOOD = PolicyObjective(ratio="none", gate="none")
-"""With advantages of 1 a token's loss is minus its log-prob."""
+"""Objective of a language model: with advantages of 1, a token's loss is minus its log-prob."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTask:
-    """What the head does with the hidden states of one micro-batch."""
+    """Work of the head on one micro-batch."""
 
     micro_batch: MicroBatch
     old: OldPolicy | None
-    """What the update is held against; None asks for log-probs instead of the loss."""
-    is_text: bool = False
-    """Whether its loss is that of a language model, whatever the objective and the temperature."""
+    """Old policy for the loss; None asks for log-probs instead."""
+    is_pretraining: bool = False
+    """Whether the loss is a language model's, at temperature 1."""
     replays: bool = True
-    """Whether routers take over the experts of the micro-batch, if it has them."""
+    """Whether routers use the experts in the micro-batch, if there are any."""
 
     @property
     def experts(self) -> Tensor | None:
-        """[T, layers, K] that routers are told."""
+        """Experts [T, layers, K] for the routers to use; None lets them choose."""
         return self.micro_batch.experts if self.replays else None
 
 
 class OutputLayer(Protocol):
-    """What is used of megatron-core's output layer."""
+    """The part of megatron-core's output layer that the head reads."""
 
     weight: Tensor
     sequence_parallel: bool
@@ -48,14 +48,14 @@ class OutputLayer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyHead:
-    """The `output_processor`: rows that predict something go through the kernel, no others."""
+    """The policy's `output_processor`; only rows that predict a token go through the kernel."""
 
     objective: PolicyObjective
     temperature: float
     vocab_size: int
-    """Rows of the output weight that are tokens; the rest is padding."""
+    """Number of rows of the output weight that are tokens; the rest is padding."""
     wait_for_weight: Callable[[Tensor], None]
-    """Called before the output weight is read, which does not go through the output layer."""
+    """Function to call before the output weight is read, as the output layer is not called."""
 
     def __call__(
         self,
@@ -66,13 +66,13 @@ class PolicyHead:
         context: HeadTask,
         **model_inputs: Any,
     ) -> PolicyHeadOutput | Tensor:
-        """The loss with its statistics, or [T] log-probs where there are no old ones."""
-        if context.is_text:
+        """Return the loss with its statistics, or [T] log-probs if the task has no old ones."""
+        if context.is_pretraining:
             return replace(self, objective=LIKELIHOOD, temperature=1.0)(
                 hidden_states=hidden_states,
                 output_layer=output_layer,
                 output_weight=output_weight,
-                context=replace(context, is_text=False),
+                context=replace(context, is_pretraining=False),
             )
         micro_batch = context.micro_batch
         hidden = hidden_states.squeeze(1)
@@ -106,18 +106,18 @@ class PolicyHead:
             logprobs_ref=context.old.logprobs_ref,
             importance_weights=context.old.importance_weights,
             objective=self.objective,
-            # those that ranks make are NaN where the model's numbers are, and so is the loss then
+            # advantages that ranks compute may be NaN if the model's numbers are; so is the loss
             check_inputs=own is None,
             **common,
         )
 
 
 def sequence_old(micro_batch: MicroBatch, old: OldPolicy, logprobs: Tensor) -> Tensor:
-    """[T] old log-probs that give every token its sequence's ratio.
+    """Return [T] old log-probs that give every token its sequence's ratio.
 
-    A sequence is never cut over micro-batches, and its context-parallel ranks add up their parts.
-    Tokens that the loss leaves out have no part in its ratio and keep their old log-prob, so that
-    the head drops and counts them.
+    A sequence is never split over micro-batches, and context-parallel ranks add up their parts.
+    Tokens without a loss do not count in the ratio. They keep their old log-prob, so that the head
+    drops and counts them.
     """
     known = micro_batch.loss_weights != 0
     for values in (old.logprobs, old.logprobs_ref, old.importance_weights):

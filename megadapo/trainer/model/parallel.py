@@ -1,4 +1,4 @@
-"""Process groups of the trainer and this rank's place in them."""
+"""Process groups of the trainer, this rank's place in them, and the layers it holds."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megadapo.trainer.batch.packing import ContextPart
 from megadapo.trainer.config import TrainerConfig
 from megadapo.trainer.model.model_layout import layers_of_stages
 from megadapo.trainer.types import Rendezvous
+from megadapo.weights.disk.gather import ProcessGroups
 from megadapo.weights.layout.shards import ShardPosition
 
 
@@ -53,42 +54,31 @@ def join_groups(
         # the reshardable optimizer checkpoint gathers over Gloo
         create_gloo_process_groups=True,
     )
-    _meet_in_groups_of_messages("cuda" if cuda else "cpu")
+    _enter_groups("cuda" if cuda else "cpu")
     seed_everything(seed)
 
 
-def _meet_in_groups_of_messages(device: str) -> None:
-    """Let all ranks enter the first operation of each group that carries messages between pairs.
+def _enter_groups(device: str) -> None:
+    """Run a first collective in each group that later carries messages between pairs.
 
-    torch asks for it: NCCL's communicator of a group is made in the group's first operation, and
-    messages between some of its ranks would wait there for the others. A relay of weights between
-    nodes (weights/sync/sender.py) is such a first operation of the world.
+    torch requires it: NCCL creates a group's communicator in its first operation. A message between
+    two of the ranks would wait there for the others. A relay of weights between nodes
+    (weights/sync/sender.py) is such a first operation of the world.
     """
     groups = (
         torch.distributed.group.WORLD,
         mpu.get_pipeline_model_parallel_group(),
-        # keys and values go around in it
+        # keys and values are passed around in it
         mpu.get_context_parallel_group(),
     )
     for group in groups:
         torch.distributed.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-def context_part() -> ContextPart:
-    """Which tokens of every sequence are this rank's."""
-    return ContextPart(mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
-
-
-def add_up_over_context(values: Tensor) -> None:
-    """Sum in place over the ranks that share the sequences' tokens; collective among them."""
-    if mpu.get_context_parallel_world_size() > 1:
-        torch.distributed.all_reduce(values, group=mpu.get_context_parallel_group())
-
-
 def _store(
     rendezvous: Rendezvous, listener: socket.socket | None, timeout: timedelta
 ) -> torch.distributed.TCPStore:
-    """Where ranks exchange addresses; torch's own listener would take calls on every interface."""
+    """Open the store on one interface; torch's own listener would accept on every interface."""
     is_host = rendezvous.rank == 0
     master_listen_fd = None
     if is_host:
@@ -105,7 +95,7 @@ def _store(
 
 
 def seed_everything(seed: int) -> None:
-    """Same state on every rank; only a model with dropout would draw from it."""
+    """Seed all generators alike on every rank; only a model with dropout would draw from them."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -113,14 +103,43 @@ def seed_everything(seed: int) -> None:
 
 
 def leave_groups() -> None:
-    """Take the groups apart, so that a process can join others."""
+    """Destroy the groups, so that the process can join others."""
     if torch.distributed.is_initialized():
         mpu.destroy_model_parallel()
         torch.distributed.destroy_process_group()
 
 
+def has_results() -> bool:
+    """Return whether this rank's sums count: one tensor-parallel rank of each last stage.
+
+    All of its context-parallel ranks count, as they have different tokens.
+    """
+    return bool(mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0)
+
+
+def process_groups() -> ProcessGroups:
+    """Return the groups over which full weights are gathered."""
+    return ProcessGroups(
+        tp=mpu.get_tensor_model_parallel_group(),
+        pp=mpu.get_pipeline_model_parallel_group(),
+        ep=mpu.get_expert_model_parallel_group(),
+        etp=mpu.get_expert_tensor_parallel_group(),
+    )
+
+
+def context_part() -> ContextPart:
+    """Return this rank's part of every sequence."""
+    return ContextPart(mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
+
+
+def add_up_over_context(values: Tensor) -> None:
+    """Sum in place over the ranks that share the sequences' tokens; collective among them."""
+    if mpu.get_context_parallel_world_size() > 1:
+        torch.distributed.all_reduce(values, group=mpu.get_context_parallel_group())
+
+
 def shard_position(chunks: Sequence[GPTModel], trainer: TrainerConfig) -> ShardPosition:
-    """What this rank holds of every weight."""
+    """Return which part of every weight this rank holds."""
     stage = mpu.get_pipeline_model_parallel_rank()
     layers = layers_of_stages(chunks[0].config.num_layers, trainer)[stage]
     assert layers == tuple(n for chunk in chunks for n in _layers(chunk)), "megatron-core's split"
@@ -141,23 +160,20 @@ def shard_position(chunks: Sequence[GPTModel], trainer: TrainerConfig) -> ShardP
 
 
 def parameters_by_global_name(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
-    """Parameters of all chunks, with layers numbered over the whole model instead of the chunk."""
+    """Return the parameters of all chunks, with layer numbers of the whole model."""
     parameters: dict[str, Tensor] = {}
     for chunk in chunks:
         layers = _layers(chunk)
-        own = {_global_name(name, layers): param for name, param in chunk.named_parameters()}
-        assert not own.keys() & parameters.keys(), "a layer in two chunks"
-        parameters |= own
+        for name, parameter in chunk.named_parameters():
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(layers[int(parts[2])])
+            global_name = ".".join(parts)
+            assert global_name not in parameters, "a layer in two chunks"
+            parameters[global_name] = parameter
     return parameters
 
 
 def _layers(chunk: GPTModel) -> list[int]:
-    """Numbers of its layers in the whole model, from 0; megatron-core counts from 1."""
+    """Return the chunk's layer numbers in the whole model, from 0; megatron-core's are from 1."""
     return [layer.layer_number - 1 for layer in chunk.decoder.layers]
-
-
-def _global_name(name: str, layers: Sequence[int]) -> str:
-    parts = name.split(".")
-    if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(layers[int(parts[2])])
-    return ".".join(parts)

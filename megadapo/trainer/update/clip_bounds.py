@@ -1,4 +1,4 @@
-"""BAPO's clip bounds of each update of a step: sums over every rank, then arithmetic."""
+"""BAPO's clip bounds of each update: sums over all ranks, then a search."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megadapo.algorithm.bapo import (
     num_bapo_sums,
     search_bounds,
 )
-from megadapo.algorithm.objective import MAX_LOG_RATIO
+from megadapo.algorithm.objective import MAX_LOG_RATIO, PolicyObjective
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.off_policy import OldPolicy
 
 
 class BoundSearch:
-    """Finds the bounds of one update after the other; every rank calls it as often."""
+    """A search for the clip bounds of one update after another, with gate "bapo"."""
 
     def __init__(
         self,
@@ -32,30 +32,37 @@ class BoundSearch:
     ) -> None:
         """
         Args:
-            score: log-probs [T] of micro-batches under the present weights.
+            score: computes log-probs [T] of micro-batches under the current weights.
             contributes: whether this rank's tokens count; tensor-parallel ranks have the same.
-            device: of the sums.
+            device: place of the sums.
         """
         self._config = config
         self._score = score
         self._contributes = contributes
         self._sums = torch.zeros(num_bapo_sums(config), dtype=torch.float64, device=device)
-        self._is_first = True
+        self.found: list[BapoBounds] = []
+        """Bounds of the updates so far."""
 
-    def bounds(self, micro_batches: Sequence[MicroBatch], old: Sequence[OldPolicy]) -> BapoBounds:
-        """The bounds of the next update of the step; collective, with one sum over all ranks."""
+    def objective(
+        self,
+        objective: PolicyObjective,
+        micro_batches: Sequence[MicroBatch],
+        old: Sequence[OldPolicy],
+    ) -> PolicyObjective:
+        """Return the objective of the next update with its bounds; collective with gate "bapo"."""
+        if objective.gate != "bapo":
+            return objective
         if self._config.scope == "minibatch":
-            # before the first update the present log-probs are those that were just taken
-            present = (
-                [policy.proximal for policy in old]
-                if self._is_first
-                else self._score(micro_batches)
+            # before the first update, the current log-probs are the old ones
+            current = (
+                self._score(micro_batches) if self.found else [policy.proximal for policy in old]
             )
-            self._sums = self._own_sums(micro_batches, old, present)
-        self._is_first = False
+            self._sums = self._own_sums(micro_batches, old, current)
         total = self._sums.clone()
         torch.distributed.all_reduce(total)
-        return search_bounds(total.cpu().numpy(), self._config)
+        bounds = search_bounds(total.cpu().numpy(), self._config)
+        self.found.append(bounds)
+        return bounds.put_into(objective)
 
     def observe(
         self,
@@ -63,8 +70,8 @@ class BoundSearch:
         old: Sequence[OldPolicy],
         logprobs: Sequence[Tensor],
     ) -> None:
-        """Keep what an update saw, for the bounds of the update behind it where they lag."""
-        if self._config.scope == "lagged":
+        """Keep the sums of this update for the next one's bounds, with lagged bounds."""
+        if self.found and self._config.scope == "lagged":
             self._sums = self._own_sums(micro_batches, old, logprobs)
 
     def _own_sums(
@@ -84,12 +91,12 @@ class BoundSearch:
 def sums_of(
     micro_batch: MicroBatch, old: OldPolicy, logprobs: Tensor, config: BapoConfig
 ) -> Tensor:
-    """`bapo_sums` of a micro-batch's tokens, each as large as its importance weight makes it.
+    """Return `bapo_sums` of a micro-batch's tokens, weighted by their importance weights.
 
-    Tokens that the head leaves out have no part in them.
+    Tokens that the head drops do not count.
 
     Args:
-        logprobs: [T] under the present weights.
+        logprobs: [T] under the current weights.
     """
     known = (micro_batch.loss_weights != 0) & old.logprobs.isfinite()
     advantages = micro_batch.advantages if old.advantages is None else old.advantages

@@ -1,4 +1,4 @@
-"""Sums that a mini-batch's statistics are made of, and their reduction over all ranks."""
+"""Sums of a mini-batch's statistics, their reduction over all ranks, and the step's result."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from torch import Tensor
 from megadapo.algorithm.bapo import BapoBounds
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
+from megadapo.kernels.policy_head import PolicyHeadOutput
 from megadapo.kernels.policy_head.terms import policy_terms
 from megadapo.kernels.policy_head.tiles import PolicyInputs
+from megadapo.trainer.batch.micro_batch import MicroBatch
+from megadapo.trainer.batch.off_policy import OldPolicy
+from megadapo.trainer.model.head import HeadTask, sequence_old
 from megadapo.trainer.types import (
     CriticResult,
     ExpertResult,
@@ -41,27 +45,27 @@ class MiniBatchSums:
     token_probability: float = 0.0
     logprob: float = 0.0
     positive_gradient: float = 0.0
-    """Of `gradient`, what is of tokens with a positive advantage."""
+    """Part of `gradient` from tokens with a positive advantage."""
     gradient: float = 0.0
     """Size of the policy term's gradient over the log-probs."""
-    text_loss: float = 0.0
-    """Minus the log-probs of the tokens of texts."""
-    num_text_tokens: float = 0.0
+    pretraining_loss: float = 0.0
+    """Minus the log-probs of the pretraining tokens."""
+    num_pretraining_tokens: float = 0.0
     num_compared: float = 0.0
-    """Tokens sampled from the present weights, whose two log-probs must agree."""
+    """Number of fresh tokens, whose two log-probs must agree."""
     logprob_difference: float = 0.0
     num_stale: float = 0.0
-    """Tokens sampled from other weights."""
+    """Number of tokens sampled from other weights."""
     logprob_drift: float = 0.0
     num_weighted: float = 0.0
-    """Tokens with an importance weight."""
+    """Number of tokens with an importance weight."""
     num_outside: float = 0.0
-    """Those of them whose ratio is out of bounds."""
+    """Number of weighted tokens whose ratio is out of bounds."""
     num_with_kl: float = 0.0
-    """Tokens that the reference policy scored."""
+    """Number of tokens that the reference policy scored."""
     kl: float = 0.0
     num_probed: float = 0.0
-    """Tokens scored at a second micro-batch shape."""
+    """Number of tokens scored at a second micro-batch shape."""
     num_probed_fresh: float = 0.0
     shape_difference: float = 0.0
     engine_difference: float = 0.0
@@ -72,8 +76,52 @@ class MiniBatchSums:
     max_engine_difference: float = 0.0
     max_kl: float = 0.0
 
+    def add(self, task: HeadTask, output: PolicyHeadOutput, objective: PolicyObjective) -> None:
+        """Add the head's output for one micro-batch; `objective` has the searched bounds."""
+        micro_batch, old = task.micro_batch, task.old
+        assert old is not None, "a task with a loss has old log-probs"
+        # the head drops tokens whose old log-probs are not finite. Dropped tokens here mean a
+        # fault of the model, and its gradient cannot be trusted
+        self.loss += math.nan if output.num_dropped.item() else output.loss.item()
+        self.num_tokens += output.num_tokens.item()
+        self.entropy += output.entropy_sum.item()
+        self.ratio += output.ratio_sum.item()
+        self.clipped_low += output.clip_low_count.item()
+        self.clipped_high += output.clip_high_count.item()
+        self.dual_clipped += output.dual_clip_count.item()
+        self.token_probability += output.probability_sum.item()
+        self.logprob += output.logprobs[micro_batch.rows].sum(dtype=torch.float64).item()
+        self.max_ratio_error = max(self.max_ratio_error, _ratio_error(micro_batch, old, output))
+        self._add_old_policy(micro_batch, old)
+        positive, size = gradient_sizes(
+            output.logprobs[micro_batch.rows],
+            _policy_inputs(micro_batch, old, output.logprobs, objective),
+            objective,
+        )
+        self.positive_gradient += positive
+        self.gradient += size
+
+    def _add_old_policy(self, micro_batch: MicroBatch, old: OldPolicy) -> None:
+        difference = (old.proximal[micro_batch.rows] - micro_batch.logprobs_rollout).abs()
+        fresh = difference[micro_batch.is_current]
+        if len(fresh):
+            self.num_compared += len(fresh)
+            self.logprob_difference += fresh.sum(dtype=torch.float64).item()
+            self.max_logprob_difference = max(self.max_logprob_difference, fresh.max().item())
+        if micro_batch.num_stale:
+            drift = difference[micro_batch.is_stale]
+            self.num_stale += micro_batch.num_stale
+            self.logprob_drift += drift.sum(dtype=torch.float64).item()
+            self.max_logprob_drift = max(self.max_logprob_drift, drift.max().item())
+        if old.kl is not None and len(old.kl):
+            self.num_with_kl += len(old.kl)
+            self.kl += old.kl.sum().item()
+            self.max_kl = max(self.max_kl, old.kl.abs().max().item())
+        self.num_weighted += old.num_weighted
+        self.num_outside += old.num_outside
+
     def reduced(self, *, contributes: bool, device: torch.device) -> MiniBatchSums:
-        """The sums over the ranks that contribute; collective over all ranks, the same on all.
+        """Return the sums over the ranks that contribute; collective, the same on all ranks.
 
         Tensor-parallel ranks hold the same numbers, so only one of them may contribute.
         """
@@ -83,10 +131,55 @@ class MiniBatchSums:
         sums = [name for name in names if name not in maxima]
         values = asdict(own)
         total = _all_reduce([values[n] for n in sums], torch.distributed.ReduceOp.SUM, device)
-        # a maximum loses NaN, infinity it does not
+        # MAX drops NaN but keeps infinity
         bounded = [math.inf if math.isnan(values[n]) else values[n] for n in maxima]
         largest = _all_reduce(bounded, torch.distributed.ReduceOp.MAX, device)
         return MiniBatchSums(**dict(zip(sums + maxima, total + largest, strict=True)))
+
+
+def _ratio_error(micro_batch: MicroBatch, old: OldPolicy, output: PolicyHeadOutput) -> float:
+    """Return the largest |ratio - 1| over tokens whose old log-prob the trainer computed."""
+    if old.logprobs is old.proximal:
+        return output.ratio_max_error.item()
+    recomputed = micro_batch.rows[~micro_batch.is_stale]
+    if not len(recomputed):
+        return 0.0
+    change = output.logprobs[recomputed] - old.logprobs[recomputed]
+    return torch.expm1(change).abs().max().item()
+
+
+def _policy_inputs(
+    micro_batch: MicroBatch, old: OldPolicy, logprobs: Tensor, objective: PolicyObjective
+) -> PolicyInputs:
+    by_token = objective.ratio != "sequence"
+    return PolicyInputs(
+        logprobs_old=old.logprobs if by_token else sequence_old(micro_batch, old, logprobs),
+        advantages=micro_batch.advantages if old.advantages is None else old.advantages,
+        loss_weights=micro_batch.loss_weights,
+        logprobs_ref=None,
+        importance_weights=old.importance_weights,
+    ).map(lambda values: values[micro_batch.rows])
+
+
+def gradient_sizes(
+    logprobs: Tensor, inputs: PolicyInputs, objective: PolicyObjective
+) -> tuple[float, float]:
+    """Return sums of |loss weight x derivative in the log-prob|: positive advantages, and all.
+
+    Only the policy term counts, after its gate: 0 for a clipped token, the rest of a truncated
+    one. The KL divergence and the entropy bonus do not count.
+
+    Args:
+        logprobs: [R] of the update.
+        inputs: [R] of the same tokens; with a sequence ratio, shifted old log-probs.
+        objective: of the update, with the clip bounds that were searched for it.
+    """
+    without_reference = replace(inputs, logprobs_ref=None)
+    terms = policy_terms(logprobs, torch.zeros_like(logprobs), without_reference, objective)
+    sizes = (inputs.loss_weights * terms.d_logprobs).abs().to(torch.float64)
+    positive = torch.where(inputs.advantages > 0, sizes, 0.0)
+    together: list[float] = torch.stack((positive.sum(), sizes.sum())).tolist()
+    return together[0], together[1]
 
 
 def _all_reduce(
@@ -102,7 +195,6 @@ def summarize(
     mini_batches: list[MiniBatchSums],
     *,
     grad_norms: list[float],
-    skipped_updates: int,
     num_dropped_tokens: int,
     lr: float,
     version_gaps: np.ndarray,
@@ -112,16 +204,15 @@ def summarize(
     critic: CriticResult | None = None,
     experts: ExpertResult | None = None,
 ) -> UpdateResult:
-    """The step's result from its mini-batches' reduced sums, in order.
+    """Return the step's result from its mini-batches' reduced sums, in order.
 
     Args:
         grad_norms: of the applied updates.
-        version_gaps: publications between sampling and training of each token of the step.
-        importance: how stale tokens were weighted.
-        bounds: clip bounds of each update, where they were searched.
-        kl_coef: weight of the KL divergence, wherever it entered.
+        version_gaps: publications between sampling and training, of each token of the step.
+        importance: rule that weighted stale tokens.
+        bounds: searched clip bounds of each update.
+        kl_coef: coefficient of the KL divergence, in the loss or the reward.
     """
-
     step = _step_sums(mini_batches)
     tokens, compared = step.num_tokens, step.num_compared
     return UpdateResult(
@@ -137,7 +228,7 @@ def summarize(
         positive_gradient_share=_ratio(step.positive_gradient, step.gradient),
         grad_norm=_ratio(sum(grad_norms), len(grad_norms)),
         lr=lr,
-        skipped_updates=skipped_updates,
+        skipped_updates=len(mini_batches) - len(grad_norms),
         num_dropped_tokens=num_dropped_tokens,
         logprob_abs_mean=_ratio(step.logprob_difference, compared),
         logprob_abs_max=step.max_logprob_difference if compared else math.nan,
@@ -151,8 +242,10 @@ def summarize(
             coef=kl_coef if step.num_with_kl else None,
         ),
         pretraining=PretrainingResult(
-            loss=step.text_loss / step.num_text_tokens if step.num_text_tokens else None,
-            tokens=int(step.num_text_tokens) if step.num_text_tokens else None,
+            loss=step.pretraining_loss / step.num_pretraining_tokens
+            if step.num_pretraining_tokens
+            else None,
+            tokens=int(step.num_pretraining_tokens) if step.num_pretraining_tokens else None,
         ),
         critic=critic or CriticResult(),
         experts=experts or ExpertResult(),
@@ -160,8 +253,6 @@ def summarize(
 
 
 def _step_sums(mini_batches: list[MiniBatchSums]) -> MiniBatchSums:
-    """The sums and maxima of all mini-batches."""
-
     def merged(name: str) -> float:
         values: list[float] = [getattr(sums, name) for sums in mini_batches]
         return max(values, default=0.0) if name.startswith("max_") else sum(values)
@@ -212,25 +303,3 @@ def _searched_bounds(bounds: Sequence[BapoBounds]) -> SearchedBounds:
 
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan
-
-
-def gradient_sizes(
-    logprobs: Tensor, inputs: PolicyInputs, objective: PolicyObjective
-) -> tuple[float, float]:
-    """Sum of |loss weight x derivative in the log-prob| where the advantage is positive, and in
-    all.
-
-    Of the policy term alone, behind its gate: a clipped token has none, a truncated one what is
-    left of it. The KL divergence and the entropy bonus pull at every token and have no part in it.
-
-    Args:
-        logprobs: [R] of the update.
-        inputs: [R] of the same tokens; with a sequence ratio the old log-probs are shifted.
-        objective: as the update has it, with the clip bounds that were searched for it.
-    """
-    without_reference = replace(inputs, logprobs_ref=None)
-    terms = policy_terms(logprobs, torch.zeros_like(logprobs), without_reference, objective)
-    sizes = (inputs.loss_weights * terms.d_logprobs).abs().to(torch.float64)
-    positive = torch.where(inputs.advantages > 0, sizes, 0.0)
-    together: list[float] = torch.stack((positive.sum(), sizes.sum())).tolist()
-    return together[0], together[1]

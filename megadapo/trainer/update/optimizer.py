@@ -1,4 +1,10 @@
-"""megatron-core's distributed AdamW, and the guard that keeps non-finite numbers out of it."""
+"""Gradient buffers, their traffic over replicas, and megatron-core's distributed AdamW.
+
+With `overlap_grad_reduce`, a bucket of gradients is summed as soon as the last backward pass has
+filled it. With `overlap_param_gather`, a bucket's updated weights arrive just before the forward
+pass that reads them. Between an optimizer step and that pass, only a rank's own shard is up to
+date. Any other reader calls `gather_weights_now` first.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads as finalize_sums_and_scale
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -22,11 +29,11 @@ from megadapo.trainer.config import OptimizerConfig, TrainerConfig
 def wrap_for_gradients(
     chunks: list[GPTModel], config: TransformerConfig, trainer: TrainerConfig
 ) -> list[DistributedDataParallel]:
-    """Chunks with fp32 gradient buffers that are summed (not averaged) over data parallel.
+    """Add fp32 gradient buffers that are summed (not averaged) over data parallel.
 
-    Tells megatron-core's schedules through `config` when to start that.
+    It also tells megatron-core's schedules through `config` when to start the sums.
     """
-    assert config.calculate_per_token_loss, "anything else would average over data parallel"
+    assert config.calculate_per_token_loss, "otherwise gradients are averaged over data parallel"
     has_replicas = trainer.num_replicas > 1
     overlap_param_gather = trainer.overlap_param_gather and has_replicas
     settings = DistributedDataParallelConfig(
@@ -42,7 +49,7 @@ def wrap_for_gradients(
             config=config,
             ddp_config=settings,
             module=chunk,
-            # the traffic of later chunks is hidden behind the first one's compute anyway
+            # the first chunk's compute hides the traffic of later chunks anyway
             disable_bucketing=number > 0,
         )
         for number, chunk in enumerate(chunks)
@@ -52,14 +59,14 @@ def wrap_for_gradients(
 
 
 def gather_weights_now(chunks: list[DistributedDataParallel]) -> None:
-    """Make all weights whole that would else wait for the next forward pass; collective."""
+    """Complete all weights that would wait for the next forward pass; collective."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 
 def wait_for_weight(chunk: DistributedDataParallel, weight: Tensor) -> None:
-    """Wait until a weight is whole that is read outside of its own module's forward pass.
+    """Wait for a weight that is read outside of its own module's forward pass.
 
     megatron-core waits in a hook before each module's forward pass. The policy head reads the
     output layer's weight without calling that layer.
@@ -70,8 +77,13 @@ def wait_for_weight(chunk: DistributedDataParallel, weight: Tensor) -> None:
         )
 
 
+def finalize_sums(chunks: list[DistributedDataParallel], num_tokens: Any, **groups: Any) -> None:
+    """Reduce gradients over all groups as megatron-core does, but without dividing by tokens."""
+    finalize_sums_and_scale(chunks, None, **groups)
+
+
 def _set_sync_functions(config: TransformerConfig, chunks: list[DistributedDataParallel]) -> None:
-    """When the schedules may reduce and gather; stages of a pipeline all at the same time."""
+    """Tell the schedules when to reduce and gather; all pipeline stages do it at the same time."""
     settings = chunks[0].ddp_config
     if settings.overlap_grad_reduce:
         config.no_sync_func = _for_schedule([chunk.no_sync for chunk in chunks])
@@ -81,24 +93,23 @@ def _set_sync_functions(config: TransformerConfig, chunks: list[DistributedDataP
 
 
 def _for_schedule(functions: list[Callable[..., Any]]) -> Any:
-    """The interleaved schedule takes a function per chunk, the others one function."""
+    """Return a list for the interleaved schedule and a single function for the others."""
     return functions if len(functions) > 1 else functions[0]
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What became of one update."""
+    """Outcome of one update."""
 
     grad_norm: float
-    """Global gradient norm before clipping; non-finite where the update was skipped for it."""
+    """Global gradient norm before clipping; it may be non-finite if the update was skipped."""
     applied: bool
-    """Whether it could be: its numbers were finite."""
 
 
 def build_optimizer(
     chunks: list[DistributedDataParallel], config: OptimizerConfig
 ) -> MegatronOptimizer:
-    """AdamW with fp32 master weights and moments, sharded over data-parallel ranks."""
+    """Return AdamW with fp32 master weights and moments, sharded over data-parallel ranks."""
     dtype = next(chunks[0].parameters()).dtype
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -126,21 +137,21 @@ def build_optimizer(
 
 
 def cpu_offload_options(config: OptimizerConfig) -> dict[str, Any]:
-    """megadapo's choice in megatron-core's terms."""
+    """Return megatron-core's options for `cpu_offload_fraction`."""
     if config.cpu_offload_fraction == 0.0:
         return {}
     return {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": config.cpu_offload_fraction,
-        # gradients and weights travel while other weights are updated
+        # copy gradients and weights while other weights are updated
         "overlap_cpu_optimizer_d2h_h2d": True,
-        # the hybrid optimizer then owns the masters too; else they would stay on the GPU
+        # let the hybrid optimizer own the masters too; they would stay on the GPU otherwise
         "use_precision_aware_optimizer": True,
     }
 
 
 def _allocate_moments(optimizer: torch.optim.AdamW) -> None:
-    """Zero moments now: torch makes them in the first step, too late to load a checkpoint into."""
+    """Create zero moments; torch creates them in the first step, too late to load a checkpoint."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             optimizer.state[param] = {
@@ -151,24 +162,22 @@ def _allocate_moments(optimizer: torch.optim.AdamW) -> None:
 
 
 def take_one_pass(optimizer: torch.optim.AdamW) -> None:
-    """On the CPU go through parameters, gradients and moments once, not once an operation.
-
-    A rank may own nothing of a group.
-    """
+    """Use the fused AdamW on the CPU: one pass over memory instead of one per operation."""
     for group in optimizer.param_groups:
+        # a rank may own no parameter of a group
         if any(param.device.type == "cpu" for param in group["params"]):
             group["fused"] = True
 
 
 @record_function("megadapo::optimizer")
 def step_if_finite(optimizer: MegatronOptimizer, *, loss: float, lr: float | None) -> OptimizerStep:
-    """Apply one update, or on every rank none if the loss or the gradient norm is not finite.
+    """Apply one update, or skip it on every rank if the loss or the gradient norm is not finite.
 
-    Weights and moments are bit-unchanged by a skipped update and by one that is not wanted.
+    A skipped update changes no bit of weights and moments.
 
     Args:
         loss: of the whole mini-batch, the same number on every rank.
-        lr: learning rate of this update; None: only its gradient is measured.
+        lr: learning rate of this update; None measures the gradient and changes no weights.
     """
     optimizer.prepare_grads()
     # the norm is reduced over all ranks, so all of them take the same branch
@@ -180,5 +189,5 @@ def step_if_finite(optimizer: MegatronOptimizer, *, loss: float, lr: float | Non
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_mult"]
     applied, _, _ = optimizer.step()
-    assert applied, "no loss scaling, so no reason for megatron-core to refuse a finite update"
+    assert applied, "megatron-core refuses a finite update only with loss scaling"
     return OptimizerStep(grad_norm, applied=True)
