@@ -134,9 +134,7 @@ def make_base_model(
                 description="supervised steps",
             )
             for step, batch in enumerate(batches, start=1):
-                update = trainer.update(
-                    UpdateRequest(batch=batch, step=step, policy_version=0)
-                )
+                update = trainer.update(UpdateRequest(batch=batch, step=step, policy_version=0))
                 losses.append(-update.logprob_mean)
         trainer.export(folder)
         trainer.shutdown()

@@ -60,7 +60,7 @@ class ReferencePolicy:
             parameters: the policy's by global name.
             score: computes log-probs [T] of micro-batches with the weights in `parameters`.
         """
-        self._settings, self._config = settings, settings.reference
+        self.settings, self._config = settings, settings.reference
         self._chunks = chunks
         self._parameters = parameters
         self._score = score
@@ -100,12 +100,12 @@ class ReferencePolicy:
         """
         with self.in_place():
             logprobs_ref = [self._score(mini_batch) for mini_batch in split]
-        objective = self._settings.objective
+        objective = self.settings.objective
         policies = [
             with_reference(*parts, objective)
             for parts in zip(split, old, logprobs_ref, strict=True)
         ]
-        if objective.kl_in == "loss" or self._settings.critic is not None:
+        if objective.kl_in == "loss" or self.settings.critic is not None:
             return policies
         return self._with_kl_in_reward(batch, trained, split, policies, kl_reward_coef)
 
@@ -199,8 +199,8 @@ class ReferencePolicy:
             num_tokens,
             batch.group_sizes,
             kl_coef=kl_coef,
-            rule=self._settings.advantage,
-            normalize_by_std=self._settings.normalize_by_std,
+            rule=self.settings.advantage,
+            normalize_by_std=self.settings.normalize_by_std,
         )
         return [
             [

@@ -262,7 +262,7 @@ class Trainer:
 
         if not self.ranks or not ray.is_initialized():
             return
-        calls = [rank.leave.remote() for rank in self.ranks]
+        calls: list[ObjectRef[Any]] = [rank.leave.remote() for rank in self.ranks]
         left, _ = ray.wait(calls, num_returns=len(calls), timeout=LEAVE_TIMEOUT_S)
         self._kill(writes_stacks=len(left) < len(calls))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megadapo.trainer.offload import _Leaving
+from megadapo.trainer.offload import OffloadedStorages
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,17 +24,19 @@ def test_memory_is_free_and_what_it_held_comes_back(keeps: bool) -> None:
     tensors = [torch.randn(size, device=device) for size in SIZES]
     views = [tensor[1:] for tensor in tensors]
     expected = [view.cpu() if keeps else torch.zeros_like(view, device="cpu") for view in views]
-    leaving = _Leaving(lambda: [one.untyped_storage() for one in tensors], device, keeps=keeps)
+    storages = OffloadedStorages(
+        lambda: [one.untyped_storage() for one in tensors], device, keeps_values=keeps
+    )
     matrix = torch.randn(4096, 4096, device=device)
     for _ in range(3):
         before = torch.cuda.memory_allocated()
-        leaving.leave()
+        storages.evict()
         assert before - torch.cuda.memory_allocated() >= 4 * sum(SIZES)
         product = matrix
         for _ in range(20):
             product = product @ matrix
-        leaving.fetch()
+        storages.prefetch()
         product = product @ matrix
-        leaving.arrive()
+        storages.wait()
         for view, old in zip(views, expected, strict=True):
             assert torch.equal(view.cpu(), old)

@@ -16,6 +16,8 @@ from megadapo.weights.disk.torch_checkpoint import METADATA_FILE, StoredPiece, w
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+    from megadapo.weights.disk.torch_checkpoint import StoredPiece
+
 POLL_S = 0.1
 """Seconds between two questions whether a save is written."""
 LONGEST_WORK_S = 7 * 24 * 3600.0
@@ -82,6 +84,9 @@ def complete_save(folder: Path, reports: Sequence[RankReport]) -> Files:
         CheckpointError: a rank could not write, or a piece was written twice or not at all.
         OSError: the metadata could not be written.
     """
+    # it imports torch, which the driver needs not before a save
+    from megadapo.weights.disk.torch_checkpoint import METADATA_FILE, write_metadata
+
     if errors := [report.error for report in reports if report.error]:
         raise CheckpointError("; ".join(errors))
     files: Files = {}

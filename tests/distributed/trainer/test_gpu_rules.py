@@ -115,17 +115,19 @@ def _places_of_a_step(rendezvous, settings, batch) -> dict[str, set[str]]:
     import torch
 
     from megadapo.trainer.batch.micro_batch import MicroBatchBuilder, trained_tokens
-    from megadapo.trainer.batch.mini_batch import MiniBatchCutter
+    from megadapo.trainer.batch.mini_batch import MicroBatchSplitter
     from megadapo.trainer.model.parallel import join_groups
 
     join_groups(rendezvous, settings.trainer, None, seed=0)
     # where a model turns queries and keys by itself
     builder = MicroBatchBuilder(inverse_frequencies=None, token_multiple=1)
-    cutter = MiniBatchCutter(builder, settings.trainer, hidden_size=8, device=torch.device("meta"))
-    cut = cutter.cut(batch, predicted=trained_tokens(batch)[0], policy_version=0)
-    assert len(cut) > 1
-    waiting = [micro_batch for part in cut for micro_batch in part._waiting]
-    held = [micro_batch for part in cut for micro_batch in part]
+    splitter = MicroBatchSplitter(
+        builder, settings.trainer, hidden_size=8, device=torch.device("meta")
+    )
+    split = splitter.split(batch, predicted=trained_tokens(batch)[0], policy_version=0)
+    assert len(split) > 1
+    waiting = [micro_batch for part in split for micro_batch in part._waiting]
+    on_device = [micro_batch for part in split for micro_batch in part]
 
     def places(micro_batches) -> set[str]:
         parts = [part for found in micro_batches for part in (found, found.packed)]
@@ -134,11 +136,11 @@ def _places_of_a_step(rendezvous, settings, batch) -> dict[str, set[str]]:
 
     tables = {
         name
-        for micro_batch in held
+        for micro_batch in on_device
         for name, value in vars(micro_batch.packed).items()
         if isinstance(value, torch.Tensor)
     }
-    return {"waiting": places(waiting), "held": places(held), "tables": tables}
+    return {"waiting": places(waiting), "on_device": places(on_device), "tables": tables}
 
 
 def test_a_step_waits_in_host_memory(ranks: Ranks, models: Path) -> None:
@@ -148,7 +150,7 @@ def test_a_step_waits_in_host_memory(ranks: Ranks, models: Path) -> None:
     batch = random_batch(RAGGED, num_mini_batches=2)
     (found,) = ranks.run(1, _places_of_a_step, settings, batch)
     assert found["waiting"] == {"cpu"}
-    assert found["held"] == {"meta"}
+    assert found["on_device"] == {"meta"}
     assert found["tables"] == {"cu_seqlens_q", "cu_seqlens_kv"}
 
 

@@ -8,13 +8,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megadapo.cluster.watch.heartbeat import read_heartbeat
+from megadapo.data.batch import PackedBatch
 from megadapo.errors import ConfigError, DataError, ProcessDiedError, ProcessHungError
 from megadapo.trainer.trainer import Trainer, rank_environment
+from megadapo.trainer.types import UpdateRequest
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.ranks import expected_megatron, megatron_version, settings_for
 
@@ -37,6 +40,10 @@ def ray_started() -> Iterator[None]:
 def start(settings, log_folder: Path) -> Trainer:
     options = [{"num_cpus": 0}] * settings.trainer.num_ranks
     return Trainer.start_ranks(settings, options, log_folder=log_folder, uses_cuda=False)
+
+
+def request(batch: PackedBatch, **fields: Any) -> UpdateRequest:
+    return UpdateRequest(batch=batch, **fields)
 
 
 def pid_of(trainer) -> int:
@@ -67,7 +74,7 @@ def test_two_ranks_train_save_load_and_die(ray_started: None, models: Path, tmp_
     pids = group.call_all("apply", pid_of)
     assert group.call_all("apply", version_in) == [expected_megatron()] * 2
 
-    first = group.update(batch, policy_version=4, step=1)
+    first = group.update(request(batch, policy_version=4, step=1))
     assert first.ratio_first_max_error == 0.0
     assert first.tokens_trained == np.isfinite(batch.logprobs_rollout).sum()
     logprobs = group.logprobs(batch)
@@ -79,7 +86,7 @@ def test_two_ranks_train_save_load_and_die(ray_started: None, models: Path, tmp_
     saved = tmp_path / "saved"
     saved.mkdir()
     begun = group.begin_save(saved)
-    second = group.update(batch, policy_version=4, step=2, record=[3, 10])
+    second = group.update(request(batch, policy_version=4, step=2, record=[3, 10]))
     places = np.r_[batch.cu_seqlens[3] : batch.cu_seqlens[4]]
     places = np.r_[places, batch.cu_seqlens[10] : batch.cu_seqlens[11]]
     asked = logprobs[places]
@@ -90,12 +97,12 @@ def test_two_ranks_train_save_load_and_die(ray_started: None, models: Path, tmp_
     assert sum(file.bytes for file in files.values()) > group.checkpoint_bytes() > 0
     group.load(saved, files)
     assert np.array_equal(group.logprobs(batch), logprobs, equal_nan=True)
-    assert replace(group.update(batch, policy_version=4, step=2), lr=second.lr) == second
+    assert replace(group.update(request(batch, policy_version=4, step=2)), lr=second.lr) == second
 
     os.kill(pids[1], signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(ProcessDiedError, match="trainer rank 1 died .*trainer-rank-1.log"):
-        group.update(batch, policy_version=4, step=3)
+        group.update(request(batch, policy_version=4, step=3))
     assert time.monotonic() - started < 30
     assert group.ranks == [], "the surviving rank waits for a dead one: it must be ended too"
     group.shutdown()
@@ -137,7 +144,7 @@ def test_a_rank_stopped_in_an_update_is_named_within_the_deadline(
     batch = random_batch(RAGGED * 4, num_mini_batches=8)
     with pytest.raises(ProcessHungError) as caught:
         for step in range(1, 200):
-            group.update(batch, policy_version=0, step=step)
+            group.update(request(batch, policy_version=0, step=step))
     assert time.monotonic() - began < 30
     message = str(caught.value)
     assert message.startswith("trainer rank 1 sent no heartbeat for 4 s in update")

@@ -82,7 +82,7 @@ def steps(rendezvous, settings: TrainerSettings, folder: Path) -> dict[str, Any]
     rank.load(folder / "saved")
     results.append(repr(update(rank, BATCH, policy_version=0, step=2)))
     rank.leave_to_engines()
-    rank.offload.bring(*KINDS)
+    rank.offload.load(*KINDS)
     sizes["brought"] = held(rank)
     zeros = all(
         not buffer.grad_data.any()
@@ -166,9 +166,9 @@ def test_each_kind_leaves_alone(ranks: Ranks, models: Path, tmp_path: Path, kind
 
 
 def test_pieces_of_main_memory_do_not_overlap_and_are_used_again() -> None:
-    from megadapo.trainer.offload import BLOCK_BYTES, _MainMemory
+    from megadapo.trainer.offload import BLOCK_BYTES, HostMemory
 
-    memory = _MainMemory(pinned=False)
+    memory = HostMemory(pinned=False)
     sizes = [1, 63, BLOCK_BYTES - 64, 100, BLOCK_BYTES + 1, 7]
     pieces = [memory.take(size) for size in sizes]
     assert [len(piece) for piece in pieces] == sizes
@@ -176,5 +176,5 @@ def test_pieces_of_main_memory_do_not_overlap_and_are_used_again() -> None:
     ends = [start + size for start, size in places]
     assert all(end <= start for end, (start, _) in zip(ends, places[1:], strict=False))
     assert all(start % 64 == 0 for start, _ in places)
-    memory.forget()
+    memory.reset()
     assert [memory.take(size).data_ptr() for size in sizes] == [one.data_ptr() for one in pieces]

@@ -89,7 +89,7 @@ def _own_choices(rendezvous, settings, batch: PackedBatch) -> list[np.ndarray]:
     for module in rank.chunks[0].modules():
         if isinstance(module, BalancedRouter):
             module.register_forward_hook(lambda module, inputs, output: chosen.append(output[1]))
-    (mini_batch,) = rank.cutter.cut_responses(batch)
+    (mini_batch,) = rank.splitter.split_responses(batch)
     (micro_batch,) = mini_batch
     rank.logprobs_of(mini_batch)
     num_tokens, topk = len(batch.tokens), rank.config.moe_router_topk

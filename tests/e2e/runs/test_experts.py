@@ -104,7 +104,7 @@ def trainer_routes(rendezvous, settings, batch: PackedBatch):
             module.register_forward_hook(
                 lambda module, inputs, output: chosen.append(output[1].numpy())
             )
-    (mini_batch,) = rank.cutter.cut_responses(batch)
+    (mini_batch,) = rank.splitter.split_responses(batch)
     (micro_batch,) = mini_batch
     members = micro_batch.members
     (logprobs,) = rank.logprobs_of(mini_batch)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megadapo.data.batch import PackedBatch
-from megadapo.trainer.types import Rendezvous, TrainerSettings
+from megadapo.trainer.types import Rendezvous, TrainerSettings, UpdateRequest
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,6 @@ def allocated(rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBa
     import torch
 
     from megadapo.trainer.rank import TrainerRank
-    from megadapo.trainer.update.update import update_rank
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -43,7 +42,7 @@ def allocated(rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBa
         with torch.profiler.record_function(_STARTED):
             pass
         # once: Gloo's threads free copies of the first update's gradients whenever they like
-        update_rank(rank, batch, policy_version=0, step=1)
+        rank.update(UpdateRequest(batch=batch, policy_version=0, step=1))
     return _largest(profile)
 
 

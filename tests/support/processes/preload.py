@@ -5,4 +5,4 @@ from megadapo.trainer.model.cpu_platform import install_cpu_platform
 NUM_THREADS = 1
 
 install_cpu_platform()
-import megadapo.trainer.update.update  # noqa: E402, F401 - the platform comes first
+import megadapo.trainer.rank  # noqa: E402, F401 - the platform comes first

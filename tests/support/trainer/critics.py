@@ -51,12 +51,12 @@ def observe(
     assert critic is not None
     set_head(critic)
     predicted, _ = trained_tokens(batch)
-    cut = rank.cutter.cut(batch, predicted=predicted, policy_version=0)
-    old = [probes.held_against(rank, micro_batches) for micro_batches in cut]
-    step = CriticStep(critic, cut, old, 1, kl_coef=0.0)
-    places = [micro_batch.source for micro_batches in cut for micro_batch in micro_batches]
+    split = rank.splitter.split(batch, predicted=predicted, policy_version=0)
+    old = [probes.old_policies(rank, micro_batches) for micro_batches in split]
+    step = CriticStep(critic, split, old, 1, kl_coef=0.0)
+    places = [micro_batch.source for micro_batches in split for micro_batch in micro_batches]
     found = [policy.advantages for parts in step.old for policy in parts]
-    rows = [micro_batch.rows for micro_batches in cut for micro_batch in micro_batches]
+    rows = [micro_batch.rows for micro_batches in split for micro_batch in micro_batches]
     advantages = {
         int(place): float(value)
         for source, values, at in zip(places, found, rows, strict=False)
@@ -67,16 +67,16 @@ def observe(
             values_old=target.values_old + _moves(micro_batch.source).float(),
             returns=target.returns,
         )
-        for micro_batch, target in zip(cut[0], step.targets[0], strict=False)
+        for micro_batch, target in zip(split[0], step.targets[0], strict=False)
     ]
     # megatron-core learns in the first pass what to wait for, and overlaps from the second on
     for _ in range(1 + settings.trainer.overlap_grad_reduce):
-        sums = critic.gradients(cut[0], targets)
+        sums = critic.gradients(split[0], targets)
     critic.optimizer.prepare_grads()
     norm = float(critic.optimizer.get_grad_norm())
     probes.gather_gradients(critic.chunks)
     sums = sums.reduced(contributes=rank.has_results, device=rank.device)
-    full = gathered(critic, rank.groups, attribute="main_grad")
+    full = gathered(critic, attribute="main_grad")
     everyone: list[dict[int, float]] = [{} for _ in range(rendezvous.world_size)]
     torch.distributed.all_gather_object(everyone, advantages)
     merged = {place: value for part in everyone for place, value in part.items()}
@@ -95,30 +95,31 @@ def returns_with_kl(
 
     rank = probes.build(rendezvous, settings)
     predicted, _ = trained_tokens(batch)
-    cut = rank.cutter.cut(batch, predicted=predicted, policy_version=0)
-    old = [probes.held_against(rank, micro_batches) for micro_batches in cut]
+    split = rank.splitter.split(batch, predicted=predicted, policy_version=0)
+    old = [probes.old_policies(rank, micro_batches) for micro_batches in split]
     difference = np.zeros(len(batch.tokens))
     for sign, values in ((1.0, kl), (-1.0, np.zeros_like(kl))):
-        held = [
+        with_kl = [
             [
                 replace(policy, kl=torch.from_numpy(values[micro_batch.source]))
                 for micro_batch, policy in zip(*pair, strict=True)
             ]
-            for pair in zip(cut, old, strict=True)
+            for pair in zip(split, old, strict=True)
         ]
-        step = CriticStep(rank.critic, cut, held, 1, kl_coef=settings.objective.kl_reward_coef)
-        for micro_batches, targets in zip(cut, step.targets, strict=True):
+        step = CriticStep(rank.critic, split, with_kl, 1, kl_coef=settings.objective.kl_reward_coef)
+        for micro_batches, targets in zip(split, step.targets, strict=True):
             for micro_batch, target in zip(micro_batches, targets, strict=True):
                 difference[micro_batch.source] += sign * target.returns.double().numpy()
     return difference
 
 
-def gathered(critic: Critic, groups: Any, *, attribute: str = "data") -> dict[str, np.ndarray]:
+def gathered(critic: Critic, *, attribute: str = "data") -> dict[str, np.ndarray]:
     """Full weights of the critic, or another tensor of each, by Hugging Face name; collective."""
+    from megadapo.trainer.model.parallel import process_groups
     from megadapo.weights.disk.gather import gather_weights
 
     tensors = {name: getattr(param, attribute) for name, param in critic.parameters.items()}
-    full = gather_weights(tensors, critic.layout, critic.position, groups)
+    full = gather_weights(tensors, critic.layout, critic.position, process_groups())
     return {name: tensor.detach().float().numpy().copy() for name, tensor in full}
 
 
@@ -199,4 +200,4 @@ def train(
         results.append(asdict(probes.update(rank, batch, policy_version=0, step=step)))
         if save is not None and step == (save_after or steps[-1]):
             probes.save_at(rank, save)
-    return results, probes.weights(rank), gathered(rank.critic, rank.groups)
+    return results, probes.weights(rank), gathered(rank.critic)

@@ -17,6 +17,7 @@ from megadapo.trainer.types import (
     RankUpdate,
     Rendezvous,
     TrainerSettings,
+    UpdateRequest,
     UpdateResult,
 )
 from tests.support.trainer.batches import TEXT_COEF
@@ -51,10 +52,8 @@ def build(rendezvous: Rendezvous, settings: TrainerSettings) -> TrainerRank:
 
 
 def update(rank: TrainerRank, batch: PackedBatch, **how: Any) -> UpdateResult:
-    """`update_rank`, which only a trainer process may import: the platform comes first."""
-    from megadapo.trainer.update.update import update_rank
-
-    return update_rank(rank, batch, **how)
+    """Train on the batch; `how`: further fields of the request."""
+    return rank.update(UpdateRequest(batch=batch, **how))
 
 
 def gradients(
@@ -82,7 +81,7 @@ def gradients_by_objective(
     settings: TrainerSettings,
     batch: PackedBatch,
     cases: dict[str, PolicyObjective],
-    texts: PackedBatch | None = None,
+    pretraining: PackedBatch | None = None,
 ) -> dict[str, Gradients] | None:
     """`gradients` under several objectives, on one and the same trainer; with a reference policy
     where there is a KL divergence, and with the clip bounds that are searched for `bapo`.
@@ -92,11 +91,10 @@ def gradients_by_objective(
     """
     from megadapo.trainer.batch.micro_batch import trained_tokens
     from megadapo.trainer.batch.off_policy import OldPolicy
-    from megadapo.trainer.update.update import bound_search
 
     rank = build(rendezvous, settings)
-    cut, *_ = rank.cutter.cut(batch, predicted=trained_tokens(batch)[0], policy_version=0)
-    present = rank.logprobs_of(cut)
+    split, *_ = rank.splitter.split(batch, predicted=trained_tokens(batch)[0], policy_version=0)
+    present = rank.logprobs_of(split)
     found = {}
     for name, objective in cases.items():
         old = [
@@ -105,18 +103,18 @@ def gradients_by_objective(
                 logprobs=shifted(micro_batch, values),
                 logprobs_ref=shifted(micro_batch, values, 0.7) if objective.kl_coef else None,
             )
-            for micro_batch, values in zip(cut, present, strict=False)
+            for micro_batch, values in zip(split, present, strict=False)
         ]
         head = replace(rank.head, objective=objective)
         if objective.gate == "bapo":
-            head = replace(head, objective=bound_search(rank).bounds(cut, old).put_into(objective))
-        found[name] = gradients_under(rank, head, cut, old)
-    if texts is not None:
-        (parts,) = rank.cutter.cut_responses(texts)
+            head = replace(head, objective=rank.bound_search().objective(objective, split, old))
+        found[name] = gradients_under(rank, head, split, old)
+    if pretraining is not None:
+        (parts,) = rank.splitter.split_responses(pretraining)
         found["texts"] = gradients_under(rank, replace(rank.head, temperature=0.5), [], [], parts)
         head = replace(rank.head, objective=PolicyObjective())
         old = [replace(policy, logprobs_ref=None) for policy in old]
-        found["ptx"] = gradients_under(rank, head, cut, old, parts)
+        found["ptx"] = gradients_under(rank, head, split, old, parts)
     return found if rendezvous.rank == 0 else None
 
 
@@ -126,46 +124,46 @@ def _gradients(rank: TrainerRank, batch: PackedBatch, importance: ImportanceConf
 
     predicted, _ = trained_tokens(batch)
     present = int(batch.policy_versions.max())
-    cut, *_ = rank.cutter.cut(batch, predicted=predicted, policy_version=present)
+    split, *_ = rank.splitter.split(batch, predicted=predicted, policy_version=present)
     with rank.experts.counted():
-        logprobs = rank.logprobs_of(cut)
+        logprobs = rank.logprobs_of(split)
     rank.experts.prepare(int(np.diff(batch.cu_seqlens)[batch.mini_batches[0]].sum()))
     old = [
         old_policy(micro_batch, shifted(micro_batch, values), importance)
-        for micro_batch, values in zip(cut, logprobs, strict=False)
+        for micro_batch, values in zip(split, logprobs, strict=False)
     ]
-    return replace(gradients_under(rank, rank.head, cut, old), experts=rank.experts.result())
+    return replace(gradients_under(rank, rank.head, split, old), experts=rank.experts.result())
 
 
 def gradients_under(
     rank: TrainerRank,
     head: PolicyHead,
-    cut: Sequence[MicroBatch],
+    split: Sequence[MicroBatch],
     old: list[OldPolicy],
-    texts: Sequence[MicroBatch] = (),
+    pretraining: Sequence[MicroBatch] = (),
 ) -> Gradients:
     """Loss and full gradients of one mini-batch, held against `old`, with its texts."""
     from megadapo.trainer.update.step import compute_gradients
 
     # megatron-core learns in the first pass what to wait for, and overlaps from the second on
     for _ in range(1 + rank.settings.trainer.overlap_grad_reduce):
-        sums, _ = compute_gradients(rank.chunks, head, cut, old, texts)
+        sums, _ = compute_gradients(rank.chunks, head, split, old, pretraining)
     rank.optimizer.prepare_grads()
     norm = float(rank.optimizer.get_grad_norm())
     gather_gradients(rank.chunks)
     sums = sums.reduced(contributes=rank.has_results, device=rank.device)
     full = gathered(rank, {name: param.main_grad for name, param in rank.parameters.items()})
     loss = sums.loss
-    if sums.num_text_tokens:
-        loss += TEXT_COEF * sums.text_loss / sums.num_text_tokens
+    if sums.num_pretraining_tokens:
+        loss += TEXT_COEF * sums.pretraining_loss / sums.num_pretraining_tokens
     return Gradients(loss, full, norm, (sums.positive_gradient, sums.gradient))
 
 
-def held_against(rank: TrainerRank, cut: Sequence[MicroBatch]) -> list[OldPolicy]:
-    """What an update of the present weights is held against."""
+def old_policies(rank: TrainerRank, split: Sequence[MicroBatch]) -> list[OldPolicy]:
+    """Return the old policies of an update of the current weights."""
     from megadapo.trainer.batch.off_policy import old_policy
 
-    pairs = zip(cut, rank.logprobs_of(cut), strict=False)
+    pairs = zip(split, rank.logprobs_of(split), strict=False)
     return [old_policy(*pair, rank.settings.importance) for pair in pairs]
 
 
@@ -193,9 +191,10 @@ def shifted(micro_batch: MicroBatch, logprobs: Tensor, pace: float = 1.0) -> Ten
 
 def gathered(rank: TrainerRank, tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
     """Full tensors by Hugging Face name; collective."""
+    from megadapo.trainer.model.parallel import process_groups
     from megadapo.weights.disk.gather import gather_weights
 
-    full = gather_weights(tensors, rank.layout, rank.position, rank.groups)
+    full = gather_weights(tensors, rank.layout, rank.position, process_groups())
     return {name: tensor.detach().float().numpy().copy() for name, tensor in full}
 
 
@@ -254,13 +253,16 @@ def updates_with_texts(
     rendezvous: Rendezvous,
     settings: TrainerSettings,
     batch: PackedBatch,
-    texts: PackedBatch | None,
+    pretraining: PackedBatch | None,
     num_steps: int,
 ) -> list[tuple[dict[str, Any], dict[str, np.ndarray]]]:
     """Results of the steps, all with the same texts, and the full weights after each."""
     rank = build(rendezvous, settings)
     return [
-        (asdict(update(rank, batch, policy_version=0, step=step, texts=texts)), weights(rank))
+        (
+            asdict(update(rank, batch, policy_version=0, step=step, pretraining=pretraining)),
+            weights(rank),
+        )
         for step in range(1, num_steps + 1)
     ]
 
@@ -273,7 +275,7 @@ def recorded_update(
 
     rank = build(rendezvous, settings)
     recorder = UpdateRecorder(batch, sequences)
-    result = update(rank, batch, policy_version=0, step=1, recorder=recorder)
+    result = rank.update(UpdateRequest(batch=batch, policy_version=0, step=1), recorder)
     tokens = recorder.tokens() if rank.has_results else None
     return RankUpdate(result=result, share=recorder.share(), recorded=tokens)
 
@@ -318,9 +320,9 @@ def traffic(
         finalize(*args, **kwargs)
 
     rank.config.finalize_model_grads_func = look_and_finalize
-    cut, *_ = rank.cutter.cut(batch, predicted=trained_tokens(batch)[0], policy_version=0)
+    split, *_ = rank.splitter.split(batch, predicted=trained_tokens(batch)[0], policy_version=0)
     for _ in range(2):
-        sums, _ = compute_gradients(rank.chunks, rank.head, cut, held_against(rank, cut))
+        sums, _ = compute_gradients(rank.chunks, rank.head, split, old_policies(rank, split))
     step_if_finite(rank.optimizer, loss=sums.loss, lr=1e-3)
     before = [param.detach().clone() for param in rank.parameters.values()]
     gather_weights_now(rank.chunks)
@@ -353,10 +355,10 @@ def steps_with_losses(
     from megadapo.trainer.update.step import compute_gradients
 
     rank = build(rendezvous, settings)
-    cut, *_ = rank.cutter.cut(batch, predicted=trained_tokens(batch)[0], policy_version=0)
+    split, *_ = rank.splitter.split(batch, predicted=trained_tokens(batch)[0], policy_version=0)
     answers = []
     for loss in losses:
-        compute_gradients(rank.chunks, rank.head, cut, held_against(rank, cut))
+        compute_gradients(rank.chunks, rank.head, split, old_policies(rank, split))
         before = state_bits(rank)
         step = step_if_finite(rank.optimizer, loss=loss, lr=1e-3)
         answers.append((asdict(step), state_bits(rank) != before))

@@ -40,16 +40,14 @@ def gradients_by_estimator(
 
     The policy's weights are those of the reference times `scale`.
     """
-    from megadapo.trainer.update.update import add_reference_logprobs
-
     rank = scaled(build(rendezvous, settings), scale)
-    trained, cut, old = held_by_shifted(rank, batch)
+    trained, split, old = shifted_policies(rank, batch)
     found = {}
     for name, objective in cases.items():
-        rank.settings = replace(settings, objective=objective)
-        held, *_ = add_reference_logprobs(rank, batch, trained, cut, old, kl_reward_coef=0.0)
+        rank.reference.settings = replace(settings, objective=objective)
+        with_kl, *_ = rank.reference.add_logprobs(batch, trained, split, old, kl_reward_coef=0.0)
         head = replace(rank.head, objective=objective)
-        found[name] = gradients_under(rank, head, cut[0], held)
+        found[name] = gradients_under(rank, head, split[0], with_kl)
     return found if rendezvous.rank == 0 else None
 
 
@@ -63,24 +61,26 @@ def scaled(rank: TrainerRank, scale: float) -> TrainerRank:
     return rank
 
 
-def held_by_shifted(
+def shifted_policies(
     rank: TrainerRank, batch: PackedBatch
 ) -> tuple[np.ndarray, list[MiniBatch], list[list[OldPolicy]]]:
-    """[T] the trained tokens; the rank's micro-batches of each update; what they are held against,
-    a little off the present log-probs."""
+    """Return [T] trained tokens, the rank's micro-batches of each update, and their old policies.
+
+    Old log-probs are a little off the current ones.
+    """
     from megadapo.trainer.batch.micro_batch import trained_tokens
     from megadapo.trainer.batch.off_policy import old_policy
 
     trained, _ = trained_tokens(batch)
-    cut = rank.cutter.cut(batch, predicted=trained, policy_version=0)
+    split = rank.splitter.split(batch, predicted=trained, policy_version=0)
     old = [
         [
             old_policy(micro_batch, shifted(micro_batch, values), rank.settings.importance)
             for micro_batch, values in zip(part, rank.logprobs_of(part), strict=False)
         ]
-        for part in cut
+        for part in split
     ]
-    return trained, cut, old
+    return trained, split, old
 
 
 def advantages_by_rule(
@@ -91,18 +91,16 @@ def advantages_by_rule(
     scale: float,
 ) -> dict[str, np.ndarray]:
     """[T] advantages of tokens that this rank computes, NaN elsewhere."""
-    from megadapo.trainer.update.update import add_reference_logprobs
-
     rank = scaled(build(rendezvous, settings), scale)
-    trained, cut, old = held_by_shifted(rank, batch)
+    trained, split, old = shifted_policies(rank, batch)
     found = {}
     for rule in rules:
-        rank.settings = replace(settings, advantage=rule)
-        held = add_reference_logprobs(
-            rank, batch, trained, cut, old, kl_reward_coef=settings.objective.kl_reward_coef
+        rank.reference.settings = replace(settings, advantage=rule)
+        with_kl = rank.reference.add_logprobs(
+            batch, trained, split, old, kl_reward_coef=settings.objective.kl_reward_coef
         )
         values = np.full(len(batch.tokens), np.nan)
-        for micro_batches, policies in zip(cut, held, strict=True):
+        for micro_batches, policies in zip(split, with_kl, strict=True):
             for micro_batch, policy in zip(micro_batches, policies, strict=False):
                 values[micro_batch.source] = policy.advantages[micro_batch.rows].numpy()
         found[rule] = values

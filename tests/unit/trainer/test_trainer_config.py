@@ -155,7 +155,7 @@ def test_driver_side_modules_load_neither_torch_nor_megatron() -> None:
     """`--dry-run` must answer at once, on machines without either."""
     code = (
         "import sys, megadapo.trainer.model.model_layout, megadapo.trainer.types, "
-        "megadapo.trainer.types, megadapo.trainer.trainer;"
+        "megadapo.trainer.trainer;"
         "print([m for m in ('torch', 'megatron', 'ray') if m in sys.modules])"
     )
     answer = subprocess.run(

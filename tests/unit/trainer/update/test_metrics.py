@@ -31,7 +31,7 @@ def sums(**changes: float) -> MiniBatchSums:
 
 
 def step_of(mini_batches: list[MiniBatchSums], **changes):
-    usual = {"grad_norms": [1.0], "skipped_updates": 0, "num_dropped_tokens": 0, "lr": 1e-6}
+    usual = {"grad_norms": [1.0], "num_dropped_tokens": 0, "lr": 1e-6}
     usual |= {"version_gaps": np.zeros(4, dtype=np.int32), "importance": ImportanceConfig()}
     return summarize(mini_batches, **(usual | changes))
 
@@ -88,7 +88,7 @@ def test_a_step_without_stale_or_probed_tokens_has_no_drift_and_no_causes() -> N
 def test_what_was_not_measured_is_nan_not_zero() -> None:
     """0.0 would read as perfect parity, or as a vanished gradient."""
     nothing = sums(num_tokens=0.0, num_compared=0.0, max_logprob_difference=0.0)
-    result = step_of([nothing], grad_norms=[], skipped_updates=1)
+    result = step_of([nothing], grad_norms=[])
     assert math.isnan(result.logprob_abs_mean) and math.isnan(result.logprob_abs_max)
     assert math.isnan(result.entropy) and math.isnan(result.grad_norm)
     assert result.skipped_updates == 1 and result.tokens_trained == 0
