@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from megadapo.cluster.calls import gather
 from megadapo.errors import CheckpointError, InfraError
 from megadapo.weights.disk.files import Files
-from megadapo.weights.disk.torch_checkpoint import METADATA_FILE, StoredPiece, write_metadata
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from tests.support.runs.step_results import UPDATE
 
 from megadapo.config import from_dict
 from megadapo.observe.metrics.names import METRIC_NAMES
@@ -21,6 +20,7 @@ from megadapo.rollout.tools import ToolsConfig
 from megadapo.run.step_metrics import step_metrics, step_warnings, verifier_summary
 from megadapo.trainer.types import ParityCauses, Staleness, UpdateResult
 from tests.support.rollout.saved_groups import saved_group
+from tests.support.runs.step_results import UPDATE
 
 SAMPLED = SampledBatch(
     groups=(),

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.runs.step_results import UPDATE
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -30,6 +29,7 @@ from tests.support.rollout.scripted_engines import (
     ScriptedEngines,
     make_prompts,
 )
+from tests.support.runs.step_results import UPDATE
 
 MAX_TOKENS = 12
 CONFIG: RunConfig = from_dict(

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.runs.step_results import UPDATE
 
 from megadapo.algorithm.config import PretrainingConfig
 from megadapo.algorithm.kl_control import KlControlConfig, KlController
@@ -17,6 +16,7 @@ from megadapo.run.processes import trainer_settings
 from megadapo.run.training import StepBatch, StepTrainer
 from megadapo.trainer.types import ReferenceKl
 from tests.support import REPOSITORY
+from tests.support.runs.step_results import UPDATE
 from tests.support.trainer.batches import random_batch
 
 
