@@ -28,8 +28,8 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen2Tokenizer, Qwen3Moe
 from megadapo.cluster.cluster import Cluster
 from megadapo.config import RunConfig, from_dict
 from megadapo.data.arithmetic import Kind, Problem, generate, worked_answer
-from megadapo.data.batch import PackedBatch, Sample, pack_samples
-from megadapo.data.policy_versions import NO_VERSION
+from megadapo.data.batch import PackedBatch, pack_responses
+from megadapo.data.group import NO_VERSION, Response
 from megadapo.run.processes import trainer_settings
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest
@@ -229,16 +229,17 @@ def supervised_batches(
     rng = random.Random(f"base-model/{seed}")
     for step in range(num_steps):
         limit = round(len(problems) * _share_of_problems(step / num_steps, recipe))
-        samples = [
-            _sample(problems[rng.randrange(limit)], rng, tokenizer, recipe)
+        pairs = [
+            _response(problems[rng.randrange(limit)], rng, tokenizer, recipe)
             for _ in range(recipe.batch_size)
         ]
-        num_tokens = sum(len(sample.response_ids) for sample in samples)
-        yield pack_samples(
-            samples,
-            advantages=np.ones(len(samples)),
-            loss_weights=np.full(len(samples), 1.0 / num_tokens),
-            mini_batch_size=len(samples),
+        num_tokens = sum(len(response.token_ids) for _, response in pairs)
+        yield pack_responses(
+            [prompt for prompt, _ in pairs],
+            [response for _, response in pairs],
+            advantages=np.ones(len(pairs)),
+            loss_weights=np.full(len(pairs), 1.0 / num_tokens),
+            mini_batch_size=len(pairs),
         )
 
 
@@ -248,22 +249,23 @@ def _share_of_problems(progress: float, recipe: Recipe) -> float:
     return 1.0 if grown else 0.1 + 0.9 * progress / recipe.short_first
 
 
-def _sample(
+def _response(
     problem: Problem, rng: random.Random, tokenizer: Qwen2Tokenizer, recipe: Recipe
-) -> Sample:
+) -> tuple[list[int], Response]:
+    """Return the token ids of a prompt, and a worked answer to it."""
     kind: Kind = "direct" if rng.random() < recipe.direct_share else "steps"
     wrong = kind == "direct" and rng.random() < DIRECT_WRONG_SHARE
     text = worked_answer(problem, rng, kind=kind, wrong=wrong)
-    response = [*tokenizer.encode(text), tokenizer.eos_token_id]
-    return Sample(
-        prompt_ids=tuple(tokenizer.encode(problem.text)),
-        response_ids=np.array(response, dtype=np.int32),
-        # no engine sampled these tokens, so nothing is compared
-        logprobs_rollout=np.zeros(len(response), dtype=np.float32),
+    token_ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+    response = Response(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        # no engine sampled these tokens, so there is no parity to check
+        logprobs=np.zeros(len(token_ids), dtype=np.float32),
         finish_reason="stop",
-        policy_versions=np.full(len(response), NO_VERSION, dtype=np.int32),
+        policy_versions=np.full(len(token_ids), NO_VERSION, dtype=np.int32),
         text=text,
     )
+    return list(tokenizer.encode(problem.text)), response
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """The built-in tasks: sums of two-digit numbers such as `12+34+56=?`, made from a seed.
 
-They are there so that a small model can learn to reason on a small machine: an answer can be given
-directly, or step by step, and only the second way is easy. `arithmetic` has three terms,
-`arithmetic-chain` 3 to 40, so that a few answers are many times as long as most. Train and held-out
-problems are disjoint by construction.
+A small model can learn to reason with them on a small machine: an answer can be given directly or
+step by step, and only the second way is easy. `arithmetic` has three terms, `arithmetic-chain` 3 to
+40, so that a few answers are many times as long as most. Train and held-out problems are disjoint.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ Kind = Literal["direct", "steps"]
 
 MIN_TERM, MAX_TERM = 10, 99
 MIN_CHAIN, MAX_CHAIN = 3, 40
-# Of the number of terms in a chain, before it is bounded: the mean is 9, one in twenty has 20.
+# number of terms in a chain before it is bounded: the mean is 9, one in twenty has 20
 MEDIAN_CHAIN, CHAIN_SIGMA = 7.0, 0.65
-# Running totals of a chain have all digits of the largest sum, so that steps are equally long.
+# running totals of a chain have the digits of the largest sum, so that steps have one length
 CHAIN_DIGITS = 4
-# One sum in ten, in every order of its terms, is never trained on.
+# one sum in ten, in every order of its terms, is held out
 HELD_OUT_PERIOD = 10
-# Half of what the smaller split of three terms holds: drawing distinct problems by rejection stays
-# fast.
+# half of the smaller split of three terms, so that rejection sampling of distinct problems is fast
 MAX_PROBLEMS = 32_768
 
 
@@ -44,26 +42,26 @@ class Problem:
 
     terms: tuple[int, ...]
     task: str = "arithmetic"
-    """Name of the task it was drawn for."""
+    """Name of the task."""
 
     @property
     def text(self) -> str:
-        """What the model is asked."""
+        """The question."""
         return f"{_joined(self.terms)}=?"
 
     @property
     def answer(self) -> int:
-        """The right answer."""
+        """The correct answer."""
         return sum(self.terms)
 
     @property
     def split(self) -> Split:
-        """The only split this problem can be drawn for; the order of the terms plays no part."""
+        """The split of the problem; the order of its terms does not matter."""
         digest = hashlib.sha256(_joined(sorted(self.terms)).encode()).digest()
         return "held_out" if int.from_bytes(digest[:8]) % HELD_OUT_PERIOD == 0 else "train"
 
     def row(self) -> dict[str, object]:
-        """This problem in the schema of DAPO-Math-17k, as a parquet or JSONL row holds it."""
+        """Return the problem as a row in the schema of DAPO-Math-17k."""
         return {
             "data_source": self.task,
             "prompt": [{"role": "user", "content": self.text}],
@@ -79,9 +77,9 @@ def three_terms(rng: random.Random) -> tuple[int, ...]:
 
 
 def chain_terms(rng: random.Random) -> tuple[int, ...]:
-    """Draw the terms of an `arithmetic-chain` problem; their number is log-normal, like lengths.
+    """Draw the terms of an `arithmetic-chain` problem; their number is log-normal.
 
-    No term comes twice, so that the one to be added next follows from the last one added.
+    Terms are distinct, so the last term added determines the next one.
     """
     num_terms = 0
     while not MIN_CHAIN <= num_terms <= MAX_CHAIN:
@@ -93,7 +91,7 @@ TASKS: dict[str, Callable[[random.Random], tuple[int, ...]]] = {
     "arithmetic": three_terms,
     "arithmetic-chain": chain_terms,
 }
-"""How each task draws the terms of a problem, by the name that its sources begin with."""
+"""Functions that draw the terms of a problem, by the name of the task."""
 
 
 def generate(
@@ -107,7 +105,7 @@ def generate(
         raise DataError(f"the {task} task has no split {split!r}; use train or held_out")
     if not 0 < num_problems <= MAX_PROBLEMS:
         raise DataError(
-            f"the {task} task can give 1 to {MAX_PROBLEMS} problems a split, not {num_problems}"
+            f"the {task} task has 1 to {MAX_PROBLEMS} problems per split, not {num_problems}"
         )
     draw_terms = TASKS[task]
     rng = random.Random(f"{task}/{split}/{seed}")
@@ -120,13 +118,13 @@ def generate(
 
 
 def is_built_in(source: str) -> bool:
-    """Whether a source begins like that of a built-in task, and so is no file or folder."""
+    """Return whether a source names a built-in task, and not a file or folder."""
     name, colon, _ = source.partition(":")
     return bool(colon) and name in TASKS
 
 
 def from_source(source: str) -> list[Problem]:
-    """Generate what `TASK:SPLIT:NUM` or `TASK:SPLIT:NUM:SEED` (default 0) names."""
+    """Generate the problems of `TASK:SPLIT:NUM` or `TASK:SPLIT:NUM:SEED` (default 0)."""
     match = re.fullmatch(r"([a-z-]+):(\w+):([0-9]{1,9})(?::([0-9]{1,18}))?", source)
     if match is None or match[1] not in TASKS:
         raise DataError(
@@ -139,10 +137,10 @@ def from_source(source: str) -> list[Problem]:
 
 
 def texts_from_source(source: str) -> list[str]:
-    """What `from_source` names as texts: each problem with its right answer, in no template.
+    """Generate texts: each problem of `from_source` with its correct answer, without a template.
 
-    Every second answer or so is worked out in steps, and the others are direct: the two ways in
-    which the base models of the tasks answer.
+    About half of the answers are worked out in steps and the others are direct, as in the base
+    models of the tasks.
     """
     rng = random.Random(f"texts/{source}")
     kinds: tuple[Kind, ...] = ("direct", "steps")
@@ -157,8 +155,7 @@ def worked_answer(problem: Problem, rng: random.Random, *, kind: Kind, wrong: bo
 
     Args:
         kind: "direct" gives the answer line alone, "steps" adds the partial sums before it.
-        wrong: make one slip of the kind people make (a digit off by a little); a slip in a
-            partial sum is carried through to the answer.
+        wrong: make one small error; an error in a partial sum carries over to the answer.
     """
     slip = _slip(rng) if wrong else 0
     if kind == "direct":
@@ -180,7 +177,7 @@ def write_parquet(path: Path, problems: list[Problem]) -> None:
 
 
 def _slip(rng: random.Random) -> int:
-    """A non-zero error in the ones or of one ten; never enough to make a sum negative."""
+    """Return an error from -10 to 10 without 0, too small to make a sum negative."""
     return rng.choice((-1, 1)) * rng.randint(1, 10)
 
 

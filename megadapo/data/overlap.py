@@ -1,4 +1,4 @@
-"""Held-out problems that are also trained on: a score on them says nothing of others."""
+"""Detection of held-out problems that are also training problems."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megadapo.data.prompts import Prompt
 logger = logging.getLogger(__name__)
 
 MAX_LISTED = 3
-"""Problems that a warning quotes; the rest are counted."""
+"""Number of problems that a warning quotes; further ones are counted."""
 
 MIN_CONTAINED = 24
-"""Characters; a shorter problem is not looked for within others, only compared with them whole."""
+"""Characters of the shortest problem that is searched inside others."""
 WORD = re.compile(r"\s")
 LINE = re.compile(r"\n")
-"""Where a unit of text ends."""
+"""Ends of the units of text."""
 
 _PIECE = MIN_CONTAINED // 2
 # every MIN_CONTAINED characters have a whole piece that begins at a multiple of this
@@ -30,10 +30,10 @@ _DROPPED = re.compile(rf"[^\w{re.escape(_KEPT_SYMBOLS)}]|_")
 
 
 def normalised(text: str) -> str:
-    """A problem without what may differ between two copies of it.
+    """Return a problem without the differences that two copies of it may have.
 
-    Case, width of characters, white space, punctuation, dollar signs and braces go; signs that make
-    another problem stay, and so do points within numbers.
+    Case, character width, white space, punctuation, dollar signs and braces are removed. Signs that
+    change the problem stay, and so do decimal points.
     """
     plain = _DROPPED.sub("", unicodedata.normalize("NFKC", text).casefold())
     return re.sub(r"\.(?!\d)", "", plain)
@@ -42,11 +42,12 @@ def normalised(text: str) -> str:
 def without_template(
     texts: Sequence[str], unit: re.Pattern[str] = WORD, *, min_texts: int = 2
 ) -> list[str]:
-    """Texts without the beginning and the end that all different ones share.
+    """Return texts without the beginning and the end that all of them share.
 
     Args:
-        unit: what is shared whole or not at all, WORD or LINE.
-        min_texts: different texts that it takes; of fewer, problems may begin alike.
+        unit: smallest shared unit, WORD or LINE.
+        min_texts: number of distinct texts below which texts are returned unchanged, as few
+            problems may share a beginning by chance.
     """
     different = set(texts)
     if len(different) < min_texts:
@@ -57,16 +58,16 @@ def without_template(
 
 
 def _num_shared(texts: set[str], unit: re.Pattern[str]) -> int:
-    """Characters of the whole units that all texts begin with."""
+    """Return the number of characters of the whole units with which all texts begin."""
     shared = os.path.commonprefix([min(texts), max(texts)])
     return max((end.end() for end in unit.finditer(shared)), default=0)
 
 
 class Problems:
-    """Problems among which copies of others are found, also in another template."""
+    """An index of problems that finds copies, also in another template."""
 
     def __init__(self, texts: Sequence[str], bare: Sequence[str]) -> None:
-        """`bare`: the same texts without their template."""
+        """Index the texts; `bare` are the same texts without their template."""
         self._bare = [normalised(text) for text in bare]
         self._whole: dict[str, set[int]] = defaultdict(set)
         self._with: dict[str, set[int]] = defaultdict(set)
@@ -77,7 +78,7 @@ class Problems:
                     self._with[key[start : start + _PIECE]].add(number)
 
     def copies_of(self, text: str, bare: str) -> set[int]:
-        """Numbers of the problems that a text is, lies within, or has within it.
+        """Return the numbers of problems that equal, contain or are contained in a text.
 
         Args:
             bare: the text without its template.
@@ -92,7 +93,7 @@ class Problems:
 
 
 def overlapping(training: Iterable[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
-    """Return the held-out problems that are among the training prompts, in their order."""
+    """Return the held-out problems that are among the training prompts, in order."""
     texts = dict(_texts(held_out))
     order = list(texts)
     problems = Problems([texts[n][0] for n in order], [texts[n][1] for n in order])
@@ -105,21 +106,21 @@ def overlapping(training: Iterable[Prompt], held_out: Sequence[Prompt]) -> list[
 
 
 def warn_of_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
-    """Log a warning that names the held-out problems among the training prompts, if there are."""
+    """Log a warning if held-out problems are among the training prompts."""
     found = overlapping(training, held_out)
     if not found:
         return
     listed = ", ".join(f"{prompt.messages[-1][1]!r:.60}" for prompt in found[:MAX_LISTED])
     more = f" and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
     logger.warning(
-        "%d of %d held-out problems are among the training prompts, so their accuracy says "
-        "nothing of other problems: %s%s",
+        "%d of %d held-out problems are also training prompts, so their accuracy says nothing "
+        "about other problems: %s%s",
         *(len(found), len(held_out), listed, more),
     )
 
 
 def _texts(prompts: Sequence[Prompt]) -> Iterator[tuple[int, tuple[str, str]]]:
-    """What the user asks, whole and without the template of its source, by the prompt's number."""
+    """Yield each prompt's number with its text, whole and without the template of its source."""
     of_source: dict[str, list[int]] = defaultdict(list)
     for number, prompt in enumerate(prompts):
         of_source[prompt.data_source].append(number)
@@ -129,5 +130,5 @@ def _texts(prompts: Sequence[Prompt]) -> Iterator[tuple[int, tuple[str, str]]]:
 
 
 def _asked(prompt: Prompt) -> str:
-    """A system message is the same for all."""
+    """Return the messages without the system message, which all prompts share."""
     return "\n".join(content for role, content in prompt.messages if role != "system")

@@ -1,17 +1,17 @@
-"""Prompts: loaded once, checked and without duplicates, and taken in an order that can resume."""
+"""Prompts: load and check them once, without duplicates, and take them in an order that resumes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import jinja2
 
-from megadapo.data.order import EpochOrder
 from megadapo.data.sources import Messages, Row, read_rows
 from megadapo.errors import DataError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LISTED = 5
-"""Bad rows that one message lists; the rest are counted."""
+"""Number of bad rows that one message lists; further ones are counted."""
 
 
 @dataclass(frozen=True)
@@ -29,35 +29,35 @@ class Prompt:
     """One question with its gold answer."""
 
     id: str
-    """Hash of source, messages and gold: the same in every run and on every machine."""
+    """Hash of source, messages and gold answer; the same in every run and on every machine."""
     messages: Messages
     """(role, content) of each chat message."""
     ground_truth: str
     data_source: str
     extra_info: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """What else the row says, as JSON values; empty unless a reward function is given it."""
+    """Further columns of the row as JSON values; empty unless a reward function reads them."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the prompt as JSON values, what is empty left out."""
+        """Return the prompt as JSON values; an empty extra_info is left out."""
         entry = {**asdict(self), "messages": [list(message) for message in self.messages]}
         return {name: value for name, value in entry.items() if name != "extra_info" or value}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
-        """Return the prompt that `to_json` was called on."""
+        """Return the prompt that `to_json` wrote."""
         messages = tuple((role, content) for role, content in entry["messages"])
         return cls(**{**entry, "messages": messages})
 
 
 @dataclass(frozen=True)
 class LoadCounts:
-    """What became of the rows of a source."""
+    """Numbers of rows read and dropped from a source."""
 
     num_rows: int
     num_duplicates: int
-    """Rows whose prompt and gold had been seen before (DAPO-Math-17k has each about 100 times)."""
+    """Rows that repeat a prompt and its gold (DAPO-Math-17k has each about 100 times)."""
     num_conflicting: int
-    """Prompts dropped because their rows do not agree on the gold answer."""
+    """Prompts dropped because their rows have different gold answers."""
     num_overlong: int
     """Prompts dropped because of their length."""
 
@@ -71,19 +71,19 @@ def load_prompts(
     max_prompt_tokens: int | None = None,
     overlong_prompts: Literal["error", "drop"] = "error",
 ) -> list[Prompt]:
-    """Load the prompts of a source in its order, and log how many were dropped and why.
+    """Load the prompts of a source in order, and log how many were dropped and why.
 
     Args:
         source: a parquet or JSONL file or a folder of them, a Hub dataset
             ORG/NAME[@REVISION][/PATH], or a built-in task: arithmetic:SPLIT:NUM[:SEED] or
             arithmetic-chain:SPLIT:NUM[:SEED].
-        check_gold: returns the gold of a prompt from a data_source if it can be scored, or raises
-            DataError saying why it cannot; `rewards.config.RewardConfig.check_gold` is one.
-        with_extra_info: read the column of that name too, where there is one.
-        tokenizer: together with max_prompt_tokens, measures every prompt as `render` makes it.
+        check_gold: returns the gold answer for a data_source, or raises DataError if it cannot be
+            scored; for example `rewards.config.RewardConfig.check_gold`.
+        with_extra_info: read the extra_info column too, if there is one.
+        tokenizer: measures prompts against max_prompt_tokens, if both are given.
 
     Raises:
-        DataError: names the file and row of whatever cannot be read, scored or fitted.
+        DataError: a row cannot be read or scored, or is too long; the error names file and row.
     """
     prompts, counts = read_prompts(
         source,
@@ -106,7 +106,7 @@ def read_prompts(
     max_prompt_tokens: int | None = None,
     overlong_prompts: Literal["error", "drop"] = "error",
 ) -> tuple[list[Prompt], LoadCounts]:
-    """Do what `load_prompts` does, and return the counts instead of logging them."""
+    """Load prompts like `load_prompts`, and return the counts instead of logging them."""
     found = _Collection(source, check_gold, with_extra_info)
     for row in read_rows(source, with_extra_info=with_extra_info):
         found.add(row)
@@ -115,9 +115,7 @@ def read_prompts(
     if tokenizer is not None and max_prompt_tokens is not None:
         prompts = _fitting(agreed, tokenizer, max_prompt_tokens, overlong_prompts)
     if not prompts:
-        raise DataError(
-            f"{source} holds no prompt that can be used; {found.num_rows} rows were read"
-        )
+        raise DataError(f"{source} has no usable prompt; {found.num_rows} rows were read")
     return prompts, LoadCounts(
         num_rows=found.num_rows,
         num_duplicates=found.num_duplicates,
@@ -129,11 +127,10 @@ def read_prompts(
 def render(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None = None
 ) -> list[int]:
-    """Return the token ids the model is given: the chat template's, or the plain contents'.
+    """Return the token ids of a prompt: by the chat template, or its plain contents without one.
 
     Raises:
-        DataError: the prompt is longer than the limit, has no tokens at all, or does not suit
-            the chat template.
+        DataError: the prompt is too long, has no tokens, or does not fit the chat template.
     """
     if tokenizer.chat_template:
         ids = _apply_chat_template(prompt, tokenizer)
@@ -146,57 +143,89 @@ def render(
     return ids
 
 
-class PromptStream:
-    """Endless prompts in an order that depends on the seed alone, epoch after epoch.
+class EpochOrder:
+    """An endless order of N items, shuffled again in each epoch, that depends on a seed alone."""
 
-    A prompt's place in the stream, counted from 0 over all epochs, is the order it is asked in.
+    def __init__(self, num_items: int, seed: int, *, name: str, shuffle: bool = True) -> None:
+        """Keep the settings.
+
+        Args:
+            name: kind of the items; different kinds get different orders from one seed.
+        """
+        self._num_items = num_items
+        self._seed = seed
+        self._name = name
+        self._shuffle = shuffle
+        self._permutations: dict[int, list[int]] = {}
+
+    def at(self, index: int) -> int:
+        """Return the item at a position, counted from 0 over all epochs."""
+        epoch, position = divmod(index, self._num_items)
+        return self._permutation(epoch)[position]
+
+    def _permutation(self, epoch: int) -> list[int]:
+        known = self._permutations.get(epoch)
+        if known is None:
+            known = list(range(self._num_items))
+            if self._shuffle:
+                random.Random(f"{self._name}/{self._seed}/{epoch}").shuffle(known)
+            # lookups alternate between two epochs where one ends and the next starts
+            if len(self._permutations) == 2:
+                del self._permutations[min(self._permutations)]
+            self._permutations[epoch] = known
+        return known
+
+
+class PromptStream:
+    """Endless prompts, epoch after epoch, in an order that depends on the seed alone.
+
+    A prompt index is a position in the stream, counted from 0 over all epochs.
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, *, shuffle: bool = True) -> None:
         if not prompts:
-            raise DataError("there are no prompts to take")
+            raise DataError("there are no prompts; check data.train")
         self._prompts = list(prompts)
-        self._seed = seed
-        self._shuffle = shuffle
         self._order = EpochOrder(len(prompts), seed, name="prompts", shuffle=shuffle)
-        self._fingerprint = hashlib.sha256("".join(p.id for p in prompts).encode()).hexdigest()
+        fingerprint = hashlib.sha256("".join(p.id for p in prompts).encode()).hexdigest()
+        self._state = {"fingerprint": fingerprint, "seed": seed, "shuffle": shuffle}
 
     def __len__(self) -> int:
-        """Prompts of an epoch."""
+        """Return the number of prompts in an epoch."""
         return len(self._prompts)
 
-    def epoch(self, order: int) -> int:
-        """Number of times that every prompt comes before this place."""
-        return order // len(self._prompts)
+    def epoch(self, prompt_index: int) -> int:
+        """Return the epoch of a position, counted from 0."""
+        return prompt_index // len(self._prompts)
 
-    def at(self, order: int) -> Prompt:
-        """The prompt at this place."""
-        return self._prompts[self._order.at(order)]
+    def at(self, prompt_index: int) -> Prompt:
+        """Return the prompt at a position."""
+        return self._prompts[self._order.at(prompt_index)]
 
     def state_dict(self) -> dict[str, object]:
-        """Return what names the stream, as JSON can hold it."""
-        return {"fingerprint": self._fingerprint, "seed": self._seed, "shuffle": self._shuffle}
+        """Return what identifies the stream, as JSON values."""
+        return dict(self._state)
 
     def check_state(self, state: Mapping[str, object]) -> None:
-        """Refuse a state of another stream.
+        """Check that a state belongs to this stream.
 
         Raises:
             DataError: the state belongs to other prompts or another order.
         """
-        for name, what in (
+        for name, problem in (
             ("fingerprint", "the prompts have changed since the checkpoint was saved"),
             ("seed", "the checkpoint was saved with another seed"),
             ("shuffle", "the checkpoint was saved with another data.shuffle"),
         ):
-            if state.get(name) != self.state_dict()[name]:
+            if state.get(name) != self._state[name]:
                 raise DataError(
-                    f"{what} ({name} {state.get(name)!r} there, {self.state_dict()[name]!r} "
-                    "here); resume with the same data, or start a new run"
+                    f"{problem} ({name} {state.get(name)!r} there, {self._state[name]!r} here); "
+                    "resume with the same data, or start a new run"
                 )
 
 
 class _Collection:
-    """The different prompts among the rows of a source, and what is wrong with the others."""
+    """The distinct prompts of a source, collected row by row, with the problems of other rows."""
 
     def __init__(
         self, source: str, check_gold: Callable[[object, str], str], with_extra_info: bool
@@ -224,11 +253,11 @@ class _Collection:
             self.conflicts.setdefault(messages, both)
 
     def finish(self) -> list[Prompt]:
-        """Return the prompts whose rows agree, in their order; raise if a gold cannot be scored."""
+        """Return the prompts whose rows agree, in order; raise DataError if a gold is unusable."""
         if self._bad_golds:
             raise DataError("\n".join(_some(self._bad_golds)))
         if self.conflicts:
-            # Rewarding one answer in one epoch and another in the next teaches nothing.
+            # Two golds for one prompt would reward contradictory answers.
             listed = "\n".join(_some(list(self.conflicts.values())))
             logger.warning("%s: prompts with two gold answers dropped:\n%s", self._source, listed)
         return [
@@ -254,9 +283,9 @@ def _apply_chat_template(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> 
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     except jinja2.TemplateError as error:
         raise DataError(
-            f"{_describe(prompt)} does not suit the tokenizer's chat template: {error}"
+            f"{_describe(prompt)} does not fit the tokenizer's chat template: {error}"
         ) from error
-    # of one chat, neither as text nor with an attention mask
+    # a single chat without return_dict gives a list of ids
     return cast(list[int], ids)
 
 

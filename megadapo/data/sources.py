@@ -1,6 +1,6 @@
-"""Where prompts and texts come from: raw rows of files, the Hub, and the built-in tasks.
+"""Raw rows of prompts and texts, from files, the Hub and the built-in tasks.
 
-A row knows the file and line it stands in, so that whatever is wrong with it can be found.
+A row knows its file and line, so that errors can name them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megadapo.errors import DataError
 
 COLUMNS = ("data_source", "prompt", "reward_model")
 EXTRA_INFO = "extra_info"
-"""The column with what else is known of a prompt; few readers need it."""
+"""The column with further facts about a prompt; few readers need it."""
 TEXT = "text"
 """The only column of a text."""
 SUFFIXES = (".parquet", ".jsonl")
@@ -37,12 +37,12 @@ class Row:
     """One unchecked row of a source."""
 
     place: str
-    """File and row (parquet, from 0) or line (JSONL, from 1), for messages."""
+    """File and row (parquet, from 0) or line (JSONL, from 1), for error messages."""
     columns: Mapping[str, object]
 
     @property
     def messages(self) -> Messages:
-        """The chat messages, checked."""
+        """Chat messages, checked."""
         chat = self.columns.get("prompt")
         if not isinstance(chat, list) or not chat:
             raise DataError(f"{self.place}: prompt is not a list of chat messages: {chat!r:.80}")
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def text(self) -> str:
-        """A text for a language-model loss, checked; it may be empty."""
+        """Text for a language-model loss, checked; it may be empty."""
         text = self.columns.get(TEXT)
         if not isinstance(text, str):
             raise DataError(f"{self.place}: {TEXT} is not a string but {text!r:.80}")
@@ -70,17 +70,17 @@ class Row:
 
     @property
     def ground_truth(self) -> object:
-        """The gold answer as the row has it; whether it can be scored is not checked here."""
+        """Gold answer of the row; nothing here checks that it can be scored."""
         reward_model = self.columns.get("reward_model")
         if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
             raise DataError(f"{self.place}: reward_model.ground_truth is missing")
         gold = reward_model["ground_truth"]
-        # JSON written by hand tends to have bare integers, and those have one spelling only.
+        # JSON written by hand often has bare integers, which have only one spelling
         return str(gold) if type(gold) is int else gold
 
     @property
     def extra_info(self) -> dict[str, Any]:
-        """What else is known, as JSON values; what JSON cannot hold is text."""
+        """Further facts as JSON values; other values become text."""
         extra_info = self.columns.get(EXTRA_INFO)
         if extra_info is None:
             return {}
@@ -92,7 +92,7 @@ class Row:
 
     @property
     def data_source(self) -> str:
-        """The name of the collection the row is from."""
+        """Name of the collection that contains the row."""
         source = self.columns.get("data_source")
         if not isinstance(source, str):
             raise DataError(f"{self.place}: data_source is not a string but {source!r:.80}")
@@ -100,13 +100,13 @@ class Row:
 
 
 def read_rows(source: str, *, with_extra_info: bool = False) -> Iterator[Row]:
-    """Give the rows of a file, a folder of files, a Hub dataset or an arithmetic task, in order.
+    """Yield the rows of a file, a folder of files, a Hub dataset or a built-in task, in order.
 
     Args:
-        with_extra_info: read that column of parquet files too; few need it.
+        with_extra_info: read this column of parquet files too.
 
     Raises:
-        DataError: the source does not exist, cannot be read, or does not have the columns.
+        DataError: the source does not exist, cannot be read, or lacks a column.
     """
     if arithmetic.is_built_in(source):
         for number, problem in enumerate(arithmetic.from_source(source)):
@@ -121,12 +121,12 @@ def read_rows(source: str, *, with_extra_info: bool = False) -> Iterator[Row]:
 
 
 def read_text_rows(source: str) -> Iterator[Row]:
-    """Give the rows of texts in order, of the sources that `read_rows` takes and of .txt files.
+    """Yield rows of texts in order, from the sources of `read_rows` and .txt files.
 
-    A .txt file is one text; those of a built-in task are its problems with their answers.
+    A .txt file is one text. The texts of a built-in task are its problems with their answers.
 
     Raises:
-        DataError: the source does not exist, cannot be read, or does not have the column.
+        DataError: the source does not exist, cannot be read, or lacks the column.
     """
     if arithmetic.is_built_in(source):
         for number, text in enumerate(arithmetic.texts_from_source(source)):
@@ -159,16 +159,16 @@ def _data_files(path: Path, source: str, suffixes: tuple[str, ...]) -> list[Path
         return [path]
     files = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
     if not files:
-        raise DataError(f"{source} holds no {', '.join(others)} or {last} file")
+        raise DataError(f"{source} has no {', '.join(others)} or {last} file")
     splits = [word for word in SPLIT_WORDS if any(word in file.stem for file in files)]
     if len(splits) > 1:
-        # Reading a test split as training data would go unnoticed until the results look good.
-        raise DataError(f"{source} holds the splits {', '.join(splits)}; name the file to use")
+        # training on a test split would only show in results that look too good
+        raise DataError(f"{source} has the splits {', '.join(splits)}; name the file to use")
     return files
 
 
 def _download(source: str, match: re.Match[str], suffixes: tuple[str, ...]) -> Path:
-    """Fetch a dataset, or one file or folder of it, into the Hub's cache."""
+    """Download a dataset, or one file or folder of it, into the Hub's cache."""
     from huggingface_hub import errors, snapshot_download
 
     path = match["path"] or ""
@@ -213,7 +213,7 @@ def _check_columns(file: Path, names: list[str], needed: tuple[str, ...]) -> Non
     missing = [name for name in needed if name not in names]
     if missing:
         schema = (
-            ". Needed is the schema of DAPO-Math-17k: data_source, prompt (chat messages) and "
+            ". The schema of DAPO-Math-17k is needed: data_source, prompt (chat messages) and "
             "reward_model.ground_truth"
         )
         raise DataError(
@@ -245,7 +245,7 @@ def _whole_file(file: Path) -> Row:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text can be encoded; JSON can hold half of a surrogate pair, a tokenizer cannot."""
+    """Return whether a text can be encoded; JSON can have half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -9,12 +9,11 @@ so no response can run code or take long.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 from unicodedata import category
 
-from megadapo.algorithm.groups import Steps
+from megadapo.data.group import Score
 from megadapo.errors import DataError
 
 Rule = Literal["answer", "boxed", "answer_or_boxed"]
@@ -24,9 +23,6 @@ answer: the last `Answer:` line, normalised (what the published DAPO run used).
 boxed: the last complete \\boxed{...}, compared as it is written.
 answer_or_boxed: `answer`, and `boxed` where there is no such line (verl since August 2026).
 """
-
-RewardParts = tuple[tuple[str, float], ...]
-"""(name, value) of each part that a reward is made of."""
 
 INVALID = "[INVALID]"
 """What stands for the answer of a response that gives none."""
@@ -89,23 +85,6 @@ _REWRITTEN = tuple(
         (r"sqrt([^{])", r"sqrt{\1}"),
     )
 )
-
-
-@dataclass(frozen=True)
-class Score:
-    """What the rule says about one response."""
-
-    reward: float
-    """+1.0 or -1.0."""
-    correct: bool
-    answer: str
-    """The answer as it was compared, or `[INVALID]`."""
-    symbolic_correct: bool | None = None
-    """Whether the symbolic comparison accepts it; None where there was none, or it gave up."""
-    parts: RewardParts = ()
-    """What the reward is made of, where more than the rule scores."""
-    steps: Steps = ()
-    """Of the response, each with its share of the reward, where a function scores steps."""
 
 
 def score(response: str, ground_truth: str, rule: Rule = "answer") -> Score:

@@ -11,10 +11,11 @@ from types import TracebackType
 import numpy as np
 
 from megadapo.algorithm.groups import Steps
+from megadapo.data.group import Score
 from megadapo.data.prompts import Prompt
 from megadapo.observe.rollouts.token_pieces import Decode
 from megadapo.rewards.config import RewardConfig
-from megadapo.rewards.dapo_math import Score, score
+from megadapo.rewards.dapo_math import score
 from megadapo.rewards.function_config import RewardFunction
 from megadapo.rewards.verifier import Verifier
 from megadapo.rewards.workers.runner import Runner

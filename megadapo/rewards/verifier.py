@@ -17,9 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from megadapo.data.group import Score
 from megadapo.errors import InfraError
 from megadapo.rewards.config import RewardConfig
-from megadapo.rewards.dapo_math import INVALID, Score, extract_answer, score
+from megadapo.rewards.dapo_math import INVALID, extract_answer, score
 from megadapo.rewards.symbolic.cross_check import CrossCheck
 from megadapo.rewards.symbolic.symbolic import Pair, SymbolicCounts, SymbolicPool
 

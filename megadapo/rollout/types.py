@@ -1,90 +1,53 @@
-"""What the driver asks an engine for and what it gets back: plain data, one object a group."""
+"""Requests to the engines and their results: plain data, one object per group."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from megadapo.algorithm.groups import Branch
+from megadapo.data.group import Response
 from megadapo.rollout.config import BranchingConfig
 from megadapo.rollout.tools import ToolsConfig
 
-FinishReason = Literal["stop", "length", "unfinished"]
 SEED_BITS = 63
 """vLLM seeds are signed 64-bit integers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """The distribution that responses are drawn from."""
+    """The distribution of responses."""
 
     temperature: float
     top_p: float
     max_tokens: int
-    """Longest response, in tokens, what tools put out included."""
+    """Longest response in tokens, including tool output."""
     tools: ToolsConfig = ToolsConfig()
-    """What responses may call."""
     branching: BranchingConfig = BranchingConfig()
-    """Where responses branch off each other."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolCall:
-    """A place in a response where a tool was asked."""
-
-    end: int
-    """Response tokens before the model went on, the tool's output included."""
-    entropy: float = math.nan
-    """Normalised entropy of the first tokens behind it; NaN where it was not measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Response:
-    """One response, as the engine gave it."""
-
-    token_ids: np.ndarray  # [n] int32, with the end-of-sequence token where there is one
-    logprobs: np.ndarray  # [n] float32, at the sampling temperature; NaN where there is none
-    finish_reason: FinishReason
-    """Unfinished where it was stopped; a request that has it as `begun` continues it."""
-    text: str
-    """Decoded without special tokens."""
-    policy_versions: np.ndarray  # [n] int32, the weight publication that sampled each token, or
-    # NO_VERSION where a tool put it out
-    calls: tuple[ToolCall, ...] = ()
-    """In order."""
-    entropy: float = math.nan
-    """Normalised entropy of its first tokens; NaN where it was not measured."""
-    branch: Branch | None = None
-    """Where it left another response of its group; None where it began at the prompt."""
-    experts: np.ndarray | None = None  # [m, layers, K] as in data/routed_experts.py
-    """Of prompt and response, each token's from when it was first read; None where the engine hands
-    none over."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRequest:
-    """One prompt, asked for once per seed."""
+    """One prompt with the seeds of its responses."""
 
     key: int
-    """Names the group among those in flight."""
+    """Identifier among the groups in flight: the prompt index, or negative in an evaluation."""
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
+    """One seed per response."""
     settings: SamplingSettings
     priority: int = 0
-    """An engine works on lower ones first."""
+    """Scheduling priority; engines serve lower values first."""
     begun: tuple[Response, ...] = ()
-    """What an earlier request got, one per seed: finished responses are handed back as they are,
-    the others are continued. Empty: nothing."""
+    """Responses of an earlier request, one per seed; finished ones are returned unchanged."""
 
     @property
     def num_at_once(self) -> int:
-        """Most responses that are generated at the same time."""
+        """Largest number of responses that are generated at the same time."""
         first = self.settings.branching.initial_rollouts
         return len(self.seeds) if first is None else min(first, len(self.seeds))
 
@@ -98,40 +61,40 @@ class GroupResponse:
     engine: int = 0
     """Number of the engine that generated them."""
     seconds: float = 0.0
-    """From submission until the last token."""
+    """Time from submission to the last token."""
 
     @property
     def num_tokens(self) -> int:
-        """Of all responses."""
         return sum(len(response.token_ids) for response in self.responses)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopReport:
-    """What became of the groups that were stopped."""
+    """The result of stopping groups in flight."""
 
     keys: tuple[int, ...]
     unfinished: tuple[GroupResponse, ...]
-    """What they have so far, where it was to be kept; a response that had finished says so."""
+    """Responses generated so far, if they were to be kept; some may have finished."""
     num_tokens: int
-    """Tokens that were generated for them, without those they had begun with."""
+    """Number of tokens generated for the groups, without those they started with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineReport:
-    """What an engine tells the driver, again and again."""
+    """The periodic report of an engine to the driver."""
 
     groups: tuple[GroupResponse, ...]
-    """Finished since the report before."""
+    """Groups finished since the previous report."""
     num_ended: int
-    """Responses that have ended since the engine started, those that were stopped included; where
-    groups branch, without those whose place another one of the group takes."""
+    """Number of responses ended since the engine started, including stopped ones.
+
+    With branching, a response whose slot a branch of the same group reuses is not counted."""
     num_tokens: int
-    """Tokens generated since the engine started."""
+    """Number of tokens generated since the engine started."""
 
 
 class LogprobTable(Protocol):
-    """The log-probs of a response's positions in flat lists, as vLLM's FlatLogprobs holds them.
+    """Log-probs of a response's positions in flat lists, as in vLLM's FlatLogprobs.
 
     Position i has the entries start_indices[i] to end_indices[i] of the two other lists.
     """
@@ -143,7 +106,7 @@ class LogprobTable(Protocol):
 
 
 def response_seeds(num_responses: int, *parts: str | int) -> tuple[int, ...]:
-    """Return the seeds of a group: hashes of what names each response, the same everywhere."""
+    """Return the seeds of a group: hashes of `parts` and the response number, portable."""
     name = "/".join(str(part) for part in parts)
     digests = [
         hashlib.sha256(f"{name}/{index}".encode()).digest() for index in range(num_responses)
@@ -152,7 +115,10 @@ def response_seeds(num_responses: int, *parts: str | int) -> tuple[int, ...]:
 
 
 def continued_seed(seed: int, token_ids: np.ndarray) -> int:
-    """Return the seed of what follows `token_ids`: an engine's noise starts anew with a request."""
+    """Return the seed for the tokens after `token_ids`.
+
+    An engine's noise restarts with each request, so the old seed would repeat the same noise.
+    """
     if not len(token_ids):
         return seed
     digest = hashlib.sha256(str(seed).encode() + token_ids.tobytes()).digest()
@@ -162,8 +128,7 @@ def continued_seed(seed: int, token_ids: np.ndarray) -> int:
 def sampled_logprobs(token_ids: Sequence[int], table: LogprobTable | None) -> np.ndarray:
     """Return the log-prob of each sampled token, [n] float32.
 
-    A position without an entry for its token stays NaN: any number in its place would be a
-    probability that nobody measured.
+    A position without an entry for its token is NaN.
     """
     values = np.full(len(token_ids), np.nan, dtype=np.float32)
     if table is None:

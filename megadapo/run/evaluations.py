@@ -12,10 +12,14 @@ from pathlib import Path
 from megadapo.config import RunConfig
 from megadapo.errors import CheckpointError
 from megadapo.observe.metrics.records import EvaluationRecord, read_evaluations
-from megadapo.rollout.journal.answer_log import AnswerLog, answers_path
+from megadapo.rollout.journal.journal import EvaluationJournal, evaluation_journal_path
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationUnderWay, HeldOut
-from megadapo.rollout.sampling.interleaving import InterleavedEngines
+from megadapo.rollout.sampling.evaluation import (
+    Evaluation,
+    EvaluationInProgress,
+    HeldOut,
+    InterleavedEngines,
+)
 from megadapo.run.sampling import Phases, SamplingInputs
 from megadapo.run.state.checkpoint import EVALUATING, Checkpoint, load
 from megadapo.weights.disk.files import Files
@@ -104,7 +108,7 @@ class Evaluations:
         self._reserved = reserved
         self._polling = threading.Lock()
         self._step = 0
-        self._running: EvaluationUnderWay | None = None
+        self._running: EvaluationInProgress | None = None
         self._closing = ExitStack()
         self._finished: list[EvaluationRecord] = []
 
@@ -124,11 +128,11 @@ class Evaluations:
         with self._phases.phase("evaluate"):
             if reserved is not None:
                 reserved.publish(step)
-            running = EvaluationUnderWay(
+            running = EvaluationInProgress(
                 self._engines if reserved is None else reserved.engines,
                 self._inputs.scorer,
                 self._held_out(),
-                self._answers(step),
+                self._journal(step),
             )
         if running.num_answered_before:
             logger.info(
@@ -137,7 +141,7 @@ class Evaluations:
             )
         self._step, self._running = step, self._closing.enter_context(running)
         if reserved is not None:
-            running.ask()
+            running.submit()
         elif self._config.evaluation.placement == "alone" or is_last:
             self.finish()
         else:
@@ -210,7 +214,7 @@ class Evaluations:
 
     def _held_out(self) -> HeldOut:
         config = self._config
-        return HeldOut.of(
+        return HeldOut.create(
             self._inputs.held_out,
             config.evaluation,
             tokenizer=self._inputs.tokenizer,
@@ -219,12 +223,12 @@ class Evaluations:
             tools=config.rollout.tools,
         )
 
-    def _answers(self, step: int) -> AnswerLog | None:
+    def _journal(self, step: int) -> EvaluationJournal | None:
         if self._folder is None:
             return None
         reward = self._config.reward
         scored = f"{self._fingerprint()} {reward.rule} {reward.decide}"
-        return AnswerLog(answers_path(self._folder, step), scored)
+        return EvaluationJournal(evaluation_journal_path(self._folder, step), scored)
 
 
 def _record(step: int, policy_version: int, result: Evaluation) -> EvaluationRecord:

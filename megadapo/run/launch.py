@@ -12,12 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from megadapo.algorithm.kl_control import KlController
 from megadapo.config import RunConfig
-from megadapo.data.texts import TextStream
+from megadapo.data.pretraining import PretrainingStream
 from megadapo.rollout.journal.journal import Journal
-from megadapo.rollout.journal.repeated_steps import RepeatedSteps
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.ahead import AheadSampler
-from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.evaluations import Evaluations, ReservedEngine, UnfinishedEvaluation
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.processes import start_processes, start_trainer, trainer_settings
@@ -131,15 +129,12 @@ def _start_live(
         journal = Journal(folder, samples_digest(config), fsync=config.sampling.journal_fsync)
         stack.callback(journal.close)
     sampler = inputs.sampler(config, evaluations.sampling_engines, journal)
-    source: Sampler | RepeatedSteps = sampler
-    if journal is not None and config.sampling.follows_speed:
-        source = RepeatedSteps(sampler, journal, config.sampling)
     ahead = config.sampling.mode == "one_step_off"
     gpus = GpuSharing(trainer, engines, held_out)
     rollouts = LiveRollouts(
         config=config,
         engines=engines,
-        sampler=AheadSampler(source, engines, config.run.num_steps) if ahead else source,
+        sampler=AheadSampler(sampler, engines, config.run.num_steps) if ahead else sampler,
         inputs=inputs,
         evaluations=evaluations,
         publisher=publisher,
@@ -171,7 +166,7 @@ def _workers(
     gpus: GpuSharing,
     rollouts: Rollouts,
     tokenizer: PreTrainedTokenizerBase,
-    pretraining_data: TextStream | None,
+    pretraining_data: PretrainingStream | None,
 ) -> Workers:
     algorithm = config.algorithm
     step_trainer = StepTrainer(

@@ -1,9 +1,9 @@
-"""Saved rollouts in the place of engines: a trainer alone, on groups that are known.
+"""Replay: train on saved rollouts, without engines.
 
-Groups trained on in step N are read from `step-N.jsonl.zst` and trained on in step N again, in the
-same order. parity/* compares the trainer's log-probs with the saved ones of the engine where the
-saved policy_version is the replay's own: exact as long as the replay retraces the run that was
-saved, and a measure of how far it has left it afterwards.
+Groups trained on in step N are read from `step-N.jsonl.zst` and trained on again in step N, in the
+same order. parity/* compares the trainer's log-probs with the saved log-probs of the engine, for
+tokens with the replay's policy version. It is exact while the replay repeats the saved run, and
+measures the distance from it afterwards.
 """
 
 from __future__ import annotations
@@ -15,51 +15,46 @@ from pathlib import Path
 import numpy as np
 
 from megadapo.config import RunConfig
-from megadapo.data.batch import Group
+from megadapo.data.group import Group
 from megadapo.errors import ConfigError, DataError
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config, resolve_model_folder
 from megadapo.observe.rollouts.files import ROLLOUTS_FOLDER, read_rollouts, step_file, steps_in
 from megadapo.observe.rollouts.saved_group import SavedGroup
-from megadapo.rollout.sampling.sampled_batch import (
-    GroupStats,
-    RejectedGroups,
-    SampledBatch,
-    StepCounters,
-)
-from megadapo.rollout.sampling.selection import in_training_order
+from megadapo.rollout.sampling.sampled_batch import SampledBatch, in_training_order
+from megadapo.rollout.sampling.step import GroupStats, RejectedGroups, StepCounters
 from megadapo.run.rollouts import Rollouts
 
-WITHOUT_SIGNAL = ("all_correct", "all_wrong", "out_of_band")
-"""Fates of groups that were never fit for a batch."""
+REJECTED = ("all_correct", "all_wrong", "out_of_band")
+"""Dispositions of groups that are not mixed."""
 
 
 def check_replay(config: RunConfig, folder: Path) -> str:
-    """Check that a run can replay the rollouts in `folder`; return what to tell the user.
+    """Check that a run can replay the rollouts in `folder`, and return a note for the user.
 
     Raises:
-        ConfigError: the run would overwrite what it replays, or is longer than what is saved.
+        ConfigError: the run would overwrite the rollouts, or has more steps than are saved.
     """
     if (config.run.folder / ROLLOUTS_FOLDER).resolve() == folder.resolve():
         raise ConfigError(
-            f"run.folder = {config.run.folder} is the run that {folder} is of: choose another "
+            f"run.folder = {config.run.folder} is the run that saved {folder}: choose another "
             "run.folder for the replay"
         )
     _check_steps(folder, config.run.num_steps, config.run.num_steps)
     return (
-        f"replaying {folder}: parity/* compares with the log-probs that are saved, which differ "
-        "from the trainer's where the configuration is not that of the run they are of"
+        f"replaying {folder}: parity/* compares with the saved log-probs, which differ from the "
+        "trainer's if the configuration differs from the saved run's"
     )
 
 
 class ReplayedRollouts(Rollouts):
-    """Saved groups as batches; publishing only counts, as no engine is there to take weights."""
+    """Batches of saved groups; publishing only counts the policy version."""
 
     def __init__(self, config: RunConfig, folder: Path, *, first_step: int) -> None:
         """Check that every step from `first_step` to the last of the run is saved.
 
         Raises:
-            ConfigError: one is not.
+            ConfigError: a step is not saved.
             DataError: the model's configuration cannot be read.
         """
         _check_steps(folder, first_step, config.run.num_steps)
@@ -74,37 +69,36 @@ class ReplayedRollouts(Rollouts):
         return self._policy_version
 
     def next_batch(self) -> SampledBatch:
-        """Return the groups that were trained on in the step after the published weights.
+        """Return the groups that the saved run trained on in the next step.
 
-        Counts and means are over the saved groups: the same as in the run they are of where it
-        saved all.
+        Counts and means are over the saved groups, so they equal the saved run's if it saved all.
 
         Raises:
-            DataError: the file is damaged, holds no such group, or one that the configuration
-                does not allow for.
+            DataError: the file is damaged, has no trained group, or has a group that does not fit
+                the configuration.
         """
         step = self._policy_version + 1
         path = step_file(self._folder, step)
         saved = list(read_rollouts(path))
-        for group in saved:
-            self._check(group, step, path)
-        trained = sorted((s for s in saved if s.fate == "trained"), key=lambda s: s.order)
+        for entry in saved:
+            self._check(entry, step, path)
+        trained = [s for s in saved if s.fate == "trained"]
+        trained.sort(key=lambda s: s.prompt_index)
         if not trained:
-            raise DataError(f"{path}: holds no group that was trained on")
+            raise DataError(f"{path}: has no group that was trained on")
         generated = [s for s in saved if not s.from_reserve] or trained
-        tally = StepCounters(
-            outcomes=[
-                GroupStats.of(s.group, is_mixed=s.fate not in WITHOUT_SIGNAL, seconds=0.0)
-                for s in generated
+        counters = StepCounters(
+            stats=[
+                GroupStats.from_group(s.group, is_mixed=s.fate not in REJECTED) for s in generated
             ],
             to_reserve=_groups(s for s in saved if s.fate == "to_reserve"),
             dropped=_groups(s for s in saved if s.fate == "dropped"),
-            thrown_away=RejectedGroups(self._config.observe.saved_groups),
+            rejected=RejectedGroups(self._config.observe.saved_groups),
         )
-        for thrown in (s.group for s in saved if s.fate in WITHOUT_SIGNAL):
-            tally.thrown_away.add(thrown)
+        for group in (s.group for s in saved if s.fate in REJECTED):
+            counters.rejected.add(group)
         stale = _groups(s for s in trained if not self._is_fresh(s))
-        batch = tally.batch(_groups(trained), stale, self._config.observe.saved_groups)
+        batch = counters.batch(_groups(trained), stale, self._config.observe.saved_groups)
         return replace(
             batch,
             num_tokens=None,
@@ -117,29 +111,29 @@ class ReplayedRollouts(Rollouts):
         )
 
     def publish(self, policy_version: int) -> None:
-        """Count the version, whose groups come next."""
+        """Count the policy version."""
         self._policy_version = policy_version
 
     def cross_checks(self, group: Group) -> Sequence[bool | None]:
-        """Return what was saved of them."""
-        return group.symbolic_correct
+        """Return the saved verdicts."""
+        return [score.symbolic_correct for score in group.scores]
 
     def _is_fresh(self, saved: SavedGroup) -> bool:
-        """Whether the weights that sampled a group are, by their number, the present ones."""
+        """Return whether the current policy version sampled a token of the group."""
         current = self._policy_version
         return not saved.from_reserve and any(
-            (response.policy_versions == current).any() for response in saved.responses
+            (one.response.policy_versions == current).any() for one in saved.responses
         )
 
     def _check(self, saved: SavedGroup, step: int, path: Path) -> None:
         for problem in self._problems(saved, step):
-            raise DataError(f"{path}: group {saved.order} {problem}")
+            raise DataError(f"{path}: group {saved.prompt_index} {problem}")
 
     def _problems(self, saved: SavedGroup, step: int) -> Iterator[str]:
-        """Why this run's configuration cannot have sampled a group."""
+        """Yield the reasons why a group does not fit the configuration."""
         size, expected = len(saved.responses), self._config.sampling.responses_per_prompt
         if saved.step != step:
-            yield f"is of step {saved.step}"
+            yield f"is from step {saved.step}"
         if size != expected:
             yield f"has {size} responses, but sampling.responses_per_prompt = {expected}"
             return
@@ -149,11 +143,12 @@ class ReplayedRollouts(Rollouts):
         prompt, limit = len(saved.prompt_ids), self._config.data.max_prompt_tokens
         if not 0 < prompt <= limit:
             yield f"has a prompt of {prompt} tokens, but data.max_prompt_tokens = {limit}"
-        if self._config.trainer.router_replay and any(r.experts is None for r in saved.responses):
-            yield "has a response without the experts that trainer.router_replay takes over"
-        ids = np.concatenate([np.array(saved.prompt_ids), *(r.token_ids for r in saved.responses)])
+        responses = saved.group.responses
+        if self._config.trainer.router_replay and any(one.experts is None for one in responses):
+            yield "has a response without the experts that trainer.router_replay needs"
+        ids = np.concatenate([np.array(saved.prompt_ids), *(one.token_ids for one in responses)])
         if ids.min() < 0 or ids.max() >= self._vocab_size:
-            yield f"has tokens that a model with {self._vocab_size} does not know"
+            yield f"has tokens outside of the model's vocabulary of {self._vocab_size}"
 
 
 def _groups(saved: Iterable[SavedGroup]) -> list[Group]:
@@ -161,22 +156,22 @@ def _groups(saved: Iterable[SavedGroup]) -> list[Group]:
 
 
 def _check_steps(folder: Path, first: int, last: int) -> None:
-    """Every step from `first` to `last` must be saved.
+    """Check that every step from `first` to `last` is saved.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a step is missing.
     """
     saved = steps_in(folder)
     if not saved:
         raise ConfigError(
-            f"--replay {folder}: there is no step-N.jsonl.zst, as a run writes them to "
-            f'RUN/{ROLLOUTS_FOLDER}; with observe.saved_groups = "all" it saves whole batches'
+            f"--replay {folder}: there is no step-N.jsonl.zst; a run writes them to "
+            f'RUN/{ROLLOUTS_FOLDER}, whole batches with observe.saved_groups = "all"'
         )
     missing = sorted(set(range(first, last + 1)) - set(saved))
     if missing:
         raise ConfigError(
             f"--replay {folder}: step {missing[0]} is not saved, but run.num_steps = {last}; "
             f"{len(saved)} steps are, {saved[0]} to {saved[-1]}: lower run.num_steps (and "
-            "trainer.optimizer.warmup_steps, where that is longer). Whole batches are saved with "
+            "trainer.optimizer.warmup_steps, if that is longer). Whole batches are saved with "
             'observe.saved_groups = "all"'
         )

@@ -21,7 +21,7 @@ from megadapo.observe.metrics.records import (
 from megadapo.observe.progress import RunDisplay
 from megadapo.observe.rollouts.files import RolloutLog
 from megadapo.observe.rollouts.saved_group import SavedGroup
-from megadapo.rollout.journal.answer_log import answers_path
+from megadapo.rollout.journal.journal import evaluation_journal_path
 from megadapo.run.state.status import StatusFile
 
 NUM_RECENT = 5
@@ -123,7 +123,7 @@ class RunLog:
         self.metrics.record_evaluation(evaluation)
         self._display.evaluation(evaluation)
         self._evaluated = evaluation
-        answers_path(self._folder, evaluation.step).unlink(missing_ok=True)
+        evaluation_journal_path(self._folder, evaluation.step).unlink(missing_ok=True)
 
     def recall_evaluation(self) -> None:
         """Put the newest evaluation into the next record if no record has it.

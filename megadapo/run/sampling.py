@@ -14,10 +14,10 @@ from megadapo.algorithm.advantages import has_mixed_steps
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.nodes import Needs
 from megadapo.config import RunConfig
-from megadapo.data.batch import Group
+from megadapo.data.group import Group
 from megadapo.data.overlap import warn_of_overlap
+from megadapo.data.pretraining import PretrainingStream, read_texts
 from megadapo.data.prompts import Prompt, PromptStream, load_prompts
-from megadapo.data.texts import TextStream, read_texts
 from megadapo.errors import DataError
 from megadapo.models.folder import path_from_anywhere
 from megadapo.observe.rollouts.token_pieces import decoder_of
@@ -73,18 +73,18 @@ class SamplingInputs:
     def start_cross_check(self, sampled: SampledBatch) -> None:
         """Start the symbolic comparison of a batch's answers, saved groups first."""
         self.verifier.ask_cross_check(
-            (sample.text, entry.group.prompt.ground_truth)
+            (response.text, entry.group.prompt.ground_truth)
             for entry in sampled.saved
-            for sample in entry.group.samples
+            for response in entry.group.responses
         )
 
     def cross_checks(self, group: Group) -> Sequence[bool | None]:
         """Return the symbolic comparison's result for each response, None if it is not known."""
-        texts = [sample.text for sample in group.samples]
+        texts = [response.text for response in group.responses]
         later = self.verifier.cross_checks(texts, group.prompt.ground_truth)
         return [
-            result if scored is None else scored
-            for scored, result in zip(group.symbolic_correct, later, strict=True)
+            result if score.symbolic_correct is None else score.symbolic_correct
+            for score, result in zip(group.scores, later, strict=True)
         ]
 
     def sampler(
@@ -195,7 +195,7 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 def load_pretraining_data(
     config: RunConfig, phases: Phases, tokenizer: PreTrainedTokenizerBase
-) -> TextStream | None:
+) -> PretrainingStream | None:
     """Return the pretraining data from its start, None if algorithm.pretraining names none.
 
     Raises:
@@ -211,7 +211,7 @@ def load_pretraining_data(
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
     with phases.phase("load pretraining data"):
-        return TextStream(
+        return PretrainingStream(
             read_texts(pretraining.data),
             encode,
             seed=config.run.seed,

@@ -42,7 +42,7 @@ def step_metrics(
         "time/reward_s": sampled.reward_seconds,
         **_responses(sampled, config),
         **reflection_shares(
-            [sample.text for group in sampled.groups for sample in group.samples],
+            [response.text for group in sampled.groups for response in group.responses],
             config.observe.reflection_phrases,
         ),
         "groups/sampled": sampled.num_sampled,

@@ -1,9 +1,9 @@
-"""From one step's results to the groups that are saved of it."""
+"""The groups to save of one step, with the results of training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from megadapo.algorithm.advantages import Advantages
 from megadapo.algorithm.shaping import overlong_penalties
 from megadapo.config import RunConfig
-from megadapo.data.batch import Group
+from megadapo.data.group import Group
 from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse
 from megadapo.observe.rollouts.token_pieces import Decode, decoder_of, token_pieces
 from megadapo.rewards.dapo_math import score
@@ -19,68 +19,99 @@ from megadapo.rewards.dapo_math import score
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megadapo.rollout.sampling.sampled_batch import SampledBatch
-    from megadapo.rollout.sampling.selection import SampledGroup
+    from megadapo.rollout.sampling.sampled_batch import SampledBatch, SampledGroup
     from megadapo.trainer.types import UpdateResult
 
 
-SecondOpinions = Callable[[Group], Sequence[bool | None]]
-"""Whether each response of a group is right by the symbolic comparison, as far as that is known."""
+CrossChecks = Callable[[Group], Sequence[bool | None]]
+"""Returns the verdict of the symbolic comparison on each response, None if it is not known yet."""
 
 
 @dataclass(frozen=True)
-class _TrainedResponse:
-    """What only training gives of one response; None where it was not trained on."""
+class _Trained:
+    """The results of training for one response; None if it was not trained on."""
 
     advantage: float | None = None
     advantages: np.ndarray | None = None
-    """Where each token has its own."""
+    """Advantages of the tokens, if they differ."""
     logprobs_old: np.ndarray | None = None
     logprobs_update: np.ndarray | None = None
 
 
-class _TrainedBatch:
-    """What training gave the saved responses of a batch, in the batch's order."""
+def saved_sequences(sampled: SampledBatch) -> list[int]:
+    """Return the sequences of the step's batch that are responses of saved groups, ascending."""
+    saved = {entry.group.prompt_index for entry in sampled.saved if entry.fate == "trained"}
+    indices = (group.prompt_index for group in sampled.groups for _ in group.responses)
+    return [sequence for sequence, index in enumerate(indices) if index in saved]
 
-    def __init__(
-        self, sampled: SampledBatch, advantages: Advantages | None, update: UpdateResult | None
-    ) -> None:
-        self._sequences = _sequences_by_order(sampled)
-        self._advantages = advantages
-        self._update = update
-        lengths = [len(sample.response_ids) for group in sampled.groups for sample in group.samples]
-        asked_for = saved_sequences(sampled)
-        bounds = np.cumsum([0] + [lengths[sequence] for sequence in asked_for])
-        self._slices = {
-            sequence: slice(bounds[i], bounds[i + 1]) for i, sequence in enumerate(asked_for)
-        }
 
-    def of(self, sampled: SampledGroup) -> list[_TrainedResponse]:
-        """What training gave each response of a group."""
-        if sampled.fate != "trained":
-            return [_TrainedResponse()] * len(sampled.group.samples)
-        return [self._response(i) for i in self._sequences[sampled.group.order]]
+def saved_groups(
+    step: int,
+    sampled: SampledBatch,
+    advantages: Advantages,
+    update: UpdateResult | None,
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    cross_checks: CrossChecks,
+) -> Iterator[SavedGroup]:
+    """Yield the groups to save of a step, by prompt index.
 
-    def _response(self, sequence: int) -> _TrainedResponse:
-        own = None if self._advantages is None else np.asarray(self._advantages[sequence])
-        if self._update is None:
-            return _TrainedResponse(*_mean_and_tokens(own))
-        recorded, place = self._update.recorded, self._slices[sequence]
-        assert recorded is not None, "the update was not asked for the saved sequences"
-        made = recorded.advantages[place]
-        return _TrainedResponse(
-            *_mean_and_tokens(made if np.isfinite(made).any() else own),
-            logprobs_old=recorded.old[place],
-            logprobs_update=recorded.update[place],
+    Args:
+        advantages: one per response of the batch, or one per token. Advantages that the trainer
+            computed take precedence; with gae there are no others.
+        update: result for the batch with the log-probs of its `saved_sequences`; None if the batch
+            was not trained on.
+        cross_checks: called when a group is yielded, so that late verdicts are included.
+    """
+    known = None if config.algorithm.advantage == "gae" else advantages
+    trained = _trained_responses(sampled, known, update)
+    decode = decoder_of(tokenizer)
+    for entry in sampled.saved:
+        group = entry.group
+        untrained = [_Trained()] * len(group.responses)
+        results = trained[group.prompt_index] if entry.fate == "trained" else untrained
+        yield SavedGroup(
+            step=step,
+            prompt_index=group.prompt_index,
+            fate=entry.fate,
+            from_reserve=entry.from_reserve,
+            prompt=group.prompt,
+            prompt_ids=group.prompt_ids,
+            responses=_saved_responses(entry, results, cross_checks(group), config, decode),
         )
 
 
+def _trained_responses(
+    sampled: SampledBatch, advantages: Advantages | None, update: UpdateResult | None
+) -> dict[int, list[_Trained]]:
+    """Return the results of saved trained groups by prompt index."""
+    found: dict[int, list[_Trained]] = {}
+    indices = [group.prompt_index for group in sampled.groups for _ in group.responses]
+    lengths = [length for group in sampled.groups for length in group.lengths]
+    start = 0
+    for sequence in saved_sequences(sampled):
+        own = None if advantages is None else np.asarray(advantages[sequence])
+        if update is None:
+            result = _Trained(*_mean_and_tokens(own))
+        else:
+            assert update.recorded is not None, "the update did not record the saved sequences"
+            place = slice(start, start + lengths[sequence])
+            start = place.stop
+            made = update.recorded.advantages[place]
+            result = _Trained(
+                *_mean_and_tokens(made if np.isfinite(made).any() else own),
+                logprobs_old=update.recorded.old[place],
+                logprobs_update=update.recorded.update[place],
+            )
+        found.setdefault(indices[sequence], []).append(result)
+    return found
+
+
 def _mean_and_tokens(advantages: np.ndarray | None) -> tuple[float | None, np.ndarray | None]:
-    """The advantage of a response and those of its tokens, if these have their own.
+    """Return a response's advantage, and those of its tokens if they differ.
 
     Args:
-        advantages: of the response, or of each token with NaN where it has no loss; None: nobody
-            knows them.
+        advantages: one value, or one per token with NaN if a token has no loss.
     """
     if advantages is None:
         return None, None
@@ -92,100 +123,36 @@ def _mean_and_tokens(advantages: np.ndarray | None) -> tuple[float | None, np.nd
     return float(known.mean()), advantages
 
 
-def saved_sequences(sampled: SampledBatch) -> list[int]:
-    """Return which sequences of the step's batch are responses of saved groups, ascending."""
-    by_order = _sequences_by_order(sampled)
-    trained = [entry.group.order for entry in sampled.saved if entry.fate == "trained"]
-    return sorted(sequence for order in trained for sequence in by_order[order])
-
-
-def saved_groups(
-    step: int,
-    sampled: SampledBatch,
-    advantages: Advantages,
-    update: UpdateResult | None,
-    config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    cross_checks: SecondOpinions,
-) -> Iterator[SavedGroup]:
-    """Yield what is saved of a step, in the order the groups were asked for.
-
-    Args:
-        advantages: of each response of the batch, or of its tokens; those that the trainer made
-            come before, and with gae there are no others.
-        update: of the batch, with the log-probs of its `saved_sequences`; None where it was not
-            trained on.
-        cross_checks: is asked when a group's turn comes, and so as late as can be.
-    """
-    of_responses = None if config.algorithm.advantage == "gae" else advantages
-    trained = _TrainedBatch(sampled, of_responses, update)
-    decode = decoder_of(tokenizer)
-    for entry in sampled.saved:
-        group = entry.group
-        yield SavedGroup(
-            step=step,
-            order=group.order,
-            fate=entry.fate,
-            from_reserve=entry.from_reserve,
-            prompt=group.prompt,
-            prompt_ids=group.samples[0].prompt_ids,
-            responses=_responses(entry, trained.of(entry), cross_checks(group), config, decode),
-        )
-
-
-def _responses(
+def _saved_responses(
     entry: SampledGroup,
-    trained: Sequence[_TrainedResponse],
+    trained: Sequence[_Trained],
     symbolic: Sequence[bool | None],
     config: RunConfig,
     decode: Decode,
 ) -> tuple[SavedResponse, ...]:
     group = entry.group
-    penalties = overlong_penalties(
-        group.lengths,
-        config.algorithm,
-        max_response_tokens=config.rollout.max_response_tokens,
-    )
+    limit = config.rollout.max_response_tokens
+    penalties = overlong_penalties(group.lengths, config.algorithm, max_response_tokens=limit)
     return tuple(
         SavedResponse(
-            text=sample.text,
-            token_ids=sample.response_ids,
-            tokens=token_pieces(decode, sample.response_ids.tolist(), sample.text),
-            logprobs_rollout=sample.logprobs_rollout,
-            finish_reason=sample.finish_reason,
-            policy_versions=sample.policy_versions,
-            reward=group.rewards[i],
+            response=response,
+            score=replace(group.scores[i], symbolic_correct=symbolic[i]),
+            tokens=token_pieces(decode, response.token_ids.tolist(), response.text),
             penalty=float(penalties[i]),
             shaped_reward=float(group.rewards[i] + penalties[i]),
-            correct=group.correct[i],
-            answer=group.answers[i],
             rule_correct=_rule_correct(group, i, config),
-            symbolic_correct=symbolic[i],
             advantage=trained[i].advantage,
             advantages=trained[i].advantages,
             logprobs_old=trained[i].logprobs_old,
             logprobs_update=trained[i].logprobs_update,
-            reward_parts=dict(group.reward_parts[i]) if group.reward_parts else {},
-            steps=group.steps[i] if group.steps else (),
-            branch=sample.branch,
-            experts=sample.experts,
         )
-        for i, sample in enumerate(group.samples)
+        for i, response in enumerate(group.responses)
     )
 
 
 def _rule_correct(group: Group, i: int, config: RunConfig) -> bool:
-    """The rule's verdict on a response; where it is not asked, that of what scores the prompt."""
+    """Return the rule's verdict on a response, or the score's if the rule is not used."""
     if not config.reward.uses_rule(group.prompt.data_source):
-        return group.correct[i]
-    text, gold = group.samples[i].text, group.prompt.ground_truth
+        return group.scores[i].correct
+    text, gold = group.responses[i].text, group.prompt.ground_truth
     return score(text, gold, config.reward.rule).correct
-
-
-def _sequences_by_order(sampled: SampledBatch) -> dict[int, range]:
-    """The sequences of the batch that are responses of each group, by the group's order."""
-    sequences, start = {}, 0
-    for group in sampled.groups:
-        sequences[group.order] = range(start, start + len(group.samples))
-        start += len(group.samples)
-    return sequences

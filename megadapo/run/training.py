@@ -14,7 +14,7 @@ from megadapo.algorithm.kl_control import KlController
 from megadapo.algorithm.loss_weights import loss_weights
 from megadapo.config import RunConfig
 from megadapo.data.batch import PackedBatch, pack
-from megadapo.data.texts import TextStream, pack_texts
+from megadapo.data.pretraining import PretrainingStream, pack_pretraining
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.state.checkpoint import Checkpoint
@@ -64,7 +64,7 @@ class StepTrainer:
         *,
         kl_controller: KlController,
         pretraining: PretrainingConfig,
-        pretraining_data: TextStream | None = None,
+        pretraining_data: PretrainingStream | None = None,
     ) -> None:
         self.ranks = trainer
         self.step: int | None = 0
@@ -133,4 +133,4 @@ class StepTrainer:
             return None
         num_tokens = self._pretraining.tokens_per_mini_batch
         parts = [self._pretraining_data.take(num_tokens) for _ in range(num_mini_batches)]
-        return pack_texts(parts, coef=self._pretraining.coef)
+        return pack_pretraining(parts, coef=self._pretraining.coef)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megadapo.config import RunConfig
-from megadapo.data.routed_experts import number_type
+from megadapo.data.group_codec import expert_dtype
 from megadapo.lab.plan.cards import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
@@ -223,7 +223,7 @@ def replayed_bytes(config: RunConfig, model: ModelDescription) -> int:
     if not config.trainer.router_replay:
         return 0
     responses = config.sampling.prompts_per_step * config.sampling.responses_per_prompt
-    per_token = model.experts_per_token * number_type(model.shape.num_experts).itemsize
+    per_token = model.experts_per_token * expert_dtype(model.shape.num_experts).itemsize
     return responses * longest_sequence(config) * per_token
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from megadapo.data.batch import PackedBatch, Sample, pack_samples
-from megadapo.data.routed_experts import number_type
+from megadapo.data.batch import PackedBatch, pack_responses
+from megadapo.data.group import Response
+from megadapo.data.group_codec import expert_dtype
 from megadapo.lab.profiling.time_table import (
     KernelTime,
     Roofline,
@@ -105,20 +106,23 @@ def random_batch(config: RunConfig, num_sequences: int, *, vocab_size: int) -> P
     longest = config.rollout.max_response_tokens
     lengths = rng.integers(max(1, longest // 4), longest + 1, num_sequences)
     prompt_length = max(1, config.data.max_prompt_tokens // 2)
-    samples = [
-        Sample(
-            prompt_ids=tuple(rng.integers(0, vocab_size, prompt_length).tolist()),
-            response_ids=rng.integers(0, vocab_size, length).astype(np.int32),
-            logprobs_rollout=np.full(length, -np.log(vocab_size), dtype=np.float32),
-            finish_reason="stop",
-            policy_versions=np.zeros(length, dtype=np.int32),
-            text="",
+    prompts: list[list[int]] = []
+    responses: list[Response] = []
+    for length in lengths:
+        prompts.append(rng.integers(0, vocab_size, prompt_length).tolist())
+        responses.append(
+            Response(
+                token_ids=rng.integers(0, vocab_size, length).astype(np.int32),
+                logprobs=np.full(length, -np.log(vocab_size), dtype=np.float32),
+                finish_reason="stop",
+                policy_versions=np.zeros(length, dtype=np.int32),
+                text="",
+            )
         )
-        for length in lengths
-    ]
     num_tokens = int(lengths.sum())
-    return pack_samples(
-        samples,
+    return pack_responses(
+        prompts,
+        responses,
         advantages=rng.normal(size=num_sequences),
         loss_weights=np.full(num_sequences, 1.0 / num_tokens),
         mini_batch_size=num_sequences,
@@ -130,7 +134,7 @@ def _spread_experts(batch: PackedBatch, model: ModelDescription) -> tuple[np.nda
     assert model.routing is not None, "checked with the configuration"
     per_token, num_experts = model.routing.experts_per_token, model.shape.num_experts
     numbers = np.arange(len(batch.tokens) * per_token).reshape(-1, 1, per_token) % num_experts
-    experts = np.repeat(numbers.astype(number_type(num_experts)), model.shape.num_layers, axis=1)
+    experts = np.repeat(numbers.astype(expert_dtype(num_experts)), model.shape.num_layers, axis=1)
     return tuple(np.split(experts, batch.cu_seqlens[1:-1]))
 
 

@@ -10,16 +10,12 @@ from typing import Literal
 
 import numpy as np
 
+from megadapo.data.group import Response
 from megadapo.lab.simulate.engine import EngineSpeed, VirtualEngine, VirtualResponse
 from megadapo.lab.simulate.task import CORRECT, INCORRECT, Draw, Task
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.pool.engines import AHEAD
-from megadapo.rollout.types import (
-    GroupRequest,
-    GroupResponse,
-    Response,
-    StopReport,
-)
+from megadapo.rollout.types import GroupRequest, GroupResponse, StopReport
 
 Dispatch = Literal["least_loaded", "in_turn"]
 """Choice of a group's engine: the one with the fewest responses, or each engine in turn."""

@@ -158,7 +158,7 @@ class OurSampler:
 
     def next_batch(self) -> list[TrainedGroup]:
         return [
-            TrainedGroup(group.order, tuple(sample.policy_versions for sample in group.samples))
+            TrainedGroup(group.prompt_index, tuple(one.policy_versions for one in group.responses))
             for group in self.sampler.next_batch().groups
         ]
 

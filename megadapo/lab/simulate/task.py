@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
+from megadapo.data.group import Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, DataError
 from megadapo.observe.metrics.records import MetricRecord, read_metrics
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
-from megadapo.rewards.dapo_math import Score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,7 +107,7 @@ def run_lengths(folder: Path) -> Lengths:
     records = read_metrics(folder)
     num_sampled = sum(record.get("groups/sampled") or 0 for record in records)
     groups = [
-        [len(response.token_ids) for response in group.responses]
+        list(group.group.lengths)
         for step in saved_steps(folder)
         for group in read_rollouts(rollouts_path(folder, step))
     ]

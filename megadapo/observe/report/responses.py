@@ -17,10 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megadapo.data.policy_versions import encode_versions
 from megadapo.observe.report.curves import Distributions, HeatMap
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
-from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse
+from megadapo.observe.rollouts.saved_group import SavedGroup, SavedResponse, encode_saved_response
 
 MAX_BYTES = 40 * 2**20
 """Compressed responses of one page, in base64."""
@@ -36,7 +35,7 @@ class GroupEntry:
 
     run: int
     step: int
-    order: int
+    prompt_index: int
     fate: str
     from_reserve: bool
     prompt_id: str
@@ -80,7 +79,7 @@ def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> Sa
         counts, num_groups, num_responses = Distributions(), 0, 0
         for group in _read_groups(folder):
             entry = _entry(run, group)
-            lengths = [len(response.token_ids) for response in group.responses]
+            lengths = [len(saved.response.token_ids) for saved in group.responses]
             counts.add(entry.step, lengths, entry.correct)
             shelf.add(entry, _compress(_shown(group)))
             num_groups += 1
@@ -130,14 +129,14 @@ def _entry(run: int, group: SavedGroup) -> GroupEntry:
     return GroupEntry(
         run=run,
         step=group.step,
-        order=group.order,
+        prompt_index=group.prompt_index,
         fate=group.fate,
         from_reserve=group.from_reserve,
         prompt_id=group.prompt.id,
         excerpt=messages[-1][1][:_EXCERPT] if messages else "",
-        correct=[response.correct for response in group.responses],
-        truncated=[response.truncated for response in group.responses],
-        disagreed=[response.disagreed for response in group.responses],
+        correct=[saved.score.correct for saved in group.responses],
+        truncated=[saved.response.truncated for saved in group.responses],
+        disagreed=[saved.disagreed for saved in group.responses],
     )
 
 
@@ -149,15 +148,14 @@ def _shown(group: SavedGroup) -> dict[str, object]:
     }
 
 
-def _shown_response(response: SavedResponse) -> dict[str, object]:
-    shown = {name: value for name, value in vars(response).items() if name != "experts"}
+def _shown_response(saved: SavedResponse) -> dict[str, object]:
+    shown = encode_saved_response(saved)
+    del shown["experts"]
     return shown | {
-        "token_ids": response.token_ids.tolist(),
-        "policy_versions": encode_versions(response.policy_versions),
-        "logprobs_rollout": _rounded(response.logprobs_rollout),
-        "logprobs_old": _rounded(response.logprobs_old),
-        "logprobs_update": _rounded(response.logprobs_update),
-        "advantages": _rounded(response.advantages),
+        "logprobs_rollout": _rounded(saved.response.logprobs),
+        "logprobs_old": _rounded(saved.logprobs_old),
+        "logprobs_update": _rounded(saved.logprobs_update),
+        "advantages": _rounded(saved.advantages),
     }
 
 

@@ -1,6 +1,7 @@
-"""What the model wrote: some groups of each step, in `RUN/rollouts/step-N.jsonl.zst`.
+"""Files of saved groups, `RUN/rollouts/step-N.jsonl.zst`.
 
-JSON lines compressed with zstd (`zstdcat` shows them), one group a line, as saved_group.py says.
+Each file has JSON lines compressed with zstd (`zstdcat` prints them), one group per line in the
+format of saved_group.py.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ _TEMPORARY = "tmp-"
 
 
 def rollouts_path(run_folder: Path, step: int) -> Path:
-    """Return where the groups of a step are saved."""
+    """Return the file of a step in a run folder."""
     return step_file(run_folder / ROLLOUTS_FOLDER, step)
 
 
 def saved_steps(run_folder: Path) -> list[int]:
-    """Return the steps of a run that have saved groups, ascending."""
+    """Return the steps with saved groups in a run folder, ascending."""
     return steps_in(run_folder / ROLLOUTS_FOLDER)
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Return where the groups of a step are in a folder of saved rollouts."""
+    """Return the file of a step in a folder of saved rollouts."""
     return folder / f"step-{step}.jsonl.zst"
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps that a folder of saved rollouts has, ascending."""
+    """Return the steps in a folder of saved rollouts, ascending."""
     if not folder.is_dir():
         return []
     matches = (_FILE_NAME.fullmatch(path.name) for path in folder.iterdir())
@@ -49,10 +50,10 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def read_rollouts(path: Path) -> Iterator[SavedGroup]:
-    """Yield the groups of one file, in the order they were asked for.
+    """Yield the groups of one file, by prompt index.
 
     Raises:
-        DataError: the file cannot be read, is cut off or damaged; it names the file.
+        DataError: the file cannot be read, is cut off or damaged; the error names it.
     """
     number = 0
     try:
@@ -64,14 +65,14 @@ def read_rollouts(path: Path) -> Iterator[SavedGroup]:
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{path}, line {number}: not a saved group: {error!r}") from error
     if number == 0:
-        raise DataError(f"{path}: holds no group: it is cut off")
+        raise DataError(f"{path}: has no group, so it is cut off")
 
 
 def write_rollouts(path: Path, groups: Iterable[SavedGroup]) -> None:
-    """Write groups as a file that is there as a whole or not at all.
+    """Write groups to a file atomically.
 
     Raises:
-        InfraError: the disk is full or refuses; it names the file.
+        InfraError: the disk is full or refuses; the error names the file.
     """
     temporary = path.with_name(_TEMPORARY + path.name)
     try:
@@ -84,13 +85,13 @@ def write_rollouts(path: Path, groups: Iterable[SavedGroup]) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise InfraError(
-            f"{path}: cannot be written: {error.strerror or error}; make room there, or save no "
+            f"{path}: cannot be written: {error.strerror or error}; free disk space, or save no "
             "responses with observe.saved_groups = 0"
         ) from error
 
 
 class RolloutLog:
-    """Writes a run's saved groups behind the loop's back, one step at a time."""
+    """A background writer of a run's saved groups, for one step at a time."""
 
     def __init__(self, run_folder: Path) -> None:
         self._run_folder = run_folder
@@ -98,23 +99,23 @@ class RolloutLog:
         self._writing: Future[None] | None = None
 
     def write(self, step: int, groups: Iterable[SavedGroup]) -> None:
-        """Begin to write the groups of a step; they are taken one by one in another thread."""
+        """Start to write the groups of a step; another thread iterates over them."""
         self.wait()
         path = rollouts_path(self._run_folder, step)
         self._writing = self._executor.submit(write_rollouts, path, groups)
 
     def wait(self) -> None:
-        """Wait until what was begun is on the disk.
+        """Wait until the current step is on disk.
 
         Raises:
-            InfraError: it could not be written.
+            InfraError: the file could not be written.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def rewind(self, step: int) -> None:
-        """Delete what was saved after `step`, as a run that resumes there will redo it."""
+        """Delete the files of steps after `step`, which a resumed run writes again."""
         for later in saved_steps(self._run_folder):
             if later > step:
                 rollouts_path(self._run_folder, later).unlink()
@@ -122,7 +123,7 @@ class RolloutLog:
             unfinished.unlink()
 
     def close(self) -> None:
-        """Finish what was begun; nobody waits for it any more, so an error is only logged."""
+        """Wait for the current step and stop the thread; an error is only logged."""
         try:
             self.wait()
         except InfraError as error:

@@ -1,7 +1,7 @@
-"""Saved groups as a person reads them in a terminal.
+"""The terminal view of saved groups.
 
-What a model wrote is shown and never obeyed: characters that could move the cursor, clear the
-screen or turn the direction of text are written as their escapes.
+Control characters in model output are printed as escapes, so that they cannot move the cursor,
+clear the screen or change the direction of text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from megadapo.data.policy_versions import NO_VERSION, encode_versions
+from megadapo.data.group import Score
+from megadapo.data.group_codec import encode_versions
 from megadapo.errors import DataError
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, saved_steps
 from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup, SavedResponse
@@ -25,44 +26,44 @@ INDENT = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
-    """Which groups are shown, and which of their responses; None asks for all."""
+    """The groups and responses to show; None shows all."""
 
     fate: Disposition | None = None
     prompt: str | None = None
-    """Beginning of the prompt's id."""
+    """Prefix of the prompt's id."""
     correct: bool | None = None
     truncated: bool = False
-    """Only responses that were cut at the length limit."""
+    """Whether to show only responses cut at the length limit."""
     disagreed: bool = False
-    """Only responses on which rule and symbolic comparison differ."""
+    """Whether to show only responses on which rule and symbolic comparison differ."""
 
     def responses(self, group: SavedGroup) -> list[tuple[int, SavedResponse]]:
-        """The responses of a group that are shown, each with its number."""
+        """Return the responses of a group to show, each with its number."""
         if self.fate not in (None, group.fate):
             return []
         if self.prompt is not None and not group.prompt.id.startswith(self.prompt):
             return []
-        return [(i, r) for i, r in enumerate(group.responses, start=1) if self._takes(r)]
+        return [(i, r) for i, r in enumerate(group.responses, start=1) if self._shows(r)]
 
-    def _takes(self, response: SavedResponse) -> bool:
+    def _shows(self, saved: SavedResponse) -> bool:
         return (
-            self.correct in (None, response.correct)
-            and (response.truncated or not self.truncated)
-            and (response.disagreed or not self.disagreed)
+            self.correct in (None, saved.score.correct)
+            and (saved.response.truncated or not self.truncated)
+            and (saved.disagreed or not self.disagreed)
         )
 
 
 def show_step(
     run_folder: Path, step: int | None, wanted: Filter, *, limit: int, console: Console
 ) -> None:
-    """Print the wanted groups of a step, through a pager where the console is a terminal.
+    """Print the wanted groups of a step, through a pager if the console is a terminal.
 
     Args:
-        step: None takes the last one with saved groups.
-        limit: most groups printed.
+        step: by default the last step with saved groups.
+        limit: largest number of groups printed.
 
     Raises:
-        DataError: nothing is saved of that step, or the file is damaged.
+        DataError: the step has no saved groups, or its file is damaged.
     """
     step = _find_step(run_folder, step)
     lines = _render_step(step, read_rollouts(rollouts_path(run_folder, step)), wanted, limit)
@@ -76,8 +77,7 @@ def show_step(
 
 
 def printable(text: str) -> str:
-    """Return text that a terminal shows as it is: all but line breaks and tabs that is not visible,
-    or changes what is around it, becomes its escape."""
+    """Return text with unprintable characters as escapes, except for line breaks and tabs."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
@@ -88,17 +88,17 @@ def _find_step(run_folder: Path, step: int | None) -> int:
     if not steps:
         raise DataError(
             f"{run_folder} has no saved responses (rollouts/step-N.jsonl.zst); "
-            "observe.saved_groups says how many groups of a step a run saves"
+            "observe.saved_groups is the number of groups that a run saves per step"
         )
     if step is not None and step not in steps:
         raise DataError(
-            f"{run_folder} has no saved responses of step {step}; it has those of {_ranges(steps)}"
+            f"{run_folder} has no saved responses of step {step}, only of steps {_ranges(steps)}"
         )
     return steps[-1] if step is None else step
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """ "1-3, 7" for 1, 2, 3, 7."""
+    """Return numbers as ranges, "1-3, 7" for 1, 2, 3, 7."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][-1] + 1:
@@ -127,8 +127,9 @@ def _render_step(
 def _render_group(
     group: SavedGroup, responses: Sequence[tuple[int, SavedResponse]]
 ) -> RenderableType:
-    num_right = sum(response.correct for response in group.responses)
-    title = f"group {group.order}: {group.fate}, {num_right} of {len(group.responses)} right"
+    num_correct = sum(saved.score.correct for saved in group.responses)
+    num_responses = len(group.responses)
+    title = f"group {group.prompt_index}: {group.fate}, {num_correct} of {num_responses} correct"
     if group.from_reserve:
         title += ", from the reserve"
     parts: list[RenderableType] = [Rule(Text(title, "bold cyan"), style="cyan")]
@@ -136,62 +137,57 @@ def _render_group(
     for role, content in group.prompt.messages:
         parts.append(Text(printable(role), "bold"))
         parts.append(_indented(content))
-    parts.append(Text.assemble("right answer: ", (printable(group.prompt.ground_truth), "bold")))
-    for number, response in responses:
-        parts += ["", _header(number, response)]
-        if response.reward_parts:
-            parts.append(_reward_parts(response))
-        if response.disagreed:
-            parts.append(_disagreement(response))
-        parts.append(_indented(response.text))
+    parts.append(Text.assemble("correct answer: ", (printable(group.prompt.ground_truth), "bold")))
+    for number, saved in responses:
+        parts += ["", _header(number, saved)]
+        if saved.score.parts:
+            parts.append(_reward_parts(saved.score))
+        if saved.disagreed:
+            parts.append(_disagreement(saved))
+        parts.append(_indented(saved.response.text))
     return Group(*parts, "")
 
 
-def _header(number: int, response: SavedResponse) -> Text:
-    colour = "green" if response.correct else "red"
+def _header(number: int, saved: SavedResponse) -> Text:
+    response, score = saved.response, saved.score
+    colour = "green" if score.correct else "red"
     text = Text.assemble(
         (f"response {number}: ", "bold"),
-        ("right" if response.correct else "wrong", f"bold {colour}"),
+        ("correct" if score.correct else "wrong", f"bold {colour}"),
         ", answer ",
-        (printable(response.answer) or "-", colour),
-        f", reward {response.reward:+g}",
+        (printable(score.answer) or "-", colour),
+        f", reward {score.reward:+g}",
     )
-    if response.penalty:
-        text.append(f", overlong {response.penalty:+.4g}", "yellow")
-    if response.advantage is not None:
-        text.append(f", advantage {response.advantage:+.4f}")
+    if saved.penalty:
+        text.append(f", overlong {saved.penalty:+.4g}", "yellow")
+    if saved.advantage is not None:
+        text.append(f", advantage {saved.advantage:+.4f}")
     text.append(f", {len(response.token_ids)} tokens, ")
     text.append(printable(response.finish_reason), "bold yellow" if response.truncated else "")
-    text.append(f", policy_version {_versions(response)}", "dim")
-    if num_output := int((response.policy_versions == NO_VERSION).sum()):
-        text.append(f", {num_output} tokens of a tool", "dim")
+    sampled = response.policy_versions[response.is_sampled]
+    versions = " then ".join(str(version) for version, _ in encode_versions(sampled))
+    text.append(f", policy_version {versions or '-'}", "dim")
+    if num_output := len(response.token_ids) - len(sampled):
+        text.append(f", {num_output} tokens of tool output", "dim")
     return text
 
 
-def _reward_parts(response: SavedResponse) -> Text:
-    parts = ", ".join(
-        f"{printable(name)} {value:g}" for name, value in response.reward_parts.items()
-    )
-    text = Text(f"reward of {parts}", "dim")
-    if response.steps:
-        text.append("; steps " + " ".join(f"{score:g}" for _, score in response.steps))
+def _reward_parts(score: Score) -> Text:
+    parts = ", ".join(f"{printable(name)} {value:g}" for name, value in score.parts)
+    text = Text(f"reward from {parts}", "dim")
+    if score.steps:
+        text.append("; steps " + " ".join(f"{value:g}" for _, value in score.steps))
     return text
-
-
-def _versions(response: SavedResponse) -> str:
-    sampled = response.policy_versions[response.policy_versions != NO_VERSION]
-    versions = [str(version) for version, _ in encode_versions(sampled)]
-    return " then ".join(versions) or "-"
 
 
 def _indented(text: str) -> Padding:
     return Padding(Text(printable(text)), (0, 0, 0, INDENT), expand=False)
 
 
-def _disagreement(response: SavedResponse) -> Text:
-    verdicts = {True: "right", False: "wrong", None: "nothing"}
+def _disagreement(saved: SavedResponse) -> Text:
+    verdicts = {True: "correct", False: "wrong", None: "nothing"}
     return Text(
-        f"the scorers differ: the rule says {verdicts[response.rule_correct]}, "
-        f"the symbolic comparison {verdicts[response.symbolic_correct]}",
+        f"the scorers differ: the rule says {verdicts[saved.rule_correct]}, "
+        f"the symbolic comparison {verdicts[saved.score.symbolic_correct]}",
         "bold magenta",
     )

@@ -1,4 +1,4 @@
-"""What each token of a response adds to its text."""
+"""The text that each token of a response adds."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_WINDOW = 64
-"""Tokens that are decoded at once: after so many without a whole character at the end, a model
-writes no text, and decoding all of them again for each further one would take quadratic time."""
+"""Largest number of tokens decoded at once.
+
+After so many tokens without a complete character the output is not text, and decoding all of them
+again for each further token would take quadratic time."""
 _UNFINISHED = "\ufffd"
 MAX_UNFINISHED = 3
-"""Replacement characters at an end that may still become a character: one a byte at most."""
+"""Largest number of trailing replacement characters that may become one character."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """Return how the tokenizer decodes, without special tokens and without changing spaces."""
+    """Return a function that decodes tokens, without special tokens and with spaces unchanged."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        # a tenth of the time of the tokenizer's own decode
+        # takes a tenth of the time of tokenizer.decode
         return cast(Decode, partial(backend.decode, skip_special_tokens=True))
 
     def decode(token_ids: Sequence[int]) -> str:
@@ -37,13 +39,13 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Decode:
 
 
 def token_pieces(decode: Decode, token_ids: Sequence[int], text: str) -> tuple[str, ...]:
-    """Return as many strings as tokens, which joined are `text` where decoding goes on to append.
+    """Return one string per token; joined they are `text`, if decoding only appends.
 
-    A token that ends inside of a character adds "", and the one that completes it the character.
-    What a token adds is decoded behind the tokens before it, as a space can depend on them.
+    A token that ends inside a character adds "", and the token that completes it the character.
+    Each token is decoded together with the tokens before it, because spaces can depend on them.
     """
     pieces: list[str] = []
-    context = begin = 0  # tokens from `context` are decoded; the text of those to `begin` is shown
+    context = begin = 0  # tokens from `context` on are decoded; text up to `begin` is emitted
     num_shown = 0
     for end, _ in enumerate(token_ids, start=1):
         whole = decode(token_ids[context:end])

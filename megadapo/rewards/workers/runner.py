@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megadapo.algorithm.groups import Steps
+from megadapo.data.group import RewardParts
 from megadapo.data.prompts import Prompt
 from megadapo.errors import RewardError
 from megadapo.observe.rollouts.token_pieces import Decode
-from megadapo.rewards.dapo_math import RewardParts
 from megadapo.rewards.function_config import RewardFunction
 from megadapo.rewards.steps import step_ends
 from megadapo.rewards.workers.processes import Lost, Reply

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from megadapo.algorithm.groups import Branch
+from megadapo.data.group import Response
 from megadapo.rollout.config import BranchingConfig
-from megadapo.rollout.types import LogprobTable, Response
+from megadapo.rollout.types import LogprobTable
 
 
 def normalized_entropy(table: LogprobTable, *, num_tokens: int, vocab_size: int) -> float:

@@ -19,19 +19,11 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from megadapo.algorithm.groups import Branch
-from megadapo.data.policy_versions import NO_VERSION
+from megadapo.data.group import NO_VERSION, FinishReason, Response, ToolCall
 from megadapo.errors import InfraError
 from megadapo.rollout.engine.branching import choose_branches, normalized_entropy
 from megadapo.rollout.tools import Tool
-from megadapo.rollout.types import (
-    FinishReason,
-    GroupRequest,
-    LogprobTable,
-    Response,
-    ToolCall,
-    continued_seed,
-    sampled_logprobs,
-)
+from megadapo.rollout.types import GroupRequest, LogprobTable, continued_seed, sampled_logprobs
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,8 +1,9 @@
-"""The groups that no checkpoint holds yet, on the disk: what was finished before a kill stays so.
+"""Results that no checkpoint holds yet, kept on disk until one does, so that a kill loses nothing.
 
-One file of records for each policy version that sampled. Its first record says of which weights
-and settings it is; every other one is a scored group under a digest of all that was asked. So a
-group is found again where the same weights would be asked the same, and nowhere else.
+`Journal` keeps the scored groups of the current weights, one file per policy version. Its first
+record identifies weights and settings; every other record is a group under a digest of its
+request. So a group is only found for the same request to the same weights. `EvaluationJournal`
+keeps the results of the evaluation in progress.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megadapo.data.batch import Group
+from megadapo.data.group import Group
+from megadapo.data.group_codec import decode_group, encode_group
+from megadapo.data.prompts import Prompt
+from megadapo.errors import InfraError
 from megadapo.rollout.config import JournalSync
 from megadapo.rollout.journal.record_log import RecordLog
-from megadapo.rollout.sampling.reserve import decode_group, encode_group
-from megadapo.rollout.sampling.sampled_batch import GroupStats
-from megadapo.rollout.sampling.scoring import PromptRequest
-from megadapo.rollout.types import SamplingSettings
+from megadapo.rollout.types import GroupRequest
 
 JOURNAL_FOLDER = "journal"
 FORMAT = 1
-"""Of the entries; a journal of another one is begun anew."""
+"""Version of the records; a journal with another version is discarded."""
 _FILE_NAME = re.compile(r"version-(\d+)\.log")
 DIGEST_BYTES = 32
-_MEANINGS = {
+_DIFFERENCES = {
     "format": "another version of megadapo",
     "policy_version": "another policy version",
     "weights": "other weights",
@@ -38,29 +39,29 @@ _MEANINGS = {
 
 
 class Journal:
-    """What the present weights have answered, here and in processes before this one."""
+    """The groups that the current weights have generated, in this process and killed ones."""
 
     def __init__(self, run_folder: Path, settings: str, *, fsync: JournalSync = "step") -> None:
-        """Nothing is read or written yet.
+        """Keep the settings; nothing is read or written yet.
 
         Args:
-            settings: names how groups are asked for and scored.
-            fsync: when what was written is put on the disk itself.
+            settings: identifies how groups are requested and scored.
+            fsync: when records are forced to disk.
         """
         self._folder = run_folder / JOURNAL_FOLDER
         self._settings = settings
         self._fsync = fsync
         self._header: dict[str, Any] = {}
         self._log: RecordLog | None = None
-        self._places: dict[bytes, int] = {}
+        self._offsets: dict[bytes, int] = {}
         self._writes = False
-        self._notes: list[str] = []
+        self._warnings: list[str] = []
 
     def begin(self, policy_version: int, weights: str) -> None:
-        """Take up the journal of the weights that sample from now on, or begin it.
+        """Open the journal of the weights that sample from now on.
 
         Args:
-            weights: names them by every bit.
+            weights: fingerprint of every bit of the weights.
         """
         self.close()
         self._header = {
@@ -73,92 +74,87 @@ class Journal:
         if self._path.exists():
             self._open()
 
-    def find(
-        self, question: PromptRequest, settings: SamplingSettings
-    ) -> tuple[Group, GroupStats] | None:
-        """The group that the same question has got, and what it counts as; None: it is to be
-        asked."""
-        entry = self._find(_digest(question, settings))
+    def find_group(self, digest: bytes) -> Group | None:
+        """Return the group of the request with this digest; None if there is none."""
+        entry = self._find(digest)
         if entry is None:
             return None
         try:
-            return decode_group(entry["group"]), _decode_outcome(entry["outcome"])
+            return replace(decode_group(entry["group"]), seconds=entry["seconds"])
         except (KeyError, TypeError, ValueError) as error:
-            self._note(f"a group is not as this version writes them ({error!r}): it is asked again")
+            self._warn(f"cannot read a group ({error!r}): its prompt is requested again")
             return None
 
-    def append(
-        self, question: PromptRequest, settings: SamplingSettings, group: Group, outcome: GroupStats
-    ) -> None:
-        """Keep a group; where the disk refuses, a note says so and the step goes on without."""
-        entry = {"group": encode_group(group), "outcome": asdict(outcome)}
-        self._append(_digest(question, settings), entry)
+    def append_group(self, digest: bytes, group: Group) -> None:
+        """Write a group; a disk error adds a warning and ends the journal of these weights."""
+        self._append(digest, {"group": encode_group(group), "seconds": group.seconds})
         if self._fsync == "group":
             self._sync()
 
-    def find_step(self, place: bytes) -> dict[str, Any] | None:
-        """What was kept of a step; `place` is the digest of all that it begins with."""
-        return self._find(place)
+    def find_step(self, digest: bytes) -> dict[str, Any] | None:
+        """Return the entry of the step that started from the position with this digest."""
+        return self._find(digest)
 
-    def append_step(self, place: bytes, entry: Mapping[str, Any]) -> None:
-        """Keep a whole step, as JSON values."""
-        self._append(place, entry)
+    def append_step(self, digest: bytes, entry: Mapping[str, Any]) -> None:
+        """Write a whole step, as JSON values."""
+        self._append(digest, entry)
         if self._fsync != "never":
             self._sync()
 
     def end_step(self) -> None:
-        """All groups of a batch have been appended."""
+        """Force the groups of a complete batch to disk, if fsync is "step"."""
         if self._fsync == "step":
             self._sync()
 
     def drain_warnings(self) -> list[str]:
-        """Return what happened to the journal since the last call."""
-        notes, self._notes = self._notes, []
-        return notes
+        """Return the warnings since the last call."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
 
     def close(self) -> None:
         if self._log is not None:
             self._log.close()
-        self._log, self._places, self._writes = None, {}, False
+        self._log, self._offsets, self._writes = None, {}, False
 
     @property
     def _path(self) -> Path:
         return self._folder / f"version-{self._header['policy_version']}.log"
 
     def _open(self) -> None:
-        """Read the journal of the present weights; what others have sampled goes."""
+        """Index the groups of the current weights, and discard those of any others."""
         headers: list[bytes] = []
 
-        def see(place: int, payload: bytes) -> None:
-            if place == 0:
+        def index(offset: int, payload: bytes) -> None:
+            if offset == 0:
                 headers.append(payload)
             else:
-                self._places[payload[:DIGEST_BYTES]] = place
+                self._offsets[payload[:DIGEST_BYTES]] = offset
 
+        header = json.dumps(self._header).encode()
         try:
             self._folder.mkdir(exist_ok=True)
-            self._log = RecordLog(self._path, see)
+            self._log = RecordLog(self._path, index)
             if self._log.cut:
-                self._note(f"{self._log.cut}: what it holds, and all behind it, is asked again")
-            if difference := self._difference(headers):
-                self._note(f"it is of {difference}: its groups are asked again")
-            if headers != [self._encoded_header]:
-                self._places = {}
+                self._warn(f"{self._log.cut}: the groups from there on are requested again")
+            if headers and headers != [header]:
+                self._warn(f"is from {self._difference(headers[0])}: groups are requested again")
+            if headers != [header]:
+                self._offsets = {}
                 self._log.clear()
-                self._log.append(self._encoded_header)
+                self._log.append(header)
         except OSError as error:
             self._give_up(error)
 
     def _find(self, digest: bytes) -> dict[str, Any] | None:
-        place = self._places.get(digest)
-        if place is None or self._log is None:
+        offset = self._offsets.get(digest)
+        if offset is None or self._log is None:
             return None
         try:
-            payload = self._log.read(place)
+            payload = self._log.read(offset)
         except OSError:
             payload = None
         if payload is None:
-            self._note(f"the record at byte {place} cannot be read any more: it is asked again")
+            self._warn(f"cannot read the record at byte {offset}: its prompt is requested again")
             return None
         entry: dict[str, Any] = json.loads(payload[DIGEST_BYTES:])
         return entry
@@ -170,7 +166,7 @@ class Journal:
             self._open()
         try:
             if self._writes and self._log is not None:
-                self._places[digest] = self._log.append(digest + json.dumps(entry).encode())
+                self._offsets[digest] = self._log.append(digest + json.dumps(entry).encode())
         except OSError as error:
             self._give_up(error)
 
@@ -182,36 +178,44 @@ class Journal:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Write no more until the next weights; what is there can still be read."""
+        """Write nothing more until the next weights; written records stay readable."""
         self._writes = False
-        self._note(
-            f"cannot be written: {error.strerror}; further groups of these weights are lost if the "
-            "run is killed"
+        self._warn(
+            f"cannot be written: {error.strerror}; if the run is killed, further groups of these "
+            "weights are lost"
         )
 
-    def _note(self, text: str) -> None:
-        self._notes.append(f"{self._path}: {text}")
+    def _warn(self, text: str) -> None:
+        self._warnings.append(f"{self._path}: {text}")
 
-    @property
-    def _encoded_header(self) -> bytes:
-        return json.dumps(self._header).encode()
-
-    def _difference(self, headers: list[bytes]) -> str:
-        """What the groups of a journal are of that is not the present one's; empty: nothing."""
-        if not headers or headers == [self._encoded_header]:
-            return ""
+    def _difference(self, header: bytes) -> str:
+        """Return what distinguishes a header from the current one."""
         try:
-            found = json.loads(headers[0])
+            found = json.loads(header)
             names = (name for name in self._header if found.get(name) != self._header[name])
-            return _MEANINGS[next(names)]
+            return _DIFFERENCES[next(names)]
         except (AttributeError, StopIteration, ValueError):
-            return _MEANINGS["format"]
+            return _DIFFERENCES["format"]
+
+
+def request_digest(prompt: Prompt, request: GroupRequest) -> bytes:
+    """Return a digest of all that determines a group, except for weights and scoring."""
+    parts = (
+        *(request.key, prompt.to_json(), request.prompt_ids, request.seeds),
+        request.settings,
+    )
+    digest = hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass"))
+    for response in request.begun:
+        for array in (response.token_ids, response.policy_versions):
+            digest.update(f"/{len(array)}/".encode())
+            digest.update(array.tobytes())
+    return digest.digest()
 
 
 def forget_before(run_folder: Path, policy_version: int) -> None:
-    """Delete what is only needed before a checkpoint: all that earlier weights have sampled.
+    """Delete the journals of earlier policy versions, which a checkpoint has made useless.
 
-    A file that cannot be deleted only takes room, and goes with the next checkpoint.
+    A file that cannot be deleted is tried again with the next checkpoint.
     """
     for path in (run_folder / JOURNAL_FOLDER).glob("version-*.log"):
         match = _FILE_NAME.fullmatch(path.name)
@@ -220,25 +224,62 @@ def forget_before(run_folder: Path, policy_version: int) -> None:
                 path.unlink()
 
 
-def _digest(question: PromptRequest, settings: SamplingSettings) -> bytes:
-    """A name of all that an answer follows from but the weights and the scoring."""
-    parts = (
-        *(question.key, question.prompt.to_json(), question.prompt_ids, question.seeds),
-        settings,
-    )
-    digest = hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass"))
-    for response in question.begun:
-        for array in (response.token_ids, response.policy_versions):
-            digest.update(f"/{len(array)}/".encode())
-            digest.update(array.tobytes())
-    return digest.digest()
+@dataclass(frozen=True, kw_only=True)
+class ProblemResult:
+    """The result of one held-out problem, as numbers."""
+
+    accuracy: float
+    """Share of correct responses."""
+    num_tokens: int
+    num_truncated: int
+    """Number of responses cut at the length limit."""
 
 
-def _decode_outcome(entry: Mapping[str, Any]) -> GroupStats:
-    plain = {
-        **entry,
-        "lengths": tuple(entry["lengths"]),
-        "parts": tuple((name, value) for name, value in entry["parts"]),
-        "entropy_rises": tuple(entry["entropy_rises"]),
-    }
-    return GroupStats(**plain)
+class EvaluationJournal:
+    """The results of one evaluation, on disk until the evaluation is recorded."""
+
+    def __init__(self, path: Path, scored: str) -> None:
+        """Read the file.
+
+        Args:
+            scored: identifies the weights and the scoring; records of others are ignored.
+
+        Raises:
+            InfraError: the file cannot be read or written.
+        """
+        self.results: dict[str, ProblemResult] = {}
+        """Results by digest of the request."""
+        self._path = path
+        self._scored = scored
+        try:
+            self._log = RecordLog(path, self._read)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def append(self, digest: str, result: ProblemResult) -> None:
+        """Write a problem's result.
+
+        Raises:
+            InfraError: the disk is full or refuses.
+        """
+        entry = {"scored": self._scored, "request": digest, "result": asdict(result)}
+        try:
+            self._log.append(json.dumps(entry).encode())
+        except OSError as error:
+            raise self._error(error) from error
+
+    def close(self) -> None:
+        self._log.close()
+
+    def _read(self, offset: int, payload: bytes) -> None:
+        entry = json.loads(payload)
+        if entry["scored"] == self._scored:
+            self.results[entry["request"]] = ProblemResult(**entry["result"])
+
+    def _error(self, error: OSError) -> InfraError:
+        return InfraError(f"{self._path} cannot be written: {error.strerror}")
+
+
+def evaluation_journal_path(folder: Path, step: int) -> Path:
+    """Return the file for the results of the evaluation after `step`."""
+    return folder / f"evaluation-{step}.log"

@@ -1,4 +1,4 @@
-"""A file of checksummed records that only grows: what a kill or a bad disk does to it is seen.
+"""An append-only file of checksummed records, which detects torn and damaged records.
 
 record: 8 bytes length of the payload | 4 bytes CRC-32 of the length | 16 bytes BLAKE2b of the
         payload | payload                                                (little-endian)
@@ -22,54 +22,54 @@ _PREFIX = struct.Struct("<QI16s")
 
 
 class RecordLog:
-    """One open file of records; for one thread at a time."""
+    """One open file of records, for use by one thread at a time."""
 
-    def __init__(self, path: Path, see: Callable[[int, bytes], None]) -> None:
-        """Open the file, or begin it, and cut off whatever lies behind its last sound record.
+    def __init__(self, path: Path, read: Callable[[int, bytes], None]) -> None:
+        """Open or create the file, and cut off what follows its last intact record.
 
         Args:
-            see: is told of each record, its place and its payload, in order.
+            read: receives offset and payload of each record, in order.
 
         Raises:
             OSError: the file cannot be read or written.
         """
         self.path = path
         self.cut = ""
-        """Why the end of the file was cut off; empty where it was not."""
+        """Reason why the end of the file was cut off; empty if it was not."""
         self._is_named = path.exists()
-        """Whether the name of the file is on the disk."""
+        """Whether the file's directory entry is on disk."""
         self._file = io.FileIO(path, "r+" if self._is_named else "x+")
         try:
-            self._end = self._scan(see)
+            self._end = self._scan(read)
             self._file.truncate(self._end)
         except BaseException:
             self._file.close()
             raise
 
     def append(self, payload: bytes) -> int:
-        """Add a record and return its place; a record that cannot be written leaves no trace.
+        """Add a record and return its offset; a failed write leaves no trace.
 
         Raises:
             OSError: the disk is full or refuses.
         """
-        place = self._end
+        offset = self._end
         record = _prefix(payload) + payload
         try:
-            self._write(record, place)
+            self._write(record, offset)
         except OSError:
             with suppress(OSError):
-                self._file.truncate(place)
+                self._file.truncate(offset)
             raise
         self._end += len(record)
-        return place
+        return offset
 
-    def read(self, place: int) -> bytes | None:
-        """The payload of the record at a place; None where it is not sound any more.
+    def read(self, offset: int) -> bytes | None:
+        """Return the payload of the record at an offset; None if it is damaged.
 
         Raises:
             OSError: the file cannot be read.
         """
-        return self._record(place)[0]
+        return self._record(offset)[0]
 
     def clear(self) -> None:
         """Remove all records.
@@ -81,10 +81,10 @@ class RecordLog:
         self._end = 0
 
     def sync(self) -> None:
-        """Return when all records are on the disk.
+        """Force all records to disk.
 
         Raises:
-            OSError: they are not.
+            OSError: the disk refuses.
         """
         os.fsync(self._file.fileno())
         if not self._is_named:
@@ -94,46 +94,46 @@ class RecordLog:
     def close(self) -> None:
         self._file.close()
 
-    def _scan(self, see: Callable[[int, bytes], None]) -> int:
-        """Where the last sound record ends."""
-        place, size = 0, os.fstat(self._file.fileno()).st_size
-        while place < size:
-            payload, problem = self._record(place)
+    def _scan(self, read: Callable[[int, bytes], None]) -> int:
+        """Read all records, and return the end of the last intact one."""
+        offset, size = 0, os.fstat(self._file.fileno()).st_size
+        while offset < size:
+            payload, problem = self._record(offset)
             if payload is None:
-                self.cut = f"{problem} at byte {place} of {size}"
+                self.cut = f"{problem} at byte {offset} of {size}"
                 break
-            see(place, payload)
-            place += _PREFIX.size + len(payload)
-        return place
+            read(offset, payload)
+            offset += _PREFIX.size + len(payload)
+        return offset
 
-    def _record(self, place: int) -> tuple[bytes | None, str]:
-        """The payload at a place, or None and what is wrong with it."""
-        prefix = self._read(place, _PREFIX.size)
+    def _record(self, offset: int) -> tuple[bytes | None, str]:
+        """Return the payload at an offset, or None and the problem."""
+        prefix = self._read(offset, _PREFIX.size)
         if len(prefix) < _PREFIX.size:
             return None, "a torn record"
         length, check, _ = _PREFIX.unpack(prefix)
         if check != _check(length):
             return None, "a damaged record"
-        if place + _PREFIX.size + length > os.fstat(self._file.fileno()).st_size:
+        if offset + _PREFIX.size + length > os.fstat(self._file.fileno()).st_size:
             return None, "a torn record"
-        payload = self._read(place + _PREFIX.size, length)
+        payload = self._read(offset + _PREFIX.size, length)
         if prefix != _prefix(payload):
             return None, "a damaged record"
         return payload, ""
 
-    def _read(self, place: int, num_bytes: int) -> bytes:
-        """So many bytes from a place on; fewer at the end of the file."""
+    def _read(self, offset: int, num_bytes: int) -> bytes:
+        """Return `num_bytes` bytes from an offset on; fewer at the end of the file."""
         parts: list[bytes] = []
-        while num_bytes > 0 and (part := os.pread(self._file.fileno(), num_bytes, place)):
+        while num_bytes > 0 and (part := os.pread(self._file.fileno(), num_bytes, offset)):
             parts.append(part)
-            place, num_bytes = place + len(part), num_bytes - len(part)
+            offset, num_bytes = offset + len(part), num_bytes - len(part)
         return b"".join(parts)
 
-    def _write(self, data: bytes, place: int) -> None:
+    def _write(self, data: bytes, offset: int) -> None:
         left = memoryview(data)
         while left:
-            num_bytes = os.pwrite(self._file.fileno(), left, place)
-            left, place = left[num_bytes:], place + num_bytes
+            num_bytes = os.pwrite(self._file.fileno(), left, offset)
+            left, offset = left[num_bytes:], offset + num_bytes
 
 
 def _prefix(payload: bytes) -> bytes:

@@ -12,18 +12,13 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from megadapo.cluster.process_log import engine_log
+from megadapo.data.group import Response
 from megadapo.errors import InfraError
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.spec import EngineSpec, WeightDtype, WeightsFrom
 from megadapo.rollout.pool.handle import WATCH_S, EngineHandle, EngineIncarnation
 from megadapo.rollout.pool.pool import EnginePool
-from megadapo.rollout.types import (
-    EngineReport,
-    GroupRequest,
-    GroupResponse,
-    Response,
-    StopReport,
-)
+from megadapo.rollout.types import EngineReport, GroupRequest, GroupResponse, StopReport
 
 if TYPE_CHECKING:
     from megadapo.cluster.cluster import Cluster

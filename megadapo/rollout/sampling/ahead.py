@@ -1,7 +1,7 @@
 """Sampling one step ahead: the next batch is generated while the trainer updates.
 
-A batch is sampled with the weights of the step before the one that trains on it, so each of its
-tokens is one policy version old. The batch that waits belongs to the state of the run.
+A batch is sampled with the weights before those of its step, so each of its tokens is one policy
+version old. The batch that waits is part of the run's state.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from megadapo.rollout.journal.repeated_steps import RepeatedSteps
-from megadapo.rollout.sampling.batch_state import decode_batch, encode_batch
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.sampled_batch import SampledBatch, decode_batch, encode_batch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.sampling.scoring import SupportsGenerate
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A batch in a state that is seldom written."""
+    """A batch in a state; it is only encoded if the state is written."""
 
     batch: SampledBatch
 
@@ -30,12 +28,14 @@ class Waiting:
 
 
 class AheadSampler:
-    """Has a batch ready for each step but the first, from the weights before its own."""
+    """A sampler that prepares the batch of each step but the first with the weights before."""
 
-    def __init__(
-        self, sampler: Sampler | RepeatedSteps, engines: SupportsGenerate, num_steps: int
-    ) -> None:
-        """`num_steps`: of the run; nothing is sampled for a step behind the last."""
+    def __init__(self, sampler: Sampler, engines: SupportsGenerate, num_steps: int) -> None:
+        """Start without a batch.
+
+        Args:
+            num_steps: number of steps of the run; no batch is prepared after the last one.
+        """
         self._sampler = sampler
         self._engines = engines
         self._num_steps = num_steps
@@ -44,10 +44,10 @@ class AheadSampler:
         self._ready: SampledBatch | None = None
 
     def next_batch(self) -> SampledBatch:
-        """Return the batch of the step after the engines' weights, and begin with the next one's.
+        """Return the batch of the next step, and start to sample the one after it.
 
         Raises:
-            SamplingError: too few groups have a signal.
+            SamplingError: too few groups are mixed.
             InfraError: an engine failed.
         """
         self.wait()
@@ -57,26 +57,23 @@ class AheadSampler:
         return batch
 
     def wait(self) -> None:
-        """Wait until nothing is sampled; the engines may take weights then."""
+        """Wait until sampling ends; the engines can take weights then."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._ready = pending.result()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where sampling stands and the batch that waits; nothing may be sampled.
-
-        The batch becomes JSON values only where the state is written.
-        """
+        """Return the sampler's state and the waiting batch; call `wait` before."""
         assert self._pending is None, "wait() comes first"
         waiting = None if self._ready is None else Waiting(self._ready)
         return {**self._sampler.state_dict(), "waiting": waiting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken.
+        """Restore the state that `state_dict` returned.
 
         Raises:
             CheckpointError: the state is damaged.
-            DataError: it belongs to other prompts.
+            DataError: the state belongs to other prompts.
         """
         self._sampler.load_state_dict(state)
         waiting = state.get("waiting")

@@ -1,6 +1,6 @@
 """Accuracy on held-out problems: avg@k with its standard error.
 
-An evaluation can have engines to itself, or take the slots that training leaves idle.
+An evaluation uses engines of its own, or the slots that training leaves idle.
 """
 
 from __future__ import annotations
@@ -10,63 +10,63 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
+from megadapo.data.group import Group
 from megadapo.data.prompts import Prompt, render
 from megadapo.errors import DataError
 from megadapo.rollout.config import EvaluationConfig
-from megadapo.rollout.journal.answer_log import AnswerLog, ProblemResult
-from megadapo.rollout.sampling.scoring import (
-    Answer,
-    PromptRequest,
-    ScoringPool,
-    SupportsGenerate,
-    SupportsScore,
-)
+from megadapo.rollout.engine.activity import EngineActivity
+from megadapo.rollout.journal.journal import EvaluationJournal, ProblemResult
+from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
 from megadapo.rollout.tools import ToolsConfig
-from megadapo.rollout.types import GroupResponse, SamplingSettings, response_seeds
+from megadapo.rollout.types import (
+    GroupRequest,
+    GroupResponse,
+    SamplingSettings,
+    StopReport,
+    response_seeds,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PRIORITY = 1 << 48
-"""Behind every group of training, whose priority is its place in asking order."""
+"""A priority after every training group, whose priority is its prompt index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What a policy scores on a set of problems."""
+    """The result of a policy on a set of problems."""
 
     accuracy: float
     """avg@k: share of correct responses."""
     standard_error: float
-    """Of the accuracy, over problems: the spread of problems' accuracies / sqrt(num_problems);
-    NaN for a single problem."""
+    """Standard deviation of the problems' accuracies / sqrt(num_problems); NaN for one problem."""
     num_problems: int
     samples_per_problem: int
     response_length_mean: float
     """Mean length in tokens."""
     truncated_fraction: float
-    """Share of responses that were cut at the length limit."""
+    """Share of responses cut at the length limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """What every evaluation asks: problems, each `samples_per_problem` times.
+    """The requests of every evaluation: problems with `samples_per_problem` responses each.
 
-    Responses have the same seeds at every evaluation, and a problem's do not depend on the other
-    problems nor on their order: two policies are compared on equal terms.
+    Responses have the same seeds in every evaluation, independent of the other problems and their
+    order, so two policies are compared on equal terms.
     """
 
-    questions: tuple[PromptRequest, ...]
-    """With negative keys; those of training are not."""
-    settings: SamplingSettings
-    samples_per_problem: int
+    prompts: tuple[Prompt, ...]
+    requests: tuple[GroupRequest, ...]
+    """One request per prompt, with keys -1, -2, ...; keys of training are not negative."""
 
     @classmethod
-    def of(
+    def create(
         cls,
         prompts: Sequence[Prompt],
         config: EvaluationConfig,
@@ -76,45 +76,53 @@ class HeldOut:
         seed: int,
         tools: ToolsConfig | None = None,
     ) -> HeldOut:
-        """Raises DataError where there are no problems.
+        """Create the requests; responses never branch.
 
-        Args:
-            tools: what responses may call; they never branch.
+        Raises:
+            DataError: there are no problems.
         """
-        problems = list(prompts)[: config.max_problems]
+        problems = tuple(prompts)[: config.max_problems]
         if not problems:
-            raise DataError("there are no held-out problems to evaluate on")
-        questions = tuple(
-            PromptRequest(
-                key=-number,
-                prompt=prompt,
-                prompt_ids=tuple(render(prompt, tokenizer)),
-                seeds=response_seeds(config.samples_per_problem, seed, "evaluation", prompt.id),
-                priority=PRIORITY,
-            )
-            for number, prompt in enumerate(problems, start=1)
-        )
+            raise DataError("there are no held-out problems to evaluate on; check data.held_out")
         settings = SamplingSettings(
             temperature=config.temperature,
             top_p=config.top_p,
             max_tokens=max_response_tokens,
             tools=tools or ToolsConfig(),
         )
-        return cls(
-            questions=questions, settings=settings, samples_per_problem=config.samples_per_problem
+        requests = tuple(
+            GroupRequest(
+                key=-number,
+                prompt_ids=tuple(render(prompt, tokenizer)),
+                seeds=response_seeds(config.samples_per_problem, seed, "evaluation", prompt.id),
+                settings=settings,
+                priority=PRIORITY,
+            )
+            for number, prompt in enumerate(problems, start=1)
         )
+        return cls(prompts=problems, requests=requests)
 
-    def digest(self, question: PromptRequest) -> str:
-        """A name of all that an answer follows from but the weights and the scoring."""
-        parts = (question.prompt_ids, question.seeds, question.prompt.ground_truth, self.settings)
+    @property
+    def samples_per_problem(self) -> int:
+        return len(self.requests[0].seeds)
+
+    def prompt(self, key: int) -> Prompt:
+        """Return the prompt of a request."""
+        return self.prompts[-key - 1]
+
+    def digest(self, key: int) -> str:
+        """Return a digest of all that determines a result, except for weights and scoring."""
+        request = self.requests[-key - 1]
+        gold = self.prompt(key).ground_truth
+        parts = (request.prompt_ids, request.seeds, gold, request.settings)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-class EvaluationUnderWay:
-    """One evaluation, from its first question to its last answer. Use as a context manager.
+class EvaluationInProgress:
+    """One evaluation, from its first request to its last result. Use it as a context manager.
 
-    Questions are asked when the caller says so, and answers may reach it through somebody else
-    who waits for the same engines.
+    The caller says when to submit requests. Finished groups may arrive through another user of the
+    same engines.
     """
 
     def __init__(
@@ -122,32 +130,31 @@ class EvaluationUnderWay:
         engines: SupportsGenerate,
         scorer: SupportsScore,
         held_out: HeldOut,
-        answers: AnswerLog | None = None,
+        journal: EvaluationJournal | None = None,
     ) -> None:
-        """Begin with nothing asked.
+        """Start without requests.
 
         Args:
-            answers: what an earlier process got of the same evaluation, and where answers are
-                kept for a later one; None: neither.
+            journal: results of a killed process, to which this evaluation adds its own.
         """
         self._engines = engines
         self.policy_version = engines.policy_version
-        """Of the weights that are scored: those that the engines hold until it has finished."""
+        """Version of the evaluated weights; the engines keep them until the evaluation ends."""
         self._held_out = held_out
-        self._answers = answers
-        self._inquiry = ScoringPool(engines, scorer)
+        self._journal = journal
+        self._pool = ScoringPool(engines, scorer, held_out.prompt)
         self._generating: set[int] = set()
         self._results: dict[int, ProblemResult] = {}
-        known = {} if answers is None else answers.read()
-        for question in held_out.questions:
-            if (result := known.get(held_out.digest(question))) is not None:
-                self._results[question.key] = result
-        self._unasked = [q for q in held_out.questions if q.key not in self._results]
+        known = {} if journal is None else journal.results
+        for request in held_out.requests:
+            if (result := known.get(held_out.digest(request.key))) is not None:
+                self._results[request.key] = result
+        self._waiting = [one for one in held_out.requests if one.key not in self._results]
         self.num_answered_before = len(self._results)
-        """Problems that an earlier process got the answers to."""
+        """Number of problems with a result in the journal."""
 
     def __enter__(self) -> Self:
-        self._inquiry.__enter__()
+        self._pool.__enter__()
         return self
 
     def __exit__(
@@ -156,38 +163,40 @@ class EvaluationUnderWay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._inquiry.__exit__(kind, error, trace)
+        self._pool.__exit__(kind, error, trace)
+        if self._journal is not None:
+            self._journal.close()
 
     @property
     def generating(self) -> Collection[int]:
-        """Keys of the groups that the engines have and have not handed back."""
+        """Keys of the groups that the engines have not returned."""
         return self._generating
 
     @property
     def answered(self) -> bool:
         """Whether `finish` has nothing to wait for."""
-        return not self._unasked and not self._inquiry.open
+        return not self._waiting and not self._pool.open
 
-    def ask(self, capacity: int | None = None) -> None:
-        """Ask the next questions, as many as fit into so many responses; all of them for None."""
-        num_groups = None if capacity is None else capacity // self._held_out.samples_per_problem
-        asked = self._unasked[:num_groups]
-        if asked:
-            del self._unasked[: len(asked)]
-            self._generating.update(question.key for question in asked)
-            self._inquiry.ask(asked, self._held_out.settings)
+    def submit(self, num_responses: int | None = None) -> None:
+        """Submit the next requests, at most `num_responses` responses; by default all requests."""
+        size = self._held_out.samples_per_problem
+        requests = self._waiting[: None if num_responses is None else num_responses // size]
+        if requests:
+            del self._waiting[: len(requests)]
+            self._generating.update(request.key for request in requests)
+            self._pool.submit(requests)
 
     def take(self, responses: Sequence[GroupResponse]) -> list[GroupResponse]:
-        """Have its own responses scored, and return the others."""
+        """Score the evaluation's own responses, and return the others."""
         own = [response for response in responses if response.key in self._generating]
         others = [response for response in responses if response.key not in self._generating]
         self._generating.difference_update(response.key for response in own)
-        self._inquiry.take(own)
-        self._keep(self._inquiry.scored())
+        self._pool.score(own)
+        self._add(self._pool.scored())
         return others
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Take what the engines have finished, if nobody else uses them.
+        """Take finished groups from engines that only this evaluation uses.
 
         Raises:
             InfraError: an engine failed.
@@ -195,33 +204,28 @@ class EvaluationUnderWay:
         self.take(self._engines.finished(timeout_s))
 
     def finish(self) -> Evaluation:
-        """Ask what is not asked yet and wait for the rest; nobody else may use the engines.
+        """Submit the remaining requests and wait for all; no other caller may use the engines.
 
         Raises:
             InfraError: an engine failed.
         """
-        self.ask()
-        while self._inquiry.open:
-            self._keep(self._inquiry.answers())
+        self.submit()
+        while self._pool.open:
+            self._add(self._pool.wait())
         self._generating.clear()
-        in_order = [self._results[question.key] for question in self._held_out.questions]
+        in_order = [self._results[request.key] for request in self._held_out.requests]
         return _summary(in_order, self._held_out.samples_per_problem)
 
-    def _keep(self, answers: Sequence[Answer]) -> None:
-        for answer in answers:
-            result = _problem_result(answer)
-            self._results[answer.question.key] = result
-            if self._answers is not None:
-                self._answers.append(self._held_out.digest(answer.question), result)
-
-
-def _problem_result(answer: Answer) -> ProblemResult:
-    samples = answer.response.responses
-    return ProblemResult(
-        accuracy=sum(score.correct for score in answer.scores) / len(answer.scores),
-        num_tokens=sum(len(sample.token_ids) for sample in samples),
-        num_truncated=sum(sample.finish_reason == "length" for sample in samples),
-    )
+    def _add(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            result = ProblemResult(
+                accuracy=sum(group.correct) / len(group.correct),
+                num_tokens=sum(group.lengths),
+                num_truncated=sum(group.truncated),
+            )
+            self._results[group.prompt_index] = result
+            if self._journal is not None:
+                self._journal.append(self._held_out.digest(group.prompt_index), result)
 
 
 def _summary(results: Sequence[ProblemResult], samples_per_problem: int) -> Evaluation:
@@ -236,3 +240,68 @@ def _summary(results: Sequence[ProblemResult], samples_per_problem: int) -> Eval
         response_length_mean=sum(r.num_tokens for r in results) / num_responses,
         truncated_fraction=sum(r.num_truncated for r in results) / num_responses,
     )
+
+
+class SupportsSharing(SupportsGenerate, Protocol):
+    """The interface of engines that an evaluation can share; `Engines` has it."""
+
+    def capacity_without(self, keys: Collection[int]) -> int:
+        """Return `capacity` for the case that the groups with these keys were not in flight."""
+        ...
+
+
+class InterleavedEngines:
+    """The engines as the sampler sees them while an evaluation shares them.
+
+    Training comes first: requests of the evaluation are only submitted to slots that training
+    leaves idle, and engines serve them last. So the evaluation changes when the groups of a step
+    finish, but nothing else.
+    """
+
+    def __init__(self, engines: SupportsSharing) -> None:
+        self.evaluation: EvaluationInProgress | None = None
+        """The evaluation that shares the engines, if there is one."""
+        self._engines = engines
+        self._in_flight: set[int] = set()
+
+    @property
+    def policy_version(self) -> int:
+        return self._engines.policy_version
+
+    @property
+    def capacity(self) -> int:
+        """Room as if the evaluation's slots were empty."""
+        return self._engines.capacity_without(
+            () if self.evaluation is None else self.evaluation.generating
+        )
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def submit(self, groups: Sequence[GroupRequest]) -> None:
+        self._in_flight.update(group.key for group in groups)
+        self._engines.submit(groups)
+
+    def finished(self, timeout_s: float | None = None) -> list[GroupResponse]:
+        """Return finished training groups; empty if only the evaluation's have finished."""
+        if self.evaluation is None:
+            groups = self._engines.finished(timeout_s)
+        else:
+            self.evaluation.submit(self._engines.capacity)
+            groups = self.evaluation.take(self._engines.finished(timeout_s))
+        self._in_flight.difference_update(group.key for group in groups)
+        return groups
+
+    def stop(self, keys: Collection[int] | None = None, *, keep: bool) -> StopReport:
+        chosen = set(self._in_flight if keys is None else self._in_flight & set(keys))
+        self._in_flight -= chosen
+        report = self._engines.stop(chosen, keep=keep)
+        if keys is None and self.evaluation is not None:
+            # training does not use the engines until the next weights
+            self.evaluation.submit()
+        return report
+
+    def activity(self) -> list[EngineActivity]:
+        """Return the activity of each engine, including the evaluation's share."""
+        return self._engines.activity()

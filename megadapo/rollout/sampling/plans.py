@@ -1,43 +1,147 @@
-"""When a step has asked enough, when its batch is full, and which groups are in it.
+"""Batch plans: when to request another group, when a batch is full, and which groups are in it.
 
-No engines, no texts, no clock: a plan sees orders (places in the prompt stream) go out and come
-back. What it chooses does not depend on which of them come back first.
+A plan sees only prompt indices; it uses no engines, no texts and no clock. The groups it chooses do
+not depend on which group finishes first.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from megadapo.rollout.sampling.asking import (
-    ExpectedMixed,
-    KeepRate,
-    should_oversample,
-    would_go_stale,
-)
+MEMORY = 0.5
+"""Weight that an earlier step keeps in a keep rate when a newer step is added."""
+LATE_REQUEST_COST = 0.125
+"""Extra time of a step if a missing group is requested late, as a share of a group's time.
+
+A shortage is noticed half-way on average, so 0.5 is the upper bound. It is lower because the batch
+often waits for a longer group anyway. `megadapo simulate` was used to choose it: with 0.25 one
+regime wastes 7 % of the kept tokens, with 0.125 none wastes more than 5 %."""
+MARGIN = 2.0
+"""Standard deviations by which the number of mixed groups may exceed its expectation."""
+
+
+class KeepRate:
+    """The share of mixed groups, estimated from earlier steps and the current one."""
+
+    def __init__(self) -> None:
+        self._requested = 0.0
+        self._mixed = 0.0
+        self._requested_now = 0
+        self._mixed_now = 0
+
+    @property
+    def value(self) -> float:
+        """Mean of a Beta posterior with a uniform prior, in (0, 1)."""
+        return (self._mixed + self._mixed_now + 1.0) / (self._total + 2.0)
+
+    @property
+    def variance(self) -> float:
+        """Variance of the posterior."""
+        return self.value * (1.0 - self.value) / (self._total + 3.0)
+
+    def add(self, is_mixed: bool) -> None:
+        """Count a group of the current step until `end_step` replaces these counts."""
+        self._requested_now += 1
+        self._mixed_now += is_mixed
+
+    def end_step(self, num_requested: int, num_mixed: int) -> None:
+        """Add the final counts of a step, which do not depend on who finished first."""
+        self._requested_now = self._mixed_now = 0
+        if num_requested:
+            self._requested = MEMORY * self._requested + num_requested
+            self._mixed = MEMORY * self._mixed + num_mixed
+
+    def state_dict(self) -> dict[str, float]:
+        return {"requested": self._requested, "mixed": self._mixed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._requested = float(state["requested"])
+        self._mixed = float(state["mixed"])
+
+    @property
+    def _total(self) -> float:
+        return self._requested + self._requested_now
+
+
+@dataclass
+class ExpectedMixed:
+    """Mean and variance of the number of mixed groups among the open ones."""
+
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def add(self, rate: KeepRate, num_groups: int) -> None:
+        """Add groups with one keep rate; errors of different rates are independent."""
+        p = rate.value
+        self.mean += num_groups * p
+        self.variance += num_groups * p * (1.0 - p) + num_groups**2 * rate.variance
+
+
+def should_oversample(
+    num_missing: int, expected: ExpectedMixed, rate: KeepRate, *, num_at_once: int
+) -> bool:
+    """Return whether to request another group now, before it is known to be missing.
+
+    The group fills the batch with probability `density * rate`; requesting it late would then cost
+    LATE_REQUEST_COST of a group's time. Requesting it always costs the other groups one group's
+    share of the engines' throughput. By Little's law a group's time is as many such shares as
+    groups run at once.
+
+    Args:
+        num_missing: mixed groups that the batch lacks.
+        expected: mixed groups among the open ones.
+        rate: keep rate of the next prompt.
+        num_at_once: largest number of groups that were open at once in this step.
+    """
+    if expected.mean < num_missing:
+        return True
+    if num_missing <= 0:
+        return False
+    spread = math.sqrt(expected.variance)
+    if spread == 0.0:
+        return False
+    gap = (num_missing - 0.5 - expected.mean) / spread
+    density = math.exp(-0.5 * gap * gap) / math.sqrt(2.0 * math.pi) / spread
+    return density * rate.value * LATE_REQUEST_COST * num_at_once > 1.0
+
+
+def would_go_stale(num_usable: int, num_ready: int, expected: ExpectedMixed) -> bool:
+    """Return whether another group could finish after the last batch that may train on it.
+
+    Args:
+        num_usable: groups that this and later steps can train on before they are too old, beside
+            the groups those steps request themselves.
+        num_ready: mixed groups that have finished.
+        expected: mixed groups among the open ones.
+    """
+    return num_ready + expected.mean + MARGIN * math.sqrt(expected.variance) >= num_usable
 
 
 class Plan(ABC):
-    """What one step still needs."""
+    """The remaining needs of one step."""
 
     def __init__(self, num_needed: int, max_asked: int) -> None:
-        """Start with nothing asked.
+        """Start without requests.
 
         Args:
-            num_needed: groups with a signal that the batch lacks.
-            max_asked: bound on the groups asked for in the step.
+            num_needed: mixed groups that the batch lacks.
+            max_asked: largest number of groups requested in the step.
         """
         self.num_needed = num_needed
         self.num_asked = 0
         self.open: dict[int, KeepRate] = {}
-        """Orders that are out, each with the yield of prompts like its own."""
+        """Prompt indices of open groups, each with its keep rate."""
         self.finished: dict[int, bool] = {}
-        """Orders that came back, and whether the group has a signal."""
-        self.num_with_signal = 0
+        """Prompt indices of finished groups, and whether each group is mixed."""
+        self.num_mixed = 0
         self._max_asked = max_asked
         self._num_at_once = 1
-        self._num_open: Counter[KeepRate] = Counter()  # many prompts share an estimate
+        self._num_open: Counter[KeepRate] = Counter()  # many prompts share a rate
 
     @property
     @abstractmethod
@@ -45,144 +149,143 @@ class Plan(ABC):
         """Whether the batch can be taken."""
 
     @abstractmethod
-    def wants(self, estimate: KeepRate) -> bool:
-        """Whether to ask for one group more, of this yield, while the engines have room."""
+    def wants(self, rate: KeepRate) -> bool:
+        """Return whether to request another group with this keep rate."""
 
     def cannot_make_batch(self) -> list[int]:
-        """Open orders that cannot get into the batch any more."""
+        """Return open prompt indices that can no longer get into the batch."""
         return []
 
     @abstractmethod
     def chosen(self) -> list[int]:
-        """Orders of the batch, ascending; fewer than needed where the step fell short."""
+        """Return the prompt indices of the batch, ascending; too few if the step fell short."""
 
-    def ask(self, order: int, estimate: KeepRate) -> None:
-        """Count a group as asked for in this step."""
+    def ask(self, prompt_index: int, rate: KeepRate) -> None:
+        """Count a group as requested in this step."""
         self.num_asked += 1
-        self._open(order, estimate)
+        self._open(prompt_index, rate)
         self._num_at_once = max(self._num_at_once, len(self.open))
 
-    def settle(self, order: int, is_mixed: bool) -> None:
-        """Count a group as come back."""
-        self._close(order)
-        self.finished[order] = is_mixed
-        self.num_with_signal += is_mixed
+    def finish(self, prompt_index: int, is_mixed: bool) -> None:
+        """Count a group as finished."""
+        self._close(prompt_index)
+        self.finished[prompt_index] = is_mixed
+        self.num_mixed += is_mixed
 
-    def drop(self, orders: Sequence[int]) -> None:
-        """Count groups as taken back."""
-        for order in orders:
-            self._close(order)
+    def drop(self, prompt_indices: Sequence[int]) -> None:
+        """Count groups as cancelled."""
+        for prompt_index in prompt_indices:
+            self._close(prompt_index)
 
     @property
-    def with_signal(self) -> list[int]:
-        """Finished orders that have a signal, ascending."""
-        return sorted(order for order, is_mixed in self.finished.items() if is_mixed)
+    def mixed(self) -> list[int]:
+        """Prompt indices of finished mixed groups, ascending."""
+        return sorted(index for index, is_mixed in self.finished.items() if is_mixed)
 
     @property
     def _may_ask(self) -> bool:
         return self.num_asked < self._max_asked
 
-    def _chances(self) -> ExpectedMixed:
-        chances = ExpectedMixed()
-        for estimate, num_groups in self._num_open.items():
-            chances.add(estimate, num_groups)
-        return chances
+    def _expected(self) -> ExpectedMixed:
+        expected = ExpectedMixed()
+        for rate, num_groups in self._num_open.items():
+            expected.add(rate, num_groups)
+        return expected
 
-    def _open(self, order: int, estimate: KeepRate) -> None:
-        self.open[order] = estimate
-        self._num_open[estimate] += 1
+    def _open(self, prompt_index: int, rate: KeepRate) -> None:
+        self.open[prompt_index] = rate
+        self._num_open[rate] += 1
 
-    def _close(self, order: int) -> None:
-        self._num_open[self.open.pop(order)] -= 1
+    def _close(self, prompt_index: int) -> None:
+        self._num_open[self.open.pop(prompt_index)] -= 1
 
 
 class SyncPlan(Plan):
-    """The first groups with a signal in asking order; every earlier one is waited for.
+    """The first mixed groups by prompt index, waiting for every earlier group.
 
-    A batch of whoever finished first would be a batch of short answers.
+    A batch of the groups that finish first would be a batch of short responses.
     """
 
     def __init__(self, num_needed: int, max_asked: int) -> None:
         super().__init__(num_needed, max_asked)
         self._asked: list[int] = []  # ascending
-        self._num_settled = 0  # of the orders asked, from the first on without a gap
+        self._num_passed = 0  # length of the finished prefix of the requested groups
         self._chosen: list[int] = []
 
     @property
     def is_full(self) -> bool:
         return len(self._chosen) == self.num_needed
 
-    def wants(self, estimate: KeepRate) -> bool:
-        """Whether the price of a second tail outweighs the cost of a group that may be surplus."""
-        num_missing = self.num_needed - self.num_with_signal
+    def wants(self, rate: KeepRate) -> bool:
+        """Return whether the risk of a second tail outweighs the cost of a surplus group."""
+        num_missing = self.num_needed - self.num_mixed
         return self._may_ask and should_oversample(
-            num_missing, self._chances(), estimate, num_at_once=self._num_at_once
+            num_missing, self._expected(), rate, num_at_once=self._num_at_once
         )
 
     def cannot_make_batch(self) -> list[int]:
-        """What was asked for after the last group that is needed, as far as it is known."""
-        if self.num_with_signal < self.num_needed:
+        """Return open prompt indices behind the last mixed group that the batch needs."""
+        if self.num_mixed < self.num_needed:
             return []
-        last = self.with_signal[self.num_needed - 1]
-        return [order for order in self.open if order > last]
+        last = self.mixed[self.num_needed - 1]
+        return [index for index in self.open if index > last]
 
     def chosen(self) -> list[int]:
         return self._chosen
 
-    def ask(self, order: int, estimate: KeepRate) -> None:
-        super().ask(order, estimate)
-        self._asked.append(order)
+    def ask(self, prompt_index: int, rate: KeepRate) -> None:
+        super().ask(prompt_index, rate)
+        self._asked.append(prompt_index)
 
-    def settle(self, order: int, is_mixed: bool) -> None:
-        super().settle(order, is_mixed)
-        while not self.is_full and self._num_settled < len(self._asked):
-            first = self._asked[self._num_settled]
+    def finish(self, prompt_index: int, is_mixed: bool) -> None:
+        super().finish(prompt_index, is_mixed)
+        while not self.is_full and self._num_passed < len(self._asked):
+            first = self._asked[self._num_passed]
             if first not in self.finished:
                 break
-            self._num_settled += 1
+            self._num_passed += 1
             if self.finished[first]:
                 self._chosen.append(first)
 
 
 class RoundsPlan(Plan):
-    """Rounds of a fixed number of groups; each waits for all of its answers."""
+    """Rounds of a fixed number of groups; each round waits for all of its groups."""
 
     def __init__(self, num_needed: int, max_asked: int, *, round_size: int) -> None:
         super().__init__(num_needed, max_asked)
         self._round_size = round_size
-        self._num_left = 0  # of the present round, not asked for yet
+        self._num_left = 0  # groups of the current round that are not requested yet
 
     @property
     def is_full(self) -> bool:
         round_over = not self.open and not self._num_left
-        return round_over and self.num_with_signal >= self.num_needed
+        return round_over and self.num_mixed >= self.num_needed
 
-    def wants(self, estimate: KeepRate) -> bool:
-        """Whether the present round is not all asked for, or the next one begins."""
+    def wants(self, rate: KeepRate) -> bool:
+        """Return whether the current round lacks requests, or start the next round."""
         if not self.open and not self._num_left and self._may_ask:
             self._num_left = min(self._round_size, self._max_asked - self.num_asked)
         return self._num_left > 0
 
-    def ask(self, order: int, estimate: KeepRate) -> None:
-        super().ask(order, estimate)
+    def ask(self, prompt_index: int, rate: KeepRate) -> None:
+        super().ask(prompt_index, rate)
         self._num_left -= 1
 
     def chosen(self) -> list[int]:
-        return self.with_signal[: self.num_needed]
+        return self.mixed[: self.num_needed]
 
 
 class PartialPlan(Plan):
-    """The first-asked of the finished groups; what is unfinished goes on in the next step.
+    """The first finished groups by prompt index; unfinished groups continue in the next step.
 
-    Nothing is lost to a shorter answer: a group that would grow too old is waited for.
+    A group that would become too old is waited for, so long responses are not lost.
     """
 
     def __init__(self, num_needed: int, max_asked: int, *, num_usable: int) -> None:
-        """Start with nothing open.
+        """Start without open groups.
 
         Args:
-            num_usable: groups that this step and those after it, as far as groups may wait, can
-                train on beside what those steps ask for themselves.
+            num_usable: as in `would_go_stale`.
         """
         super().__init__(num_needed, max_asked)
         self._num_usable = num_usable
@@ -190,28 +293,32 @@ class PartialPlan(Plan):
 
     @property
     def is_full(self) -> bool:
-        return self.num_with_signal >= self.num_needed and not self._due
+        return self.num_mixed >= self.num_needed and not self._due
 
-    def hold(self, order: int) -> None:
-        """Take over a group with a signal that is ready since a step before."""
-        self.finished[order] = True
-        self.num_with_signal += 1
+    def add_reserved(self, prompt_index: int) -> None:
+        """Add a mixed group that finished in an earlier step."""
+        self.finished[prompt_index] = True
+        self.num_mixed += 1
 
-    def carry(self, order: int, estimate: KeepRate, *, due: bool) -> None:
-        """Take a group over from the step before; `due`: it cannot wait for another step."""
-        self._open(order, estimate)
+    def resume(self, prompt_index: int, rate: KeepRate, *, due: bool) -> None:
+        """Add an unfinished group of an earlier step.
+
+        Args:
+            due: whether the group cannot wait for another step.
+        """
+        self._open(prompt_index, rate)
         if due:
-            self._due.add(order)
+            self._due.add(prompt_index)
 
-    def wants(self, estimate: KeepRate) -> bool:
-        """Whether a group more would find a batch before it is too old: engines are kept full."""
+    def wants(self, rate: KeepRate) -> bool:
+        """Return whether another group would find a batch before it is too old."""
         return self._may_ask and not would_go_stale(
-            self._num_usable, self.num_with_signal, self._chances()
+            self._num_usable, self.num_mixed, self._expected()
         )
 
-    def settle(self, order: int, is_mixed: bool) -> None:
-        super().settle(order, is_mixed)
-        self._due.discard(order)
+    def finish(self, prompt_index: int, is_mixed: bool) -> None:
+        super().finish(prompt_index, is_mixed)
+        self._due.discard(prompt_index)
 
     def chosen(self) -> list[int]:
-        return self.with_signal[: self.num_needed]
+        return self.mixed[: self.num_needed]

@@ -1,45 +1,38 @@
-"""Dynamic sampling: questions go out and come back scored until the batch is full.
+"""Dynamic sampling: request groups and score them until the batch is full.
 
-DAPO (arXiv 2503.14476) section 3.2. Prompts go to the engines as slots get free, so that none
-waits for another; which groups make the batch follows from the order they were asked in alone.
+DAPO (arXiv 2503.14476) section 3.2. Prompts go to the engines as slots become free, so no request
+waits for another. Which groups are in the batch depends only on the order of the prompts.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megadapo.algorithm.advantages import is_mixed
-from megadapo.data.batch import Group
+from megadapo.data.group import Group
 from megadapo.data.prompts import PromptStream, render
 from megadapo.errors import CheckpointError, SamplingError
 from megadapo.observe.config import SavedGroups
 from megadapo.rollout.config import SamplingConfig
-from megadapo.rollout.journal.journal import Journal
-from megadapo.rollout.sampling.asking import KeepRate
-from megadapo.rollout.sampling.difficulty import Difficulty
-from megadapo.rollout.sampling.drawing import PromptCursor
-from megadapo.rollout.sampling.plans import PartialPlan, Plan, RoundsPlan, SyncPlan
-from megadapo.rollout.sampling.reserve import Reserve, Unfinished
-from megadapo.rollout.sampling.sampled_batch import (
-    GroupStats,
+from megadapo.rollout.journal.journal import Journal, request_digest
+from megadapo.rollout.sampling.plans import KeepRate, PartialPlan, Plan, RoundsPlan, SyncPlan
+from megadapo.rollout.sampling.prompt_cursor import Difficulty, PromptCursor
+from megadapo.rollout.sampling.reserve import Reserve, UnfinishedGroup
+from megadapo.rollout.sampling.sampled_batch import SampledBatch, decode_batch, encode_batch
+from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
+from megadapo.rollout.sampling.step import (
     RejectedGroups,
-    SampledBatch,
+    Step,
     StepCounters,
     accuracy_histogram,
+    describe_shortfall,
 )
-from megadapo.rollout.sampling.scoring import (
-    Answer,
-    PromptRequest,
-    ScoringPool,
-    SupportsGenerate,
-    SupportsScore,
-)
-from megadapo.rollout.sampling.selection import describe_shortfall
-from megadapo.rollout.sampling.step import Step, group_of
-from megadapo.rollout.types import SamplingSettings, response_seeds
+from megadapo.rollout.types import GroupRequest, SamplingSettings, response_seeds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,12 +59,12 @@ class Sampler:
         """Start at the first prompt, with an empty reserve.
 
         Args:
-            seed: the run's; with a group's place in asking order it decides every response.
-            saved_groups: how many groups each batch names for being saved.
-            is_mixed: which groups train; by default those within the bounds of accuracy.
-            scoring: makes what a step's groups are scored in; by default the scorer's threads.
-            journal: where groups are kept that no checkpoint holds yet, and looked for before they
-                are asked for; None: nowhere.
+            seed: the run's seed; seed and prompt index determine every response.
+            saved_groups: number of groups of each batch to save.
+            is_mixed: whether a group trains; by default if its accuracy is within the bounds.
+            scoring: creates the executor of a step's scoring; by default threads of the scorer.
+            journal: keeps groups until a checkpoint holds them, and returns those of a killed
+                process.
         """
         self._engines = engines
         self._scorer = scorer
@@ -82,70 +75,88 @@ class Sampler:
         self._saved_groups = saved_groups
         self._scoring = scoring
         self._journal = journal
-        self._has_signal = is_mixed or self._is_mixed
+        self._is_mixed = is_mixed or self._is_within_bounds
         self._difficulty = Difficulty(rest_after=config.rest_after, rest_epochs=config.rest_epochs)
-        self._drawing = PromptCursor(prompts, self._difficulty)
+        self._cursor = PromptCursor(prompts, self._difficulty)
         self._reserve = Reserve(config.reserve_size)
-        self._unfinished: list[Unfinished] = []
+        self._unfinished: list[UnfinishedGroup] = []
 
     def next_batch(self) -> SampledBatch:
-        """Return prompts_per_step groups with a signal.
+        """Return prompts_per_step mixed groups.
+
+        If groups may wait for a later step, the batch depends on the engines' speed. The journal
+        then keeps the whole step, so that a run that repeats it after a kill trains on the same
+        batch.
 
         Raises:
-            SamplingError: the bound on groups asked for was met with too few, and either none at
-                all was found or `sampling.on_shortfall` is "stop".
+            SamplingError: max_asked_per_prompt is reached without a mixed group, or with too few
+                and `sampling.on_shortfall` is "stop".
             InfraError: an engine failed.
         """
-        self._engines.activity()  # what came before does not belong to the step
-        tally = StepCounters(thrown_away=RejectedGroups(self._saved_groups))
-        reserved = self._take_reserved(tally)
-        pools = self._config.mode == "partial"
-        executor = None if self._scoring is None else self._scoring()
-        with ScoringPool(self._engines, self._scorer, executor) as inquiry:
-            plan = self._plan(self._config.prompts_per_step - (0 if pools else len(reserved)))
-            step = Step(plan=plan, inquiry=inquiry, tally=tally)
-            if pools:
-                self._go_on(step, reserved)
-            while not step.plan.is_full:
-                self._ask(step)
-                step.drop_hopeless()
-                if step.plan.is_full or not inquiry.open:
-                    break
-                for answer in inquiry.answers():
-                    self._take(step, answer)
-            self._unfinished += step.stop(keep=pools)
-        if self._journal is not None:
-            self._journal.end_step()
-        tally.reward_seconds = inquiry.reward_seconds
-        tally.engines = self._engines.activity()
-        return self._finish(step, [] if pools else reserved)
+        if self._journal is None or not self._config.follows_speed:
+            return self._sample()
+        digest = self._position_digest()
+        known = self._journal.find_step(digest)
+        if known is not None:
+            self.load_state_dict(known["state"])
+            batch = decode_batch(known["batch"])
+            return replace(batch, num_from_journal=batch.num_sampled)
+        batch = self._sample()
+        entry = {"batch": encode_batch(batch), "state": self.state_dict()}
+        self._journal.append_step(digest, entry)
+        return batch
 
     def wait(self) -> None:
-        """Nothing is sampled behind the caller's back."""
+        """Do nothing; nothing is sampled between calls of `next_batch`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where sampling stands, as JSON can hold it; tokens that wait included."""
+        """Return the position and all waiting groups as JSON values."""
         return {
-            "drawing": self._drawing.state_dict(),
+            "cursor": self._cursor.state_dict(),
             "difficulty": self._difficulty.state_dict(),
             "reserve": self._reserve.state_dict(),
-            "unfinished": [entry.to_json() for entry in self._unfinished],
+            "unfinished": [group.to_json() for group in self._unfinished],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken.
+        """Restore the state that `state_dict` returned.
 
         Raises:
             CheckpointError: the state is damaged.
-            DataError: it belongs to other prompts.
+            DataError: the state belongs to other prompts.
         """
         try:
-            self._drawing.load_state_dict(state["drawing"])
+            self._cursor.load_state_dict(state["cursor"])
             self._difficulty.load_state_dict(state["difficulty"])
             self._reserve.load_state_dict(state["reserve"])
-            self._unfinished = [Unfinished.from_json(entry) for entry in state["unfinished"]]
+            self._unfinished = [UnfinishedGroup.from_json(entry) for entry in state["unfinished"]]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the saved state of sampling is damaged: {error!r}") from error
+
+    def _sample(self) -> SampledBatch:
+        self._engines.activity()  # reset: earlier activity does not belong to the step
+        counters = StepCounters(rejected=RejectedGroups(self._saved_groups))
+        reserved = self._take_reserved(counters)
+        partial = self._config.mode == "partial"
+        executor = None if self._scoring is None else self._scoring()
+        with ScoringPool(self._engines, self._scorer, self._cursor.prompt, executor) as pool:
+            plan = self._plan(self._config.prompts_per_step - (0 if partial else len(reserved)))
+            step = Step(plan=plan, pool=pool, counters=counters)
+            if partial:
+                self._resume(step, reserved)
+            while not step.plan.is_full:
+                self._submit(step)
+                step.drop_hopeless()
+                if step.plan.is_full or not pool.open:
+                    break
+                for group in pool.wait():
+                    self._take(step, group)
+            self._unfinished += step.stop(keep=partial)
+        if self._journal is not None:
+            self._journal.end_step()
+        counters.reward_seconds = pool.reward_seconds
+        counters.engines = self._engines.activity()
+        return self._finish(step, [] if partial else reserved)
 
     def _plan(self, num_needed: int) -> Plan:
         config = self._config
@@ -159,110 +170,103 @@ class Sampler:
                 num_usable=num_needed + config.max_staleness * config.prompts_per_step // 2,
             )
         if config.selection == "all":
-            # no group can come back for nothing, so none has to be asked for beyond the batch
+            # every group is kept, so no surplus is needed
             return RoundsPlan(num_needed, max_asked, round_size=num_needed)
         return SyncPlan(num_needed, max_asked)
 
-    def _take_reserved(self, tally: StepCounters) -> list[Group]:
-        """The reserve's groups, oldest first, without those that have grown too old."""
+    def _take_reserved(self, counters: StepCounters) -> list[Group]:
+        """Return the reserve's first groups, and count those that are too old as dropped."""
         oldest = self._engines.policy_version - self._config.sampler_staleness
         partial = self._config.mode == "partial"
         limit = len(self._reserve) if partial else self._config.prompts_per_step
         groups, expired = self._reserve.take(limit, oldest_version=oldest)
-        tally.dropped += expired
+        counters.dropped += expired
         return groups
 
-    def _go_on(self, step: Step, reserved: Sequence[Group]) -> None:
-        """Go on where the step before was stopped: with what is ready, and what is unfinished.
+    def _resume(self, step: Step, reserved: Sequence[Group]) -> None:
+        """Continue a partial step with finished and unfinished groups of the step before.
 
-        Both are looked at together, or groups that are due could find the batch full of younger
-        ones.
+        Both kinds are added before anything is submitted. Otherwise younger groups could fill the
+        batch before groups that are due.
         """
-        plan, unfinished = step.plan, sorted(self._unfinished, key=lambda entry: entry.order)
-        assert isinstance(plan, PartialPlan), "only partial rollouts leave anything unfinished"
+        plan, unfinished = step.plan, sorted(self._unfinished, key=lambda one: one.prompt_index)
+        assert isinstance(plan, PartialPlan), "only partial rollouts leave unfinished groups"
         for group in reserved:
-            plan.hold(group.order)
-            step.kept[group.order] = group
+            plan.add_reserved(group.prompt_index)
+            step.kept[group.prompt_index] = group
         due = self._engines.policy_version - self._config.sampler_staleness
         for entry in unfinished:
-            estimate = self._estimate(entry.order)
-            plan.carry(entry.order, estimate, due=entry.oldest_version <= due)
+            rate = self._keep_rate(entry.prompt_index)
+            plan.resume(entry.prompt_index, rate, due=entry.oldest_version <= due)
         if unfinished and not plan.is_full:
             self._unfinished = []
-            questions = [self._question(entry.order, entry) for entry in unfinished]
-            step.inquiry.ask([q for q in questions if not self._recall(step, q)], self._settings)
+            requests = [self._request(one.prompt_index, one) for one in unfinished]
+            step.pool.submit([one for one in requests if not self._recall(step, one)])
 
-    def _ask(self, step: Step) -> None:
-        """Ask for as many groups as the plan wants and the engines have room for."""
+    def _submit(self, step: Step) -> None:
+        """Submit as many groups as the plan wants and the engines have capacity for."""
         capacity = self._engines.capacity // self._config.responses_at_once
-        capacity = max(capacity, not step.inquiry.open)
+        capacity = max(capacity, not step.pool.open)
         if not capacity:
             return
-        questions: list[PromptRequest] = []
-        while len(questions) < capacity and not step.plan.is_full:
-            if not step.plan.wants(self._estimate(self._drawing.next_order)):
+        requests: list[GroupRequest] = []
+        while len(requests) < capacity and not step.plan.is_full:
+            if not step.plan.wants(self._keep_rate(self._cursor.next_index)):
                 break
-            order = self._drawing.draw()
-            step.plan.ask(order, self._estimate(order))
-            question = self._question(order)
-            if not self._recall(step, question):
-                questions.append(question)
+            prompt_index = self._cursor.draw()
+            step.plan.ask(prompt_index, self._keep_rate(prompt_index))
+            request = self._request(prompt_index)
+            if not self._recall(step, request):
+                requests.append(request)
         if self._config.longest_first:
-            questions.sort(key=lambda one: self._expected_length(one.key), reverse=True)
-        if questions:
-            step.inquiry.ask(questions, self._settings)
+            requests.sort(key=self._expected_length, reverse=True)
+        if requests:
+            step.pool.submit(requests)
 
-    def _recall(self, step: Step, question: PromptRequest) -> bool:
-        """Take the group of a question from the journal, where it is in there."""
-        found = None if self._journal is None else self._journal.find(question, self._settings)
-        if found is None:
+    def _recall(self, step: Step, request: GroupRequest) -> bool:
+        """Take the group of a request from the journal; return False if it is not there."""
+        if self._journal is None:
             return False
-        group, outcome = found
-        step.tally.num_from_journal += 1
-        # what a signal is may have changed
-        self._settle(step, group, replace(outcome, is_mixed=self._keeps(group)))
+        digest = request_digest(self._cursor.prompt(request.key), request)
+        step.digests[request.key] = digest
+        group = self._journal.find_group(digest)
+        if group is None:
+            return False
+        step.counters.num_from_journal += 1
+        self._add(step, group)
         return True
 
-    def _take(self, step: Step, answer: Answer) -> None:
-        group, response = group_of(answer), answer.response
-        outcome = GroupStats.of(
-            group,
-            is_mixed=self._keeps(group),
-            seconds=response.seconds,
-            responses=response.responses,
-        )
+    def _take(self, step: Step, group: Group) -> None:
         if self._journal is not None:
-            self._journal.append(answer.question, self._settings, group, outcome)
-        self._settle(step, group, outcome)
+            self._journal.append_group(step.digests[group.prompt_index], group)
+        self._add(step, group)
 
-    def _settle(self, step: Step, group: Group, outcome: GroupStats) -> None:
-        step.settle(group, outcome)
-        self._difficulty.see(group.prompt.id, outcome.is_mixed)
+    def _add(self, step: Step, group: Group) -> None:
+        is_mixed = self._config.selection == "all" or self._is_mixed(group)
+        step.add(group, is_mixed=is_mixed)
+        self._difficulty.keep_rate(group.prompt.id).add(is_mixed)
 
-    def _estimate(self, order: int) -> KeepRate:
-        """The yield of prompts like the one at this place."""
-        return self._difficulty.estimate(self._drawing.prompt(order).id)
+    def _keep_rate(self, prompt_index: int) -> KeepRate:
+        return self._difficulty.keep_rate(self._cursor.prompt(prompt_index).id)
 
-    def _expected_length(self, order: int) -> float:
-        return self._difficulty.mean_length(self._drawing.prompt(order).id)
+    def _expected_length(self, request: GroupRequest) -> float:
+        return self._difficulty.mean_length(self._cursor.prompt(request.key).id)
 
-    def _question(self, order: int, unfinished: Unfinished | None = None) -> PromptRequest:
-        prompt = self._drawing.prompt(order)
-        return PromptRequest(
-            key=order,
-            prompt=prompt,
+    def _request(
+        self, prompt_index: int, unfinished: UnfinishedGroup | None = None
+    ) -> GroupRequest:
+        prompt = self._cursor.prompt(prompt_index)
+        num_responses = self._config.responses_per_prompt
+        return GroupRequest(
+            key=prompt_index,
             prompt_ids=tuple(render(prompt, self._tokenizer)),
-            seeds=response_seeds(
-                self._config.responses_per_prompt, self._seed, "train", order, prompt.id
-            ),
-            priority=order,
+            seeds=response_seeds(num_responses, self._seed, "train", prompt_index, prompt.id),
+            settings=self._settings,
+            priority=prompt_index,
             begun=() if unfinished is None else unfinished.responses,
         )
 
-    def _keeps(self, group: Group) -> bool:
-        return self._config.selection == "all" or self._has_signal(group)
-
-    def _is_mixed(self, group: Group) -> bool:
+    def _is_within_bounds(self, group: Group) -> bool:
         return is_mixed(
             group.correct,
             min_accuracy=self._config.min_accuracy,
@@ -270,41 +274,45 @@ class Sampler:
         )
 
     def _finish(self, step: Step, reserved: Sequence[Group]) -> SampledBatch:
-        """The batch, with surplus groups put where they belong and all estimates brought up."""
-        chosen = step.plan.chosen()
+        """Return the batch, keep surplus groups, and update the keep rates."""
+        chosen, counters = step.plan.chosen(), step.counters
         if step.plan.is_full and self._config.forgets_surplus:
-            step.tally.forget_after(chosen[-1])
-            self._drawing.begin_at(chosen[-1] + 1)
+            counters.forget_after(chosen[-1])
+            self._cursor.rewind(chosen[-1] + 1)
         else:
-            self._put_aside(step.surplus(chosen), step.tally)
-            self._drawing.requeue(step.stopped)
-        step.tally.num_resting = self._drawing.take_num_resting()
-        self._difficulty.end_step(step.tally.outcomes, self._drawing.epoch)
-        kept = [*reserved, *(step.kept[order] for order in chosen)]
-        kept.sort(key=lambda group: group.order)
-        self._check(kept, step.tally)
+            self._keep_surplus(step.surplus(chosen), counters)
+            self._cursor.requeue(step.stopped)
+        counters.num_resting = self._cursor.take_num_skipped()
+        self._difficulty.end_step(counters.stats, self._cursor.epoch)
+        kept = [*reserved, *(step.kept[index] for index in chosen)]
+        kept.sort(key=lambda group: group.prompt_index)
+        self._check_size(kept, counters)
         version = self._engines.policy_version
         stale = [group for group in kept if group.oldest_version < version]
-        return step.tally.batch(kept, stale, self._saved_groups)
+        return counters.batch(kept, stale, self._saved_groups)
 
-    def _put_aside(self, surplus: Sequence[Group], tally: StepCounters) -> None:
-        """Keep surplus groups for the next step, as far as there is room."""
+    def _keep_surplus(self, surplus: Sequence[Group], counters: StepCounters) -> None:
         if self._config.mode == "rounds":
-            tally.surplus += surplus
+            counters.surplus += surplus
             return
         num_stored = self._reserve.put(surplus)
-        tally.to_reserve += surplus[:num_stored]
-        tally.dropped += surplus[num_stored:]
+        counters.to_reserve += surplus[:num_stored]
+        counters.dropped += surplus[num_stored:]
 
-    def _check(self, kept: Sequence[Group], tally: StepCounters) -> None:
+    def _check_size(self, kept: Sequence[Group], counters: StepCounters) -> None:
         needed = self._config.prompts_per_step
         if len(kept) == needed or (kept and self._config.on_shortfall == "train"):
             return
-        raise SamplingError(
-            describe_shortfall(
-                len(kept),
-                needed,
-                accuracy_histogram(tally.outcomes),
-                self._config.responses_per_prompt,
-            )
-        )
+        histogram = accuracy_histogram(counters.stats)
+        num_responses = self._config.responses_per_prompt
+        raise SamplingError(describe_shortfall(len(kept), needed, histogram, num_responses))
+
+    def _position_digest(self) -> bytes:
+        """Return a digest of the position and the settings, given the weights."""
+        state = self.state_dict()
+        waiting = [
+            [entry["prompt_index"] for entry in state[key]] for key in ("reserve", "unfinished")
+        ]
+        config = self._config.model_dump(mode="json", exclude={"journal", "journal_fsync"})
+        name = json.dumps([config, state["cursor"], waiting], sort_keys=True)
+        return hashlib.sha256(name.encode()).digest()

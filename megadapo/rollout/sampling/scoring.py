@@ -1,73 +1,67 @@
-"""From questions to scored answers: groups are scored while others still run."""
+"""From requests to scored groups: groups are scored while others are still generated."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
 
 import numpy as np
 
+from megadapo.data.group import Group, Score
 from megadapo.data.prompts import Prompt
-from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.engine.activity import EngineActivity
-from megadapo.rollout.types import (
-    GroupRequest,
-    GroupResponse,
-    Response,
-    SamplingSettings,
-    StopReport,
-)
+from megadapo.rollout.types import GroupRequest, GroupResponse, StopReport
 
 SCORING_POLL_S = 0.005
-"""How long to wait for the engines at a time while scores are on their way."""
+"""Time to wait for the engines at once while groups are being scored."""
 
 
 class SupportsGenerate(Protocol):
-    """What sampling needs of the engines; `rollout.engines.Engines` is one."""
+    """The interface of the engines that sampling uses; `rollout.pool.engines.Engines` has it."""
 
     @property
     def policy_version(self) -> int:
-        """Of the weights the engines hold."""
+        """Policy version of the engines' weights."""
         ...
 
     @property
     def capacity(self) -> int:
-        """Responses that may be submitted so that no slot is left empty and few have to wait."""
+        """Number of responses to submit so that no slot stays empty and few responses wait."""
         ...
 
     @property
     def num_in_flight(self) -> int:
-        """Groups submitted and not handed back."""
+        """Number of groups submitted and not returned."""
         ...
 
     def submit(self, groups: Sequence[GroupRequest]) -> None:
-        """Give each group, whole, to the engine with the least to do; returns at once."""
+        """Send each group to the engine with the least work; return at once."""
         ...
 
     def finished(self, timeout_s: float | None = None) -> list[GroupResponse]:
-        """Wait until a group has finished and return all that have; nothing after the timeout."""
+        """Wait until a group has finished and return all finished ones; empty after the timeout."""
         ...
 
     def stop(self, keys: Collection[int] | None = None, *, keep: bool) -> StopReport:
-        """End the groups with these keys, or all; `keep`: hand over what they have so far."""
+        """Stop the groups with these keys, or all; `keep`: return their responses so far."""
         ...
 
     def activity(self) -> list[EngineActivity]:
-        """What each engine did since this was last asked."""
+        """Return the activity of each engine since the last call."""
         ...
 
 
 class SupportsScore(Protocol):
-    """What sampling needs of the rewards; rewards.scorer.Scorer is one."""
+    """The interface of the rewards that sampling uses; `rewards.scorer.Scorer` has it."""
 
     @property
     def num_threads(self) -> int:
-        """Groups that are worth being scored at the same time."""
+        """Number of groups to score at the same time."""
         ...
 
     def score_group(
@@ -77,59 +71,34 @@ class SupportsScore(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptRequest:
-    """One prompt, as the model and as the scorer see it."""
-
-    key: int
-    """Names the question among those that are open."""
-    prompt: Prompt
-    prompt_ids: tuple[int, ...]
-    seeds: tuple[int, ...]
-    """One per response."""
-    priority: int = 0
-    """An engine with too few slots takes the lowest first."""
-    begun: tuple[Response, ...] = ()
-    """What an earlier request for the same responses had got when it was stopped."""
-
-    def request(self, settings: SamplingSettings) -> GroupRequest:
-        return GroupRequest(
-            key=self.key,
-            prompt_ids=self.prompt_ids,
-            seeds=self.seeds,
-            settings=settings,
-            priority=self.priority,
-            begun=self.begun,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A question with all of its responses and their scores."""
-
-    question: PromptRequest
-    response: GroupResponse
-    scores: tuple[Score, ...]
-
-
 class ScoringPool:
-    """Open questions; answers come back scored, in the order in which they are ready.
+    """The open requests; finished groups are scored in threads and returned when scored.
 
-    Use as a context manager: on leaving, nothing is scored any more.
+    Use it as a context manager: leaving it ends all scoring.
     """
 
     def __init__(
-        self, engines: SupportsGenerate, scorer: SupportsScore, executor: Executor | None = None
+        self,
+        engines: SupportsGenerate,
+        scorer: SupportsScore,
+        prompt_of: Callable[[int], Prompt],
+        executor: Executor | None = None,
     ) -> None:
-        """`executor`: where groups are scored; by default the scorer's number of threads."""
+        """Start without requests.
+
+        Args:
+            prompt_of: returns the prompt of a request's key.
+            executor: runs the scoring; by default a thread pool of the scorer's size.
+        """
         self.reward_seconds = 0.0
-        """Time spent scoring; most of it passes while responses are still generated."""
+        """Time spent on scoring, most of it while responses are still generated."""
         self._engines = engines
         self._scorer = scorer
+        self._prompt_of = prompt_of
         self._executor = executor or ThreadPoolExecutor(scorer.num_threads, "scoring")
         self._lock = threading.Lock()
-        self._open: dict[int, PromptRequest] = {}
-        self._scoring: dict[Future[Answer], GroupResponse] = {}
+        self._open: dict[int, GroupRequest] = {}
+        self._scoring: dict[Future[Group], GroupResponse] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -143,63 +112,72 @@ class ScoringPool:
         self._executor.shutdown(cancel_futures=True)
 
     @property
-    def open(self) -> Collection[PromptRequest]:
-        """The questions without an answer."""
+    def open(self) -> Collection[GroupRequest]:
+        """Requests whose groups have not been returned."""
         return self._open.values()
 
-    def ask(self, questions: Sequence[PromptRequest], settings: SamplingSettings) -> None:
-        """Ask every question once per seed."""
-        self._open.update((question.key, question) for question in questions)
-        self._engines.submit([question.request(settings) for question in questions])
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Send requests to the engines."""
+        self._open.update((request.key, request) for request in requests)
+        self._engines.submit(requests)
 
-    def answers(self) -> list[Answer]:
-        """Wait for answers; there may be none where the engines have room for more questions.
+    def wait(self) -> list[Group]:
+        """Wait for groups and return all scored ones; empty if the engines can take more first.
 
         Raises:
             InfraError: an engine failed.
         """
         if self._engines.num_in_flight:
             timeout_s = SCORING_POLL_S if self._scoring else None
-            self.take(self._engines.finished(timeout_s))
+            self.score(self._engines.finished(timeout_s))
         elif self._scoring:
             wait(self._scoring, return_when=FIRST_COMPLETED)
         return self.scored()
 
-    def take(self, responses: Sequence[GroupResponse]) -> None:
-        """Have responses to open questions scored."""
+    def score(self, responses: Sequence[GroupResponse]) -> None:
+        """Start to score the responses to open requests."""
         for response in responses:
-            question = self._open[response.key]
-            self._scoring[self._executor.submit(self._score, question, response)] = response
+            request = self._open[response.key]
+            self._scoring[self._executor.submit(self._score, request, response)] = response
 
     def drop(self, keys: Collection[int]) -> int:
-        """Take questions back whose answers nobody needs; return the tokens spent on them."""
+        """Cancel requests, and return the number of tokens spent on them."""
         report = self._engines.stop(keys, keep=False)
         for key in keys:
             del self._open[key]
         return report.num_tokens
 
     def stop(self, *, keep: bool) -> StopReport:
-        """End all that has no answer yet; `keep`: the report has what there is of it."""
+        """Cancel all open requests; `keep`: report their responses so far."""
         report = self._engines.stop(keep=keep)
-        # nobody waits for their scores; they are scored when they are asked for again
+        # groups being scored are kept without scores; the next request scores them again
         unscored = [one for one in self._scoring.values() if one.key in self._open]
         self._open.clear()
         return replace(report, unfinished=(*report.unfinished, *unscored)) if keep else report
 
-    def scored(self) -> list[Answer]:
-        """Return the answers that are ready, without waiting."""
+    def scored(self) -> list[Group]:
+        """Return the scored groups without waiting."""
         done = [future for future in self._scoring if future.done()]
         for future in done:
             del self._scoring[future]
-        answers = [future.result() for future in done]
-        # what was dropped while it was scored is not an answer any more
-        return [a for a in answers if self._open.pop(a.question.key, None) is not None]
+        groups = [future.result() for future in done]
+        # a group that was dropped while it was scored is not open any more
+        return [one for one in groups if self._open.pop(one.prompt_index, None) is not None]
 
-    def _score(self, question: PromptRequest, response: GroupResponse) -> Answer:
+    def _score(self, request: GroupRequest, response: GroupResponse) -> Group:
         start = time.perf_counter()
-        texts = [sample.text for sample in response.responses]
-        token_ids = [sample.token_ids for sample in response.responses]
-        scores = self._scorer.score_group(question.prompt, texts, token_ids)
+        prompt, responses = self._prompt_of(request.key), response.responses
+        if any(one.finish_reason == "unfinished" for one in responses):
+            raise ValueError(f"group {request.key} has an unfinished response")
+        texts = [one.text for one in responses]
+        scores = self._scorer.score_group(prompt, texts, [one.token_ids for one in responses])
         with self._lock:
             self.reward_seconds += time.perf_counter() - start
-        return Answer(question=question, response=response, scores=tuple(scores))
+        return Group(
+            prompt_index=request.key,
+            prompt=prompt,
+            prompt_ids=request.prompt_ids,
+            responses=responses,
+            scores=tuple(scores),
+            seconds=response.seconds,
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megadapo.data.batch import PackedBatch
-from megadapo.data.policy_versions import NO_VERSION
+from megadapo.data.group import NO_VERSION
 from megadapo.trainer.batch.packing import (
     ALL,
     ContextPart,

@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megadapo.data.policy_versions import NO_VERSION
+from megadapo.data.group import NO_VERSION, Score
+from megadapo.data.group_codec import encode_group
 from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.errors import InfraError
-from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.config import BranchingConfig, EvaluationConfig, SamplingConfig
-from megadapo.rollout.sampling.evaluation import EvaluationUnderWay, HeldOut
-from megadapo.rollout.sampling.interleaving import InterleavedEngines
-from megadapo.rollout.sampling.reserve import encode_group
+from megadapo.rollout.sampling.evaluation import EvaluationInProgress, HeldOut, InterleavedEngines
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.tools import ToolsConfig
 from megadapo.rollout.types import SamplingSettings, response_seeds
@@ -307,7 +305,7 @@ def test_resumed_sampling_equals_uninterrupted_sampling(engines, model, prompts)
 
 @pytest.fixture(scope="module")
 def held_out(model, prompts):
-    return HeldOut.of(
+    return HeldOut.create(
         prompts,
         EvaluationConfig(samples_per_problem=4),
         tokenizer=AutoTokenizer.from_pretrained(model),
@@ -317,13 +315,13 @@ def held_out(model, prompts):
 
 
 def evaluate(engines, held_out):
-    with EvaluationUnderWay(engines, RightIfOddLength(), held_out) as under_way:
+    with EvaluationInProgress(engines, RightIfOddLength(), held_out) as under_way:
         return under_way.finish()
 
 
 def test_evaluation_on_a_real_engine(engines, held_out):
     result = evaluate(engines, held_out)
-    assert result == evaluate(engines, replace(held_out, questions=held_out.questions[::-1]))
+    assert result == evaluate(engines, replace(held_out, requests=held_out.requests[::-1]))
     assert 0.05 < result.accuracy < 0.5
     assert result.standard_error == pytest.approx(0.03, rel=0.5)
 
@@ -332,9 +330,9 @@ def test_an_evaluation_beside_rollouts_changes_neither(engines, model, prompts, 
     """In one batch of an engine with answers to other questions, a bit could come out otherwise."""
     expected = make_sampler(engines, model, prompts).next_batch()
     shared = InterleavedEngines(engines)
-    with EvaluationUnderWay(engines, RightIfOddLength(), held_out) as under_way:
+    with EvaluationInProgress(engines, RightIfOddLength(), held_out) as under_way:
         shared.evaluation = under_way
-        under_way.ask(capacity=8)
+        under_way.submit(8)
         batch = make_sampler(shared, model, prompts).next_batch()
         assert under_way.finish() == evaluate(engines, held_out)
     assert [encode_group(g) for g in batch.groups] == [encode_group(g) for g in expected.groups]

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from megadapo.data.batch import PackedBatch, Sample, pack_samples
+from megadapo.data.batch import PackedBatch, pack_responses
+from megadapo.data.group import Response
 from tests.support import REPOSITORY
 from tests.support.processes.forked import run_processes
 from tests.support.runs.whole_runs import metrics, run
@@ -120,19 +121,24 @@ def trainer_routes(rendezvous, settings, batch: PackedBatch):
 def test_engine_and_trainer_send_tokens_to_the_same_experts(tmp_path: Path) -> None:
     run_processes(engine_routes, (MODEL, tmp_path / "answer.json"), 1, fresh=True)
     answers = json.loads((tmp_path / "answer.json").read_text())
-    samples = [
-        Sample(
-            prompt_ids=tuple(prompt),
-            response_ids=np.array(response, dtype=np.int32),
-            logprobs_rollout=np.array(logprobs, dtype=np.float32),
+    responses = [
+        Response(
+            token_ids=np.array(response, dtype=np.int32),
+            logprobs=np.array(logprobs, dtype=np.float32),
             finish_reason="length",
             policy_versions=np.zeros(len(response), dtype=np.int32),
             text="",
         )
-        for prompt, response, logprobs, _ in answers
+        for _, response, logprobs, _ in answers
     ]
-    ones = np.ones(len(samples))
-    batch = pack_samples(samples, advantages=ones, loss_weights=ones, mini_batch_size=len(samples))
+    ones = np.ones(len(responses))
+    batch = pack_responses(
+        [prompt for prompt, *_ in answers],
+        responses,
+        advantages=ones,
+        loss_weights=ones,
+        mini_batch_size=len(responses),
+    )
     ranks = Ranks()
     settings = settings_for(str(MODEL), tokens_per_micro_batch=100_000)
     ((routes, logprobs),) = ranks.run(1, trainer_routes, settings, batch)

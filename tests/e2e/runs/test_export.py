@@ -15,7 +15,7 @@ from megadapo.data.prompts import load_prompts
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path
 from megadapo.rewards.scorer import Scorer
-from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationUnderWay, HeldOut
+from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationInProgress, HeldOut
 from tests.support import REPOSITORY
 from tests.support.rollout.engine_checks import (
     Reference,
@@ -51,14 +51,14 @@ def score(run_folder: Path, model: Path, log_folder: Path) -> tuple[Evaluation, 
     settings = config.rollout.model_dump(include={"max_num_seqs", "num_threads"})
     with running_engines(model, log_folder, **settings) as engines:
         with Scorer(config.reward) as scorer:
-            held_out = HeldOut.of(
+            held_out = HeldOut.create(
                 problems,
                 config.evaluation,
                 tokenizer=tokenizer,
                 max_response_tokens=config.rollout.max_response_tokens,
                 seed=config.run.seed,
             )
-            with EvaluationUnderWay(engines, scorer, held_out) as under_way:
+            with EvaluationInProgress(engines, scorer, held_out) as under_way:
                 evaluation = under_way.finish()
         groups = make_requests(4, 2)
         return evaluation, worst_error(Reference(model), groups, ask(engines, groups))
@@ -98,11 +98,11 @@ def engine_error(reference: Reference, folder: Path, step: int) -> float:
     """Largest difference of a saved token's log-prob, the engine's in this step."""
     return max(
         np.abs(
-            response.logprobs_rollout
-            - reference.logprobs(group.prompt_ids, response.token_ids.tolist())
+            saved.response.logprobs
+            - reference.logprobs(group.prompt_ids, saved.response.token_ids.tolist())
         ).max()
         for group in read_rollouts(rollouts_path(folder, step))
-        for response in group.responses
+        for saved in group.responses
     )
 
 

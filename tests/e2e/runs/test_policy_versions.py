@@ -12,11 +12,12 @@ import pytest
 import ray
 import torch
 
+from megadapo.data.group import Response
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.engine import RolloutEngine
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.handle import EngineHandle
-from megadapo.rollout.types import GroupRequest, Response, SamplingSettings
+from megadapo.rollout.types import GroupRequest, SamplingSettings
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
 from tests.support.models.tiny_models import make_engine_model

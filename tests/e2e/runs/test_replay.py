@@ -126,10 +126,12 @@ def test_rollouts_without_a_trainer_are_those_of_training(source: Path, tmp_path
     assert saved_steps(folder) == [1, 2] and not (tmp_path / "x").exists()
     assert not (folder / "metrics.jsonl").exists() and not (folder / "checkpoints").exists()
     for mine, trained in zip(groups(folder, 1), groups(source, 1), strict=True):
-        assert (mine.order, mine.fate, mine.prompt) == (trained.order, trained.fate, trained.prompt)
+        assert (mine.prompt_index, mine.fate, mine.prompt) == (
+            *(trained.prompt_index, trained.fate, trained.prompt),
+        )
         for one, two in zip(mine.responses, trained.responses, strict=True):
-            assert one.token_ids.tolist() == two.token_ids.tolist()
-            assert (one.reward, one.advantage) == (two.reward, two.advantage)
+            assert one.response.token_ids.tolist() == two.response.token_ids.tolist()
+            assert (one.score.reward, one.advantage) == (two.score.reward, two.advantage)
             assert one.logprobs_old is None
     result = replay(folder, tmp_path / "replay", num_steps=2)
     assert result.returncode == 0, result.stdout + result.stderr

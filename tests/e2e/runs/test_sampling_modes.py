@@ -47,7 +47,7 @@ def check_numbers(folder: Path, *, max_staleness: int) -> None:
     assert [record["step"] for record in records] == list(range(1, NUM_STEPS + 1))
     for record in records:
         responses = list(trained_responses(folder, record["step"]))
-        versions = np.concatenate([response.policy_versions for response in responses])
+        versions = np.concatenate([saved.response.policy_versions for saved in responses])
         staleness = record["step"] - 1 - versions
         assert record["groups/kept"] == 8 and len(responses) == 64
         assert record["tokens/trained"] == len(staleness)
@@ -62,7 +62,7 @@ def check_numbers(folder: Path, *, max_staleness: int) -> None:
 
 def check_log_probs(record: dict, responses: list[SavedResponse], staleness: np.ndarray) -> None:
     """Fresh tokens have the trainer's own log-probs, stale ones those of weights that are gone."""
-    gaps = np.abs(np.concatenate([r.logprobs_old - r.logprobs_rollout for r in responses]))
+    gaps = np.abs(np.concatenate([r.logprobs_old - r.response.logprobs for r in responses]))
     for name, chosen in (
         ("parity/logprob_abs_max", staleness == 0),
         ("staleness/logprob_drift_max", staleness > 0),
@@ -85,7 +85,7 @@ def test_partial_rollouts_train_answers_of_several_versions(tmp_path: Path) -> N
     mixed = 0
     for step in range(2, NUM_STEPS + 1):
         for response in trained_responses(folder, step):
-            steps_up = np.diff(response.policy_versions)
+            steps_up = np.diff(response.response.policy_versions)
             assert (steps_up >= 0).all()
             mixed += bool(steps_up.any())
     assert mixed > 0, "no answer was continued with other weights"

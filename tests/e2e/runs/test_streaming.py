@@ -16,11 +16,11 @@ import ray
 from transformers import AutoTokenizer
 
 from megadapo.cluster.watch.guard import marked_processes
+from megadapo.data.group import Score
+from megadapo.data.group_codec import encode_group
 from megadapo.data.prompts import Prompt, PromptStream
-from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.sampling.reserve import encode_group
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import SamplingSettings
@@ -106,13 +106,13 @@ def test_partial_answers_go_on_where_they_stood(
     with running_engines(tiny_model, tmp_path, **settings) as engines:
         batches = sample(engines, tiny_model, mode="partial", max_staleness=2)
     assert sum(batch.num_carried for batch in batches) > 0
-    orders = [group.order for batch in batches for group in batch.groups]
+    orders = [group.prompt_index for batch in batches for group in batch.groups]
     assert len(orders) == len(set(orders)) == 8 * NUM_STEPS
-    whole = {entry["order"]: entry for batch in by_one_engine for entry in batch}
+    whole = {entry["prompt_index"]: entry for batch in by_one_engine for entry in batch}
     for batch in batches:
         for group in batch.groups:
             assert 0 < sum(group.correct) < 4
-            for sample_ in group.samples:
-                assert len(sample_.policy_versions) == len(sample_.response_ids)
-                assert sample_.finish_reason in ("stop", "length")
+            for response in group.responses:
+                assert len(response.policy_versions) == len(response.token_ids)
+                assert response.finish_reason in ("stop", "length")
     assert whole.keys() & set(orders), "no group in common, so nothing was compared"

@@ -61,10 +61,10 @@ def test_what_the_model_wrote_is_saved_with_the_numbers_of_its_update(uninterrup
         trained = [group for group in groups if group.fate == "trained"]
         assert trained
         for response in (response for group in groups for response in group.responses):
-            assert "".join(response.tokens) == response.text
+            assert "".join(response.tokens) == response.response.text
         for group in trained:
             for response in group.responses:
-                gap = np.abs(response.logprobs_old - response.logprobs_rollout)
+                gap = np.abs(response.logprobs_old - response.response.logprobs)
                 assert group.from_reserve or gap.max() < 1e-4
                 assert np.isfinite(response.logprobs_update).all()
 
@@ -160,7 +160,7 @@ def orders_in(path: Path) -> list[int]:
     payloads: list[bytes] = []
     RecordLog(copy, lambda _, payload: payloads.append(payload)).close()
     copy.unlink()
-    return [json.loads(payload[DIGEST_BYTES:])["group"]["order"] for payload in payloads[1:]]
+    return [json.loads(payload[DIGEST_BYTES:])["group"]["prompt_index"] for payload in payloads[1:]]
 
 
 @pytest.mark.full
@@ -245,7 +245,7 @@ def test_an_evaluation_beside_the_rollouts_changes_no_number_even_of_a_killed_ru
     if placement == "interleaved":
         assert [r["eval/policy_version"] for r in metrics(folder)] == [0, None, 2, 4]
     assert without_evaluations(folder) == without_evaluations(uninterrupted)
-    assert list(folder.glob("evaluation-*.jsonl")) == []
+    assert list(folder.glob("evaluation-*.log")) == []
 
 
 LONG = (
@@ -284,7 +284,7 @@ def test_an_engine_scores_weights_that_training_has_left_behind_whatever_is_lost
     assert "resuming after step 3" in result.stdout
     assert read_evaluations(folder) == read_evaluations(alone)
     assert without_evaluations(folder) == without_evaluations(alone)
-    assert list(folder.glob("evaluation-*.jsonl")) == []
+    assert list(folder.glob("evaluation-*.log")) == []
     kept = {path.name for path in (folder / "checkpoints").iterdir()}
     assert kept == {"step-3", "step-4"}
 

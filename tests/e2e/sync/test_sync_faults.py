@@ -13,7 +13,8 @@ import pytest
 
 from megadapo.errors import InfraError
 from megadapo.observe.metrics.records import read_evaluations
-from megadapo.rollout.journal.answer_log import answers_path
+from megadapo.rollout.journal.journal import evaluation_journal_path
+from tests.support.rollout.groups import num_results
 from tests.support.runs.whole_runs import descendants, metrics, run, start, untimed, wait_for_step
 
 DEADLINE_S = 15
@@ -105,12 +106,12 @@ FEW_AT_ONCE = (
 
 def wait_for_the_middle_of_an_evaluation(process: subprocess.Popen, folder: Path, step: int) -> int:
     """Wait until a first problem is answered; how many are."""
-    path, deadline = answers_path(folder, step), time.monotonic() + 120
+    path, deadline = evaluation_journal_path(folder, step), time.monotonic() + 120
     while not path.exists() or not path.stat().st_size:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no evaluation within two minutes"
         time.sleep(0.005)
-    return len(path.read_text().splitlines())
+    return num_results(path)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

@@ -11,17 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from megadapo.data.group import Response
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.engine import RolloutEngine
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.handle import EngineHandle
-from megadapo.rollout.types import (
-    EngineReport,
-    GroupRequest,
-    GroupResponse,
-    Response,
-    StopReport,
-)
+from megadapo.rollout.types import EngineReport, GroupRequest, GroupResponse, StopReport
 from tests.support.rollout.engine_specs import engine_spec
 
 LONGEST_S = 0.4

@@ -15,16 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.config import ClusterConfig
-from megadapo.data.policy_versions import NO_VERSION
+from megadapo.data.group import NO_VERSION, Response
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.types import (
-    GroupRequest,
-    GroupResponse,
-    Response,
-    SamplingSettings,
-    response_seeds,
-)
+from megadapo.rollout.types import GroupRequest, GroupResponse, SamplingSettings, response_seeds
 
 MAX_PROMPT_TOKENS = 192
 MAX_RESPONSE_TOKENS = 48

@@ -9,16 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megadapo.data.group import Response, Score
 from megadapo.data.prompts import Prompt
-from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.engine.activity import EngineActivity
-from megadapo.rollout.types import (
-    GroupRequest,
-    GroupResponse,
-    Response,
-    SamplingSettings,
-    StopReport,
-)
+from megadapo.rollout.types import GroupRequest, GroupResponse, SamplingSettings, StopReport
 
 POLICY_VERSION = 3
 

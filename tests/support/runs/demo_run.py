@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megadapo.data.group import Response, Score
 from megadapo.data.prompts import Prompt
 from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
@@ -63,14 +64,16 @@ def _steps(long_tokens: int) -> list[list[SavedGroup]]:
     ]
 
 
-def _group(order: int, *responses: SavedResponse, fate: Disposition = "trained") -> SavedGroup:
-    question = HOSTILE if order == 5 else f"question {order}"
+def _group(
+    prompt_index: int, *responses: SavedResponse, fate: Disposition = "trained"
+) -> SavedGroup:
+    question = HOSTILE if prompt_index == 5 else f"question {prompt_index}"
     return SavedGroup(
-        step=1 + (order > 2) + (order > 5),
-        order=order,
+        step=1 + (prompt_index > 2) + (prompt_index > 5),
+        prompt_index=prompt_index,
         fate=fate,
         from_reserve=False,
-        prompt=Prompt(f"id-{order}", (("user", question),), "2", "test"),
+        prompt=Prompt(f"id-{prompt_index}", (("user", question),), "2", "test"),
         prompt_ids=(1, 2),
         responses=responses,
     )
@@ -89,21 +92,21 @@ def _response(
     """A response whose tokens are its characters; `ratios` are update over old."""
     old = np.full(len(text), -0.5, dtype=np.float32)
     change = np.log(ratios or [1.0] * len(text)).astype(np.float32)
+    reward = 1.0 if correct else -1.0
     return SavedResponse(
-        text=text,
-        token_ids=np.array([ord(character) for character in text], dtype=np.int32),
+        response=Response(
+            token_ids=np.array([ord(character) for character in text], dtype=np.int32),
+            logprobs=old,
+            finish_reason="length" if cut else "stop",
+            text=text,
+            policy_versions=np.full(len(text), version, dtype=np.int32),
+        ),
+        score=Score(reward, correct, text[-1:], symbolic_correct),
         tokens=tuple(text),
-        logprobs_rollout=old,
         logprobs_old=old if trained else None,
         logprobs_update=old + change if trained else None,
-        finish_reason="length" if cut else "stop",
-        policy_versions=np.full(len(text), version, dtype=np.int32),
-        reward=1.0 if correct else -1.0,
         penalty=0.0,
-        shaped_reward=1.0 if correct else -1.0,
-        advantage=(1.0 if correct else -1.0) if trained else None,
-        correct=correct,
-        answer=text[-1:],
+        shaped_reward=reward,
+        advantage=reward if trained else None,
         rule_correct=correct,
-        symbolic_correct=symbolic_correct,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megadapo.data.batch import PackedBatch
-from megadapo.data.texts import pack_texts
+from megadapo.data.pretraining import pack_pretraining
 
 VOCAB_SIZE = 150
 TEXT_COEF = 0.5
@@ -48,7 +48,7 @@ def random_texts(*updates: list[int], coef: float = TEXT_COEF) -> PackedBatch:
     """Sequences of the given lengths for each update, of random tokens."""
     rng = np.random.default_rng(7)
     parts = [[rng.integers(0, VOCAB_SIZE, n) for n in lengths] for lengths in updates]
-    return pack_texts(parts, coef=coef)
+    return pack_pretraining(parts, coef=coef)
 
 
 def stale_batch(lengths: list[int], *, present: int = 7, seed: int = 0) -> PackedBatch:

@@ -10,8 +10,8 @@ import pytest
 from megadapo.algorithm.advantages import advantages, response_rewards
 from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.loss_weights import loss_weights
-from megadapo.data.batch import Group, PackedBatch, Sample, pack, pack_samples
-from megadapo.data.policy_versions import NO_VERSION
+from megadapo.data.batch import PackedBatch, pack, pack_responses
+from megadapo.data.group import NO_VERSION, Group, Response, Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError
 
@@ -19,38 +19,49 @@ PROMPT = Prompt("id", (("user", "1+1=?"),), "2", "test")
 
 
 def with_output(one: Group, response: int, place: slice) -> Group:
-    """The group with some tokens of a response being what a tool put out."""
-    samples = list(one.samples)
-    versions = samples[response].policy_versions.copy()
-    logprobs = samples[response].logprobs_rollout.copy()
+    """Return the group with some tokens of a response replaced by tool output."""
+    responses = list(one.responses)
+    versions = responses[response].policy_versions.copy()
+    logprobs = responses[response].logprobs.copy()
     versions[place], logprobs[place] = NO_VERSION, np.nan
-    samples[response] = replace(
-        samples[response], policy_versions=versions, logprobs_rollout=logprobs
-    )
-    return replace(one, samples=tuple(samples))
+    responses[response] = replace(responses[response], policy_versions=versions, logprobs=logprobs)
+    return replace(one, responses=tuple(responses))
 
 
-def group(order: int, lengths: list[int], correct: list[bool], finish: str = "stop") -> Group:
-    samples = tuple(
-        Sample(
-            prompt_ids=(1, 2, 3)[: order + 1],
-            response_ids=np.arange(10, 10 + n, dtype=np.int32),
-            logprobs_rollout=-0.1 * np.arange(n, dtype=np.float32),
+def group(index: int, lengths: list[int], correct: list[bool], finish: str = "stop") -> Group:
+    responses = tuple(
+        Response(
+            token_ids=np.arange(10, 10 + n, dtype=np.int32),
+            logprobs=-0.1 * np.arange(n, dtype=np.float32),
             finish_reason=finish,
-            policy_versions=np.full(n, order, dtype=np.int32),
+            policy_versions=np.full(n, index, dtype=np.int32),
             text="",
         )
         for n in lengths
     )
-    rewards = tuple(1.0 if c else -1.0 for c in correct)
     return Group(
-        order=order,
+        prompt_index=index,
         prompt=PROMPT,
-        samples=samples,
-        rewards=rewards,
-        correct=tuple(correct),
-        answers=("",) * len(lengths),
-        symbolic_correct=(None,) * len(lengths),
+        prompt_ids=(1, 2, 3)[: index + 1],
+        responses=responses,
+        scores=tuple(Score(1.0 if c else -1.0, c, "") for c in correct),
+    )
+
+
+def pack_loose(
+    groups: list[Group],
+    advantages: np.ndarray,
+    *,
+    mini_batch_size: int,
+    responses: list[Response] | None = None,
+) -> PackedBatch:
+    """Pack responses without their groups."""
+    return pack_responses(
+        [one.prompt_ids for one in groups for _ in one.responses],
+        responses or [response for one in groups for response in one.responses],
+        advantages,
+        np.ones(len(advantages)),
+        mini_batch_size=mini_batch_size,
     )
 
 
@@ -72,7 +83,7 @@ def packed(**config):
     return packed_step(GROUPS, AlgorithmConfig(**(defaults | config)))
 
 
-def test_tokens_lie_where_cu_seqlens_says():
+def test_tokens_are_at_cu_seqlens():
     batch = packed()
     assert batch.cu_seqlens.tolist() == [0, 5, 8, 11, 16]
     assert batch.tokens.tolist() == [1, 10, 11, 12, 13, 1, 10, 11, 1, 2, 10, 1, 2, 10, 11, 12]
@@ -82,8 +93,8 @@ def test_tokens_lie_where_cu_seqlens_says():
     assert batch.num_response_tokens == 10
 
 
-def test_arrays_have_the_types_that_trainers_are_sent():
-    """Wider ones would double what goes to every rank; tokens of another kind index nothing."""
+def test_array_types():
+    """Wider types would double the data sent to every rank."""
     batch = packed()
     for name in ("tokens", "cu_seqlens", "prompt_lengths"):
         assert getattr(batch, name).dtype == np.int64
@@ -92,7 +103,7 @@ def test_arrays_have_the_types_that_trainers_are_sent():
     assert batch.policy_versions.dtype == np.int32
 
 
-def test_prompt_tokens_have_no_weight_no_advantage_and_no_logprob():
+def test_prompt_tokens_are_not_trained_on():
     """A prompt token in the loss would train the model to write prompts."""
     batch = packed()
     prompt = np.array([1, 0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0], bool)
@@ -102,11 +113,8 @@ def test_prompt_tokens_have_no_weight_no_advantage_and_no_logprob():
     np.testing.assert_allclose(batch.logprobs_rollout[1:5], [0, -0.1, -0.2, -0.3], rtol=1e-6)
 
 
-def test_what_a_tool_put_out_is_in_the_response_and_in_no_sum():
-    """Counted, it would shrink the others' weights; with a weight, the tool's words are learned.
-
-    The overlong punishment goes by what was generated and given, as the length limit does.
-    """
+def test_tool_output_is_not_trained_on():
+    """Its length still counts for the overlong punishment, as for the length limit."""
     used = [with_output(GROUPS[0], 0, slice(1, 3)), with_output(GROUPS[1], 1, slice(2, 3))]
     assert [one.lengths for one in used] == [(4, 2), (1, 3)]
     assert [one.num_sampled for one in used] == [(2, 2), (1, 2)]
@@ -123,24 +131,26 @@ def test_what_a_tool_put_out_is_in_the_response_and_in_no_sum():
     assert response_rewards(used, punished, max_response_tokens=5).tolist() == [0.5, -1, -1, 1]
 
 
-def test_each_token_can_have_an_advantage_of_its_own():
+def test_advantages_per_token():
     advantages_of_tokens = [np.arange(n) + 0.5 for n in (4, 2, 1, 3)]
     batch = pack(GROUPS, advantages_of_tokens, np.ones(4), mini_batch_size=4, rewards=np.zeros(4))
     expected = [0, 0.5, 1.5, 2.5, 3.5, 0, 0.5, 1.5, 0, 0, 0.5, 0, 0, 0.5, 1.5, 2.5]
     assert batch.advantages.tolist() == expected
 
 
-def test_loss_weights_count_tokens_of_the_mini_batch_and_not_of_the_step():
+def test_loss_weights_normalise_per_mini_batch():
     weights = packed().loss_weights
     assert weights.sum() == pytest.approx(2.0, rel=1e-6)
     np.testing.assert_allclose(weights[1:5], 1 / 6, rtol=1e-6)
     np.testing.assert_allclose(weights[13:16], 1 / 4, rtol=1e-6)
 
 
-def test_tokens_can_have_advantages_of_their_own():
-    """Of steps: each at its own token, none on a prompt, and no response's at another's."""
+def test_step_scores_give_advantages_per_token():
+    """Each step's advantage is at its own tokens."""
     steps = (((1, 1.0), (4, 0.0)), ((2, 0.5),))
-    groups = [replace(GROUPS[0], steps=steps), GROUPS[1]]
+    scores = zip(GROUPS[0].scores, steps, strict=True)
+    scored = tuple(replace(score, steps=own) for score, own in scores)
+    groups = [replace(GROUPS[0], scores=scored), GROUPS[1]]
     config = AlgorithmConfig(
         advantage="grpo-process", responses_per_mini_batch=2, overlong_buffer=0
     )
@@ -150,44 +160,41 @@ def test_tokens_can_have_advantages_of_their_own():
     np.testing.assert_allclose(batch.advantages, expected, atol=1e-7)
 
 
-def test_mini_batches_cover_every_sequence_once_in_order():
-    """Of three groups, at most two an update; without groups, every response is its own."""
+def test_mini_batches_partition_sequences_in_order():
+    """Three groups with at most two per update; without groups, responses count alone."""
     three = [*GROUPS, group(2, [2, 2], [True, False])]
     config = AlgorithmConfig(responses_per_mini_batch=4, overlong_buffer=0)
     batch = packed_step(three, config)
     assert [m.tolist() for m in batch.mini_batches] == [[0, 1, 2, 3], [4, 5]]
     # loss weights count over those same responses
     assert batch.loss_weights.sum() == pytest.approx(2.0, rel=1e-6)
-    samples = [sample for one in three for sample in one.samples]
-    loose = pack_samples(samples, np.ones(6), np.ones(6), mini_batch_size=4)
+    loose = pack_loose(three, np.ones(6), mini_batch_size=4)
     assert [m.tolist() for m in loose.mini_batches] == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_experts_are_there_of_all_responses_or_of_none() -> None:
-    """A trainer that is to take them over must not find out in the middle of an update."""
-    samples = [sample for one in GROUPS for sample in one.samples]
-    told = [
-        replace(sample, experts=np.full((number + 1, 2, 3), number, dtype=np.uint8))
-        for number, sample in enumerate(samples)
+def test_experts_are_packed_for_all_responses_or_none() -> None:
+    """A trainer that needs them must not fail in the middle of an update."""
+    plain = [response for one in GROUPS for response in one.responses]
+    routed = [
+        replace(response, experts=np.full((number + 1, 2, 3), number, dtype=np.uint8))
+        for number, response in enumerate(plain)
     ]
-    ones = np.ones(len(samples))
-    for case, expected in ((told, [0, 1, 2, 3]), ([*told[:3], samples[3]], []), (samples, [])):
-        batch = pack_samples(case, advantages=ones, loss_weights=ones, mini_batch_size=2)
+    for case, expected in ((routed, [0, 1, 2, 3]), ([*routed[:3], plain[3]], []), (plain, [])):
+        batch = pack_loose(GROUPS, np.ones(4), mini_batch_size=2, responses=case)
         assert [int(one.flat[0]) for one in batch.experts] == expected
 
 
-def test_rewards_are_of_each_response_and_groups_in_order():
-    """Ranks that take a divergence off the rewards compare the responses of a group."""
+def test_rewards_and_group_sizes_are_in_order():
+    """Ranks that subtract a KL term from rewards compare the responses of a group."""
     batch = packed()
     assert batch.rewards.tolist() == [1.0, -1.0, -1.0, 1.0]
     assert batch.group_sizes.tolist() == [2, 2]
-    samples = [sample for one in GROUPS for sample in one.samples]
-    loose = pack_samples(samples, np.arange(4.0), np.ones(4), mini_batch_size=4)
+    loose = pack_loose(GROUPS, np.arange(4.0), mini_batch_size=4)
     assert loose.rewards.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert loose.group_sizes.tolist() == [1, 1, 1, 1]
 
 
-def test_soft_punishment_changes_advantages_and_filtering_changes_weights():
+def test_overlong_punishment_and_filtering():
     truncated = [group(0, [4, 2], [True, False], finish="length")]
     soft = packed_step(truncated, AlgorithmConfig(responses_per_mini_batch=2, overlong_buffer=2))
     # rewards 1 - 1 and -1: still one above the other, by half the distance
@@ -199,6 +206,6 @@ def test_soft_punishment_changes_advantages_and_filtering_changes_weights():
     assert (hard.loss_weights == 0).all()
 
 
-def test_filtering_and_punishment_together_are_refused():
+def test_filtering_and_punishment_together_are_rejected():
     with pytest.raises(ConfigError, match="overlong_filtering"):
         AlgorithmConfig(overlong_filtering=True, overlong_buffer=4096)

@@ -188,7 +188,7 @@ def test_prompts_above_the_limit_stop_the_run_or_are_dropped_as_chosen(tmp_path,
     first, second, advice = str(error.value).splitlines()
     assert first.endswith("has 11 tokens; at most 10 are allowed") and "has 12 tokens" in second
     assert advice == 'Raise data.max_prompt_tokens, or set data.overlong_prompts = "drop"'
-    with pytest.raises(DataError, match="no prompt that can be used"):
+    with pytest.raises(DataError, match="no usable prompt"):
         read(source, overlong_prompts="drop", tokenizer=tokenizer, max_prompt_tokens=2)
 
 
@@ -206,5 +206,5 @@ def test_render_with_a_template_ends_where_the_answer_begins(tokenizer, monkeypa
     monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATE)
     prompt = Prompt("id", (("system", "Add."), ("user", "1+2=?")), "3", "test")
     assert render(prompt, tokenizer) == [ord(char) for char in "<system>Add.<user>1+2=?>"]
-    with pytest.raises(DataError, match="does not suit .*: unknown role judge"):
+    with pytest.raises(DataError, match="does not fit .*: unknown role judge"):
         render(Prompt("id", (("judge", "1+2=?"),), "3", "test"), tokenizer)

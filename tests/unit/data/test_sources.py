@@ -45,7 +45,7 @@ def test_a_folder_gives_the_rows_of_all_its_files_in_order(tmp_path) -> None:
 def test_a_folder_with_several_splits_is_not_read_as_one(tmp_path) -> None:
     for name in ("train-0.parquet", "train-1.parquet", "test-0.parquet"):
         write_parquet(tmp_path / name, generate("train", 2, seed=0))
-    with pytest.raises(DataError, match="holds the splits train, test; name the file"):
+    with pytest.raises(DataError, match="has the splits train, test; name the file"):
         num_rows(tmp_path)
     assert num_rows(tmp_path / "test-0.parquet") == 2
 
@@ -58,7 +58,7 @@ def test_a_folder_with_several_splits_is_not_read_as_one(tmp_path) -> None:
         ("./org/name", "there is no file or folder ./org/name"),
         ("/nowhere/at/all", "there is no file or folder /nowhere/at/all"),
         ("not a source", "there is no file or folder not a source"),
-        ("", "there is no file or folder|holds no"),
+        ("", "there is no file or folder|has no"),
     ],
 )
 def test_a_missing_source_is_named(tmp_path, monkeypatch, source: str, message: str) -> None:
@@ -71,7 +71,7 @@ def test_files_that_are_not_data_are_refused(tmp_path) -> None:
     (tmp_path / "a.csv").write_text("a,b\n")
     with pytest.raises(DataError, match=r"neither a .parquet nor a .jsonl file"):
         num_rows(tmp_path / "a.csv")
-    with pytest.raises(DataError, match=r"holds no .parquet or .jsonl file"):
+    with pytest.raises(DataError, match=r"has no .parquet or .jsonl file"):
         num_rows(tmp_path)
 
 

@@ -193,10 +193,15 @@ def test_distributions_of_many_steps_share_columns() -> None:
 
 def test_saved_groups_come_through_and_are_listed(tmp_path: Path) -> None:
     cut = untrained("x" * 40, finish_reason="length", correct=False, symbolic_correct=True)
-    save(tmp_path, saved_group(saved_response(), cut, step=2, order=5), awkward_group(6))
+    save(tmp_path, saved_group(saved_response(), cut, step=2, prompt_index=5), awkward_group(6))
     saved = read_responses([tmp_path])
     entry = saved.entries[0]
-    assert (entry.step, entry.order, entry.prompt_id, entry.excerpt) == (2, 5, "id-5", "1+1=?")
+    assert (entry.step, entry.prompt_index, entry.prompt_id, entry.excerpt) == (
+        2,
+        5,
+        "id-5",
+        "1+1=?",
+    )
     assert (entry.correct, entry.truncated) == ([True, False], [False, True])
     assert entry.disagreed == [False, True]
     first, second = unpacked(saved.chunks[0])["responses"]
@@ -209,7 +214,9 @@ def test_saved_groups_come_through_and_are_listed(tmp_path: Path) -> None:
 
 def test_too_many_groups_leave_some_of_every_step(tmp_path: Path) -> None:
     groups = [
-        saved_group(step=step, order=100 * step + i) for step in (1, 2, 3) for i in range(step * 4)
+        saved_group(step=step, prompt_index=100 * step + i)
+        for step in (1, 2, 3)
+        for i in range(step * 4)
     ]
     save(tmp_path, *groups)
     whole = read_responses([tmp_path])

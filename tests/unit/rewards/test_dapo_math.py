@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from megadapo.data.group import Score
 from megadapo.errors import DataError
 from megadapo.rewards.dapo_math import (
     ANSWER_WINDOW,
     MAX_GROUND_TRUTH,
     Rule,
-    Score,
     extract_answer,
     normalize,
     score,

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import pytest
 import ray
 
+from megadapo.data.group import Score
 from megadapo.errors import ConfigError, InfraError
 from megadapo.rewards.config import RewardConfig
-from megadapo.rewards.dapo_math import Score
 from megadapo.rewards.symbolic.cross_check import CHUNK
 from megadapo.rewards.verifier import Disagreement, Verifier
 

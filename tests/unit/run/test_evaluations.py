@@ -10,10 +10,11 @@ import pytest
 
 from megadapo.config import RunConfig, from_dict
 from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
-from megadapo.rollout.journal.answer_log import answers_path
+from megadapo.rollout.journal.journal import evaluation_journal_path
 from megadapo.run.evaluations import Evaluations, ReservedEngine, find_unfinished
 from megadapo.run.sampling import SamplingInputs
 from megadapo.run.state.checkpoint import EVALUATING, CheckpointStore, load
+from tests.support.rollout.groups import num_results
 from tests.support.rollout.scripted_engines import (
     PlainTokenizer,
     RightAtLeast,
@@ -135,7 +136,7 @@ def test_only_answers_of_the_same_weights_are_taken_over(tmp_path):
     """A step that is done again may end in other weights: where kernels add in any order."""
     first = ScriptedEngines()
     make("alone", first, tmp_path).begin(3)
-    assert len(answers_path(tmp_path, 3).read_text().splitlines()) == NUM_PROBLEMS
+    assert num_results(evaluation_journal_path(tmp_path, 3)) == NUM_PROBLEMS
     for weights, num_asked in (("weights", 0), ("other weights", NUM_PROBLEMS)):
         engines = ScriptedEngines()
         evaluations = make("alone", engines, tmp_path, weights)
@@ -190,11 +191,11 @@ def test_the_next_one_waits_for_the_engine_and_the_last_goes_to_the_others():
 def test_what_its_own_engine_had_answered_is_not_asked_again(tmp_path):
     first, second = Reserved(tmp_path), Reserved(tmp_path)
     first.evaluations.begin(2)
-    while not answers_path(tmp_path, 2).exists():
+    while not num_results(evaluation_journal_path(tmp_path, 2)):
         first.evaluations.check()
     first.evaluations.close()
     first.evaluations.check()
-    num_known = len(answers_path(tmp_path, 2).read_text().splitlines())
+    num_known = num_results(evaluation_journal_path(tmp_path, 2))
     assert 0 < num_known < NUM_PROBLEMS
     second.evaluations.begin(2)
     assert len(second.own.asked) == NUM_PROBLEMS - num_known

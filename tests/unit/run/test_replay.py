@@ -12,14 +12,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megadapo.config import RunConfig, from_dict
+from megadapo.data.group_codec import encode_group
 from megadapo.data.prompts import PromptStream
 from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import SavedGroup
-from megadapo.rollout.sampling.reserve import encode_group
-from megadapo.rollout.sampling.sampled_batch import SampledBatch
+from megadapo.rollout.sampling.sampled_batch import SampledBatch, in_training_order
 from megadapo.rollout.sampling.sampler import Sampler
-from megadapo.rollout.sampling.selection import in_training_order
 from megadapo.rollout.types import SamplingSettings
 from megadapo.run.replay import ReplayedRollouts, check_replay
 from megadapo.run.rollouts import LiveRollouts
@@ -94,7 +93,7 @@ def sample(config: RunConfig) -> list[SampledBatch]:
 
 @pytest.fixture
 def source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> list[SampledBatch]:
-    """The batches of a run whose rollouts lie in tmp_path/rollouts, all of them."""
+    """Return the batches of a run with all rollouts in tmp_path/rollouts."""
     batches = sample(config_of(tmp_path))
     save(tmp_path, batches, tokenizer)
     return batches
@@ -102,15 +101,21 @@ def source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> list[SampledBa
 
 def save(folder: Path, batches: list[SampledBatch], tokenizer: PreTrainedTokenizerFast) -> None:
     for step, batch in zip(STEPS, batches, strict=True):
-        values = np.zeros(sum(len(group.samples) for group in batch.groups))
+        values = np.zeros(sum(len(group.responses) for group in batch.groups))
         groups = saved_groups(
-            step, batch, values, None, CONFIG, tokenizer, lambda group: group.symbolic_correct
+            step,
+            batch,
+            values,
+            None,
+            CONFIG,
+            tokenizer,
+            lambda group: [None] * len(group.responses),
         )
         write_rollouts(rollouts_path(folder, step), groups)
 
 
 def replayed(config: RunConfig, folder: Path, *, first_step: int = STEPS[0]) -> list[SampledBatch]:
-    """The batches as the loop asks for them."""
+    """Return the batches in the order of the loop."""
     rollouts = ReplayedRollouts(config, folder / "rollouts", first_step=first_step)
     batches = []
     for step in range(first_step, STEPS[-1] + 1):
@@ -120,7 +125,7 @@ def replayed(config: RunConfig, folder: Path, *, first_step: int = STEPS[0]) -> 
 
 
 def contents(batch: SampledBatch) -> list[object]:
-    """A batch without what generating it took; floats as the encoding of a checkpoint."""
+    """Return a batch without the facts about its generation, in the encoding of a checkpoint."""
     timed = {"num_tokens", "reward_seconds", "engines", "groups", "saved", "num_from_reserve"}
     timed |= {"num_tokens_stopped", "num_stopped", "num_resting", "group_seconds"}
     return [
@@ -130,10 +135,8 @@ def contents(batch: SampledBatch) -> list[object]:
     ]
 
 
-def test_every_batch_comes_back_as_it_was_sampled(
-    tmp_path: Path, source: list[SampledBatch]
-) -> None:
-    """Another order puts responses into other mini-batches, and every number after it is off."""
+def test_batches_are_replayed_exactly(tmp_path: Path, source: list[SampledBatch]) -> None:
+    """Another order would put responses into other mini-batches."""
     batches = replayed(config_of(tmp_path), tmp_path)
     assert [contents(batch) for batch in batches] == [contents(batch) for batch in source]
     assert any(batch.num_from_reserve for batch in source)
@@ -142,16 +145,12 @@ def test_every_batch_comes_back_as_it_was_sampled(
     assert [b.num_from_reserve for b in batches] == [b.num_from_reserve for b in source]
 
 
-def test_a_replay_goes_on_in_the_step_after_its_checkpoint(
-    tmp_path: Path, source: list[SampledBatch]
-) -> None:
+def test_replay_resumes_after_a_checkpoint(tmp_path: Path, source: list[SampledBatch]) -> None:
     last = replayed(config_of(tmp_path), tmp_path, first_step=STEPS[-1])
     assert [contents(batch) for batch in last] == [contents(source[-1])]
 
 
-def test_publishing_counts_and_nothing_else_happens(
-    tmp_path: Path, source: list[SampledBatch]
-) -> None:
+def test_publish_only_counts(tmp_path: Path, source: list[SampledBatch]) -> None:
     rollouts = ReplayedRollouts(config_of(tmp_path), tmp_path / "rollouts", first_step=STEPS[0])
     assert rollouts.policy_version == STEPS[0] - 1
     rollouts.publish(STEPS[0])
@@ -161,30 +160,28 @@ def test_publishing_counts_and_nothing_else_happens(
     assert rollouts.state_dict() == {} and list(rollouts.closing_messages()) == []
 
 
-def test_of_a_partial_save_what_is_there_is_a_batch(
+def test_partially_saved_batch_is_replayed(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     config = config_of(tmp_path, observe={"saved_groups": 5})
     batches = sample(config)
     save(tmp_path, batches, tokenizer)
     for batch, whole in zip(replayed(config, tmp_path), batches, strict=True):
-        kept = {s.group.order for s in whole.saved if s.fate == "trained"}
+        kept = {s.group.prompt_index for s in whole.saved if s.fate == "trained"}
         assert 0 < len(kept) < 8
-        assert [g.order for g in batch.groups] == [g.order for g in whole.groups if g.order in kept]
+        assert [g.prompt_index for g in batch.groups] == [
+            g.prompt_index for g in whole.groups if g.prompt_index in kept
+        ]
 
 
-def test_the_run_that_is_replayed_is_not_overwritten(
-    tmp_path: Path, source: list[SampledBatch]
-) -> None:
-    """Opening a run deletes rollouts of steps that no checkpoint stands for."""
+def test_replayed_run_is_not_overwritten(tmp_path: Path, source: list[SampledBatch]) -> None:
+    """Opening a run deletes rollouts of steps without a checkpoint."""
     config = config_of(tmp_path, run={"folder": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"choose another run\.folder"):
         check_replay(config, tmp_path / "model" / ".." / "rollouts")
 
 
-def test_a_run_longer_than_what_is_saved_is_refused(
-    tmp_path: Path, source: list[SampledBatch]
-) -> None:
+def test_run_with_unsaved_steps_is_rejected(tmp_path: Path, source: list[SampledBatch]) -> None:
     assert "parity" in check_replay(config_of(tmp_path), tmp_path / "rollouts")
     longer = config_of(tmp_path, run={"num_steps": 9})
     with pytest.raises(
@@ -202,24 +199,25 @@ def damage(folder: Path, group: SavedGroup, **values: object) -> None:
     write_rollouts(rollouts_path(folder, STEPS[0]), [replace(group, **values)])
 
 
-def test_groups_that_cannot_be_of_this_run_are_refused_by_name(
+def test_groups_that_do_not_fit_the_run_are_rejected(
     tmp_path: Path, source: list[SampledBatch]
 ) -> None:
-    """Foreign tokens would end as an index error in a rank, far from their file."""
+    """Unknown tokens would otherwise be an index error in a trainer rank."""
     saved = list(read_rollouts(rollouts_path(tmp_path, STEPS[0])))
     group = next(g for g in saved if g.fate == "trained")
     first, *others = group.responses
+    negative = replace(first.response, token_ids=-1 - first.response.token_ids)
     strange = {
-        "is of step 1": {"step": 1},
+        "is from step 1": {"step": 1},
         "has 2 responses": {"responses": group.responses[:2]},
         "has 0 responses": {"responses": ()},
         "a prompt of 0 tokens": {"prompt_ids": ()},
         "a prompt of 65 tokens": {"prompt_ids": (1,) * 65},
-        "tokens that a model with 128": {"prompt_ids": (128,)},
-        "does not know": {
-            "responses": (replace(first, token_ids=-1 - first.token_ids), *others),
+        "vocabulary of 128": {"prompt_ids": (128,)},
+        "tokens outside": {
+            "responses": (replace(first, response=negative), *others),
         },
-        "no group that was trained on|holds no group": {"fate": "all_wrong"},
+        "no group that was trained on|has no group": {"fate": "all_wrong"},
     }
     for said, values in strange.items():
         damage(tmp_path, group, **values)
@@ -235,8 +233,8 @@ def test_groups_that_cannot_be_of_this_run_are_refused_by_name(
         replayed(shorter, tmp_path)
 
 
-def test_sampling_does_not_go_on_from_a_checkpoint_of_a_replay(tmp_path: Path) -> None:
-    """It would ask the first prompts again, with the first seeds, and count them as new."""
+def test_sampling_cannot_resume_from_a_replay(tmp_path: Path) -> None:
+    """It would repeat the first prompts with the first seeds."""
     live = LiveRollouts.__new__(LiveRollouts)
     with pytest.raises(CheckpointError, match="resume it with --replay"):
         live.load_state_dict({})

@@ -13,7 +13,7 @@ from megadapo.errors import (
 from megadapo.observe.config import ObserveConfig
 from megadapo.observe.metrics.records import read_metrics
 from megadapo.observe.rollouts import files as rollouts
-from megadapo.rollout.journal.answer_log import answers_path
+from megadapo.rollout.journal.journal import evaluation_journal_path
 from megadapo.run.run import Run
 from tests.support.rollout.saved_groups import saved_group
 from tests.support.runs.checkpoints import written_by
@@ -62,7 +62,7 @@ def test_an_evaluation_that_took_several_steps_is_reported_by_a_step_that_is_don
 
 def test_answers_are_kept_until_their_evaluation_is_recorded(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
-        files = [answers_path(tmp_path, step) for step in (2, 4)]
+        files = [evaluation_journal_path(tmp_path, step) for step in (2, 4)]
         for file in files:
             file.touch()
         run.log.record_evaluation(evaluation(2))

@@ -1,7 +1,8 @@
-"""Would catch: log-probs or advantages that are saved with another response than their own."""
+"""Saved groups of a step: log-probs or advantages that are saved with another response."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,14 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from megadapo.algorithm.advantages import advantages, group_advantages
+from megadapo.algorithm.groups import Steps
 from megadapo.algorithm.shaping import overlong_penalty
 from megadapo.config import RunConfig, from_dict, to_dict
-from megadapo.data.batch import Group
+from megadapo.data.group import Group
+from megadapo.data.group_codec import encode_group
 from megadapo.data.prompts import PromptStream
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.rollout.config import SamplingConfig
-from megadapo.rollout.sampling.reserve import encode_group
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import SamplingSettings
@@ -53,7 +55,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sample(saved: int | str, *, num_steps: int = 2) -> SampledBatch:
-    """A step with a reserve to take from."""
+    """Return the batch of a step with a reserve."""
     engines = ScriptedEngines("last first", slots=200)
     sampler = Sampler(
         engines,
@@ -74,18 +76,23 @@ def sample(saved: int | str, *, num_steps: int = 2) -> SampledBatch:
 
 
 def later_verdicts(group: Group) -> list[bool | None]:
-    """What the second opinion says of three responses by the time they are saved."""
-    return [group.order % 2 == 0, None, True]
+    """Return the cross-check verdicts on three responses when they are saved."""
+    return [group.prompt_index % 2 == 0, None, True]
 
 
 def marks(group: Group, index: int) -> np.ndarray:
-    """Log-probs that say whose they are: one per token of a response."""
-    size = len(group.samples[index].response_ids)
-    return (100 * group.order + 10 * index + 0.01 * np.arange(size)).astype(np.float32)
+    """Return log-probs that identify a response, one per token."""
+    size = group.lengths[index]
+    return (100 * group.prompt_index + 10 * index + 0.01 * np.arange(size)).astype(np.float32)
+
+
+def with_steps(group: Group, steps: Sequence[Steps]) -> Group:
+    pairs = zip(group.scores, steps, strict=True)
+    return replace(group, scores=tuple(replace(score, steps=own) for score, own in pairs))
 
 
 def trained(sampled: SampledBatch, *, makes_advantages: bool = False) -> UpdateResult:
-    """What the trainer returns for the sequences it was asked for."""
+    """Return the trainer's result for the saved sequences."""
     by_sequence = [marks(group, i) for group in sampled.groups for i in range(3)]
     pieces = [by_sequence[sequence] for sequence in saved_sequences(sampled)]
     old = np.concatenate([np.empty(0, dtype=np.float32), *pieces])
@@ -95,7 +102,7 @@ def trained(sampled: SampledBatch, *, makes_advantages: bool = False) -> UpdateR
 
 
 @pytest.mark.parametrize("saved", ["all", 5, 1])
-def test_each_response_is_saved_with_what_is_its_own(
+def test_responses_are_saved_with_their_own_results(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, saved: int | str
 ) -> None:
     sampled = sample(saved)
@@ -104,20 +111,22 @@ def test_each_response_is_saved_with_what_is_its_own(
     saved = saved_groups(9, sampled, values, trained(sampled), CONFIG, tokenizer, later_verdicts)
     write_rollouts(path, saved)
     found = list(read_rollouts(path))
-    assert [g.order for g in found] == [s.group.order for s in sampled.saved]
+    assert [g.prompt_index for g in found] == [s.group.prompt_index for s in sampled.saved]
     assert saved != "all" or {g.fate for g in found} >= {"trained", "to_reserve"}
     for group, entry in zip(found, sampled.saved, strict=True):
         assert (group.step, group.fate, group.from_reserve) == (9, entry.fate, entry.from_reserve)
         # repr hides float32's last bits, the encoding of a checkpoint does not
-        without = replace(group.group, symbolic_correct=entry.group.symbolic_correct)
+        without = replace(group.group, scores=entry.group.scores)
         assert encode_group(without) == encode_group(entry.group)
-        assert list(group.group.symbolic_correct) == later_verdicts(entry.group)
+        verdicts = zip(entry.group.scores, later_verdicts(entry.group), strict=True)
+        scores = tuple(replace(score, symbolic_correct=verdict) for score, verdict in verdicts)
+        assert group.group.scores == scores
         shaped = [response.shaped_reward for response in group.responses]
         for i, response in enumerate(group.responses):
-            assert "".join(response.tokens) == response.text
-            size = len(response.token_ids)
+            assert "".join(response.tokens) == response.response.text
+            size = len(response.response.token_ids)
             assert response.penalty == overlong_penalty(size, max_length=MAX_TOKENS, buffer=4)
-            assert response.shaped_reward == response.reward + response.penalty
+            assert response.shaped_reward == response.score.reward + response.penalty
             if group.fate == "trained":
                 assert response.advantage == group_advantages(shaped)[i]
                 assert np.array_equal(response.logprobs_old, marks(entry.group, i))
@@ -127,18 +136,18 @@ def test_each_response_is_saved_with_what_is_its_own(
                 assert response.logprobs_old is None and response.logprobs_update is None
 
 
-def test_tokens_with_advantages_of_their_own_are_saved_with_them(
+def test_token_advantages_and_steps_are_saved(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """And with the steps that they come from: a replay makes the same ones of them."""
+    """A replay computes the same advantages from the saved steps."""
     sampled = sample("all", num_steps=1)
     groups = tuple(
-        replace(group, steps=(((1, group.order), (n, 0.5)), (), ((n, 0.25),)))
+        with_steps(group, (((1, group.prompt_index), (n, 0.5)), (), ((n, 0.25),)))
         for group in sampled.groups
         for n in [min(group.lengths)]
     )
-    by_order = {group.order: group for group in groups}
-    saved = tuple(replace(s, group=by_order.get(s.group.order, s.group)) for s in sampled.saved)
+    known = {group.prompt_index: group for group in groups}
+    saved = tuple(replace(s, group=known.get(s.group.prompt_index, s.group)) for s in sampled.saved)
     sampled = replace(sampled, groups=groups, saved=saved)
     config = from_dict(
         {
@@ -153,8 +162,8 @@ def test_tokens_with_advantages_of_their_own_are_saved_with_them(
     write_rollouts(path, entries)
     found = [group for group in read_rollouts(path) if group.fate == "trained"]
     responses = [response for group in found for response in group.responses]
-    expected = {group.order: values[3 * i : 3 * i + 3] for i, group in enumerate(groups)}
-    whole = [tokens for group in found for tokens in expected[group.order]]
+    expected = {group.prompt_index: values[3 * i : 3 * i + 3] for i, group in enumerate(groups)}
+    whole = [tokens for group in found for tokens in expected[group.prompt_index]]
     for response, tokens in zip(responses, whole, strict=True):
         if (tokens == tokens[0]).all():
             assert (response.advantage, response.advantages) == (tokens[0], None)
@@ -167,10 +176,10 @@ def test_tokens_with_advantages_of_their_own_are_saved_with_them(
     assert all(np.array_equal(one, two) for one, two in zip(again, whole, strict=True))
 
 
-def test_what_the_trainer_made_of_rewards_comes_before_the_rewards(
+def test_trainer_advantages_take_precedence(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    """With gae the driver knows rewards alone, which are no advantages where no trainer was."""
+    """With gae only the trainer knows advantages."""
     sampled = sample("all")
     config = from_dict({**to_dict(CONFIG), "algorithm": {"advantage": "gae", "overlong_buffer": 4}})
     values = advantages(sampled.groups, config.algorithm, max_response_tokens=MAX_TOKENS)
@@ -188,7 +197,7 @@ def test_what_the_trainer_made_of_rewards_comes_before_the_rewards(
                 assert (response.advantages is None) == (len(tokens) == 1)
 
 
-def test_nothing_is_asked_of_the_trainer_where_nothing_is_saved(
+def test_no_sequences_without_saved_groups(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     sampled = sample(0)
@@ -197,21 +206,21 @@ def test_nothing_is_asked_of_the_trainer_where_nothing_is_saved(
     assert list(saved_groups(1, sampled, values, UPDATE, CONFIG, tokenizer, later_verdicts)) == []
 
 
-def test_all_of_a_batch_is_asked_for_in_order() -> None:
+def test_all_sequences_are_saved_in_order() -> None:
     assert saved_sequences(sample("all")) == list(range(24))
 
 
-def test_the_rules_own_verdict_is_saved_where_the_other_one_decided(
+def test_rule_verdict_is_saved_if_another_scorer_decides(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    """Else nobody could find the responses on which the two differ."""
+    """It finds the responses on which the two differ."""
     sampled = sample("all")
     values = advantages(sampled.groups, CONFIG.algorithm, max_response_tokens=MAX_TOKENS)
     update = trained(sampled)
     saved = saved_groups(9, sampled, values, update, CONFIG, tokenizer, later_verdicts)
     responses = [response for group in saved for response in group.responses]
     # the scorer of this test looks at numbers alone, and no response has an answer for the rule
-    assert any(response.correct for response in responses)
+    assert any(response.score.correct for response in responses)
     assert not any(response.rule_correct for response in responses)
     assert {response.disagreed for response in responses} == {True, False}
-    assert all(r.disagreed == (r.symbolic_correct is True) for r in responses)
+    assert all(r.disagreed == (r.score.symbolic_correct is True) for r in responses)

@@ -56,7 +56,7 @@ function groupHead(index, { prompt }) {
     el(
       "div",
       { class: "item-head" },
-      el("h3", {}, `${name}step ${entry.step}, group ${entry.order}`),
+      el("h3", {}, `${name}step ${entry.step}, group ${entry.prompt_index}`),
       fateChip(entry),
       moves,
     ),

@@ -118,7 +118,7 @@ function listItem(index, hits) {
       { class: "item-head" },
       severalRuns ? swatch(group.run) : null,
       el("b", {}, `step ${group.step}`),
-      el("span", { class: "muted" }, `#${group.order}`),
+      el("span", { class: "muted" }, `#${group.prompt_index}`),
       fateChip(group),
     ),
     el("span", { class: "excerpt" }, group.excerpt),

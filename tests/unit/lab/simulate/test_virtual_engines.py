@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megadapo.data.group import Response
 from megadapo.lab.simulate.engine import EngineSpeed
 from megadapo.lab.simulate.engines import Dispatch, EngineSettings, VirtualEngines
 from megadapo.lab.simulate.task import Task, TaskSettings
-from megadapo.rollout.types import GroupRequest, Response, SamplingSettings
+from megadapo.rollout.types import GroupRequest, SamplingSettings
 
 TASK = Task(TaskSettings(num_responses=4, num_prompts=100, prompt_tokens=5))
 SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=20480)

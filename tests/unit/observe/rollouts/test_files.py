@@ -1,5 +1,4 @@
-"""Would catch: a number or character that changes on its way through a saved group, half a file
-taken for a whole one, a step that a resumed run saves twice, a full disk that goes unnoticed."""
+"""Files of saved groups: values that change on their way, half files, and unnoticed disk errors."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import pyarrow
 import pytest
 
 from megadapo.algorithm.groups import Branch
-from megadapo.data.policy_versions import NO_VERSION
+from megadapo.data.group import NO_VERSION
 from megadapo.errors import DataError, InfraError
 from megadapo.observe.rollouts.files import (
     RolloutLog,
@@ -44,25 +43,31 @@ def assert_same(one: SavedGroup, two: SavedGroup) -> None:
         if name != "responses":
             assert getattr(two, name) == value, name
     for first, second in zip(one.responses, two.responses, strict=True):
-        for name, value in vars(first).items():
-            other = getattr(second, name)
-            if isinstance(value, np.ndarray):
-                assert value.dtype == other.dtype
-                np.testing.assert_array_equal(value, other)
-            else:
-                assert (other, type(other)) == (value, type(value)), name
+        assert first.score == second.score
+        for before, after in ((first, second), (first.response, second.response)):
+            for name, value in vars(before).items():
+                other = getattr(after, name)
+                if isinstance(value, np.ndarray):
+                    assert value.dtype == other.dtype
+                    np.testing.assert_array_equal(value, other)
+                elif name != "response":
+                    assert repr(other) == repr(value), name
 
 
-def test_groups_come_back_bit_for_bit_and_in_order(tmp_path: Path) -> None:
-    groups = [awkward_group(2), saved_group(order=3), saved_group(saved_response(""), order=9)]
+def test_groups_survive_exactly_and_in_order(tmp_path: Path) -> None:
+    groups = [
+        awkward_group(2),
+        saved_group(prompt_index=3),
+        saved_group(saved_response(""), prompt_index=9),
+    ]
     back = list(read_rollouts(write(tmp_path, 4, *groups)))
     assert len(back) == 3
     for one, two in zip(groups, back, strict=True):
         assert_same(one, two)
 
 
-def test_a_tools_output_and_a_branch_come_back(tmp_path: Path) -> None:
-    """Without them a replay trains on the output, or credits shared tokens otherwise."""
+def test_tool_output_and_branch_survive(tmp_path: Path) -> None:
+    """A replay without them would train on tool output and credit shared tokens wrongly."""
     versions = np.array([3, NO_VERSION, 3], dtype=np.int32)
     first = saved_response("abc", policy_versions=versions)
     branched = saved_response("abd", policy_versions=versions, branch=Branch(0, 2))
@@ -72,62 +77,49 @@ def test_a_tools_output_and_a_branch_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("branch", [[1, 1], [2, 1], [-1, 1], [0, 3], [0, -1], [0], ["0", 1], "ab"])
-def test_a_branch_that_cannot_be_is_refused(branch: object) -> None:
+def test_impossible_branch_is_rejected(branch: object) -> None:
     entry = encode_saved(saved_group(saved_response("ab"), saved_response("abc")))
     entry["responses"][1]["branch"] = branch
     with pytest.raises((TypeError, ValueError)):
         decode_saved(entry)
 
 
-def test_every_float32_survives_its_decimal_text(tmp_path: Path) -> None:
-    """Two digits too few would make a replayed ratio differ from 1."""
+def test_float32_survives_as_decimal_text(tmp_path: Path) -> None:
+    """Missing digits would make a replayed ratio differ from 1."""
     bits = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint32)
     values = bits.view(np.float32)
     values = values[np.isfinite(values)]
-    response = saved_response("x" * len(values), logprobs_rollout=values)
+    response = saved_response("x" * len(values), logprobs=values)
     (back,) = read_rollouts(write(tmp_path, 1, saved_group(response)))
-    read = back.responses[0].logprobs_rollout
+    read = back.responses[0].response.logprobs
     assert np.array_equal(read.view(np.uint32), values.view(np.uint32))
-    entry = encode_saved(saved_group(saved_response("x", logprobs_rollout=np.float32([-0.1]))))
+    entry = encode_saved(saved_group(saved_response("x", logprobs=np.float32([-0.1]))))
     assert entry["responses"][0]["logprobs_rollout"] == [-0.1], "more digits than it needs"
 
 
-def test_what_is_not_finite_is_null_and_the_line_is_json_for_every_reader(tmp_path: Path) -> None:
+def test_non_finite_log_probs_are_null(tmp_path: Path) -> None:
     def refuse(text: str) -> None:
         raise AssertionError(f"{text} is not JSON")
 
     values = np.array([np.nan, np.inf, -np.inf, -1.0], dtype=np.float32)
-    line = json.dumps(encode_saved(saved_group(saved_response("abcd", logprobs_rollout=values))))
+    line = json.dumps(encode_saved(saved_group(saved_response("abcd", logprobs=values))))
     entry = json.loads(line, parse_constant=refuse)
     assert entry["responses"][0]["logprobs_rollout"] == [None, None, None, -1.0]
 
 
-def test_a_group_is_rebuilt_as_sampling_made_it(tmp_path: Path) -> None:
+def test_group_is_rebuilt_as_sampled() -> None:
     saved = saved_group()
     group = saved.group
-    assert (group.order, group.prompt) == (saved.order, saved.prompt)
+    assert (group.prompt_index, group.prompt) == (saved.prompt_index, saved.prompt)
+    assert group.prompt_ids == saved.prompt_ids
     assert group.rewards == (1.0, -1.0) and group.correct == (True, False)
-    assert group.answers == ("2", "2") and group.symbolic_correct == (True, True)
-    for sample, response in zip(group.samples, saved.responses, strict=True):
-        assert sample.prompt_ids == saved.prompt_ids
-        assert sample.response_ids is response.token_ids
-        assert sample.logprobs_rollout is response.logprobs_rollout
-        assert sample.policy_versions is response.policy_versions
-        assert sample.text == response.text
-
-
-def test_a_file_with_one_version_a_response_is_still_read(tmp_path: Path) -> None:
-    """The saved groups of older runs could otherwise be neither shown nor replayed."""
-    entry = encode_saved(saved_group(saved_response("abcd")))
-    del entry["responses"][0]["policy_versions"]
-    entry["responses"][0]["policy_version"] = 6
-    (back,) = read_rollouts(compressed(rollouts_path(tmp_path, 1), json.dumps(entry) + "\n"))
-    assert back.responses[0].policy_versions.tolist() == [6, 6, 6, 6]
+    assert group.scores == tuple(one.score for one in saved.responses)
+    assert group.responses == tuple(one.response for one in saved.responses)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
-def test_half_a_file_is_not_taken_for_a_whole_one(tmp_path: Path, share: float) -> None:
-    path = write(tmp_path, 4, *(saved_group(order=order) for order in range(40)))
+def test_truncated_file_is_an_error(tmp_path: Path, share: float) -> None:
+    path = write(tmp_path, 4, *(saved_group(prompt_index=index) for index in range(40)))
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
     with pytest.raises(DataError, match=r"step-4\.jsonl\.zst"):
@@ -153,13 +145,13 @@ LINE = json.dumps(encode_saved(saved_group()))
         LINE.replace('"id": "id-7"', '"name": "id-7"'),
     ],
 )
-def test_a_foreign_line_is_an_error_that_names_file_and_line(tmp_path: Path, line: str) -> None:
+def test_malformed_line_error_names_file_and_line(tmp_path: Path, line: str) -> None:
     path = compressed(rollouts_path(tmp_path, 1), f"{LINE}\n{line}\n")
     with pytest.raises(DataError, match=r"step-1\.jsonl\.zst, line 2"):
         list(read_rollouts(path))
 
 
-def test_files_that_are_no_zstd_or_not_there_are_data_errors(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_data_errors(tmp_path: Path) -> None:
     path = rollouts_path(tmp_path, 1)
     with pytest.raises(DataError, match="step-1"):
         list(read_rollouts(path))
@@ -172,7 +164,7 @@ def test_files_that_are_no_zstd_or_not_there_are_data_errors(tmp_path: Path) -> 
         list(read_rollouts(path))
 
 
-def test_steps_are_listed_by_number_and_foreign_files_are_not(tmp_path: Path) -> None:
+def test_steps_are_listed_by_number(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == []
     for step in (10, 9, 2):
         write(tmp_path, step, saved_group())
@@ -181,8 +173,8 @@ def test_steps_are_listed_by_number_and_foreign_files_are_not(tmp_path: Path) ->
     assert saved_steps(tmp_path) == [2, 9, 10]
 
 
-def test_the_log_writes_behind_the_loop_and_rewinds(tmp_path: Path) -> None:
-    """Steps after the resume point are redone: a page would show them twice, or the lost ones."""
+def test_log_writes_in_background_and_rewinds(tmp_path: Path) -> None:
+    """Steps after the resume point are written again."""
     log = RolloutLog(tmp_path)
     for step in range(1, 5):
         log.write(step, iter([saved_group(step=step)]))
@@ -198,24 +190,24 @@ def test_the_log_writes_behind_the_loop_and_rewinds(tmp_path: Path) -> None:
     log.close()
 
 
-def test_groups_are_taken_one_by_one(tmp_path: Path) -> None:
+def test_groups_are_streamed(tmp_path: Path) -> None:
     """All groups of a large step as text at once would be gigabytes."""
     alive: list[int] = []
 
     def groups() -> Iterator[SavedGroup]:
-        for order in range(50):
+        for index in range(50):
             text = "x" * 10_000
-            alive.append(order)
-            yield saved_group(saved_response(text), order=order)
+            alive.append(index)
+            yield saved_group(saved_response(text), prompt_index=index)
 
     path = rollouts_path(tmp_path, 1)
     write_rollouts(path, groups())
     reader = read_rollouts(path)
-    assert next(reader).order == 0 and len(alive) == 50
-    assert [group.order for group in reader] == list(range(1, 50))
+    assert next(reader).prompt_index == 0 and len(alive) == 50
+    assert [group.prompt_index for group in reader] == list(range(1, 50))
 
 
-def test_a_disk_that_refuses_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_disk_error_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("a file where the folder should be")
     log = RolloutLog(tmp_path)
     log.write(3, [saved_group()])
@@ -226,7 +218,7 @@ def test_a_disk_that_refuses_is_an_error_that_names_the_file(tmp_path: Path) -> 
     log.close()
 
 
-def test_a_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, os.strerror(28))
 

@@ -1,5 +1,4 @@
-"""Would catch: model output that drives the terminal, a filter that hides or shows the wrong
-responses, and a step without saved responses that ends in a traceback."""
+"""`megadapo show`: output that controls the terminal, wrong filters, and unhelpful errors."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup
 from megadapo.observe.rollouts.show import Filter, printable, show_step
 from tests.support.rollout.saved_groups import awkward_group, saved_group, saved_response, untrained
 
-RIGHT = saved_response("all right")
+CORRECT = saved_response("all correct")
 WRONG = saved_response("all wrong", correct=False, reward=-1.0, symbolic_correct=False)
 CUT = saved_response("cut off", correct=False, finish_reason="length", symbolic_correct=None)
 DIFFERING = saved_response("as text only", correct=False, answer="0.5", symbolic_correct=True)
@@ -37,17 +36,17 @@ def shown(
     return console.file.getvalue()
 
 
-def test_a_group_is_shown_with_all_that_was_said_about_it(tmp_path: Path) -> None:
-    text = shown(save(tmp_path, 4, saved_group(RIGHT, WRONG, CUT, DIFFERING)))
+def test_group_is_shown_with_all_facts(tmp_path: Path) -> None:
+    text = shown(save(tmp_path, 4, saved_group(CORRECT, WRONG, CUT, DIFFERING)))
     for part in (
-        "group 7: trained, 1 of 4 right",
+        "group 7: trained, 1 of 4 correct",
         "1+1=?",
-        "right answer: 2",
-        "response 1: right, answer 2, reward +1, overlong -0.3333, advantage +0.3000, 9 tokens, "
+        "correct answer: 2",
+        "response 1: correct, answer 2, reward +1, overlong -0.3333, advantage +0.3000, 11 tokens, "
         "stop, policy_version 3",
         "response 2: wrong",
         "7 tokens, length",
-        "the rule says wrong, the symbolic comparison right",
+        "the rule says wrong, the symbolic comparison correct",
         "step 4: 1 of 1 saved groups",
     ):
         assert part in " ".join(text.split()), part
@@ -57,47 +56,48 @@ def test_a_group_is_shown_with_all_that_was_said_about_it(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("wanted", "texts"),
     [
-        ({}, {"all right", "all wrong", "cut off", "as text only"}),
-        ({"correct": True}, {"all right"}),
+        ({}, {"all correct", "all wrong", "cut off", "as text only"}),
+        ({"correct": True}, {"all correct"}),
         ({"correct": False}, {"all wrong", "cut off", "as text only"}),
         ({"truncated": True}, {"cut off"}),
         ({"disagreed": True}, {"as text only"}),
         ({"disagreed": True, "truncated": True}, set()),
-        ({"prompt": "id-7"}, {"all right", "all wrong", "cut off", "as text only"}),
+        ({"prompt": "id-7"}, {"all correct", "all wrong", "cut off", "as text only"}),
         ({"prompt": "d-7"}, set()),
         ({"fate": "all_wrong"}, set()),
     ],
 )
-def test_filters_show_what_they_say(tmp_path: Path, wanted: dict, texts: set[str]) -> None:
-    text = shown(save(tmp_path, 1, saved_group(RIGHT, WRONG, CUT, DIFFERING)), **wanted)
-    every = ("all right", "all wrong", "cut off", "as text only")
+def test_filters(tmp_path: Path, wanted: dict, texts: set[str]) -> None:
+    text = shown(save(tmp_path, 1, saved_group(CORRECT, WRONG, CUT, DIFFERING)), **wanted)
+    every = ("all correct", "all wrong", "cut off", "as text only")
     assert {part for part in every if f"    {part}" in text} == texts
     assert f"{int(bool(texts))} of 1 saved groups" in text
 
 
-def test_groups_thrown_away_are_found_by_their_fate(tmp_path: Path) -> None:
+def test_groups_are_filtered_by_fate(tmp_path: Path) -> None:
     groups = [
-        saved_group(RIGHT, order=i, fate=fate) for i, fate in enumerate(get_args(Disposition))
+        saved_group(CORRECT, prompt_index=i, fate=fate)
+        for i, fate in enumerate(get_args(Disposition))
     ]
     save(tmp_path, 1, *groups)
-    for order, fate in enumerate(FATES):
+    for index, fate in enumerate(FATES):
         text = shown(tmp_path, fate=fate)
-        assert f"group {order}: {fate}" in text and text.count("group ") == 1
+        assert f"group {index}: {fate}" in text and text.count("group ") == 1
     assert get_args(Disposition) == FATES
 
 
-def test_no_more_groups_than_asked_for_and_how_many_are_left(tmp_path: Path) -> None:
-    save(tmp_path, 1, *(saved_group(RIGHT, order=order) for order in range(5)))
+def test_limit_shows_the_number_of_hidden_groups(tmp_path: Path) -> None:
+    save(tmp_path, 1, *(saved_group(CORRECT, prompt_index=index) for index in range(5)))
     text = shown(tmp_path, limit=2)
     assert "group 1:" in text and "group 2:" not in text
     assert "2 of 5 saved groups; a higher --limit shows 3 more" in text
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_what_the_model_wrote_cannot_drive_the_terminal(tmp_path: Path, terminal: bool) -> None:
-    """A response with these could hide others, rename the window or answer a question itself."""
+def test_model_output_cannot_control_the_terminal(tmp_path: Path, terminal: bool) -> None:
+    """Control characters could hide other responses or rename the window."""
     hostile = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202eevil\u2066\x00\b\x7f[bold red]markup[/]"
-    own = untrained(hostile, answer=hostile, reward_parts={hostile: 1.0})
+    own = untrained(hostile, answer=hostile, parts=((hostile, 1.0),))
     group = saved_group(own, awkward_group().responses[2])
     console = Console(file=io.StringIO(), width=200, force_terminal=terminal, highlight=False)
     save(tmp_path, 1, group)
@@ -112,13 +112,13 @@ def test_what_the_model_wrote_cannot_drive_the_terminal(tmp_path: Path, terminal
     assert "[bold red]markup[/]" in text, "read as markup"
 
 
-def test_parts_and_steps_are_shown_where_there_are_any(tmp_path: Path) -> None:
-    parts = {"arithmetic_steps": 0.0, "arithmetic_steps/steps": 2.0}
-    scored = saved_response("ab", reward_parts=parts, steps=((1, 1.0), (2, 0.25)))
+def test_reward_parts_and_steps_are_shown(tmp_path: Path) -> None:
+    parts = (("arithmetic_steps", 0.0), ("arithmetic_steps/steps", 2.0))
+    scored = saved_response("ab", parts=parts, steps=((1, 1.0), (2, 0.25)))
     save(tmp_path, 1, saved_group(scored, saved_response("c")))
     text = shown(tmp_path)
-    assert "reward of arithmetic_steps 0, arithmetic_steps/steps 2; steps 1 0.25" in text
-    assert text.count("reward of") == 1
+    assert "reward from arithmetic_steps 0, arithmetic_steps/steps 2; steps 1 0.25" in text
+    assert text.count("reward from") == 1
 
 
 def rendered(group: SavedGroup) -> list:
@@ -127,33 +127,33 @@ def rendered(group: SavedGroup) -> list:
     return list(_render_step(1, [group], Filter(), 1))
 
 
-def test_visible_text_stays_as_it_is() -> None:
+def test_printable_text_is_unchanged() -> None:
     for text in ("", "1 + 1 = 2\n\tso: \u4e8c \u00e9 \U0001f600", "\\x1b", "a\\n"):
         assert printable(text) == text
     assert printable("\u2028\ufeff\ud800") == r"\u2028\ufeff\ud800"
 
 
-def test_without_a_step_the_last_saved_one_is_shown(tmp_path: Path) -> None:
+def test_last_saved_step_is_the_default(tmp_path: Path) -> None:
     for step in (2, 10, 9):
         save(tmp_path, step, saved_group(step=step))
     assert "step 10:" in shown(tmp_path)
     assert "step 9:" in shown(tmp_path, 9)
 
 
-def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+def test_missing_step_error_lists_saved_steps(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no saved responses \(.*observe\.saved_groups"):
         shown(tmp_path)
     for step in (1, 2, 3, 6, 8, 9):
         save(tmp_path, step, saved_group())
-    with pytest.raises(DataError, match=r"of step 4; it has those of 1-3, 6, 8-9$"):
+    with pytest.raises(DataError, match=r"of step 4, only of steps 1-3, 6, 8-9$"):
         shown(tmp_path, 4)
 
 
-def test_the_command_reads_its_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path, 3, saved_group(RIGHT, WRONG))
+def test_command_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 3, saved_group(CORRECT, WRONG))
     assert run_command(["show", str(tmp_path), "3", "--wrong", "--limit", "1"]) == 0
     output = capsys.readouterr().out
-    assert "all wrong" in output and "all right" not in output
+    assert "all wrong" in output and "all correct" not in output
     with pytest.raises(SystemExit):
         run_command(["show", str(tmp_path), "--wrong", "--correct"])
     with pytest.raises(ConfigError):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megadapo.algorithm.groups import Branch
+from megadapo.data.group import Response, ToolCall
 from megadapo.errors import ConfigError
 from megadapo.rollout.config import BranchingConfig, SamplingConfig
 from megadapo.rollout.engine.branching import (
@@ -16,7 +17,7 @@ from megadapo.rollout.engine.branching import (
     choose_branches,
     normalized_entropy,
 )
-from megadapo.rollout.types import GroupRequest, Response, SamplingSettings, ToolCall
+from megadapo.rollout.types import GroupRequest, SamplingSettings
 
 ON = BranchingConfig(initial_rollouts=2)
 

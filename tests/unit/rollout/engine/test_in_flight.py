@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megadapo.data.group import Response
 from megadapo.errors import InfraError
 from megadapo.rollout.tools import Tool, ToolsConfig
-from megadapo.rollout.types import GroupRequest, Response, SamplingSettings
+from megadapo.rollout.types import GroupRequest, SamplingSettings
 from tests.support.models.tiny_models import write_tokenizer
 
 PROMPT = (3, 4, 5)

@@ -1,43 +1,41 @@
-"""Would catch: a group that is generated twice after a kill, one of other weights or settings that
-is trained on, and a run that a full or damaged disk ends or makes silently forget."""
+"""The journal: groups generated twice after a kill, groups of other weights, and disk errors."""
 
 from __future__ import annotations
 
 import errno
-import math
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
+from megadapo.data.group_codec import encode_group
 from megadapo.rollout.journal import record_log
-from megadapo.rollout.journal.journal import JOURNAL_FOLDER, Journal, forget_before
-from megadapo.rollout.journal.repeated_steps import RepeatedSteps
+from megadapo.rollout.journal.journal import DIGEST_BYTES, JOURNAL_FOLDER, Journal, forget_before
 from megadapo.rollout.sampling.ahead import AheadSampler
-from megadapo.rollout.sampling.sampled_batch import GroupStats, SampledBatch
+from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import SamplingSettings
+from tests.support.rollout.groups import make_group
 from tests.support.rollout.samplers import contents, make_sampler
 from tests.support.rollout.scripted_engines import POLICY_VERSION, AtOnce, ScriptedEngines
-from tests.unit.rollout.sampling.test_reserve import make_group
 
 WEIGHTS = "weights"
 
 
 class Killed(Exception):
-    """The driver died."""
+    """The driver was killed."""
 
 
-class Mortal(ScriptedEngines):
-    """Engines whose driver is killed when so many groups have come back."""
+class KilledAfter(ScriptedEngines):
+    """Engines whose driver is killed after a number of groups."""
 
-    def __init__(self, lives: int, **keys) -> None:
+    def __init__(self, num_groups: int, **keys) -> None:
         super().__init__(**keys)
-        self._lives = lives
+        self._num_groups = num_groups
 
     def finished(self, timeout_s=None):
-        if self.num_handed_back >= self._lives:
+        if self.num_handed_back >= self._num_groups:
             raise Killed
         return super().finished(timeout_s)
 
@@ -51,16 +49,16 @@ def journal_in(
 
 
 def sampler_with(journal: Journal, engines: ScriptedEngines, **config) -> Sampler:
-    # a group is in the journal when it is scored, not when it has come back
+    # scoring at once makes the journal hold exactly the groups that have finished
     return make_sampler(engines, sampler={"journal": journal, "scoring": AtOnce}, **config)
 
 
 def killed_after(folder: Path, num_groups: int, **config) -> list[int]:
-    """Orders of the groups that came back before the kill."""
-    engines = Mortal(num_groups, finish="at random")
+    """Return the prompt indices of groups that finished before the kill."""
+    engines = KilledAfter(num_groups, finish="at random")
     with pytest.raises(Killed):
         sampler_with(journal_in(folder), engines, **config).next_batch()
-    return [order for order in engines.asked if order not in engines._in_flight]
+    return [key for key in engines.asked if key not in engines._in_flight]
 
 
 MODES = [{}, {"mode": "rounds"}, {"selection": "all"}, {"longest_first": True}]
@@ -68,9 +66,7 @@ MODES = [{}, {"mode": "rounds"}, {"selection": "all"}, {"longest_first": True}]
 
 @pytest.mark.parametrize("config", MODES)
 @pytest.mark.parametrize("num_groups", [1, 7])
-def test_a_killed_step_is_the_same_batch_and_asks_no_finished_group_again(
-    tmp_path, config, num_groups
-):
+def test_killed_step_reuses_finished_groups(tmp_path, config, num_groups):
     config = {**config, "saved_groups": "all"}
     expected = make_sampler(ScriptedEngines(finish="at random"), **config).next_batch()
     finished = killed_after(tmp_path, num_groups, **config)
@@ -86,28 +82,27 @@ def test_a_killed_step_is_the_same_batch_and_asks_no_finished_group_again(
 
 
 @pytest.mark.parametrize("num_groups", [1, 4])
-def test_stopped_answers_go_on_from_the_same_tokens(tmp_path, num_groups):
-    """The journal has a carried group under what it was asked with; one that began with other
-    tokens is another question."""
+def test_continued_group_is_found_by_its_first_tokens(tmp_path, num_groups):
+    """The digest of a request covers the tokens it continues."""
     config = {"mode": "partial", "max_staleness": 1}
     first = make_sampler(ScriptedEngines(finish="last first", slots=60), **config)
     first.next_batch()
     state = first.state_dict()
     assert state["unfinished"]
 
-    def goes_on(engines: ScriptedEngines) -> Sampler:
+    def resumed(engines: ScriptedEngines) -> Sampler:
         engines.policy_version += 1
         sampler = sampler_with(journal_in(tmp_path, version=4), engines, **config)
         sampler.load_state_dict(state)
         return sampler
 
-    mortal = Mortal(num_groups)
+    killed = KilledAfter(num_groups)
     with pytest.raises(Killed):
-        goes_on(mortal).next_batch()
+        resumed(killed).next_batch()
     engines = ScriptedEngines()
-    batch = goes_on(engines).next_batch()
+    batch = resumed(engines).next_batch()
     assert batch.num_from_journal == num_groups
-    assert not set(engines.asked) & {o for o in mortal.asked if o not in mortal._in_flight}
+    assert not set(engines.asked) & {o for o in killed.asked if o not in killed._in_flight}
 
 
 @pytest.mark.parametrize(
@@ -117,17 +112,17 @@ def test_stopped_answers_go_on_from_the_same_tokens(tmp_path, num_groups):
         ({"settings": "others"}, "other data, rewards, settings or another seed"),
     ],
 )
-def test_groups_of_other_weights_or_settings_are_not_used(tmp_path, changed, word):
+def test_groups_of_other_weights_or_settings_are_ignored(tmp_path, changed, word):
     killed_after(tmp_path, 5)
     journal = journal_in(tmp_path, **changed)
     [note] = journal.drain_warnings()
-    assert f"it is of {word}" in note and "version-3.log" in note
+    assert f"is from {word}" in note and "version-3.log" in note
     engines = ScriptedEngines()
     assert sampler_with(journal, engines).next_batch().num_from_journal == 0
     assert journal_in(tmp_path, **changed).drain_warnings() == []
 
 
-def test_another_seed_or_temperature_is_another_question(tmp_path):
+def test_other_seed_or_temperature_is_another_request(tmp_path):
     killed_after(tmp_path, 5)
     engines = ScriptedEngines()
     assert sampler_with(journal_in(tmp_path), engines, seed=1).next_batch().num_from_journal == 0
@@ -136,38 +131,32 @@ def test_another_seed_or_temperature_is_another_question(tmp_path):
     assert sampler.next_batch().num_from_journal == 0
 
 
-def test_a_record_that_is_no_group_is_named_and_asked_again(tmp_path, monkeypatch):
+def test_malformed_group_is_requested_again(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(
-            "megadapo.rollout.journal.journal.encode_group", lambda group: {"order": group.order}
+            "megadapo.rollout.journal.journal.encode_group",
+            lambda group: {"prompt_index": group.prompt_index},
         )
         finished = killed_after(tmp_path, 2)
     journal, engines = journal_in(tmp_path), ScriptedEngines()
     assert sampler_with(journal, engines).next_batch().num_from_journal == 0
     notes = journal.drain_warnings()
-    assert len(notes) == 2 and all("KeyError('samples')" in note for note in notes)
+    assert len(notes) == 2 and all("KeyError('responses')" in note for note in notes)
     assert set(finished) <= set(engines.asked)
 
 
-def test_what_is_counted_of_a_group_comes_back_exact(tmp_path):
-    """With what only tools, branches and reward functions leave."""
-    sampler = make_sampler(ScriptedEngines())
-    question = sampler._question(2)
+def test_group_is_restored_exactly(tmp_path):
     group = make_group(2)
-    outcome = GroupStats(
-        **{"order": 2, "prompt_id": "id", "num_correct": 1, "num_responses": 2, "reward_sum": 0.1},
-        **{"lengths": (1, 7), "num_truncated": 1, "is_mixed": True, "seconds": 1 / 3},
-        **{"parts": (("judge", 0.1), ("judge/failed", 0.0)), "num_generated": 6},
-        **{"num_output_tokens": 2, "num_calls": 3, "num_branches": 1},
-        entropy_rises=(math.nan, -0.25),
-    )
-    journal_in(tmp_path).append(question, sampler._settings, group, outcome)
-    found = journal_in(tmp_path).find(question, sampler._settings)
-    assert found is not None and repr(found) == repr((group, outcome))
+    journal = journal_in(tmp_path)
+    journal.append_group(bytes(DIGEST_BYTES), group)
+    journal.close()
+    found = journal_in(tmp_path).find_group(bytes(DIGEST_BYTES))
+    assert found is not None and found.seconds == group.seconds
+    assert encode_group(found) == encode_group(group)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x00" * 100])
-def test_a_file_that_is_no_journal_is_begun_anew(tmp_path, content):
+def test_foreign_file_is_replaced(tmp_path, content):
     killed_after(tmp_path, 5)
     path = tmp_path / JOURNAL_FOLDER / "version-3.log"
     path.write_bytes(content)
@@ -178,14 +167,14 @@ def test_a_file_that_is_no_journal_is_begun_anew(tmp_path, content):
     assert batch.num_from_journal > 0
 
 
-def test_a_journal_of_another_format_is_named(tmp_path, monkeypatch):
+def test_other_format_is_reported(tmp_path, monkeypatch):
     killed_after(tmp_path, 5)
     monkeypatch.setattr("megadapo.rollout.journal.journal.FORMAT", 2)
     [note] = journal_in(tmp_path).drain_warnings()
     assert "another version of megadapo" in note
 
 
-def test_damage_in_the_middle_is_named_and_costs_what_lies_behind_it(tmp_path):
+def test_damage_costs_later_groups(tmp_path):
     expected = make_sampler(ScriptedEngines()).next_batch()
     finished = killed_after(tmp_path, 6)
     path = tmp_path / JOURNAL_FOLDER / "version-3.log"
@@ -200,7 +189,7 @@ def test_damage_in_the_middle_is_named_and_costs_what_lies_behind_it(tmp_path):
     assert contents([batch]) == contents([expected])
 
 
-def test_a_full_disk_loses_the_journal_and_not_the_step(tmp_path, monkeypatch):
+def test_full_disk_does_not_end_the_step(tmp_path, monkeypatch):
     expected = make_sampler(ScriptedEngines()).next_batch()
     journal = journal_in(tmp_path)
     sampler, real, calls = sampler_with(journal, ScriptedEngines()), os.pwrite, []
@@ -216,7 +205,7 @@ def test_a_full_disk_loses_the_journal_and_not_the_step(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(record_log.os, "pwrite", full)
         assert contents([sampler.next_batch()]) == contents([expected])
-    assert len(calls) == 5, "it is asked again only for the next weights"
+    assert len(calls) == 5, "writing is tried again only for the next weights"
     [note] = journal.drain_warnings()
     assert "version-3.log: cannot be written: No space left on device" in note
     assert sampler_with(journal_in(tmp_path), ScriptedEngines()).next_batch().num_from_journal == 3
@@ -225,7 +214,7 @@ def test_a_full_disk_loses_the_journal_and_not_the_step(tmp_path, monkeypatch):
     assert journal.drain_warnings() == []
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_folder_that_cannot_be_created_is_reported(tmp_path):
     (tmp_path / JOURNAL_FOLDER).touch()
     journal = journal_in(tmp_path)
     sampler_with(journal, ScriptedEngines()).next_batch()
@@ -233,8 +222,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(("fsync", "num_syncs"), [("never", 0), ("step", 1), ("group", 8)])
-def test_the_disk_is_waited_for_as_the_configuration_says(tmp_path, monkeypatch, fsync, num_syncs):
-    """Each wait is one of the driver, while groups come back."""
+def test_fsync_setting(tmp_path, monkeypatch, fsync, num_syncs):
     synced, real = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.fstat(file)), real(file)))
     journal = Journal(tmp_path, "settings", fsync=fsync)
@@ -242,11 +230,11 @@ def test_the_disk_is_waited_for_as_the_configuration_says(tmp_path, monkeypatch,
     sampler_with(journal, ScriptedEngines(), selection="all").next_batch()
     files = [entry for entry in synced if stat.S_ISREG(entry.st_mode)]
     assert len(files) == num_syncs
-    assert len(synced) - len(files) == (fsync != "never"), "the name of the file, once"
+    assert len(synced) - len(files) == (fsync != "never"), "the directory entry, once"
 
 
-def test_a_batch_that_was_sampled_ahead_is_asked_for_once(tmp_path):
-    """It is of the same weights as the one before it."""
+def test_batch_sampled_ahead_is_reused(tmp_path):
+    """It is sampled with the same weights as the batch before it."""
 
     def ahead(engines: ScriptedEngines) -> AheadSampler:
         sampler = sampler_with(journal_in(tmp_path), engines, mode="one_step_off", max_staleness=1)
@@ -264,7 +252,7 @@ def test_a_batch_that_was_sampled_ahead_is_asked_for_once(tmp_path):
     assert again.asked == []
 
 
-def test_what_a_checkpoint_holds_is_forgotten(tmp_path):
+def test_forget_before_a_checkpoint(tmp_path):
     for version in (2, 3, 10):
         journal = journal_in(tmp_path, version=version)
         sampler_with(journal, ScriptedEngines()).next_batch()
@@ -277,17 +265,16 @@ def test_what_a_checkpoint_holds_is_forgotten(tmp_path):
 
 
 @pytest.mark.parametrize("config", [{"mode": "partial", "max_staleness": 1}, {"max_staleness": 1}])
-def test_steps_in_which_groups_wait_are_repeated_as_they_were(tmp_path, config):
-    """Asked again, other groups would have come back in time, and other weights would follow."""
+def test_step_with_waiting_groups_is_reused_as_a_whole(tmp_path, config):
+    """Sampled again, other groups would finish in time."""
 
     def steps_with(engines: ScriptedEngines, num_steps: int) -> list[SampledBatch]:
         journal = Journal(tmp_path, "settings")
         sampler = sampler_with(journal, engines, **config)
-        steps = RepeatedSteps(sampler, journal, sampler._config)
         batches = []
         for _ in range(num_steps):
             journal.begin(engines.policy_version, f"weights {engines.policy_version}")
-            batches.append(steps.next_batch())
+            batches.append(sampler.next_batch())
             engines.policy_version += 1
         return batches
 
@@ -296,5 +283,5 @@ def test_steps_in_which_groups_wait_are_repeated_as_they_were(tmp_path, config):
     repeated = steps_with(again, 4)
     assert contents(repeated[:3]) == contents(first)
     assert [batch.num_from_journal for batch in repeated[:3]] == [b.num_sampled for b in first]
-    generated = {group.order for batch in first for group in batch.groups}
+    generated = {group.prompt_index for batch in first for group in batch.groups}
     assert again.asked and not generated & set(again.asked)

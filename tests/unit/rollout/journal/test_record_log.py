@@ -1,5 +1,4 @@
-"""Would catch: a record that is not what was written, a sound one behind which all is lost, and a
-file that cannot be appended to after a kill or a full disk."""
+"""The record log: changed or lost records, and files that cannot be continued after a kill."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def opened(path: Path) -> tuple[RecordLog, list[bytes]]:
 
 
 def written(path: Path) -> list[int]:
-    """Where the records end, from the beginning of the file on."""
+    """Write all payloads, and return the ends of their records."""
     log, _ = opened(path)
     ends = [0]
     for payload in PAYLOADS:
@@ -31,7 +30,7 @@ def written(path: Path) -> list[int]:
     return ends
 
 
-def test_what_was_written_is_read_in_order(tmp_path):
+def test_records_are_read_in_order(tmp_path):
     written(tmp_path / "log")
     log, seen = opened(tmp_path / "log")
     assert (seen, log.cut) == (PAYLOADS, "")
@@ -41,7 +40,7 @@ def test_what_was_written_is_read_in_order(tmp_path):
     assert opened(tmp_path / "log")[1] == [*PAYLOADS, b"more"]
 
 
-def test_a_tail_torn_at_any_byte_is_cut_off_and_written_over(tmp_path):
+def test_torn_tail_is_cut_off_at_any_byte(tmp_path):
     path = tmp_path / "log"
     ends = written(path)
     whole = path.read_bytes()
@@ -56,7 +55,7 @@ def test_a_tail_torn_at_any_byte_is_cut_off_and_written_over(tmp_path):
         assert opened(path)[1] == [*PAYLOADS[:num_whole], b"next"]
 
 
-def test_a_flipped_byte_ends_the_log_at_its_record(tmp_path):
+def test_flipped_byte_ends_the_log(tmp_path):
     path = tmp_path / "log"
     ends = written(path)
     whole = path.read_bytes()
@@ -72,7 +71,7 @@ def test_a_flipped_byte_ends_the_log_at_its_record(tmp_path):
         log.close()
 
 
-def test_damage_while_the_file_is_open_is_seen(tmp_path):
+def test_damage_is_detected_while_open(tmp_path):
     path = tmp_path / "log"
     ends = written(path)
     log, _ = opened(path)
@@ -88,8 +87,8 @@ def test_damage_while_the_file_is_open_is_seen(tmp_path):
 
 
 @pytest.mark.parametrize("num_written", [0, 1, 30])
-def test_a_record_that_does_not_fit_leaves_no_trace(tmp_path, monkeypatch, num_written):
-    """A full disk takes part of a write and then refuses; what comes later must be found."""
+def test_failed_write_leaves_no_trace(tmp_path, monkeypatch, num_written):
+    """A full disk accepts part of a write; later records must still be readable."""
     path = tmp_path / "log"
     written(path)
     log, seen = opened(path)
@@ -111,7 +110,7 @@ def test_a_record_that_does_not_fit_leaves_no_trace(tmp_path, monkeypatch, num_w
     assert opened(path)[1] == [*seen, b"fits"]
 
 
-def test_a_log_that_is_cleared_begins_anew(tmp_path):
+def test_clear(tmp_path):
     written(tmp_path / "log")
     log, _ = opened(tmp_path / "log")
     log.clear()

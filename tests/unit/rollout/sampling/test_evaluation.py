@@ -1,4 +1,4 @@
-"""avg@k and its error; answers of a process that was killed count, and only those."""
+"""Evaluation: avg@k, its standard error, and results of a killed process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megadapo.data.group import Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError
-from megadapo.rewards.dapo_math import Score
 from megadapo.rollout.config import EvaluationConfig
-from megadapo.rollout.journal.answer_log import AnswerLog, ProblemResult
-from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationUnderWay, HeldOut
+from megadapo.rollout.journal.journal import EvaluationJournal, ProblemResult
+from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationInProgress, HeldOut
 from megadapo.rollout.tools import ToolsConfig
 from megadapo.rollout.types import GroupResponse, SamplingSettings, response_seeds
 from tests.support.rollout.scripted_engines import (
@@ -31,7 +31,7 @@ MAX_TOKENS = 20
 
 
 def held_out(prompts: list[Prompt], **config: object) -> HeldOut:
-    return HeldOut.of(
+    return HeldOut.create(
         prompts,
         EvaluationConfig(**{"samples_per_problem": 5, **config}),
         tokenizer=PlainTokenizer(),
@@ -43,16 +43,16 @@ def held_out(prompts: list[Prompt], **config: object) -> HeldOut:
 def run(
     prompts: list[Prompt],
     engines: ScriptedEngines | None = None,
-    answers: AnswerLog | None = None,
+    journal: EvaluationJournal | None = None,
     **config: object,
 ) -> Evaluation:
     engines, asked = engines or ScriptedEngines(), held_out(prompts, **config)
-    with EvaluationUnderWay(engines, RightAtLeast(BOUND), asked, answers) as under_way:
+    with EvaluationInProgress(engines, RightAtLeast(BOUND), asked, journal) as under_way:
         return under_way.finish()
 
 
-def test_accuracy_and_its_standard_error_over_problems():
-    """Over responses, the error would ignore that a problem's responses are alike."""
+def test_accuracy_and_standard_error():
+    """An error over responses would ignore that a problem's responses are alike."""
     settings = SamplingSettings(temperature=1.0, top_p=0.7, max_tokens=MAX_TOKENS)
     texts = [
         [respond(seed, settings).text for seed in response_seeds(5, 4, "evaluation", prompt.id)]
@@ -69,7 +69,7 @@ def test_accuracy_and_its_standard_error_over_problems():
     assert result.truncated_fraction == np.mean(lengths == MAX_TOKENS) > 0
 
 
-def test_neither_the_order_nor_the_other_problems_matter():
+def test_problems_are_independent():
     prompts = make_prompts(12)
     whole = run(prompts)
     assert run(prompts[::-1], ScriptedEngines("short first")) == whole
@@ -78,7 +78,7 @@ def test_neither_the_order_nor_the_other_problems_matter():
 
 
 class ThreeAtATime(RightAtLeast):
-    """Scores no group before two others are with it, as a judge that is waited for."""
+    """A scorer that needs three groups at the same time."""
 
     num_threads = 3
 
@@ -101,18 +101,16 @@ class ThreeAtATime(RightAtLeast):
         return scores
 
 
-def test_a_slow_scorer_has_as_many_groups_as_it_asks_for_at_the_same_time():
-    """One after the other, the first would wait for ever; more at a time than it has processes
-    for would only queue up in front of it."""
+def test_groups_are_scored_in_parallel():
     scorer = ThreeAtATime(BOUND)
     engines = ScriptedEngines("at random", at_once=4)
-    with EvaluationUnderWay(engines, scorer, held_out(make_prompts(12))) as under_way:
+    with EvaluationInProgress(engines, scorer, held_out(make_prompts(12))) as under_way:
         found = under_way.finish()
     assert scorer.most_in_flight == 3
     assert found == run(make_prompts(12))
 
 
-def test_max_problems_takes_the_first_ones():
+def test_max_problems():
     assert run(make_prompts(12), max_problems=4) == run(make_prompts(4))
 
 
@@ -130,7 +128,7 @@ class Killed(Exception):
 
 
 class EnginesThatEnd(ScriptedEngines):
-    """Hand back so many groups."""
+    """Engines that fail after a number of groups."""
 
     def __init__(self, num_groups: int) -> None:
         super().__init__("at random")
@@ -143,22 +141,28 @@ class EnginesThatEnd(ScriptedEngines):
         return super().finished(timeout_s)
 
 
+def results_in(path: Path, weights: str = "weights") -> dict[str, ProblemResult]:
+    journal = EvaluationJournal(path, weights)
+    journal.close()
+    return journal.results
+
+
 def cut_off(prompts: list[Prompt], path: Path, num_groups: int) -> int:
-    """Evaluate until so many groups came back; return the number of answers kept."""
+    """Evaluate until `num_groups` groups have finished; return the number of results kept."""
     with pytest.raises(Killed):
-        run(prompts, EnginesThatEnd(num_groups), AnswerLog(path, "weights"))
-    return len(AnswerLog(path, "weights").read())
+        run(prompts, EnginesThatEnd(num_groups), EvaluationJournal(path, "weights"))
+    return len(results_in(path))
 
 
-def test_what_was_answered_before_a_kill_is_not_asked_again(tmp_path):
-    prompts, path = make_prompts(12), tmp_path / "answers.jsonl"
+def test_results_survive_a_kill(tmp_path):
+    prompts, path = make_prompts(12), tmp_path / "answers.log"
     num_kept = cut_off(prompts, path, 8)
     assert 0 < num_kept <= 8
     engines = ScriptedEngines()
-    assert run(prompts, engines, AnswerLog(path, "weights")) == run(prompts)
+    assert run(prompts, engines, EvaluationJournal(path, "weights")) == run(prompts)
     assert len(engines.asked) == 12 - num_kept
     again = ScriptedEngines()
-    assert run(prompts, again, AnswerLog(path, "weights")) == run(prompts)
+    assert run(prompts, again, EvaluationJournal(path, "weights")) == run(prompts)
     assert again.asked == []
 
 
@@ -170,43 +174,46 @@ def test_what_was_answered_before_a_kill_is_not_asked_again(tmp_path):
         ("weights", {"samples_per_problem": 4}),
     ],
 )
-def test_answers_of_other_weights_or_to_other_questions_do_not_count(tmp_path, weights, change):
-    """An accuracy made of two policies' answers is that of none."""
-    prompts, path = make_prompts(6), tmp_path / "answers.jsonl"
+def test_results_of_other_weights_or_requests_are_ignored(tmp_path, weights, change):
+    prompts, path = make_prompts(6), tmp_path / "answers.log"
     cut_off(prompts, path, 5)
     engines = ScriptedEngines()
-    assert run(prompts, engines, AnswerLog(path, weights), **change) == run(prompts, **change)
+    assert run(prompts, engines, EvaluationJournal(path, weights), **change) == run(
+        prompts, **change
+    )
     assert len(engines.asked) == 6
 
 
 @pytest.mark.parametrize("cut", [1, 30])
-def test_a_torn_last_line_is_asked_again_and_the_next_answer_has_a_line_of_its_own(tmp_path, cut):
+def test_torn_result_is_requested_again(tmp_path, cut):
     path, result = (
-        tmp_path / "answers.jsonl",
+        tmp_path / "answers.log",
         ProblemResult(accuracy=0.25, num_tokens=9, num_truncated=1),
     )
     for name in "ab":
-        AnswerLog(path, "weights").append(name, result)
+        journal = EvaluationJournal(path, "weights")
+        journal.append(name, result)
+        journal.close()
     path.write_bytes(path.read_bytes()[:-cut])
-    log = AnswerLog(path, "weights")
-    torn = {"a": result} if cut > 1 else {"a": result, "b": result}
-    assert log.read() == torn
-    log.append("c", result)
-    assert AnswerLog(path, "weights").read() == {**torn, "c": result}
+    journal = EvaluationJournal(path, "weights")
+    assert journal.results == {"a": result}
+    journal.append("c", result)
+    journal.close()
+    assert results_in(path) == {"a": result, "c": result}
 
 
-def test_lines_that_are_no_answers_are_passed_over(tmp_path):
-    path = tmp_path / "answers.jsonl"
-    path.write_bytes(b'\xff\n[]\n{"scored": "weights"}\n{"result": {"accuracy": 1}}\n\n7\n')
-    assert AnswerLog(path, "weights").read() == {}
+@pytest.mark.parametrize("content", [b"", b"not a journal", b"\x00" * 100])
+def test_damaged_journal_has_no_results(tmp_path, content):
+    path = tmp_path / "answers.log"
+    path.write_bytes(content)
+    assert results_in(path) == {}
 
 
-def test_held_out_problems_are_asked_with_the_tool_and_never_branch():
-    """An answer with another tool, or without one, is another answer: an interrupted evaluation
-    would go on with it."""
+def test_held_out_requests_use_tools_and_never_branch():
+    """A result with another tool must not be reused."""
     tool = ToolsConfig(tool="calculator")
     plain, asked = (
-        HeldOut.of(
+        HeldOut.create(
             make_prompts(1),
             EvaluationConfig(samples_per_problem=5),
             tokenizer=PlainTokenizer(),
@@ -216,5 +223,6 @@ def test_held_out_problems_are_asked_with_the_tool_and_never_branch():
         )
         for tools in (None, tool)
     )
-    assert asked.settings.tools == tool and not asked.settings.branching.is_on
-    assert plain.digest(plain.questions[0]) != asked.digest(asked.questions[0])
+    settings = asked.requests[0].settings
+    assert settings.tools == tool and not settings.branching.is_on
+    assert plain.digest(-1) != asked.digest(-1)

@@ -9,8 +9,12 @@ import pytest
 from megadapo.data.prompts import PromptStream
 from megadapo.rollout.config import EvaluationConfig, SamplingConfig
 from megadapo.rollout.sampling.ahead import AheadSampler
-from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationUnderWay, HeldOut
-from megadapo.rollout.sampling.interleaving import InterleavedEngines
+from megadapo.rollout.sampling.evaluation import (
+    Evaluation,
+    EvaluationInProgress,
+    HeldOut,
+    InterleavedEngines,
+)
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import GroupRequest, SamplingSettings
@@ -26,7 +30,7 @@ VERIFIER = RightAtLeast(28)
 TIMED = {"reward_seconds", "engines", "group_seconds", "num_stopped", "num_surplus"} | {
     "num_tokens_stopped"
 }
-HELD_OUT = HeldOut.of(
+HELD_OUT = HeldOut.create(
     make_prompts(30),
     EvaluationConfig(samples_per_problem=4),
     tokenizer=PlainTokenizer(),
@@ -41,13 +45,13 @@ class Watched(ScriptedEngines):
     def __init__(self, finish: str = "at random", *, slots: int = 24, at_once: int = 1) -> None:
         super().__init__(finish, slots=slots, at_once=at_once)
         self.requests: list[GroupRequest] = []
-        self.capacity_left: list[int] = []
+        self.room_left: list[int] = []
 
     def submit(self, groups: Sequence[GroupRequest]) -> None:
         capacity = self.capacity - sum(len(group.seeds) for group in groups)
         super().submit(groups)
         self.requests += groups
-        self.capacity_left += [capacity] * len(groups)
+        self.room_left += [capacity] * len(groups)
 
 
 def make_sampler(engines: ScriptedEngines | InterleavedEngines, **sampling: object) -> Sampler:
@@ -73,7 +77,7 @@ def steps(
         sampler = AheadSampler(sampler, shared, NUM_STEPS)
     batches, evaluations = [], []
     for _ in range(NUM_STEPS):
-        with EvaluationUnderWay(engines, VERIFIER, HELD_OUT) as under_way:
+        with EvaluationInProgress(engines, VERIFIER, HELD_OUT) as under_way:
             shared.evaluation = under_way if evaluates else None
             batches.append(sampler.next_batch())
             sampler.wait()
@@ -89,7 +93,7 @@ def contents(batches: Sequence[SampledBatch]) -> list[str]:
 
 
 def alone() -> Evaluation:
-    with EvaluationUnderWay(ScriptedEngines(), VERIFIER, HELD_OUT) as under_way:
+    with EvaluationInProgress(ScriptedEngines(), VERIFIER, HELD_OUT) as under_way:
         return under_way.finish()
 
 
@@ -113,24 +117,24 @@ def test_answers_that_go_on_in_the_next_step_leave_the_evaluation_alone():
     batches, evaluations = steps(Watched(), evaluates=True, mode="partial", max_staleness=2)
     assert evaluations == [alone()] * NUM_STEPS
     assert [batch.num_kept for batch in batches] == [8] * NUM_STEPS
-    assert all(group.order >= 0 for batch in batches for group in batch.groups)
+    assert all(group.prompt_index >= 0 for batch in batches for group in batch.groups)
 
 
 def test_the_evaluation_fills_slots_that_training_leaves_and_waits_behind_it():
     """Before the batch is full, a question that overfills the engines would delay training."""
     engines = Watched("short first")
     shared = InterleavedEngines(engines)
-    with EvaluationUnderWay(engines, VERIFIER, HELD_OUT) as under_way:
+    with EvaluationInProgress(engines, VERIFIER, HELD_OUT) as under_way:
         shared.evaluation = under_way
         make_sampler(shared).next_batch()
     training = [request for request in engines.requests if request.key >= 0]
     asked = [
         (request, left)
-        for request, left in zip(engines.requests, engines.capacity_left, strict=True)
+        for request, left in zip(engines.requests, engines.room_left, strict=True)
         if request.key < 0
     ]
     beside = [request for request, left in asked if left >= 0]
-    assert 0 < len(beside) < len(asked) == len(HELD_OUT.questions)
+    assert 0 < len(beside) < len(asked) == len(HELD_OUT.requests)
     assert min(r.priority for r, _ in asked) > max(r.priority for r in training)
     # what did not fit beside training is asked as soon as the batch is full
     assert [request for request, _ in asked[: len(beside)]] == beside
@@ -139,8 +143,8 @@ def test_the_evaluation_fills_slots_that_training_leaves_and_waits_behind_it():
 def test_training_sees_the_room_that_it_would_have_alone():
     engines = Watched(slots=24)
     shared = InterleavedEngines(engines)
-    with EvaluationUnderWay(engines, VERIFIER, HELD_OUT) as under_way:
+    with EvaluationInProgress(engines, VERIFIER, HELD_OUT) as under_way:
         shared.evaluation = under_way
-        under_way.ask(capacity=10)
+        under_way.submit(10)
         assert (engines.capacity, shared.capacity) == (16, 24)
         assert (engines.num_in_flight, shared.num_in_flight) == (2, 0)

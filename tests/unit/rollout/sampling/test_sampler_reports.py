@@ -1,4 +1,4 @@
-"""Would catch: a number of some responses that passes for one of all, a group nobody sees."""
+"""Statistics of a step: numbers over only some responses, and groups that are not saved."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ import pytest
 
 from megadapo.data.prompts import PromptStream
 from megadapo.observe.rollouts.saved_group import Disposition
-from megadapo.rollout.types import SamplingSettings
+from megadapo.rollout.types import SamplingSettings, response_seeds
 from tests.support.rollout.samplers import HALF, MAX_TOKENS, RARE, contents, make_sampler, take
 from tests.support.rollout.scripted_engines import (
     POLICY_VERSION,
     RightAtLeast,
     ScriptedEngines,
     make_prompts,
+    respond,
 )
 
 
-def test_the_metrics_are_about_all_responses_of_the_step():
-    """Over the kept groups alone, accuracy would be near a half whatever the policy can do."""
+def test_statistics_cover_all_responses():
+    """Over kept groups alone, accuracy would always be near a half."""
     engines = ScriptedEngines()
     sampler = make_sampler(engines, bound=RARE, num_prompts=500, max_asked_per_prompt=40.0)
     batch = sampler.next_batch()
-    assert batch.num_sampled == max(group.order for group in batch.groups) + 1
+    assert batch.num_sampled == max(group.prompt_index for group in batch.groups) + 1
     assert batch.num_all_wrong > 4 * batch.num_kept
-    responses = all_responses(batch, sampler, engines)
+    responses = all_responses(batch)
     lengths = [len(text) for text in responses]
     right = [sum(map(int, text)) >= RARE for text in responses]
     assert batch.accuracy == np.mean(right) < 0.1
@@ -38,39 +39,36 @@ def test_the_metrics_are_about_all_responses_of_the_step():
     assert batch.num_tokens == sum(lengths)
 
 
-def all_responses(batch, sampler, engines) -> list[str]:
-    """Ask once more for what the sampler asked for, from the names of its groups."""
-    from megadapo.rollout.types import response_seeds
-    from tests.support.rollout.scripted_engines import respond
-
+def all_responses(batch) -> list[str]:
+    """Generate the responses of all requests again."""
     settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS)
     prompts = PromptStream(make_prompts(500), 0)
     return [
         respond(seed, settings).text
-        for order in range(batch.num_sampled)
-        for seed in response_seeds(3, 0, "train", order, prompts.at(order).id)
+        for index in range(batch.num_sampled)
+        for seed in response_seeds(3, 0, "train", index, prompts.at(index).id)
     ]
 
 
-def test_samples_carry_what_the_engine_said():
+def test_responses_are_unchanged():
     group = make_sampler(ScriptedEngines()).next_batch().groups[0]
-    for sample in group.samples:
-        assert sample.policy_versions.tolist() == [POLICY_VERSION] * len(sample.response_ids)
-        assert len(sample.logprobs_rollout) == len(sample.response_ids)
-        assert np.isnan(sample.logprobs_rollout[0])
-        assert sample.text == "".join(str(i - 3) for i in sample.response_ids)
-        assert "".join(map(chr, sample.prompt_ids)) == group.prompt.messages[0][1]
+    assert "".join(map(chr, group.prompt_ids)) == group.prompt.messages[0][1]
+    for response in group.responses:
+        assert response.policy_versions.tolist() == [POLICY_VERSION] * len(response.token_ids)
+        assert len(response.logprobs) == len(response.token_ids)
+        assert np.isnan(response.logprobs[0])
+        assert response.text == "".join(str(i - 3) for i in response.token_ids)
 
 
-def test_every_group_of_a_step_can_be_saved_with_what_became_of_it():
-    """A group that was thrown away could otherwise never be looked at."""
+def test_all_groups_are_saved_with_their_disposition():
+    """Rejected groups could otherwise never be inspected."""
     config = {"max_staleness": 1, "reserve_limit": 1, "bound": 35, "max_accuracy": 0.5}
     engines = ScriptedEngines("last first", slots=300)
     batches = take(make_sampler(engines, saved_groups="all", num_prompts=900, **config), 6)
     for batch in batches:
-        orders = [sampled.group.order for sampled in batch.saved]
-        assert orders == sorted(set(orders))
-        assert len(orders) == batch.num_sampled + batch.num_from_reserve
+        indices = [sampled.group.prompt_index for sampled in batch.saved]
+        assert indices == sorted(set(indices))
+        assert len(indices) == batch.num_sampled + batch.num_from_reserve
         fates = Counter(sampled.fate for sampled in batch.saved)
         assert fates["trained"] == batch.num_kept
         assert fates["to_reserve"] == batch.num_to_reserve
@@ -81,18 +79,15 @@ def test_every_group_of_a_step_can_be_saved_with_what_became_of_it():
         assert {id(one) for one in trained} == {id(one) for one in batch.groups}
         assert sum(sampled.from_reserve for sampled in batch.saved) == batch.num_from_reserve
     seen = Counter(sampled.fate for batch in batches for sampled in batch.saved)
-    assert min(seen[fate] for fate in get_args(Disposition)) > 0, (
-        f"not all fates were tried: {seen}"
-    )
+    assert min(seen[fate] for fate in get_args(Disposition)) > 0, f"not all fates occurred: {seen}"
 
 
-def test_nothing_is_saved_unless_a_number_is_named():
-    """Another default would hold texts that nobody asked for."""
+def test_nothing_is_saved_by_default():
     (batch,) = take(make_sampler(ScriptedEngines()), 1)
     assert batch.num_kept == 8 and batch.saved == ()
 
 
-def test_what_is_saved_changes_nothing_else():
+def test_saved_groups_change_nothing_else():
     few, every = (
         take(make_sampler(ScriptedEngines(), saved_groups=limit), 4) for limit in (2, "all")
     )
@@ -102,13 +97,14 @@ def test_what_is_saved_changes_nothing_else():
     )
 
 
-def test_a_group_keeps_what_the_verifier_read():
+def test_group_keeps_the_answers():
     group = make_sampler(ScriptedEngines()).next_batch().groups[0]
-    assert group.answers == tuple(sample.text[-1:] for sample in group.samples)
-    assert group.symbolic_correct == (None, None, None)
+    answers = [score.answer for score in group.scores]
+    assert answers == [response.text[-1:] for response in group.responses]
+    assert [score.symbolic_correct for score in group.scores] == [None] * 3
 
 
-def test_parts_of_rewards_are_means_over_the_responses_that_have_them():
+def test_reward_parts_are_means():
     class Parts(RightAtLeast):
         def score_group(self, prompt, texts, token_ids):
             scores = super().score_group(prompt, texts, token_ids)
@@ -117,5 +113,5 @@ def test_parts_of_rewards_are_means_over_the_responses_that_have_them():
             return [replace(one, parts=those) for one, those in zip(scores, parts, strict=True)]
 
     batch = make_sampler(ScriptedEngines(), judge=Parts(HALF)).next_batch()
-    size = len(batch.groups[0].samples)
+    size = len(batch.groups[0].responses)
     assert batch.reward_parts == {"all": (size - 1) / 2, "first": 7.0}

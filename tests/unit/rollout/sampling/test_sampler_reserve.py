@@ -1,4 +1,4 @@
-"""Would catch: a group that is too old or trained on twice, a stop that loses what waits."""
+"""Reserve and resume: groups that are too old, trained on twice, or lost."""
 
 from __future__ import annotations
 
@@ -15,15 +15,9 @@ from tests.support.rollout.scripted_engines import (
 )
 
 
-class Reserving:
-    """Settings under which surplus groups wait for the next step."""
-
-    config = {"max_staleness": 1, "reserve_limit": 7}
-
-
-def test_surplus_is_used_first_in_the_next_step():
+def test_surplus_is_used_first():
     engines = ScriptedEngines("last first", slots=200)
-    batches = take(make_sampler(engines, **Reserving.config), 6)
+    batches = take(make_sampler(engines, max_staleness=1, reserve_limit=7), 6)
     assert sum(batch.num_to_reserve for batch in batches) > 0
     for before, after in zip(batches, batches[1:], strict=False):
         assert after.num_from_reserve == before.num_to_reserve
@@ -32,8 +26,7 @@ def test_surplus_is_used_first_in_the_next_step():
         assert sum(v < max(versions) for v in versions) == after.num_from_reserve
 
 
-def test_no_group_is_older_than_it_may_be():
-    """With two engines' worth of surplus a step, some would wait for longer."""
+def test_no_group_exceeds_max_staleness():
     engines = ScriptedEngines("at random", slots=200)
     sampler = make_sampler(engines, max_staleness=2, reserve_limit=7)
     for version, batch in enumerate(take(sampler, 8), start=POLICY_VERSION):
@@ -41,21 +34,21 @@ def test_no_group_is_older_than_it_may_be():
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
-def test_with_a_reserve_every_prompt_is_used_or_judged_once(max_staleness):
-    """Skipping what was stopped would lose long answers; asking twice would train on it twice."""
+def test_every_prompt_is_used_once(max_staleness):
+    """Skipping stopped groups would lose long responses."""
     engines = ScriptedEngines("at random", slots=60)
     sampler = make_sampler(
         engines, num_prompts=1000, saved_groups="all", max_staleness=max_staleness
     )
     batches = take(sampler, 8)
-    settled = [s.group.order for b in batches for s in b.saved if not s.from_reserve]
-    assert len(settled) == len(set(settled))
-    trained = [group.order for batch in batches for group in batch.groups]
+    consumed = [s.group.prompt_index for b in batches for s in b.saved if not s.from_reserve]
+    assert len(consumed) == len(set(consumed))
+    trained = [group.prompt_index for batch in batches for group in batch.groups]
     assert len(trained) == len(set(trained)) == 64
-    assert set(range(max(trained) - 40)) <= set(settled)
+    assert set(range(max(trained) - 40)) <= set(consumed)
 
 
-def test_the_counts_add_up_with_a_reserve_that_overflows():
+def test_counts_add_up_with_a_full_reserve():
     engines = ScriptedEngines("last first", slots=200)
     sampler = make_sampler(engines, max_staleness=1, reserve_limit=1)
     dropped = 0
@@ -78,8 +71,8 @@ def test_the_counts_add_up_with_a_reserve_that_overflows():
     ],
     ids=["sync", "reserve", "partial", "memory"],
 )
-def test_a_resumed_run_equals_an_uninterrupted_one(stop_after, config):
-    """Also twice in a row, with a reserve that is not empty and across an epoch's end."""
+def test_resumed_run_equals_uninterrupted_run(stop_after, config):
+    """Also twice in a row, with a non-empty reserve and across an epoch's end."""
     config = {"num_prompts": 31, **config}
     sampler = make_sampler(ScriptedEngines(slots=200, at_once=5), **config)
     expected = take(sampler, 7)
@@ -98,8 +91,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(stop_after, config):
     assert stale == (config.get("max_staleness", 0) > 0)
 
 
-@pytest.mark.parametrize("key", ["drawing", "difficulty", "reserve", "unfinished"])
-def test_a_damaged_state_is_refused(key):
+@pytest.mark.parametrize("key", ["cursor", "difficulty", "reserve", "unfinished"])
+def test_damaged_state_is_rejected(key):
     state = make_sampler(ScriptedEngines()).state_dict()
     del state[key]
     with pytest.raises((CheckpointError, DataError)):

@@ -1,4 +1,4 @@
-"""Would catch: engines that wait for the scoring of responses, a failure lost in its thread."""
+"""Scoring: engines that wait for it, and errors that are lost in its threads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.rollout.scripted_engines import (
 )
 
 
-class WaitsForTheJudge(ScriptedEngines):
-    """Hands the first group back at once and the others only after it has been scored."""
+class WaitsForScoring(ScriptedEngines):
+    """Engines that return further groups only after the first one has been scored."""
 
     def __init__(self, scored: threading.Event) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class WaitsForTheJudge(ScriptedEngines):
         return super().finished(timeout_s)
 
 
-def test_scoring_runs_while_generation_goes_on():
+def test_scoring_runs_during_generation():
     scored = threading.Event()
 
     class Judge(RightAtLeast):
@@ -36,11 +36,11 @@ def test_scoring_runs_while_generation_goes_on():
             scored.set()
             return super().score_group(prompt, texts, token_ids)
 
-    sampler = make_sampler(WaitsForTheJudge(scored), judge=Judge(HALF))
+    sampler = make_sampler(WaitsForScoring(scored), judge=Judge(HALF))
     assert sampler.next_batch().num_kept == 8
 
 
-def test_the_time_of_scoring_is_that_of_all_groups():
+def test_reward_seconds_covers_all_groups():
 
     class Slow(RightAtLeast):
         seconds = 0.0
@@ -58,9 +58,7 @@ def test_the_time_of_scoring_is_that_of_all_groups():
     assert judge.seconds <= batch.reward_seconds < 2 * judge.seconds
 
 
-def test_a_failing_verifier_ends_the_step():
-    """An exception in the scoring thread must not be lost."""
-
+def test_scoring_error_ends_the_step():
     class Broken:
         num_threads = 1
 
@@ -72,8 +70,8 @@ def test_a_failing_verifier_ends_the_step():
         sampler.next_batch()
 
 
-def test_a_group_that_is_scored_when_the_batch_is_full_goes_on_in_the_next_step():
-    """Neither the engines nor the batch have it then, and its prompt would be left out."""
+def test_group_being_scored_continues_in_the_next_step():
+    """Neither the engines nor the batch have it when the step ends."""
     full = threading.Event()
 
     class SlowOnTheFirst(RightAtLeast):
@@ -97,8 +95,8 @@ def test_a_group_that_is_scored_when_the_batch_is_full_goes_on_in_the_next_step(
     sampler = make_sampler(
         engines, judge=judge, sampler={"scoring": lambda: ThreadPoolExecutor(2)}, **config
     )
-    first = sampler._drawing.prompt(0).id
+    first = sampler._cursor.prompt(0).id
     sampler.next_batch()
-    [waiting] = [one for one in sampler._unfinished if one.order == 0]
+    [waiting] = [one for one in sampler._unfinished if one.prompt_index == 0]
     assert {response.finish_reason for response in waiting.responses} <= {"stop", "length"}
-    assert 0 in [saved.group.order for saved in sampler.next_batch().saved]
+    assert 0 in [saved.group.prompt_index for saved in sampler.next_batch().saved]

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megadapo.data.texts import TextStream, pack_texts, read_texts
+from megadapo.data.pretraining import PretrainingStream, pack_pretraining, read_texts
 from megadapo.errors import DataError
 
 END = 0
@@ -23,8 +23,8 @@ def encode(text: str) -> list[int]:
     return [*map(ord, text), END]
 
 
-def stream(texts: list[str] = TEXTS, *, seed: int = 3, max_tokens: int = 6) -> TextStream:
-    return TextStream(texts, encode, seed=seed, max_tokens=max_tokens)
+def stream(texts: list[str] = TEXTS, *, seed: int = 3, max_tokens: int = 6) -> PretrainingStream:
+    return PretrainingStream(texts, encode, seed=seed, max_tokens=max_tokens)
 
 
 def predicted(sequences: list[np.ndarray]) -> list[int]:
@@ -86,14 +86,14 @@ def test_the_position_in_other_texts_is_refused(changed: dict[str, object]) -> N
 
 def test_texts_without_a_token_to_predict_end_in_an_error() -> None:
     """And not in a search without an end."""
-    texts = TextStream(["a", "b"], lambda text: [1], seed=0, max_tokens=8)
+    texts = PretrainingStream(["a", "b"], lambda text: [1], seed=0, max_tokens=8)
     with pytest.raises(DataError, match="nothing to predict"):
         texts.take(8)
 
 
 def test_an_updates_weights_are_one_over_its_own_tokens() -> None:
     parts = [np.arange(n, dtype=np.int64) for n in (2, 5, 3)]
-    batch = pack_texts([parts[:2], parts[2:]], coef=0.5)
+    batch = pack_pretraining([parts[:2], parts[2:]], coef=0.5)
     assert batch.tokens.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
     weights = [0, 0.1, 0, 0.1, 0.1, 0.1, 0.1, 0, 0.25, 0.25]
     np.testing.assert_allclose(batch.loss_weights, weights, rtol=1e-7)
@@ -130,9 +130,9 @@ def test_the_built_in_texts_are_problems_with_right_answers() -> None:
         ("a.jsonl", b'{"texts": "x"}\n', "a.jsonl, line 1: text is not a string"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl, line 1: text is not valid Unicode"),
         ("a.jsonl", b"[1]\n", "not a JSON object"),
-        ("a.jsonl", b'{"text": ""}\n', "holds no text"),
+        ("a.jsonl", b'{"text": ""}\n', "has no text"),
         ("a.txt", b"\xff\xfe", "a.txt cannot be read as UTF-8"),
-        ("a.txt", b"", "holds no text"),
+        ("a.txt", b"", "has no text"),
         ("a.parquet", b"PAR1", "cannot be read as parquet"),
         ("a.csv", b"x", "neither"),
     ],

@@ -3,32 +3,29 @@ from collections.abc import Sequence
 
 import pytest
 
-from megadapo.data.batch import Group
+from megadapo.data.group import Group
 from megadapo.observe.rollouts.saved_group import Disposition
-from megadapo.rollout.sampling.selection import (
-    SampledGroup,
-    choose_saved,
-    describe_shortfall,
-)
+from megadapo.rollout.sampling.sampled_batch import SampledGroup
+from megadapo.rollout.sampling.step import choose_saved, describe_shortfall
 from tests.support.rollout.scripted_engines import make_prompts
 
 
-def test_a_shortfall_shows_the_histogram_and_points_at_the_cause():
+def test_shortfall_message_has_histogram_and_cause():
     text = describe_shortfall(1, 8, {0: 70, 3: 1, 16: 9}, 16)
-    assert "only 1 of 8 groups" in text and "asking for 80" in text
-    assert "70 were all wrong, 9 all right" in text
-    assert "  0 of 16 right: 70 groups" in text and " 16 of 16 right: 9 groups" in text
+    assert "only 1 of 8 groups after 80 requests" in text
+    assert "70 groups were all wrong, 9 all correct" in text
+    assert "  0 of 16 correct: 70 groups" in text and " 16 of 16 correct: 9 groups" in text
     assert "too hard" in text and "sampling.max_asked_per_prompt" in text
     assert "too easy" in describe_shortfall(0, 8, {16: 80}, 16)
 
 
-def test_a_shortfall_is_told_word_for_word():
-    """With as many all wrong as all right, of which here none were seen."""
+def test_shortfall_message_exactly():
     assert describe_shortfall(0, 8, {2: 7, 1: 40}, 3) == (
-        "only 0 of 8 groups for the batch after asking for 47: 0 were all wrong, 0 all right\n"
-        "    1 of 3 right: 40 groups\n"
-        "    2 of 3 right: 7 groups\n"
-        "the problems are too hard for the model, or its answers miss the format the scorer reads; "
+        "the batch has only 0 of 8 groups after 47 requests: 0 groups were all wrong, "
+        "0 all correct\n"
+        "    1 of 3 correct: 40 groups\n"
+        "    2 of 3 correct: 7 groups\n"
+        "the problems are too hard for the model, or its answers miss the format of the scorer; "
         "or raise sampling.responses_per_prompt or sampling.max_asked_per_prompt"
     )
     assert describe_shortfall(0, 8, {3: 1}, 3).splitlines()[-1] == (
@@ -39,12 +36,13 @@ def test_a_shortfall_is_told_word_for_word():
 
 def sampled(*fates: Disposition) -> list[SampledGroup]:
     (prompt,) = make_prompts(1)
-    nothing = dict.fromkeys(("samples", "rewards", "correct", "answers", "symbolic_correct"), ())
+    groups = [
+        Group(prompt_index=index, prompt=prompt, prompt_ids=(), responses=(), scores=())
+        for index in range(len(fates))
+    ]
     return [
-        SampledGroup(
-            group=Group(order=order, prompt=prompt, **nothing), fate=fate, from_reserve=False
-        )
-        for order, fate in enumerate(fates)
+        SampledGroup(group=group, fate=fate, from_reserve=False)
+        for group, fate in zip(groups, fates, strict=True)
     ]
 
 
@@ -52,8 +50,8 @@ def fates_of(groups: Sequence[SampledGroup]) -> list[str]:
     return [group.fate for group in groups]
 
 
-def test_a_few_saved_groups_show_every_fate():
-    """Eight trained groups alone would hide why the others were not."""
+def test_saved_groups_cover_every_disposition():
+    """Trained groups alone would hide why the others were rejected."""
     step = sampled(*["all_wrong"] * 20, *["trained"] * 20, *["all_correct"] * 20, "dropped")
     assert Counter(fates_of(choose_saved(step, 8))) == {
         "trained": 5,
@@ -65,14 +63,14 @@ def test_a_few_saved_groups_show_every_fate():
     assert choose_saved(step, 0) == ()
 
 
-def test_saved_groups_lie_evenly_in_asking_order_whoever_finished_first():
+def test_saved_groups_are_spread_over_prompt_indices():
     step = sampled(*["trained"] * 12)
     chosen = choose_saved(list(reversed(step)), 4)
-    assert [group.group.order for group in chosen] == [0, 3, 6, 9]
+    assert [group.group.prompt_index for group in chosen] == [0, 3, 6, 9]
 
 
 @pytest.mark.parametrize("limit", [3, 5, "all"])
-def test_no_more_groups_are_saved_than_there_are(limit):
+def test_all_groups_are_saved_below_the_limit(limit):
     step = sampled("all_wrong", "to_reserve", "all_wrong")
     assert list(choose_saved(step, limit)) == step
     assert choose_saved([], limit) == ()

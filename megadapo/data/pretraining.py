@@ -1,4 +1,4 @@
-"""Texts for a language-model loss: cut to sequences, in an order that can resume."""
+"""Pretraining data: texts for a language-model loss, split into sequences in a resumable order."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ from typing import Any
 import numpy as np
 
 from megadapo.data.batch import PackedBatch
-from megadapo.data.order import EpochOrder
-from megadapo.data.policy_versions import NO_VERSION
+from megadapo.data.group import NO_VERSION
+from megadapo.data.prompts import EpochOrder
 from megadapo.data.sources import read_text_rows
 from megadapo.errors import DataError
 
 
 def read_texts(source: str) -> list[str]:
-    """The texts of a source in its order, empty ones left out.
+    """Return the texts of a source in order, without empty ones.
 
     Args:
-        source: a parquet or JSONL file with a column `text`, a .txt file, which is one text, a
-            folder of them, a Hub dataset ORG/NAME[@REVISION][/PATH], or a built-in task, whose
-            texts are problems with their answers.
+        source: a parquet or JSONL file with a column `text`, a .txt file with one text, a folder
+            of these, a Hub dataset ORG/NAME[@REVISION][/PATH], or a built-in task, whose texts are
+            problems with their answers.
 
     Raises:
-        DataError: names the file and row of whatever cannot be read.
+        DataError: a row cannot be read; the error names file and row.
     """
     texts = [text for row in read_text_rows(source) if (text := row.text)]
     if not texts:
-        raise DataError(f"{source} holds no text")
+        raise DataError(f"{source} has no text")
     return texts
 
 
-class TextStream:
-    """Endless sequences of tokens from texts, epoch after epoch in an order from a seed alone.
+class PretrainingStream:
+    """Endless token sequences from texts, in an order that depends on a seed alone.
 
-    A text ends with the end-of-sequence token. A long one gives several sequences, of which each
-    begins with the last token of the one before: every token of a text but the first is predicted
-    once.
+    A text ends with the end-of-sequence token. A long text gives several sequences; each begins
+    with the last token of the one before, so every token but the first is predicted once.
     """
 
     def __init__(
@@ -48,10 +47,11 @@ class TextStream:
         seed: int,
         max_tokens: int,
     ) -> None:
-        """
+        """Start at the first text.
+
         Args:
-            encode: the tokens of a text, the end-of-sequence token included.
-            max_tokens: longest sequence.
+            encode: returns the tokens of a text, with the end-of-sequence token.
+            max_tokens: length of the longest sequence.
         """
         assert max_tokens > 1, "one token predicts nothing"
         self._texts = texts
@@ -60,17 +60,17 @@ class TextStream:
         self._max_tokens = max_tokens
         digest = hashlib.sha256(f"{seed}/{max_tokens}".encode())
         for text in texts:
-            # a length apart from its text, so that no two lists run into each other
+            # the length separates texts, so that different lists differ
             digest.update(f"/{len(text)}/".encode() + text.encode())
         self._fingerprint = digest.hexdigest()
         self._place, self._offset = 0, 0
-        """Of the next sequence: which text comes, and the token that it begins with."""
+        """Index of the next text, and the token at which its next sequence begins."""
 
     def take(self, num_tokens: int) -> list[np.ndarray]:
-        """The next sequences, each [n] int64, of together at most `num_tokens` tokens.
+        """Return the next sequences, each [n] int64, with at most `num_tokens` tokens in all.
 
         Raises:
-            DataError: no text has two tokens.
+            DataError: every text is shorter than two tokens.
         """
         assert num_tokens >= self._max_tokens, "the next sequence must fit"
         taken: list[np.ndarray] = []
@@ -94,14 +94,14 @@ class TextStream:
             self._place, self._offset = self._place + 1, 0
 
     def state_dict(self) -> dict[str, object]:
-        """Where the stream stands, as JSON can hold it."""
+        """Return the position as JSON values."""
         return {"fingerprint": self._fingerprint, "place": self._place, "offset": self._offset}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Restore the position that `state_dict` returned.
 
         Raises:
-            DataError: that was of other texts or another order.
+            DataError: the state belongs to other texts or another order.
         """
         if state.get("fingerprint") != self._fingerprint:
             raise DataError(
@@ -111,10 +111,10 @@ class TextStream:
         self._place, self._offset = int(state["place"]), int(state["offset"])
 
 
-def pack_texts(mini_batches: Sequence[Sequence[np.ndarray]], *, coef: float) -> PackedBatch:
-    """Pack the sequences of each optimizer update, as a batch of their first tokens' responses.
+def pack_pretraining(mini_batches: Sequence[Sequence[np.ndarray]], *, coef: float) -> PackedBatch:
+    """Pack the sequences of each optimizer update; a sequence's first token is its prompt.
 
-    Every token but a sequence's first has the weight `coef` over their number in its update.
+    Every other token has the weight `coef` divided by the number of such tokens in its update.
 
     Args:
         mini_batches: sequences of at least two tokens.
@@ -128,14 +128,14 @@ def pack_texts(mini_batches: Sequence[Sequence[np.ndarray]], *, coef: float) -> 
     predicted[cu_seqlens[:-1]] = 0.0
     num_predicted = [sum(len(sequence) - 1 for sequence in part) for part in mini_batches]
     sizes = [len(part) for part in mini_batches]
-    of_updates = coef / np.repeat(np.array(num_predicted, dtype=np.float64), sizes)
+    token_weights = coef / np.repeat(np.array(num_predicted, dtype=np.float64), sizes)
     return PackedBatch(
         tokens=np.concatenate(sequences).astype(np.int64),
         cu_seqlens=cu_seqlens,
         prompt_lengths=np.ones(len(sequences), dtype=np.int64),
         logprobs_rollout=np.full(len(predicted), np.nan, dtype=np.float32),
         advantages=predicted,
-        loss_weights=predicted * np.repeat(of_updates, lengths).astype(np.float32),
+        loss_weights=predicted * np.repeat(token_weights, lengths).astype(np.float32),
         policy_versions=np.full(len(predicted), NO_VERSION, dtype=np.int32),
         mini_batches=tuple(np.split(np.arange(len(sequences)), np.cumsum(sizes)[:-1])),
         rewards=np.zeros(len(sequences)),

@@ -1,0 +1,142 @@
+"""Groups: one prompt with its responses and their scores, as every part of the loop passes them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from megadapo.algorithm.groups import Branch, Steps
+from megadapo.data.prompts import Prompt
+
+NO_VERSION = -1
+"""The policy version of a token that was given, not sampled: prompt tokens and tool output."""
+
+FinishReason = Literal["stop", "length", "unfinished"]
+RewardParts = tuple[tuple[str, float], ...]
+"""(name, value) of each part of a reward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """A tool call inside a response."""
+
+    end: int
+    """Number of response tokens up to the end of the tool's output."""
+    entropy: float = math.nan
+    """Normalised entropy of the first tokens after the call; NaN if it was not measured."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Response:
+    """One response as the engine returned it; its tokens are never re-tokenised.
+
+    Arrays, because 8,192 responses of 5,000 tokens are gigabytes as Python numbers.
+    """
+
+    token_ids: np.ndarray
+    """[n] int32, including the end-of-sequence token if there is one, and tool output."""
+    logprobs: np.ndarray
+    """[n] float32 engine log-probs at the sampling temperature; NaN if the engine gave none."""
+    finish_reason: FinishReason
+    """An unfinished response was stopped; a later request can continue it."""
+    text: str
+    """The response decoded without special tokens."""
+    policy_versions: np.ndarray
+    """[n] int32 policy version that sampled each token, NO_VERSION on tool output."""
+    calls: tuple[ToolCall, ...] = ()
+    entropy: float = math.nan
+    """Normalised entropy of its first tokens; NaN if it was not measured."""
+    branch: Branch | None = None
+    """Branch point on another response of the group; None if it starts at the prompt."""
+    experts: np.ndarray | None = None
+    """[m, layers, experts per token] expert numbers of the first m tokens of prompt and response.
+
+    The last token of a response is sampled but never read, so the engine has no experts for it.
+    None if the engine does not return them."""
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+    @property
+    def is_sampled(self) -> np.ndarray:
+        """[n] bool, False on tool output."""
+        return np.asarray(self.policy_versions != NO_VERSION)
+
+
+@dataclass(frozen=True)
+class Score:
+    """The verifier's result for one response."""
+
+    reward: float
+    """Reward before any shaping; the rule gives +1.0 or -1.0."""
+    correct: bool
+    """Whether the response is correct; selection and accuracy use this."""
+    answer: str
+    """The answer as it was compared, or `[INVALID]`."""
+    symbolic_correct: bool | None = None
+    """Whether the symbolic comparison accepts it; None if it did not run or gave up."""
+    parts: RewardParts = ()
+    """Parts of the reward, if more than the rule scores."""
+    steps: Steps = ()
+    """Scored steps with their shares of the reward, if a function scores steps."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """One prompt with its G scored responses: the unit of sampling, selection and advantage."""
+
+    prompt_index: int
+    """Position in the prompt stream, increasing over the run."""
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    responses: tuple[Response, ...]
+    scores: tuple[Score, ...]
+    seconds: float = field(default=0.0, repr=False)
+    """Time from submission to the last token; not saved."""
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(score.reward for score in self.scores)
+
+    @property
+    def correct(self) -> tuple[bool, ...]:
+        return tuple(score.correct for score in self.scores)
+
+    @property
+    def steps(self) -> tuple[Steps, ...]:
+        return tuple(score.steps for score in self.scores)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each response, including tool output."""
+        return tuple(len(response.token_ids) for response in self.responses)
+
+    @property
+    def num_sampled(self) -> tuple[int, ...]:
+        """Number of tokens of each response that the policy sampled."""
+        return tuple(int(response.is_sampled.sum()) for response in self.responses)
+
+    @property
+    def branches(self) -> tuple[Branch | None, ...]:
+        return tuple(response.branch for response in self.responses)
+
+    @property
+    def num_generated(self) -> int:
+        """Number of sampled tokens of all responses; shared tokens count once."""
+        own = (one.branch.num_tokens if one.branch else 0 for one in self.responses)
+        pairs = zip(self.responses, own, strict=True)
+        return sum(int(response.is_sampled[first:].sum()) for response, first in pairs)
+
+    @property
+    def oldest_version(self) -> int:
+        """The earliest policy version among the sampled tokens of all responses."""
+        return min(int(one.policy_versions[one.is_sampled].min()) for one in self.responses)
+
+    @property
+    def truncated(self) -> tuple[bool, ...]:
+        """Whether each response was cut at the length limit."""
+        return tuple(response.truncated for response in self.responses)
