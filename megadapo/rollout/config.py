@@ -116,7 +116,7 @@ class BranchingConfig(Section, title="sampling.branching"):
     """Responses of a group that start at the prompt (N). The others branch off them, or start at
     the prompt if too few branch. None: no response branches."""
     alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """Probability of a branch if the entropy equals that of the response's start."""
+    """Probability of a branch if the entropy has not risen since the response's start."""
     beta: NonNegativeFloat = 0.2
     """Increase of that probability per unit of normalized entropy."""
     threshold: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5

@@ -1,17 +1,17 @@
-"""The processes of a run, trainer and engines, started in the order their memory allows."""
+"""The start of a run's processes: trainer and engines, in the order that their memory allows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig
 from megadapo.models.folder import path_from_anywhere
 from megadapo.rollout.pool.engines import Engines
-from megadapo.run.sampling import Phases
+from megadapo.run.sampling import Phases, start_cluster
 from megadapo.trainer.config import OffloadConfig
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import TrainerSettings
@@ -24,48 +24,73 @@ def start_processes(
     cluster: Cluster,
     stack: ExitStack,
 ) -> tuple[Trainer, Engines, Engines | None]:
-    """Start engines and trainer, at once unless they share GPUs; they end with `stack`.
+    """Start engines and trainer, at once unless they share GPUs; end them with `stack`.
 
     Returns:
-        The trainer, the engines it trains with, and what there is for held-out problems only.
+        The trainer, the engines for rollouts, and the engine reserved for held-out problems.
 
     Raises:
         InfraError: a process did not start.
     """
-    # an engine measures the free memory of its GPU, so it must be alone on it while it starts
+    # an engine measures the free memory of its GPU, so it must start alone (run/gpu_sharing.py)
     one_by_one = config.cluster.engines_sleep
+    options = {
+        "log_folder": config.run.folder / LOGS_FOLDER,
+        "shares_gpus": config.cluster.placement == "colocated",
+    }
+    first, last = config.rollout.num_engines, config.num_engines
     with phases.phase("start engines"):
-        first, num_engines = config.rollout.num_engines, config.num_engines
         engines = _start_engines(
             config,
             cluster,
             stack,
-            range(first),
+            numbers=range(first),
             returns_experts=config.trainer.router_replay,
             wait=one_by_one,
+            **options,
         )
-        held_out = None
-        if num_engines > first:
-            held_out = _start_engines(config, cluster, stack, range(first, num_engines), wait=False)
+        reserved = None
+        if last > first:
+            reserved = _start_engines(
+                config, cluster, stack, numbers=range(first, last), wait=False, **options
+            )
         if one_by_one:
             engines.sleep()
     trainer = start_trainer(settings, phases, cluster, stack, config.run.folder)
     with phases.phase("wait for engines"):
         if not one_by_one:
             engines.wait_until_ready()
-        if held_out is not None:
-            held_out.wait_until_ready()
-    return trainer, engines, held_out
+        if reserved is not None:
+            reserved.wait_until_ready()
+    return trainer, engines, reserved
+
+
+def start_engines_alone(
+    config: RunConfig, phases: Phases, stack: ExitStack, *, log_folder: Path
+) -> Engines:
+    """Start engines with the weights of model.path and without a trainer; end them with `stack`.
+
+    Raises:
+        InfraError: the cluster lacks slots, or an engine did not start.
+    """
+    num_engines = config.rollout.num_engines
+    cluster = start_cluster(
+        config, phases, stack, trains=False, num_engines=num_engines, folder=log_folder
+    )
+    with phases.phase("start engines"):
+        return _start_engines(
+            config,
+            cluster,
+            stack,
+            log_folder=log_folder,
+            weights_from="folder",
+            shares_gpus=False,
+            returns_experts=config.trainer.router_replay,
+        )
 
 
 def _start_engines(
-    config: RunConfig,
-    cluster: Cluster,
-    stack: ExitStack,
-    numbers: Sequence[int],
-    *,
-    returns_experts: bool = False,
-    wait: bool,
+    config: RunConfig, cluster: Cluster, stack: ExitStack, **options: Any
 ) -> Engines:
     engines = Engines.start(
         config.rollout,
@@ -73,11 +98,7 @@ def _start_engines(
         model=path_from_anywhere(config.model.path),
         dtype=config.model.dtype,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        log_folder=config.run.folder / LOGS_FOLDER,
-        numbers=numbers,
-        shares_gpus=config.cluster.placement == "colocated",
-        returns_experts=returns_experts,
-        wait=wait,
+        **options,
     )
     stack.callback(engines.shutdown)
     return engines
@@ -86,7 +107,7 @@ def _start_engines(
 def start_trainer(
     settings: TrainerSettings, phases: Phases, cluster: Cluster, stack: ExitStack, folder: Path
 ) -> Trainer:
-    """Start the trainer of the run in `folder`; it ends with `stack`.
+    """Start the trainer of the run in `folder`; end it with `stack`.
 
     Raises:
         InfraError: a rank did not start.
@@ -98,10 +119,10 @@ def start_trainer(
 
 
 def trainer_settings(config: RunConfig) -> TrainerSettings:
-    """What the trainer's ranks need to know of a run."""
+    """Return the settings of the trainer's ranks."""
     trainer = config.trainer
     if config.cluster.placement == "separate":
-        # nobody else would use the memory
+        # no engine would use the freed memory
         trainer = trainer.model_copy(update={"offload": OffloadConfig()})
     critic = config.critic
     if critic.path is not None:

@@ -16,7 +16,8 @@ from megadapo.observe.metrics.records import METRICS_FILE
 from megadapo.observe.rollouts.files import rollouts_path, saved_steps, write_rollouts
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
-from megadapo.run.sampling import Phases, SamplingInputs, start_engines_alone
+from megadapo.run.processes import start_engines_alone
+from megadapo.run.sampling import Phases, SamplingInputs
 from megadapo.run.state.checkpoint import CHECKPOINTS
 from megadapo.run.step_rollouts import saved_groups
 from megadapo.run.training import make_batch

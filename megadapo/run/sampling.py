@@ -19,12 +19,10 @@ from megadapo.data.overlap import warn_of_overlap
 from megadapo.data.pretraining import PretrainingStream, read_texts
 from megadapo.data.prompts import Prompt, PromptStream, load_prompts
 from megadapo.errors import DataError
-from megadapo.models.folder import path_from_anywhere
 from megadapo.observe.rollouts.token_pieces import decoder_of
 from megadapo.rewards.scorer import Scorer
 from megadapo.rewards.verifier import Verifier
 from megadapo.rollout.journal.journal import Journal
-from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.sampling.scoring import SupportsGenerate
@@ -150,34 +148,6 @@ def _needs(config: RunConfig, folder: Path) -> Needs:
         shared=folder.absolute(),
         present={key: path for key, path in models.items() if path.is_dir()},
     )
-
-
-def start_engines_alone(
-    config: RunConfig, phases: Phases, stack: ExitStack, *, log_folder: Path
-) -> Engines:
-    """Start engines with the weights of model.path and without a trainer; end them with `stack`.
-
-    Raises:
-        InfraError: the cluster lacks slots, or an engine did not start.
-    """
-    num_engines = config.rollout.num_engines
-    cluster = start_cluster(
-        config, phases, stack, trains=False, num_engines=num_engines, folder=log_folder
-    )
-    with phases.phase("start engines"):
-        engines = Engines.start(
-            config.rollout,
-            cluster,
-            model=path_from_anywhere(config.model.path),
-            dtype=config.model.dtype,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            log_folder=log_folder,
-            weights_from="folder",
-            shares_gpus=False,
-            returns_experts=config.trainer.router_replay,
-        )
-        stack.callback(engines.shutdown)
-    return engines
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:

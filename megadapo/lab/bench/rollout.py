@@ -121,7 +121,8 @@ def _start(
     config: RunConfig, compared: list[Way], folder: Path, stack: ExitStack, phases: Phases
 ) -> list[Sampler]:
     """Engines with the weights of model.path, and a sampler for each way."""
-    from megadapo.run.sampling import SamplingInputs, start_engines_alone
+    from megadapo.run.processes import start_engines_alone
+    from megadapo.run.sampling import SamplingInputs
 
     inputs = SamplingInputs.start(config, phases, stack)
     engines = start_engines_alone(config, phases, stack, log_folder=folder)

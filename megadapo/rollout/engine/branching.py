@@ -44,7 +44,7 @@ def branch_probability(entropy_rise: float, config: BranchingConfig) -> float:
     """Return alpha + beta dH.
 
     Args:
-        entropy_rise: dH, the normalized entropy after a call minus that of the start.
+        entropy_rise: dH, the rise of the normalized entropy from the start to the call.
     """
     return config.alpha + config.beta * entropy_rise
 

@@ -102,7 +102,7 @@ class Generation:
             tool.stop()
 
     async def stop(self, keys: Collection[int], *, keep: bool) -> StopReport:
-        """End groups and remove them; report only those that `collect` has not returned."""
+        """End groups and remove them; report the groups that `collect` has not returned."""
         async with self._submitting:
             chosen = [key for key in self._groups if key in keys]
             await self._abort([self._groups[key] for key in chosen])
@@ -153,7 +153,7 @@ class Generation:
         return collector
 
     async def _follow(self, group: InFlightGroup) -> None:
-        """Generate a group to its end, with all branches."""
+        """Wait for a group and its branches."""
         try:
             num_seen = 0
             await self._finish(group, group.responses)

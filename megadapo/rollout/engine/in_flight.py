@@ -70,7 +70,7 @@ class InFlightGroup:
             response.is_stopped = True
 
     async def start(self) -> None:
-        """Submit the first responses: new ones, or the rest of those that were stopped before."""
+        """Submit the first responses: new ones, or the rest of stopped ones."""
         request = self.request
         begun = request.begun or (None,) * len(request.seeds)
         assert len(begun) == len(request.seeds), "one begun response per seed"
@@ -78,7 +78,7 @@ class InFlightGroup:
             await self._add(before)
 
     async def add_branches(self, branches: Sequence[Branch | None]) -> None:
-        """Submit further responses; None is one that starts at the prompt."""
+        """Submit further responses; None: a response that starts at the prompt."""
         for branch in branches:
             begun = None
             if branch is not None:
@@ -206,7 +206,7 @@ class InFlightResponse:
         return [*before, *(token for one in self._segments for token in one.token_ids)]
 
     def _add_output(self, output: CompletionOutput) -> None:
-        """Add the output of a request, and then that of a tool."""
+        """Add the output of a request, and then the output of a tool."""
         group = self._group
         if group.returns_experts:
             self._add_experts(output)

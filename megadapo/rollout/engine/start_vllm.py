@@ -112,4 +112,4 @@ class _StepLogger(StatLoggerBase):
         )
 
     def log_engine_initialized(self) -> None:
-        """Log nothing."""
+        """Do nothing: the configuration is in the engine's log."""

@@ -31,7 +31,7 @@ State = Literal["starting", "stale_weights", "serving", "ending", "gone"]
 """An engine with stale weights answers calls but lacks the current weights."""
 
 EngineIncarnation = tuple[int, int]
-"""An engine's number, and the number of its process among those that the handle has started."""
+"""An engine's number, and how many processes its handle had started with this one."""
 
 WATCH_S = 2.0
 """Longest time between two checks that the engines are alive and make progress."""
