@@ -18,9 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megadapo.kernels.cpu.native import address, load_native
-from megadapo.kernels.launch import uses_triton
+from megadapo.kernels.launch import moved, uses_triton
 from megadapo.kernels.torch_internals import profiled_range
-from megadapo.kernels.traffic import moved
 
 SOURCE = Path(__file__).parent / "cpu" / "attention.c"
 
@@ -32,7 +31,7 @@ LONGEST = 512
 through longer ones in blocks of keys, and is faster there."""
 
 
-def packed_attention_ref(
+def packed_attention_definition(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float | None = None
 ) -> Tensor:
     """By the book, differentiable; computes in the inputs' type."""

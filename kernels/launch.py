@@ -1,30 +1,50 @@
-"""What the Triton kernel files share: when Triton runs, and in which blocks."""
+"""Shared parts of the kernels' launchers: Triton or not, block sizes, and bytes for a profile."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-# Triton 3.10 changes this default; set, so that results do not change with Triton's version
+# Triton 3.10 changes this default; fixed here so that results do not depend on Triton's version
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import triton
 from torch import Tensor
 
+# triton.jit reads the same flag when it defines a kernel
 _IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Asked once, as `triton.jit` asks when a kernel is defined."""
+_meters: list[Counter[str]] = []
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """CUDA always; elsewhere only under Triton's interpreter, which is how its tests run."""
+    """Return True on CUDA, and elsewhere under Triton's interpreter, as in its tests."""
     return _IS_INTERPRETED or tensor.device.type == "cuda"
 
 
 def block_size(num_columns: int, *, largest: int = 4096, smallest: int = 128) -> int:
-    """Columns per step of a row kernel: a power of two that depends on the row's length alone."""
+    """Return a row kernel's columns per step: a power of two that depends on the row length."""
     power: int = triton.next_power_of_2(num_columns)
     return max(smallest, min(largest, power))
 
 
 def warps_for(block: int, *, largest: int = 8) -> int:
-    """Warps for a block of columns: 8 to 16 elements a thread while `largest` allows."""
+    """Return the warps for a block of columns: 8 to 16 elements per thread up to `largest`."""
     return max(1, min(largest, block // 256))
+
+
+@contextmanager
+def metered(meter: Counter[str]) -> Iterator[None]:
+    """Add the bytes that every kernel moves to `meter`, by the kernel's name in a profile."""
+    _meters.append(meter)
+    try:
+        yield
+    finally:
+        _meters.remove(meter)
+
+
+def moved(kernel: str, *tensors: Tensor | None) -> None:
+    """Record at a launch the tensors that the kernel reads or writes once."""
+    for meter in _meters:
+        meter[kernel] += sum(tensor.nbytes for tensor in tensors if tensor is not None)

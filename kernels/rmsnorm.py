@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megadapo.kernels.cpu.layers import implementation, rmsnorm_c, rmsnorm_grads_c
-from megadapo.kernels.launch import block_size, uses_triton, warps_for
-from megadapo.kernels.traffic import moved
+from megadapo.kernels.launch import block_size, moved, uses_triton, warps_for
 
 _NUM_PARTIAL_SUMS = 256
 """Rows of partial weight gradients: enough programs to fill a GPU, few enough to add up."""
@@ -26,7 +25,7 @@ _MOST_WARPS = 16
 """A whole row lies in registers: 16 elements of 8192 a thread."""
 
 
-def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def rmsnorm_definition(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """By the book, differentiable; computes in fp32 or wider and rounds once."""
     wide = x if x.dtype == torch.float64 else x.float()
     normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megadapo.kernels.cpu.layers import implementation, rotate_c
-from megadapo.kernels.traffic import moved
+from megadapo.kernels.launch import moved
 
 
-def rotary_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary_definition(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """By the book, differentiable; computes in fp32 or wider and rounds once."""
     wide = x if x.dtype == torch.float64 else x.float()
     half = cos.shape[-1]

@@ -16,11 +16,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megadapo.kernels.cpu.layers import implementation, swiglu_c, swiglu_grads_c
-from megadapo.kernels.launch import block_size, warps_for
-from megadapo.kernels.traffic import moved
+from megadapo.kernels.launch import block_size, moved, warps_for
 
 
-def swiglu_ref(gate_up: Tensor) -> Tensor:
+def swiglu_definition(gate_up: Tensor) -> Tensor:
     """By the book, differentiable; computes in fp32 or wider and rounds once."""
     wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
     gate, up = wide.chunk(2, dim=-1)

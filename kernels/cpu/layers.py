@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from megadapo.kernels.cpu.native import address, integers, load_native
-from megadapo.kernels.launch import uses_triton
+from megadapo.kernels.launch import moved, uses_triton
 from megadapo.kernels.torch_internals import profiled_range
-from megadapo.kernels.traffic import moved
 
 SOURCE = Path(__file__).with_name("layers.c")
 

@@ -1,6 +1,6 @@
 /* A bf16 product with an fp32 result on a CPU, of which torch has the kernel but no operator.
  *
- * The multiplying is oneDNN's, through ATen's brgemm, whose address policy_head_products_cpu.py
+ * The multiplying is oneDNN's, through ATen's brgemm, whose address products.py
  * hands in. Every element of the result is one kernel's sum over all of K, in an order that no
  * other size decides: it has the same bits in every tile, on any number of threads and at every
  * split of the columns.

@@ -1,16 +1,14 @@
-"""The policy head's passes over its blocks of tokens: products, and row passes in between."""
+"""Passes of the policy head over its blocks of tokens: products, and row passes in between."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head.exchange import Block, gather_stats
-from megadapo.kernels.policy_head.main_grad import main_grad_of
 from megadapo.kernels.policy_head.products import Fp32Sum, mm_fp32, mm_rows, widened_like
 from megadapo.kernels.policy_head.rows import (
     logprob_grad_rows,
@@ -29,27 +27,17 @@ from megadapo.kernels.policy_head.tiling import HeadCall
 from megadapo.kernels.torch_internals import profiled_range
 
 _ROW_ALIGNMENT = 16
-"""Elements that a row of the buffers is rounded up to."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyCall:
-    """A `HeadCall` whose gradient is known in the forward pass."""
-
-    head: HeadCall
-    inputs: PolicyInputs  # [R]
-    objective: PolicyObjective
+"""Multiple of elements to which a row of the buffers is padded."""
 
 
 def _aligned_rows(like: Tensor, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
-    """Uninitialised memory whose rows begin at multiples of 32 bytes: an odd vocabulary's rows
-    would slow the products down."""
+    """Return uninitialised memory with rows aligned to 32 bytes: unaligned rows slow products."""
     padded = -(-num_columns // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     return like.new_empty(num_rows, padded, dtype=dtype)[:, :num_columns]
 
 
 class _Buffers:
-    """The two reused buffers: a tile of fp32 logits and a block of their gradient.
+    """Two reused buffers: a tile of fp32 logits and a block of their gradient.
 
     With fp32 hidden states both are the same memory: a tile's gradient overwrites its logits.
     """
@@ -72,7 +60,7 @@ class _Buffers:
         return self.grads(tile)
 
     def drop_logits(self) -> None:
-        """Free the tile's own memory."""
+        """Free the memory of the logits if the gradient does not use it too."""
         self._logits = None
 
     def grads(self, rows: Block) -> Tensor:
@@ -91,7 +79,7 @@ class _Projection:
         self._widened = widened_like(self._shards[0])
 
     def drop_scratch(self) -> None:
-        """Free the memory that shards are widened in; there is no call after this one."""
+        """Free the memory of widened shards; there must be no later call."""
         self._widened = None
 
     def __call__(self, hidden: Tensor, out: Tensor) -> None:
@@ -102,11 +90,11 @@ class _Projection:
 
 
 Step = Callable[[slice, Tile, Tensor | None], None]
-"""What is done to a tile: its rows among all, itself, and where its gradient goes, if anywhere."""
+"""Row pass over a tile: (the tile's rows among all rows, the tile, its d_logits if wanted)."""
 
 
 class _Pass:
-    """One pass over all blocks: logits, then whatever the step does, then the products back."""
+    """One pass over all blocks: logits, the row pass, and the two products of the gradient."""
 
     def __init__(
         self,
@@ -128,11 +116,11 @@ class _Pass:
         self._exchange = call.exchange(hidden)
 
     def run(self, step: Step) -> tuple[Tensor | None, Tensor | None]:
-        """Take every tile through `step`; return d_hidden and d_weight where they are wanted."""
+        """Call `step` on every tile; return d_hidden and d_weight, each None if not wanted."""
         for block in self._call.blocks():
             rows = self._exchange.fetch(block)
             for tile in self._call.tiling.tiles(block[1] - block[0]):
-                self._take(block[0], tile, rows, step)
+                self._run_tile(block[0], tile, rows, step)
             if self._wants_grad:
                 self._multiply_back(block, rows)
         return (
@@ -140,8 +128,8 @@ class _Pass:
             self._d_weight.result() if self._d_weight is not None else None,
         )
 
-    def _take(self, offset: int, tile: Block, rows: Tensor, step: Step) -> None:
-        """One tile, whose first row is row `offset` + tile[0] of all."""
+    def _run_tile(self, offset: int, tile: Block, rows: Tensor, step: Step) -> None:
+        """Run one tile; its first row is row `offset` + tile[0] among all rows."""
         logits = self._buffers.logits(tile)
         with profiled_range("megadapo::head logits"):
             self._project(rows[tile[0] : tile[1]], logits)
@@ -151,9 +139,9 @@ class _Pass:
             step(chosen, self._call.tile(logits, chosen), d_logits)
 
     def _multiply_back(self, block: Block, rows: Tensor) -> None:
-        """The two products of a block; the first one's reduction runs under the second."""
+        """Run the two products of a block's gradient; d_hidden's reduction overlaps the second."""
         if block[1] == self._call.num_rows:
-            # their memory is as large as the weight's gradient, which is made next
+            # this memory is as large as the weight's gradient, which is allocated next
             self._buffers.drop_logits()
             self._project.drop_scratch()
         d_logits = self._buffers.grads((0, block[1] - block[0]))
@@ -167,24 +155,32 @@ class _Pass:
 
 
 def policy_blocks(
-    hidden: Tensor, weight: Tensor, policy: PolicyCall, *, wants_hidden: bool, wants_weight: bool
+    hidden: Tensor,
+    weight: Tensor,
+    call: HeadCall,
+    inputs: PolicyInputs,
+    objective: PolicyObjective,
+    *,
+    wants_hidden: bool,
+    wants_weight: bool,
 ) -> tuple[RowOutputs, Tensor | None, Tensor | None]:
-    """Return per-row outputs, and d_hidden and d_weight of a loss whose scale is 1."""
-    outputs = RowOutputs.empty(policy.head.num_rows, hidden.device)
+    """Return per-row outputs, and d_hidden and d_weight for a loss with gradient 1.
+
+    Args:
+        inputs: [R], the values of the rows that enter the head.
+    """
+    outputs = RowOutputs.empty(call.num_rows, hidden.device)
 
     def step(rows: slice, tile: Tile, d_logits: Tensor | None) -> None:
-        stats = gather_stats(row_stats(tile), policy.head.process_group)
-        inputs = policy.inputs.rows(rows)
-        policy_rows(tile, stats, inputs, policy.objective, outputs.rows(rows), d_logits)
+        stats = gather_stats(row_stats(tile), call.process_group)
+        policy_rows(tile, stats, inputs.rows(rows), objective, outputs.rows(rows), d_logits)
 
-    over_blocks = _Pass(
-        hidden, weight, policy.head, wants_hidden=wants_hidden, wants_weight=wants_weight
-    )
-    return outputs, *over_blocks.run(step)
+    all_blocks = _Pass(hidden, weight, call, wants_hidden=wants_hidden, wants_weight=wants_weight)
+    return outputs, *all_blocks.run(step)
 
 
 def logprob_blocks(hidden: Tensor, weight: Tensor, call: HeadCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs [R], entropy [R] and the merged stats [S, 4, R] they came from."""
+    """Return log-probs [R], entropy [R] and their merged stats [S, 4, R]."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=hidden.device)
@@ -212,9 +208,9 @@ def logprob_grad_blocks(
     wants_hidden: bool,
     wants_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The recomputing backward pass: a fourth product and no collective for the statistics.
+    """Return d_hidden and d_weight from recomputed logits; stats need no collective again.
 
-    The weight's gradient is added to main_grad where the parameter has one.
+    The weight's gradient is added to main_grad if the parameter has one.
     """
 
     def step(rows: slice, tile: Tile, d_logits: Tensor | None) -> None:
@@ -227,8 +223,12 @@ def logprob_grad_blocks(
             d_logits=d_logits,
         )
 
-    into = main_grad_of(weight)
-    over_blocks = _Pass(
-        hidden, weight, call, wants_hidden=wants_hidden, wants_weight=wants_weight, into=into
+    all_blocks = _Pass(
+        hidden,
+        weight,
+        call,
+        wants_hidden=wants_hidden,
+        wants_weight=wants_weight,
+        into=getattr(weight, "main_grad", None),
     )
-    return over_blocks.run(step)
+    return all_blocks.run(step)

@@ -1,54 +1,212 @@
-"""The policy head: from hidden states to the loss and gradient without the logits.
+"""The policy head: from hidden states to the loss and its gradient, without stored logits.
 
-`policy_head_loss` closes the gradient inside the forward pass: per block of tokens a logits
-product, two row passes and the d_hidden and d_weight products, three in all, and nothing of size
-tokens x vocabulary is ever stored. `token_logprobs` is the same head for any other objective; it
-recomputes the logits in its backward pass. Both share plan, row passes and bits.
+`policy_head_loss` computes the gradient in the forward pass. A block of tokens takes three products
+(logits, d_hidden, d_weight) and two row passes; no tensor of size tokens x vocabulary is stored.
+`token_logprobs` is the same head for other objectives; it recomputes the logits in its backward
+pass. Both share tiling, row passes and bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megadapo.algorithm.objective import PolicyObjective
+from megadapo.algorithm.reference import policy_loss
 from megadapo.kernels.policy_head.blocks import (
-    PolicyCall,
     logprob_blocks,
     logprob_grad_blocks,
     policy_blocks,
 )
-from megadapo.kernels.policy_head.main_grad import (
-    hand_over,
-    is_known_one,
-    main_grad_of,
-    stand_in,
-)
-from megadapo.kernels.policy_head.output import PolicyHeadOutput, head_output
+from megadapo.kernels.policy_head.terms import CLIPPED_HIGH, CLIPPED_LOW, DROPPED, DUAL_CLIPPED
 from megadapo.kernels.policy_head.tiles import PolicyInputs, RowOutputs
 from megadapo.kernels.policy_head.tiling import HeadCall, HeadOptions, plan_call
 
-__all__ = ["PolicyHeadOutput", "policy_head_loss", "token_logprobs"]
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyHeadOutput:
+    """The loss of one micro-batch and the sums behind its metrics.
+
+    Sums and counts are 0-d float64 tensors over the tokens with a loss weight that were not
+    dropped: add them over micro-batches and data-parallel ranks, then divide. They are equal on
+    all tensor-parallel ranks. Only `loss` has a gradient.
+    """
+
+    loss: Tensor
+    """sum_t loss_weights[t] * l_t, fp32, 0-d."""
+    logprobs: Tensor
+    """[T] fp32, 0 where the loss weight is 0."""
+    entropy: Tensor
+    """[T] fp32 in nats, 0 where the loss weight is 0."""
+    ratio_max_error: Tensor
+    """max |ratio - 1|, 0-d fp32; combine with max, not with a sum."""
+    num_tokens: Tensor
+    num_dropped: Tensor
+    """Tokens left out because one of their log-probs or importance weights was not finite."""
+    ratio_sum: Tensor
+    clip_low_count: Tensor
+    clip_high_count: Tensor
+    dual_clip_count: Tensor
+    entropy_sum: Tensor
+    probability_sum: Tensor
+    kl_sum: Tensor
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, **options: Unpack[HeadOptions]
+) -> tuple[Tensor, Tensor]:
+    """Return (log-probs [T], entropy [T]) in fp32, differentiable in hidden and weight.
+
+    Tokens outside `rows` are not computed and get 0. Pass the rows of the update here: old
+    log-probs then come from the shapes of the update, and the first ratio is exactly 1. Arguments
+    are those of `policy_head_loss`.
+    """
+    call = plan_call(hidden, weight, targets, options)
+    logprobs, entropy = _token_logprobs(hidden.contiguous(), weight, call)
+    return call.spread(logprobs), call.spread(entropy)
+
+
+def policy_head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    logprobs_old: Tensor,
+    advantages: Tensor,
+    loss_weights: Tensor,
+    objective: PolicyObjective,
+    logprobs_ref: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    **options: Unpack[HeadOptions],
+) -> PolicyHeadOutput:
+    """Return sum_t loss_weights[t] * l_t with its gradient in hidden and weight, and metrics.
+
+    Log-probs, entropy and loss have the same bits for TP 1, 2, 4 and 8, given the same padded
+    vocabulary, if it can be cut into 8 shards of at least 64 rows.
+
+    Args:
+        hidden: [T, H], equal on every tensor-parallel rank, or this rank's [T/p, H] with
+            `sequence_parallel`. Its gradient comes out summed over the group.
+        weight: [V/p, H], this rank's rows of the output layer in hidden's dtype. Its gradient is
+            accumulated in fp32, into `weight.main_grad` if the parameter has one.
+        targets: [T] token ids over the whole vocabulary.
+        logprobs_old: [T], for a sequence ratio those of `algorithm.ratios.sequence_shifted`. A
+            token is dropped and counted if this, its importance weight or its reference log-prob
+            is not finite.
+        advantages: [T].
+        loss_weights: [T]; tokens with weight 0 do not enter the head at all.
+        objective: ratio, gate and the optional terms.
+        logprobs_ref: [T] of the reference policy, required for a KL divergence in the loss.
+        importance_weights: [T] factor on each token's policy term, such as a truncated
+            trainer/engine importance weight.
+        options: see `HeadOptions`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, targets are outside the vocabulary, or
+            advantages or loss weights are not finite.
+    """
+    if objective.kl_loss_coef != 0.0 and logprobs_ref is None:
+        raise ValueError(f"objective.kl_coef is {objective.kl_coef} but logprobs_ref is missing")
+    inputs = PolicyInputs(
+        logprobs_old=logprobs_old,
+        advantages=advantages,
+        loss_weights=loss_weights,
+        logprobs_ref=logprobs_ref,
+        importance_weights=importance_weights,
+    )
+    call = plan_call(hidden, weight, targets, options, inputs)
+    inputs = inputs.map(call.take)
+    loss, *values = _policy_head(
+        hidden.contiguous(), weight, call, inputs, objective, torch.is_grad_enabled()
+    )
+    rows = RowOutputs(**dict(zip(RowOutputs.__dataclass_fields__, values, strict=True)))
+    return _head_output(loss, rows, call, inputs)
+
+
+def token_logprobs_definition(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Define `token_logprobs`: all logits at once, autograd, any precision, one rank."""
+    logits = hidden @ weight[:vocab_size].t() / temperature
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], entropy
+
+
+def policy_head_loss_definition(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    logprobs_old: Tensor,
+    advantages: Tensor,
+    loss_weights: Tensor,
+    objective: PolicyObjective,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    logprobs_ref: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Define the loss of `policy_head_loss`, 0-d; old log-probs are not shifted.
+
+    Args:
+        cu_seqlens: [S + 1] integers, start of each sequence, and T; None: one sequence.
+    """
+    chosen = loss_weights != 0
+    ends = torch.tensor([0, len(chosen)]) if cu_seqlens is None else cu_seqlens
+    chosen_before = torch.cat([chosen.new_zeros(1).long(), chosen.cumsum(0)])
+    logprobs, entropy = token_logprobs_definition(
+        hidden[chosen], weight, targets[chosen], temperature=temperature, vocab_size=vocab_size
+    )
+    return policy_loss(
+        logprobs,
+        logprobs_old[chosen],
+        advantages[chosen],
+        loss_weights[chosen],
+        chosen_before[ends],
+        objective=objective,
+        logprobs_ref=None if logprobs_ref is None else logprobs_ref[chosen],
+        entropy=entropy,
+        importance_weights=None if importance_weights is None else importance_weights[chosen],
+    )
 
 
 class _PolicyHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, call: PolicyCall, needs_grad: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        call: HeadCall,
+        inputs: PolicyInputs,
+        objective: PolicyObjective,
+        needs_grad: bool,
     ) -> tuple[Tensor, ...]:
         wants_hidden, wants_weight = (needs_grad and need for need in ctx.needs_input_grad[:2])
         outputs, d_hidden, d_weight = policy_blocks(
-            hidden, weight, call, wants_hidden=wants_hidden, wants_weight=wants_weight
+            hidden,
+            weight,
+            call,
+            inputs,
+            objective,
+            wants_hidden=wants_hidden,
+            wants_weight=wants_weight,
         )
         if wants_hidden or wants_weight:
             ctx.grads = (d_hidden, d_weight)
             ctx.weight = weight
-        weighted = call.inputs.loss_weights.double() * outputs.loss.double()
+        weighted = inputs.loss_weights.double() * outputs.loss.double()
         loss = weighted.sum().float()
         rest = tuple(vars(outputs).values())
         ctx.mark_non_differentiable(*rest)
@@ -64,15 +222,22 @@ class _PolicyHead(torch.autograd.Function):
             )
         (d_hidden, d_weight), ctx.grads = ctx.grads, None
         if d_loss is None:
-            return None, None, None, None
-        if d_hidden is not None and not is_known_one(d_loss):
+            return None, None, None, None, None, None
+        # on a device, reading the scale would be a sync
+        is_one = d_loss.device.type == "cpu" and d_loss.item() == 1.0
+        if d_hidden is not None and not is_one:
             d_hidden.mul_(d_loss)
         if d_weight is not None:
-            d_weight = hand_over(ctx.weight, d_weight, d_loss)
-        return d_hidden, d_weight, None, None
+            if not is_one:
+                d_weight = d_weight.mul_(d_loss)
+            main_grad = getattr(ctx.weight, "main_grad", None)
+            if main_grad is not None:
+                main_grad.add_(d_weight)
+            d_weight = _returned_grad(ctx.weight, d_weight)
+        return d_hidden, d_weight, None, None, None, None
 
 
-_policy_head: Callable[[Tensor, Tensor, PolicyCall, bool], tuple[Tensor, ...]] = _PolicyHead.apply
+_policy_head: Callable[..., tuple[Tensor, ...]] = _PolicyHead.apply
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -105,120 +270,55 @@ class _TokenLogprobs(torch.autograd.Function):
             wants_hidden=wants_hidden,
             wants_weight=wants_weight,
         )
-        if d_weight is not None:
-            is_accumulated = main_grad_of(weight) is not None
-            d_weight = stand_in(weight) if is_accumulated else d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None
+        return d_hidden, None if d_weight is None else _returned_grad(weight, d_weight), None
 
 
 _token_logprobs: Callable[[Tensor, Tensor, HeadCall], tuple[Tensor, Tensor]] = _TokenLogprobs.apply
 
 
-def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    process_group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    chunk_tokens: int | None = None,
-    rows: Tensor | None = None,
-    sequence_parallel: bool = False,
-    check_inputs: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Return (log-probs [T], entropy [T]) in fp32, differentiable in hidden and weight.
+def _returned_grad(weight: Tensor, d_weight: Tensor) -> Tensor | None:
+    """Return what autograd gets: the gradient, or a stand-in if main_grad already holds it.
 
-    Tokens outside `rows` are not computed and get 0. Pass the rows of the update here, so that
-    old log-probs come from the very shapes of the update and the first ratio is exactly 1. The
-    arguments are those of `policy_head_loss`.
+    Megatron's hook runs on the backward thread only if autograd gets some gradient. Its content is
+    not read, unless the parameter sets `zero_out_wgrad`: the gradient of a tied embedding is added
+    to it.
     """
-    options = HeadOptions(
-        temperature=temperature,
-        process_group=process_group,
-        vocab_size=vocab_size,
-        chunk_tokens=chunk_tokens,
-        rows=rows,
-        sequence_parallel=sequence_parallel,
-        check_inputs=check_inputs,
-    )
-    call = plan_call(hidden, weight, targets, options)
-    logprobs, entropy = _token_logprobs(hidden.contiguous(), weight, call)
-    return call.spread(logprobs), call.spread(entropy)
+    if getattr(weight, "main_grad", None) is None:
+        return d_weight.to(weight.dtype)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)
 
 
-def policy_head_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    logprobs_old: Tensor,
-    advantages: Tensor,
-    loss_weights: Tensor,
-    objective: PolicyObjective,
-    temperature: float = 1.0,
-    process_group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    chunk_tokens: int | None = None,
-    logprobs_ref: Tensor | None = None,
-    importance_weights: Tensor | None = None,
-    rows: Tensor | None = None,
-    sequence_parallel: bool = False,
-    check_inputs: bool = True,
+def _head_output(
+    loss: Tensor, rows: RowOutputs, call: HeadCall, inputs: PolicyInputs
 ) -> PolicyHeadOutput:
-    """Return sum_t loss_weights[t] * l_t with its gradient in hidden and weight, and metrics.
+    """Reduce the rows' values in float64."""
+    weighted = inputs.loss_weights != 0
+    kept = weighted & (rows.flags < DROPPED)
 
-    Log-probs, entropy and loss have the same bits for TP 1, 2, 4 and 8, given the same padded
-    vocabulary, wherever that can be cut in 8 shards of at least 64 rows.
+    def total(values: Tensor) -> Tensor:
+        return torch.where(kept, values.double(), 0.0).sum()
 
-    Args:
-        hidden: [T, H], equal on every tensor-parallel rank, or this rank's [T/p, H] with
-            `sequence_parallel`. Its gradient comes out summed over the group.
-        weight: [V/p, H], this rank's rows of the output layer in hidden's dtype. Its gradient is
-            accumulated in fp32, into `weight.main_grad` where the parameter has one.
-        targets: [T] token ids over the whole vocabulary.
-        logprobs_old: [T], for a sequence ratio those of `algorithm.ratios.sequence_shifted`. A
-            token whose value is not finite is dropped and counted, as is one whose importance
-            weight or reference log-prob is not.
-        advantages: [T].
-        loss_weights: [T]; tokens with weight 0 do not enter the head at all.
-        objective: ratio, gate and the optional terms.
-        temperature: logits are divided by it.
-        process_group: the tensor-parallel one; None for a single rank.
-        vocab_size: true vocabulary size; later rows of weight are padding and get no gradient.
-        chunk_tokens: tokens per block; by default as many as fit the buffers.
-        logprobs_ref: [T] of the reference policy, needed with a KL divergence in the loss.
-        importance_weights: [T] factor on each token's policy term, such as a truncated
-            trainer/engine importance weight.
-        rows: [R] indices of the tokens to compute, ascending, when the caller has them; at least
-            those with a loss weight.
-        sequence_parallel: hidden is cut along the sequence over the process group.
-        check_inputs: False skips the checks of values, which wait for the device once.
+    def count(bit: int) -> Tensor:
+        return total((rows.flags & bit) != 0)
 
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit; targets outside the vocabulary;
-            advantages or loss weights that are not finite.
-    """
-    if objective.kl_loss_coef != 0.0 and logprobs_ref is None:
-        raise ValueError(f"objective.kl_coef is {objective.kl_coef} but logprobs_ref is missing")
-    options = HeadOptions(
-        temperature=temperature,
-        process_group=process_group,
-        vocab_size=vocab_size,
-        chunk_tokens=chunk_tokens,
-        rows=rows,
-        sequence_parallel=sequence_parallel,
-        check_inputs=check_inputs,
+    error = torch.where(kept, (rows.ratio - 1.0).abs(), 0.0)
+    return PolicyHeadOutput(
+        loss=loss,
+        logprobs=call.spread(rows.logprobs),
+        entropy=call.spread(rows.entropy),
+        ratio_max_error=error.amax() if call.num_rows else error.sum(),
+        num_tokens=kept.sum().double(),
+        num_dropped=(weighted & ~kept).sum().double(),
+        ratio_sum=total(rows.ratio),
+        clip_low_count=count(CLIPPED_LOW),
+        clip_high_count=count(CLIPPED_HIGH),
+        dual_clip_count=count(DUAL_CLIPPED),
+        entropy_sum=total(rows.entropy),
+        probability_sum=total(rows.logprobs.exp()),
+        kl_sum=total(rows.kl),
     )
-    inputs = PolicyInputs(
-        logprobs_old=logprobs_old,
-        advantages=advantages,
-        loss_weights=loss_weights,
-        logprobs_ref=logprobs_ref,
-        importance_weights=importance_weights,
-    )
-    call = plan_call(hidden, weight, targets, options, inputs)
-    policy = PolicyCall(head=call, inputs=inputs.map(call.take), objective=objective)
-    loss, *values = _policy_head(hidden.contiguous(), weight, policy, torch.is_grad_enabled())
-    outputs = RowOutputs(**dict(zip(RowOutputs.__dataclass_fields__, values, strict=True)))
-    return head_output(loss, outputs, policy)

@@ -1,4 +1,4 @@
-"""What the policy head checks of its inputs before it multiplies, and which tokens enter it."""
+"""Checks of the policy head's arguments, and the selection of the tokens that enter it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,18 @@ _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class RowSelection:
-    """The tokens that enter the head. `rows` None means all of them, in place."""
+    """The tokens that enter the head. `rows` None: all tokens, in place."""
 
     rows: Tensor | None
     num_rows: int
     counts: tuple[int, ...]
-    """How many of them lie in each tensor-parallel rank's part of the sequence."""
-
-    def take(self, tensor: Tensor) -> Tensor:
-        """The selected rows of a per-token tensor."""
-        return tensor if self.rows is None else tensor.index_select(0, self.rows)
-
-    def spread(self, values: Tensor, num_tokens: int) -> Tensor:
-        """Put per-row values back at their tokens, 0 elsewhere."""
-        if self.rows is None:
-            return values
-        return values.new_zeros(num_tokens).index_copy_(0, self.rows, values)
+    """Number of rows in each tensor-parallel rank's part of the sequence."""
 
 
 def check_operands(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, tp: int, sequence_parallel: bool
 ) -> int:
-    """Refuse shapes, dtypes and devices that do not fit; return the number of tokens T."""
+    """Return the number of tokens T; raise ValueError if shapes, dtypes or devices do not fit."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden must be [T, H] and weight [V/p, H]; got {_shape(hidden)} and {_shape(weight)}"
@@ -55,16 +45,11 @@ def check_operands(
 
 
 def check_token_tensor(name: str, tensor: Tensor, num_tokens: int, device: torch.device) -> None:
-    """Refuse a per-token tensor of another length or device."""
+    """Raise ValueError for a per-token tensor of another length or device."""
     if tensor.shape != (num_tokens,):
         raise ValueError(f"{name} must be [T] with T = {num_tokens}, got {_shape(tensor)}")
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, hidden on {device}")
-
-
-def check_temperature(temperature: float) -> None:
-    if not 0.0 < temperature < float("inf"):
-        raise ValueError(f"temperature must be positive and finite, got {temperature}")
 
 
 def select_rows(
@@ -76,25 +61,26 @@ def select_rows(
     inputs: PolicyInputs | None,
     check_inputs: bool,
 ) -> RowSelection:
-    """Select `rows`, or else the tokens with a loss weight, and check what they bring.
+    """Select `rows`, or else the tokens with a loss weight, and check their values.
 
-    Everything the host must know comes over in one copy. With `rows` from the caller, one part
-    and `check_inputs` off the device is not waited for at all.
+    All counts reach the host in one copy. With `rows` given, one part and `check_inputs` off the
+    host does not wait for the device.
 
-    Raises ValueError for targets outside the vocabulary and for values that are not finite.
+    Raises:
+        ValueError: targets are outside the vocabulary, or values are not finite.
     """
     num_tokens = targets.shape[0]
     if rows is not None and num_parts == 1 and not check_inputs:
         return RowSelection(rows=rows, num_rows=rows.shape[0], counts=(rows.shape[0],))
     chosen = _chosen(targets, rows, inputs)
     problems = _problems(chosen, targets, vocab_size, inputs) if check_inputs else {}
-    answers = torch.cat(
+    totals = torch.cat(
         [chosen.view(num_parts, -1).sum(1), *(bad.sum()[None] for bad in problems.values())]
     ).tolist()
-    for problem, count in zip(problems, answers[num_parts:], strict=True):
+    for problem, count in zip(problems, totals[num_parts:], strict=True):
         if count:
             raise ValueError(problem.format(count))
-    counts = tuple(answers[:num_parts])
+    counts = tuple(totals[:num_parts])
     num_rows = sum(counts)
     if num_rows == num_tokens:
         return RowSelection(rows=None, num_rows=num_rows, counts=counts)
@@ -104,7 +90,7 @@ def select_rows(
 
 
 def _chosen(targets: Tensor, rows: Tensor | None, inputs: PolicyInputs | None) -> Tensor:
-    """Which tokens enter the head, bool [T]."""
+    """Return whether each token enters the head, bool [T]."""
     if rows is not None:
         chosen = torch.zeros(targets.shape, dtype=torch.bool, device=targets.device)
         return chosen.index_fill_(0, rows, True)
@@ -116,7 +102,7 @@ def _chosen(targets: Tensor, rows: Tensor | None, inputs: PolicyInputs | None) -
 def _problems(
     chosen: Tensor, targets: Tensor, vocab_size: int, inputs: PolicyInputs | None
 ) -> dict[str, Tensor]:
-    """Each thing that must not be, with a place for its count, and where it is, bool [T]."""
+    """Return the error message of each check, with a slot for a count, and its tokens, bool [T]."""
     outside = (targets < 0) | (targets >= vocab_size)
     problems = {f"targets has {{}} values outside 0..{vocab_size - 1}": chosen & outside}
     if inputs is not None:

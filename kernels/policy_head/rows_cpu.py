@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megadapo.kernels.cpu.native import address, integers, load_native
+from megadapo.kernels.launch import moved
 from megadapo.kernels.policy_head.tiles import MASKED_LOGIT, NUM_STATS, Tile
 from megadapo.kernels.torch_internals import profiled_range
-from megadapo.kernels.traffic import moved
 
 SOURCE = Path(__file__).parents[1] / "cpu" / "policy_head_rows.c"
 

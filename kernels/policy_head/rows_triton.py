@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.kernels.launch import block_size, warps_for
+from megadapo.kernels.launch import block_size, moved, warps_for
 from megadapo.kernels.policy_head.terms import DROPPED, describe_terms, token_terms
 from megadapo.kernels.policy_head.tiles import (
     MASKED_LOGIT,
@@ -21,7 +21,6 @@ from megadapo.kernels.policy_head.tiles import (
     RowOutputs,
     Tile,
 )
-from megadapo.kernels.traffic import moved
 
 # Triton reads globals only as constexpr
 _NEVER = tl.constexpr(MASKED_LOGIT)

@@ -1,12 +1,13 @@
-"""What the policy head decides before it multiplies: its blocks and its vocabulary shards.
+"""Decisions of the policy head before its first product: tiling and vocabulary shards.
 
-The same inputs give the same plan on every tensor-parallel rank and for every tensor-parallel
-size, and in the pass that makes old log-probs as in the update: equal shapes give equal bits.
+The same inputs give the same tiling on every tensor-parallel rank and for every tensor-parallel
+size, in the pass that makes old log-probs as in the update: equal shapes give equal bits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -23,14 +24,13 @@ from megadapo.kernels.policy_head.exchange import (
 from megadapo.kernels.policy_head.inputs import (
     RowSelection,
     check_operands,
-    check_temperature,
     check_token_tensor,
     select_rows,
 )
 from megadapo.kernels.policy_head.tiles import PolicyInputs, Tile, VocabShards
 
 NUM_VIRTUAL_SHARDS = 8
-"""Vocabulary shards, whatever the tensor-parallel size: divisible by TP 1, 2, 4 and 8."""
+"""Vocabulary shards for any tensor-parallel size that divides it: 1, 2, 4 and 8."""
 SMALLEST_VIRTUAL_SHARD = 64
 """Columns below which a rank has one shard: a product of a few columns is all overhead."""
 
@@ -39,22 +39,31 @@ FP32_BLOCK_BYTES = {"cuda": 3 << 29, "cpu": 24 << 20}
 BLOCK_BYTES = {"cuda": 3 << 29, "cpu": 32 << 20}
 """Size of the reused buffer for a block's gradient of the logits in a low-precision dtype."""
 TILE_BYTES = {"cuda": 3 << 29, "cpu": 16 << 20}
-"""Size of the fp32 logits beside it, which are made for a part of the block at a time."""
+"""Size of the fp32 logits beside it, which hold a part of the block at a time."""
 
 _ROW_MULTIPLE = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadOptions:
-    """How the head is called, whatever the objective; see `policy_head_loss`."""
+class HeadOptions(TypedDict, total=False):
+    """Keyword arguments of the head that do not depend on the objective."""
 
     temperature: float
+    """Divisor of the logits; default 1.0."""
     process_group: dist.ProcessGroup | None
+    """Tensor-parallel group; default None: a single rank."""
     vocab_size: int | None
+    """True vocabulary size: later rows of weight are padding and get no gradient. Default: none."""
     chunk_tokens: int | None
+    """Tokens per block; default: as many as fit the buffers."""
     rows: Tensor | None
+    """[R] ascending indices of the tokens to compute, at least those with a loss weight.
+
+    Default: the tokens with a loss weight, or all tokens if there are no loss weights.
+    """
     sequence_parallel: bool
+    """Whether hidden is cut along the sequence over the process group; default False."""
     check_inputs: bool
+    """Whether to check values, which waits for the device once; default True."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +94,7 @@ def _cut(num_rows: int, largest: int) -> list[Block]:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCall:
-    """What both passes over the blocks need, fixed before the first product."""
+    """One call of the head, fixed before its first product: rows, tiling and shards."""
 
     targets: Tensor  # [R] int64
     selection: RowSelection
@@ -96,8 +105,12 @@ class HeadCall:
     process_group: dist.ProcessGroup | None
     sequence_parallel: bool
 
+    @property
+    def num_rows(self) -> int:
+        return self.selection.num_rows
+
     def tile(self, logits: Tensor, rows: slice) -> Tile:
-        """Some of the selected rows and their logits, for the row passes."""
+        """Return some of the selected rows with their logits, for the row passes."""
         return Tile(
             logits=logits,
             targets=self.targets[rows],
@@ -106,23 +119,21 @@ class HeadCall:
         )
 
     def take(self, values: Tensor) -> Tensor:
-        """The selected tokens' values of [T], fp32 [R]."""
-        return self.selection.take(values).float().contiguous()
+        """Return the selected tokens' values of [T], fp32 [R]."""
+        return _take(values, self.selection.rows).float().contiguous()
 
     def spread(self, values: Tensor) -> Tensor:
         """Put per-row values back at their tokens [T], 0 elsewhere."""
-        return self.selection.spread(values, self.num_tokens)
-
-    @property
-    def num_rows(self) -> int:
-        return self.selection.num_rows
+        if self.selection.rows is None:
+            return values
+        return values.new_zeros(self.num_tokens).index_copy_(0, self.selection.rows, values)
 
     def blocks(self) -> list[Block]:
-        """The rows of each block, in order."""
+        """Return the rows of each block, in order."""
         return self.tiling.blocks(self.num_rows)
 
     def exchange(self, hidden: Tensor) -> RowExchange:
-        """How this call's rows reach the rank; one pass over the blocks each."""
+        """Return the exchange of hidden rows for one pass over the blocks."""
         rows = self.selection.rows
         if self.sequence_parallel and process_group_size(self.process_group) > 1:
             assert self.process_group is not None
@@ -132,6 +143,10 @@ class HeadCall:
         return ReplicatedRows(hidden, rows, self.process_group)
 
 
+def _take(values: Tensor, rows: Tensor | None) -> Tensor:
+    return values if rows is None else values.index_select(0, rows)
+
+
 def plan_call(
     hidden: Tensor,
     weight: Tensor,
@@ -139,37 +154,43 @@ def plan_call(
     options: HeadOptions,
     inputs: PolicyInputs | None = None,
 ) -> HeadCall:
-    """Check the arguments and fix rows, blocks and shards; the same on every rank.
+    """Check the arguments and fix rows, tiling and shards; the same on every rank.
 
-    Without `rows` in the options, tokens without a loss weight are left out.
+    Raises:
+        TypeError: an option is unknown.
+        ValueError: arguments do not fit together or have bad values.
     """
-    tp = process_group_size(options.process_group)
-    num_tokens = check_operands(
-        hidden, weight, targets, tp=tp, sequence_parallel=options.sequence_parallel
-    )
-    check_temperature(options.temperature)
+    if unknown := options.keys() - HeadOptions.__annotations__.keys():
+        raise TypeError(f"the policy head has no option {', '.join(sorted(unknown))}")
+    temperature = options.get("temperature", 1.0)
+    if not 0.0 < temperature < float("inf"):
+        raise ValueError(f"temperature must be positive and finite, got {temperature}")
+    process_group = options.get("process_group")
+    sequence_parallel = options.get("sequence_parallel", False)
+    tp = process_group_size(process_group)
+    num_tokens = check_operands(hidden, weight, targets, tp=tp, sequence_parallel=sequence_parallel)
     for name, value in ({} if inputs is None else vars(inputs)).items():
         if value is not None:
             check_token_tensor(name, value, num_tokens, hidden.device)
-    shards = plan_shards(weight, options.process_group, options.vocab_size)
+    shards = plan_shards(weight, process_group, options.get("vocab_size"))
     selection = select_rows(
         targets,
         vocab_size=shards.vocab_size,
-        num_parts=tp if options.sequence_parallel else 1,
-        rows=options.rows,
+        num_parts=tp if sequence_parallel else 1,
+        rows=options.get("rows"),
         inputs=inputs,
-        check_inputs=options.check_inputs,
+        check_inputs=options.get("check_inputs", True),
     )
     padded_vocab = shards.size * shards.num_total
     return HeadCall(
-        targets=selection.take(targets).long().contiguous(),
+        targets=_take(targets, selection.rows).long().contiguous(),
         selection=selection,
         num_tokens=num_tokens,
-        tiling=plan_tiling(padded_vocab, hidden.dtype, hidden.device, options.chunk_tokens),
+        tiling=plan_tiling(padded_vocab, hidden.dtype, hidden.device, options.get("chunk_tokens")),
         shards=shards,
-        temperature=float(options.temperature),
-        process_group=options.process_group if tp > 1 else None,
-        sequence_parallel=options.sequence_parallel,
+        temperature=float(temperature),
+        process_group=process_group if tp > 1 else None,
+        sequence_parallel=sequence_parallel,
     )
 
 
@@ -198,7 +219,7 @@ def plan_shards(
     process_group: dist.ProcessGroup | None,
     vocab_size: int | None,
 ) -> VocabShards:
-    """Cut the vocabulary so that the tensor-parallel size changes no bit, wherever that can be."""
+    """Cut the vocabulary into shards, independent of the tensor-parallel size if possible."""
     tp, rank = process_group_size(process_group), process_group_rank(process_group)
     columns = weight.shape[0]
     padded = columns * tp

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megadapo.kernels.rmsnorm import rmsnorm, rmsnorm_ref
-from megadapo.kernels.rotary import rotary, rotary_ref
-from megadapo.kernels.swiglu import swiglu, swiglu_ref
+from megadapo.kernels.rmsnorm import rmsnorm, rmsnorm_definition
+from megadapo.kernels.rotary import rotary, rotary_definition
+from megadapo.kernels.swiglu import swiglu, swiglu_definition
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,14 +39,14 @@ def check(function: Callable[..., Tensor], ref: Callable[..., Tensor], inputs: l
 def test_rmsnorm(rows: int, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(rows, size, device="cuda").to(dtype) * 3
-    check(rmsnorm, rmsnorm_ref, [x, (1 + 0.2 * torch.randn(size, device="cuda")).to(dtype)])
+    check(rmsnorm, rmsnorm_definition, [x, (1 + 0.2 * torch.randn(size, device="cuda")).to(dtype)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, size", [(1, 1), (300, 27648), (777, 1000)])
 def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    check(swiglu, swiglu_ref, [torch.randn(rows, 2 * size, device="cuda").to(dtype) * 4])
+    check(swiglu, swiglu_definition, [torch.randn(rows, 2 * size, device="cuda").to(dtype) * 4])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,4 +56,4 @@ def test_rotary(heads: int, size: int, rotated: int, dtype: torch.dtype) -> None
     angles = torch.randn(500, rotated // 2, device="cuda") * 5
     cos, sin = angles.cos(), angles.sin()
     x = torch.randn(500, heads, size, device="cuda").to(dtype)
-    check(lambda a: rotary(a, cos, sin), lambda a: rotary_ref(a, cos, sin), [x])
+    check(lambda a: rotary(a, cos, sin), lambda a: rotary_definition(a, cos, sin), [x])

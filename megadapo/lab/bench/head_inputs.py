@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.kernels.policy_head.definition import policy_head_loss_ref
+from megadapo.kernels.policy_head.head import policy_head_loss_definition
 
 NUM_SEQUENCES = 8
 """Responses in the batch; an advantage belongs to one, as some baselines require."""
@@ -103,7 +103,7 @@ def reference(inputs: HeadInputs) -> HeadAnswer:
     for start in range(0, inputs.shape.num_tokens, _REFERENCE_ROWS):
         rows = slice(start, start + _REFERENCE_ROWS)
         hidden = inputs.hidden.detach()[rows].double().requires_grad_()
-        part = policy_head_loss_ref(
+        part = policy_head_loss_definition(
             hidden,
             weight,
             inputs.targets[rows],

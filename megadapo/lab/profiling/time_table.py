@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megadapo.kernels.traffic import metered
+from megadapo.kernels.launch import metered
 from megadapo.lab.bench.measure import time_once
 from megadapo.lab.plan.cards import card_of
 

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.algorithm.ratios import sequence_shifted
-from megadapo.kernels.policy_head import PolicyHeadOutput, policy_head_loss, token_logprobs
+from megadapo.kernels.policy_head import (
+    HeadOptions,
+    PolicyHeadOutput,
+    policy_head_loss,
+    token_logprobs,
+)
 from megadapo.trainer.batch.micro_batch import MicroBatch
 from megadapo.trainer.batch.off_policy import OldPolicy
 from megadapo.trainer.model.parallel import add_up_over_context
@@ -78,7 +83,7 @@ class PolicyHead:
         hidden = hidden_states.squeeze(1)
         weight = output_layer.weight if output_weight is None else output_weight
         self.wait_for_weight(weight)
-        common = {
+        common: HeadOptions = {
             "temperature": self.temperature,
             "process_group": mpu.get_tensor_model_parallel_group(),
             "vocab_size": self.vocab_size,
@@ -96,6 +101,8 @@ class PolicyHead:
                 logprobs, _ = token_logprobs(hidden, weight, micro_batch.targets, **common)
             logprobs_old = sequence_old(micro_batch, context.old, logprobs)
         own = context.old.advantages
+        # advantages that ranks compute may be NaN: the loss is then NaN too, which is handled later
+        common["check_inputs"] = own is None
         return policy_head_loss(
             hidden,
             weight,
@@ -106,8 +113,6 @@ class PolicyHead:
             logprobs_ref=context.old.logprobs_ref,
             importance_weights=context.old.importance_weights,
             objective=self.objective,
-            # advantages that ranks compute may be NaN if the model's numbers are; so is the loss
-            check_inputs=own is None,
             **common,
         )
 

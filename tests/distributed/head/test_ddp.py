@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import policy_head_loss
-from megadapo.kernels.policy_head.definition import policy_head_loss_ref
+from megadapo.kernels.policy_head.head import policy_head_loss_definition
 from tests.support.processes.forked import run_processes
 
 NUM_TOKENS, HIDDEN, VOCAB, NUM_MICRO_BATCHES, WORLD = 40, 16, 96, 3, 2
@@ -110,7 +110,7 @@ def expected_grads(tied: bool) -> dict[str, Tensor]:
             batch = micro_batch(rank, index)
             batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
             hidden = model.hidden(batch.pop("tokens"))
-            policy_head_loss_ref(
+            policy_head_loss_definition(
                 hidden, model.output, batch.pop("targets"), objective=PolicyObjective(), **batch
             ).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}

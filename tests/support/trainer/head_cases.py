@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head import PolicyHeadOutput, policy_head_loss
-from megadapo.kernels.policy_head.definition import policy_head_loss_ref, token_logprobs_ref
+from megadapo.kernels.policy_head.head import policy_head_loss_definition, token_logprobs_definition
 
 
 @dataclass
@@ -44,10 +44,10 @@ class HeadCase:
             name: value.to(dtype) if isinstance(value, Tensor) else value
             for name, value in self.kwargs.items()
         }
-        loss = policy_head_loss_ref(hidden, weight, self.targets, **(kwargs | options))
+        loss = policy_head_loss_definition(hidden, weight, self.targets, **(kwargs | options))
         (loss * scale).backward()
         with torch.no_grad():
-            logprobs, entropy = token_logprobs_ref(
+            logprobs, entropy = token_logprobs_definition(
                 hidden,
                 weight,
                 self.targets.clamp(0),

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megadapo.kernels.rmsnorm import rmsnorm_ref
-from megadapo.kernels.rotary import rotary_ref
-from megadapo.kernels.swiglu import swiglu_ref
+from megadapo.kernels.rmsnorm import rmsnorm_definition
+from megadapo.kernels.rotary import rotary_definition
+from megadapo.kernels.swiglu import swiglu_definition
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config
 from megadapo.trainer.batch.packing import pack_sequences
@@ -128,7 +128,11 @@ def compare(
     local, of_te = (build(folder, trainer, lengths, as_on_gpu=gpu) for gpu in (False, True))
     tokens = torch.from_numpy(context_part().places(lengths)) * 7 % VOCAB_SIZE
     # the kernels themselves compute in fp32
-    references = {"rmsnorm": rmsnorm_ref, "rotary": rotary_ref, "swiglu": swiglu_ref}
+    references = {
+        "rmsnorm": rmsnorm_definition,
+        "rotary": rotary_definition,
+        "swiglu": swiglu_definition,
+    }
     with patch.multiple("megadapo.trainer.model.layers", **references):
         expected = local.run(tokens)
     found = of_te.run(tokens)

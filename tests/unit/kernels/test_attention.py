@@ -12,7 +12,7 @@ from megadapo.kernels.attention import (
     LONGEST,
     SOURCE,
     packed_attention,
-    packed_attention_ref,
+    packed_attention_definition,
     takes,
 )
 from megadapo.kernels.cpu import native
@@ -54,7 +54,7 @@ def test_it_is_attention_inside_each_sequence(
         lambda *x: packed_attention(*x, starts, longest=longest), inputs, upstream
     )
     expected = values_and_grads(
-        lambda *x: packed_attention_ref(*x, starts),
+        lambda *x: packed_attention_definition(*x, starts),
         [x.double() for x in inputs],
         upstream.double(),
     )
@@ -78,7 +78,7 @@ def test_the_scale_is_the_callers() -> None:
     torch.manual_seed(0)
     inputs, starts = tensors(9, 2, 1, 16), starts_of([4, 5])
     got = packed_attention(*inputs, starts, longest=5, scale=0.7)
-    torch.testing.assert_close(got, packed_attention_ref(*inputs, starts, scale=0.7))
+    torch.testing.assert_close(got, packed_attention_definition(*inputs, starts, scale=0.7))
     assert not torch.allclose(got, packed_attention(*inputs, starts, longest=5))
 
 
@@ -110,7 +110,9 @@ def test_scores_of_any_size_and_numbers_that_are_not_finite() -> None:
     query, key, value = tensors(12, 2, 2, 16)
     starts = starts_of([6, 6])
     loud = packed_attention(query * 300, key * 300, value, starts, longest=6)
-    truth = packed_attention_ref(*(x.double() for x in (query * 300, key * 300, value)), starts)
+    truth = packed_attention_definition(
+        *(x.double() for x in (query * 300, key * 300, value)), starts
+    )
     assert loud.isfinite().all()
     assert (loud.double() - truth).abs().max() < 1e-2
     key[2, 0, 3] = torch.nan

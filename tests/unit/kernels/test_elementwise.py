@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megadapo.kernels.cpu import native
 from megadapo.kernels.cpu.layers import SOURCE
-from megadapo.kernels.rmsnorm import rmsnorm, rmsnorm_ref
-from megadapo.kernels.rotary import rotary, rotary_ref
-from megadapo.kernels.swiglu import swiglu, swiglu_ref
+from megadapo.kernels.rmsnorm import rmsnorm, rmsnorm_definition
+from megadapo.kernels.rotary import rotary, rotary_definition
+from megadapo.kernels.swiglu import swiglu, swiglu_definition
 
 ROWS = [0, 1, 3, 300]
 
@@ -57,7 +57,9 @@ def test_rmsnorm(rows: int, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(rows, size, dtype=torch.float64).to(dtype) * 3
     weight = (1 + 0.2 * torch.randn(size)).to(dtype)
-    check(lambda a, w: rmsnorm(a, w, 1e-5), lambda a, w: rmsnorm_ref(a, w, 1e-5), [x, weight])
+    check(
+        lambda a, w: rmsnorm(a, w, 1e-5), lambda a, w: rmsnorm_definition(a, w, 1e-5), [x, weight]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_grads"])
@@ -65,7 +67,7 @@ def test_rmsnorm(rows: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    check(swiglu, swiglu_ref, [torch.randn(rows, 2 * size).to(dtype) * 4])
+    check(swiglu, swiglu_definition, [torch.randn(rows, 2 * size).to(dtype) * 4])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_grads"])
@@ -77,7 +79,7 @@ def test_rotary(rows: int, heads: int, size: int, rotated: int, dtype: torch.dty
     angles = torch.randn(rows, rotated // 2) * 5
     cos, sin = angles.cos(), angles.sin()
     x = torch.randn(rows, heads, size).to(dtype)
-    check(lambda a: rotary(a, cos, sin), lambda a: rotary_ref(a, cos, sin), [x])
+    check(lambda a: rotary(a, cos, sin), lambda a: rotary_definition(a, cos, sin), [x])
 
 
 def test_rotary_of_a_strided_view() -> None:
@@ -135,8 +137,8 @@ def test_a_row_has_the_same_bits_in_every_batch_and_on_any_number_of_threads() -
 def test_three_dimensions_and_strides() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 4, 32).transpose(0, 1)
-    check(rmsnorm, rmsnorm_ref, [x, torch.rand(32)])
-    check(swiglu, swiglu_ref, [x])
+    check(rmsnorm, rmsnorm_definition, [x, torch.rand(32)])
+    check(swiglu, swiglu_definition, [x])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.algorithm.ratios import sequence_shifted
 from megadapo.kernels.policy_head import policy_head_loss, token_logprobs
-from megadapo.kernels.policy_head.definition import token_logprobs_ref
+from megadapo.kernels.policy_head.head import token_logprobs_definition
 from tests.support.trainer.head_cases import (
     HeadCase,
     clip_counts,
@@ -319,7 +319,7 @@ def test_token_logprobs_carry_the_gradient_of_any_objective() -> None:
         dtype = torch.float64 if double else torch.float32
         hidden = case.hidden.to(dtype, copy=True).requires_grad_()
         weight = case.weight.to(dtype, copy=True).requires_grad_()
-        head = token_logprobs_ref if double else token_logprobs
+        head = token_logprobs_definition if double else token_logprobs
         options = {} if double else {"chunk_tokens": 64}
         values = head(hidden, weight, case.targets, temperature=0.8, vocab_size=500, **options)
         objective(*values).backward()

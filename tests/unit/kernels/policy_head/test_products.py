@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from megadapo.kernels.cpu import native
-from megadapo.kernels.policy_head.products import mm_fp32, widened_like
-from megadapo.kernels.policy_head.products_cpu import has_fp32_product, load_product
+from megadapo.kernels.policy_head.products import (
+    has_fp32_product,
+    load_product,
+    mm_fp32,
+    widened_like,
+)
 from megadapo.kernels.torch_internals import find_brgemm
 
 ROUTES = ["widened"]
