@@ -1,6 +1,6 @@
-"""The `megadapo` command: reads the command line and calls the one function behind each command.
+"""The `megadapo` command: parses the command line and runs one command.
 
-Nothing heavy is imported before a command needs it, so `--help` and `--dry-run` answer at once.
+Commands import heavy packages only when they need them, so `--help` and `--dry-run` are fast.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ COMMANDS = (
     *(train, rollout, eval, export, convert, plan, weights, bench, simulate, profile),
     *(ablate, status, show, plot, report, config, doctor),
 )
-"""One module a command, in the order --help lists them."""
+"""Modules of the commands, in the order of --help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code; a MegadapoError is one message on stderr."""
+    """Run one command and return the exit code; print a MegadapoError as one message on stderr."""
     try:
         return run_command(argv)
     except MegadapoError as error:
@@ -51,7 +51,7 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Raises:
-        MegadapoError: whatever the command ended with.
+        MegadapoError: the command failed.
     """
     arguments, rest = build_parser().parse_known_args(argv)
     arguments.overrides = _overrides(arguments, rest)
@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _overrides(arguments: argparse.Namespace, rest: list[str]) -> list[str]:
-    """Return what the parser left over, which must be overrides of a command that takes them."""
+    """Return the arguments left over, which must be overrides that the command accepts."""
     for text in rest:
         is_override = text.startswith("--") and "." in text.split("=")[0]
         if not (arguments.takes_overrides and is_override):

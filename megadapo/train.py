@@ -31,7 +31,9 @@ def train(
         OracleError: a step broke an invariant; it is saved, and so is every step before it.
         MegadapoError: the run failed. Completed steps are saved unless the trainer was lost.
     """
-    warnings = [] if replay is None else [check_replay(config, replay)]
+    warnings = config.warnings()
+    if replay is not None:
+        warnings.append(check_replay(config, replay))
     with Run.open(config, accept_changes=accept_changes) as run:
         run.log.show(*warnings)
         while not run.finished:

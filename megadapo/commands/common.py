@@ -1,4 +1,4 @@
-"""What several commands share: their parsers, and the configuration that most of them read."""
+"""Parsers and configuration loading that several commands share."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 OVERRIDES = (
     "--section.key=value sets any key of the configuration (a TOML value, or bare text); "
-    "megadapo config explains them all."
+    "megadapo config explains all keys."
 )
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""What `add_subparsers` returns: argparse has no public name for it."""
+"""The type that `add_subparsers` returns, for which argparse has no public name."""
 
 
 def add_command(
     commands: Commands, name: str, summary: str, *, takes_overrides: bool = False
 ) -> argparse.ArgumentParser:
-    """Declare one command; `takes_overrides` lets --section.key=value follow its own options."""
+    """Declare one command; `takes_overrides` allows --section.key=value after its options."""
     parser = commands.add_parser(
         name,
         help=summary,
@@ -38,30 +38,34 @@ def add_command(
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Declare the recipe, or run folder, that a command works on, and where it starts."""
+    """Declare the arguments `config` and --resume."""
     parser.add_argument("config", help="recipe (TOML), or the folder of a run")
     parser.add_argument(
         "--resume",
         metavar="auto|never|PATH",
-        help="newest complete checkpoint, none, or this one; the same as --run.resume",
+        help="start from the newest complete checkpoint, none, or PATH; same as --run.resume",
     )
 
 
 def load_checked(arguments: argparse.Namespace) -> tuple[RunConfig, list[str]]:
-    """Return the configuration, and what of it could not be checked without starting anything."""
+    """Return the configuration and warnings about it.
+
+    Raises:
+        MegadapoError: the configuration, or a file that it names, is wrong.
+    """
     from megadapo.config import load_config
     from megadapo.config.preflight import check_run
 
     overrides = [] if arguments.resume is None else [f"run.resume={arguments.resume}"]
     if Path(arguments.config).is_dir():
-        # Whoever names a run's folder means that folder, from wherever and however it was started.
+        # a run's folder stands for that run, even if config.json has another path or run.resume
         overrides = [f"run.folder={arguments.config}", "run.resume=auto", *overrides]
     config = load_config(arguments.config, [*overrides, *arguments.overrides])
     return config, check_run(config)
 
 
 class Spinner:
-    """Says on the console which part is being started."""
+    """A spinner on the console with the name of the part that starts."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,4 +1,4 @@
-"""`megadapo config`: every key of the configuration, its type, default and meaning."""
+"""`megadapo config`: print every key of the configuration with type, default and meaning."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ def add(commands: Commands) -> None:
     parser.set_defaults(run=run)
     conversions = parser.add_subparsers(dest="conversion", metavar="CONVERSION", required=True)
     to_megatron = conversions.add_parser(
-        "hf-to-megatron", help="cut a Hugging Face folder into one shard file per trainer rank"
+        "hf-to-megatron", help="split a Hugging Face folder into one shard file per trainer rank"
     )
     _add_folders(to_megatron)
     for name, what in (
@@ -24,13 +24,13 @@ def add(commands: Commands) -> None:
     ):
         to_megatron.add_argument(f"--{name}", type=int, default=1, help=f"{what} size")
     to_hf = conversions.add_parser(
-        "megatron-to-hf", help="put shard files together to a Hugging Face folder"
+        "megatron-to-hf", help="merge shard files into a Hugging Face folder"
     )
     _add_folders(to_hf)
     to_hf.add_argument(
         "--quantize", choices=["fp8"], help="quantise with nvidia-modelopt, for vLLM"
     )
-    inspect = conversions.add_parser("inspect", help="say what a model folder holds, and check it")
+    inspect = conversions.add_parser("inspect", help="print and check a model folder")
     inspect.add_argument("path", type=Path, help="model folder of either kind")
     verify = conversions.add_parser("verify", help="compare two model folders bit by bit")
     verify.add_argument("a", type=Path, help="model folder of either kind")
@@ -64,4 +64,4 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _add_folders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SRC", help="folder to read")
-    parser.add_argument("destination", type=Path, metavar="DST", help="folder to write; new")
+    parser.add_argument("destination", type=Path, metavar="DST", help="folder to create")

@@ -1,4 +1,4 @@
-"""`megadapo eval`: score a model, or the newest checkpoint of a run, on held-out problems."""
+"""`megadapo eval`: score a run's newest checkpoint, or a model, on held-out problems."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def evaluate_policy(config: RunConfig) -> EvaluationRecord:
-    """Evaluate the run's newest checkpoint, or `model.path` where there is none yet.
+    """Evaluate the run's newest checkpoint, or `model.path` if there is none.
 
-    `run.resume` = "never" asks for `model.path`, whatever checkpoints there are.
-
-    Starts the same trainer and engines as training, so that a checkpoint needs no conversion.
+    `run.resume` = "never" always evaluates `model.path`. The same trainer and engines start as for
+    training, so a checkpoint needs no conversion.
 
     Raises:
         ConfigError: the configuration names no held-out problems.
     """
     if config.data.held_out is None:
-        raise ConfigError("data.held_out names no problems to evaluate on")
+        raise ConfigError("data.held_out is not set: name the problems to evaluate on")
     from rich.console import Console
 
     from megadapo.run.launch import start_workers
@@ -46,13 +45,13 @@ def evaluate_policy(config: RunConfig) -> EvaluationRecord:
 
     console = Console()
     wants_base = config.run.resume == "never"
-    checkpoint, notes = (None, []) if wants_base else find_checkpoint(config)
+    checkpoint, messages = (None, []) if wants_base else find_checkpoint(config)
     if checkpoint is None:
-        notes.append(f"evaluating {config.model.path}, not a checkpoint")
-    for note in notes:
-        console.print(note, markup=False, soft_wrap=True)
+        messages.append(f"evaluating {config.model.path}, not a checkpoint")
+    for message in messages:
+        console.print(message, markup=False, soft_wrap=True)
     step = 0 if checkpoint is None else checkpoint.step
-    # there are no rollouts that it could go beside
+    # there are no rollouts to run beside
     alone = config.evaluation.model_copy(update={"placement": "alone"})
     config = config.model_copy(update={"evaluation": alone})
     with start_workers(config, Spinner(console), checkpoint) as workers:

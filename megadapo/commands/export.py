@@ -1,4 +1,4 @@
-"""`megadapo export`: a checkpoint of a run as a folder that vLLM and transformers load."""
+"""`megadapo export`: write a checkpoint as a folder that vLLM and transformers load."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "source", type=Path, metavar="RUN|CHECKPOINT", help="a run's folder, or one checkpoint"
     )
-    parser.add_argument("destination", type=Path, metavar="DST", help="folder to write; new")
+    parser.add_argument("destination", type=Path, metavar="DST", help="folder to create")
     parser.add_argument(
         "--step", type=int, metavar="N", help="checkpoint of the run (default: newest complete one)"
     )
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="model that was trained, for its configuration and tokenizer (default: model.path of "
-        "the run)",
+        help="trained model, for its configuration and tokenizer (default: the run's model.path)",
     )
     parser.add_argument(
         "--quantize", choices=["fp8"], help="quantise with nvidia-modelopt, for vLLM"
     )
     parser.add_argument(
-        "--critic", action="store_true", help="write the critic in the place of the policy"
+        "--critic", action="store_true", help="export the critic instead of the policy"
     )
     parser.set_defaults(run=run)
 
@@ -45,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_new(arguments.destination)
     with Console(stderr=True).status("comparing the checkpoint with its SHA-256"):
         source = find_source(arguments.source, arguments.step)
-    for line in source.passed_over:
-        print(f"megadapo: passed over: {line}", file=sys.stderr)
+    for line in source.skipped:
+        print(f"megadapo: skipped: {line}", file=sys.stderr)
     export = export_checkpoint(
         source,
         arguments.destination,

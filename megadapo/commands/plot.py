@@ -1,4 +1,4 @@
-"""`megadapo plot`: the curves of one run, or of several over each other, as a PNG."""
+"""`megadapo plot`: draw the curves of one or several runs as a PNG."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from megadapo.commands.common import Commands, add_command
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(
-        commands, "plot", "draw the curves of one run, or of several over each other"
-    )
+    parser = add_command(commands, "plot", "draw the curves of one or several runs in one image")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--output", type=Path, help="PNG to write; default: plot.png in RUN")
     parser.set_defaults(run=run)

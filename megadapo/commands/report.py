@@ -1,4 +1,4 @@
-"""`megadapo report`: one run, or several over each other, as one HTML file."""
+"""`megadapo report`: write one or several runs as one HTML file."""
 
 from __future__ import annotations
 

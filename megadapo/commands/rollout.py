@@ -1,4 +1,4 @@
-"""`megadapo rollout`: sample and score as training does, without a trainer."""
+"""`megadapo rollout`: sample and score without a trainer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 ABOUT = """Sample and score the batches of a run's first steps from the weights in model.path,
 without a trainer, and save them in run.folder + "-rollout", as observe.saved_groups says. The
-batch of step 1 is that of training; later ones differ, as no weights change here. For a checkpoint:
-megadapo export RUN FOLDER, then --model.path=FOLDER."""
+batch of step 1 is the same as in training; later ones differ, because the weights do not change.
+For a checkpoint: megadapo export RUN FOLDER, then --model.path=FOLDER."""
 
 COLUMNS = (
-    *("step", "sampled", "kept", "all right", "all wrong", "accuracy", "length", "p95"),
+    *("step", "sampled", "kept", "all correct", "all incorrect", "accuracy", "length", "p95"),
     *("truncated", "reward s", "disagreed"),
 )
 
@@ -39,7 +39,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
-        raise ConfigError(f"--steps {arguments.steps}: at least 1 is needed")
+        raise ConfigError(f"--steps {arguments.steps} must be at least 1")
     config, _ = load_checked(arguments)
     sample_steps(config, num_steps=arguments.steps)
     return 0
@@ -49,7 +49,7 @@ def sample_steps(config: RunConfig, *, num_steps: int) -> list[RolloutStep]:
     """Sample steps 1 to `num_steps`, print a line for each and a table of all, and return them.
 
     Raises:
-        MegadapoError: whatever ended it early; what was sampled is saved.
+        MegadapoError: sampling failed; complete steps are saved.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -75,7 +75,7 @@ def sample_steps(config: RunConfig, *, num_steps: int) -> list[RolloutStep]:
 
 
 def _cells(done: RolloutStep) -> tuple[str, ...]:
-    """One step's text under each of COLUMNS."""
+    """Return one step's text for each of COLUMNS."""
     sampled = done.sampled
     return (
         str(done.step),

@@ -1,4 +1,4 @@
-"""`megadapo show`: what the model wrote in a step, with rewards and verdicts."""
+"""`megadapo show`: print the saved responses of a step with their scores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from megadapo.commands.common import Commands, add_command
 
 FATES = ("trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band")
-"""observe.saved_group.Disposition, which would take numpy to --help."""
+"""Values of observe.rollouts.saved_group.Disposition, repeated since its import needs numpy."""
 
 
 def add(commands: Commands) -> None:
@@ -18,17 +18,17 @@ def add(commands: Commands) -> None:
     parser.add_argument("step", nargs="?", type=int, metavar="STEP", help="default: the last saved")
     verdict = parser.add_mutually_exclusive_group()
     verdict.add_argument("--wrong", action="store_true", help="only wrong responses")
-    verdict.add_argument("--correct", action="store_true", help="only right responses")
+    verdict.add_argument("--correct", action="store_true", help="only correct responses")
     parser.add_argument(
         "--truncated", action="store_true", help="only responses cut at the length limit"
     )
     parser.add_argument(
         "--disagreed",
         action="store_true",
-        help="only responses on which rule and symbolic comparison differ",
+        help="only responses on which the rule and the symbolic comparison differ",
     )
-    parser.add_argument("--prompt", metavar="ID", help="only prompts whose id begins like this")
-    parser.add_argument("--fate", choices=FATES, help="only groups that this became of")
+    parser.add_argument("--prompt", metavar="ID", help="only prompts whose id starts with ID")
+    parser.add_argument("--fate", choices=FATES, help="only groups with this outcome")
     parser.add_argument(
         "--limit", type=int, default=20, metavar="N", help="most groups to print; default: 20"
     )
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megadapo.observe.rollouts.show import Filter, show_step
 
-    # colours go through, and what fits on a screen ends by itself
+    # keep colours, and exit if the text fits on one screen
     os.environ.setdefault("LESS", "-RFX")
     wanted = Filter(
         fate=arguments.fate,

@@ -1,4 +1,4 @@
-"""`megadapo status`: where a run stands, and whether its driver lives."""
+"""`megadapo status`: print a run's progress and whether its driver is alive."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megadapo.commands.common import Commands, add_command
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(commands, "status", "say where a run stands")
+    parser = add_command(commands, "status", "print the progress of a run")
     parser.description = (
-        "Print what a run's status.json says. Exit code: 0 where the run goes on or has finished, "
-        "1 where it was stopped, failed, or its driver is gone."
+        "Print a run's status.json. Exit code: 0 if the run is running or finished, 1 if it was "
+        "stopped, failed, or its driver is gone."
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     status = asdict(read_status(arguments.run_folder))
     if status["state"] == "running" and holder_of(arguments.run_folder) is None:
-        status |= {"state": "gone", "reason": "its driver ended without a word, as when killed"}
+        status |= {"state": "gone", "reason": "the driver is dead, perhaps killed"}
     if arguments.json:
         print(json.dumps(status, indent=2))
     else:

@@ -1,4 +1,4 @@
-"""`megadapo train`: train a model, or go on with a run."""
+"""`megadapo train`: train a model, or resume a run."""
 
 from __future__ import annotations
 
@@ -11,41 +11,39 @@ from megadapo.commands.lab.plan import add_gpu, check_memory
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(
-        commands, "train", "train a model, or go on with a run", takes_overrides=True
-    )
+    parser = add_command(commands, "train", "train a model, or resume a run", takes_overrides=True)
     add_config(parser)
     parser.add_argument(
         "--replay",
         type=Path,
         metavar="RUN/rollouts",
-        help="train on the rollouts that another run saved, step by step, without engines; "
-        'observe.saved_groups = "all" is what saves whole batches',
+        help="train on the saved rollouts of another run, step by step, without engines; set "
+        'observe.saved_groups = "all" in that run to save whole batches',
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check the configuration, its files and the GPUs' memory, print it, start nothing",
+        help="check the configuration, its files and the GPUs' memory; print it and exit",
     )
     parser.add_argument(
         "--restarts",
         type=int,
         default=0,
         metavar="N",
-        help="start again after failed processes and preemption, N times at most; never after an "
-        "error of the configuration, the data or an oracle; default: 0",
+        help="restart at most N times after failed processes or preemption, but never after an "
+        "error in the configuration, the data or an oracle; default: 0",
     )
     parser.add_argument(
         "--accept-changes",
         action="store_true",
-        help="go on although data, rewards, objective or group size are others than before",
+        help="resume although data, rewards, objective or group size have changed",
     )
-    add_gpu(parser, purpose="GPU whose memory --dry-run of a run on CUDA plans for")
+    add_gpu(parser, purpose="GPU for whose memory --dry-run plans a run on CUDA")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config, notes = load_checked(arguments)
+    config, warnings = load_checked(arguments)
     if arguments.dry_run:
         from megadapo.cluster.this_node import has_gpu
         from megadapo.config import to_toml
@@ -53,18 +51,18 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.replay is not None:
             from megadapo.run.replay import check_replay
 
-            notes.append(check_replay(config, arguments.replay))
+            warnings.append(check_replay(config, arguments.replay))
         if config.cluster.device == "cuda" or (has_gpu() and config.cluster.uses_cuda):
-            notes.append(check_memory(config, arguments.gpu))
+            warnings.append(check_memory(config, arguments.gpu))
         print(to_toml(config), end="")
-        for note in notes:
-            print(f"megadapo: {note}", file=sys.stderr)
+        for warning in warnings:
+            print(f"megadapo: {warning}", file=sys.stderr)
         return 0
     if arguments.restarts > 0:
         from megadapo.run.supervise import Supervisor
 
         return Supervisor(
-            [sys.executable, "-m", "megadapo.cli", "train", *_of_one_start(arguments)],
+            [sys.executable, "-m", "megadapo.cli", "train", *_single_start(arguments)],
             config.run.folder,
             max_restarts=arguments.restarts,
             say=lambda line: print(f"megadapo: {line}", file=sys.stderr, flush=True),
@@ -75,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _of_one_start(arguments: argparse.Namespace) -> list[str]:
-    """The arguments again, without `--restarts`."""
+def _single_start(arguments: argparse.Namespace) -> list[str]:
+    """Return the arguments without `--restarts`."""
     words = [arguments.config]
     if arguments.resume is not None:
         words += ["--resume", arguments.resume]

@@ -155,15 +155,6 @@ def _check_steps(
         )
 
 
-def _check_warmup(run: RunSection, trainer: TrainerConfig) -> Iterator[str]:
-    warmup_steps = trainer.optimizer.warmup_steps
-    if warmup_steps > run.num_steps:
-        yield (
-            f"trainer.optimizer.warmup_steps = {warmup_steps} is longer than the run "
-            f"(run.num_steps = {run.num_steps}), which would never reach trainer.optimizer.lr"
-        )
-
-
 def _check_critic(
     algorithm: AlgorithmConfig, critic: CriticConfig, run: RunSection
 ) -> Iterator[str]:
@@ -175,11 +166,6 @@ def _check_critic(
         yield (
             f"critic.warmup = {critic.warmup} leaves no step of run.num_steps = {run.num_steps} in "
             "which the policy is trained"
-        )
-    if critic.optimizer.warmup_steps > run.num_steps:
-        yield (
-            f"critic.optimizer.warmup_steps = {critic.optimizer.warmup_steps} is longer than the "
-            f"run (run.num_steps = {run.num_steps}), which would never reach critic.optimizer.lr"
         )
 
 
@@ -312,7 +298,6 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _check_kl_control,
     _check_binary_rewards,
     _check_steps,
-    _check_warmup,
     _check_critic,
     _check_deadline,
     _check_transport,

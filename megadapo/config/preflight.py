@@ -39,7 +39,7 @@ def check_run(config: RunConfig) -> list[str]:
         MegadapoError: an error of the first problem's type that lists all problems.
     """
     problems: list[MegadapoError] = []
-    notes: list[str] = []
+    notes = config.warnings()
     checks = (
         _check_folder,
         _check_device,

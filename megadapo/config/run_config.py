@@ -64,6 +64,18 @@ class RunConfig(Section, title="megadapo"):
         """Whether the trainer computes the same bits twice: on a CPU, or if deterministic."""
         return self.trainer.deterministic or not self.cluster.uses_cuda
 
+    def warnings(self) -> list[str]:
+        """Return a warning for each warm-up that is longer than the run."""
+        optimizers = {"trainer": self.trainer.optimizer}
+        if self.algorithm.advantage == "gae":
+            optimizers["critic"] = self.critic.optimizer
+        return [
+            f"{name}.optimizer.warmup_steps = {optimizer.warmup_steps} is longer than "
+            f"run.num_steps = {self.run.num_steps}: the run never reaches {name}.optimizer.lr"
+            for name, optimizer in optimizers.items()
+            if optimizer.warmup_steps > self.run.num_steps
+        ]
+
     def conflicts(self) -> Iterator[str]:
         return conflicts_between(dict(self))
 

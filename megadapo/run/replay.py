@@ -171,7 +171,7 @@ def _check_steps(folder: Path, first: int, last: int) -> None:
     if missing:
         raise ConfigError(
             f"--replay {folder}: step {missing[0]} is not saved, but run.num_steps = {last}; "
-            f"{len(saved)} steps are, {saved[0]} to {saved[-1]}: lower run.num_steps (and "
-            "trainer.optimizer.warmup_steps, if that is longer). Whole batches are saved with "
+            f"{len(saved)} steps are, {saved[0]} to {saved[-1]}: lower run.num_steps. "
+            "Whole batches are saved with "
             'observe.saved_groups = "all"'
         )

@@ -34,7 +34,7 @@ class ExportSource:
 
     checkpoint: Checkpoint
     run_folder: Path | None
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     """One line for each newer checkpoint that is unusable."""
 
     def run_config(self) -> dict[str, Any]:
@@ -77,9 +77,9 @@ def find_source(path: Path, step: int | None = None) -> ExportSource:
     run_folder = path if (path / RESOLVED_FILE).is_file() else None
     if step is not None:
         return ExportSource(load(store.folder / f"step-{step}"), run_folder)
-    newest, passed_over = store.newest()
+    newest, skipped = store.newest()
     assert newest is not None, "there is a step, so a checkpoint or an error"
-    return ExportSource(newest, run_folder, tuple(passed_over))
+    return ExportSource(newest, run_folder, tuple(skipped))
 
 
 def export_checkpoint(

@@ -66,7 +66,7 @@ def test_a_replay_has_the_numbers_of_the_run_and_goes_on_after_a_stop(
     # a run with engines cannot go on from there: it would not know which prompts come next
     result = run(folder, WARMUP, num_steps=NUM_STEPS + 1)
     assert result.returncode == CheckpointError.exit_code
-    assert "go on with --replay" in result.stderr
+    assert "resume it with --replay" in result.stderr
 
 
 def test_texts_and_an_adaptive_kl_coefficient_go_on_after_a_stop(

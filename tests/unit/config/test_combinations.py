@@ -121,10 +121,6 @@ from tests.support.runs.recipes import refused
             ["critic.warmup = 3", "run.num_steps"],
         ),
         (
-            ["algorithm.advantage=gae", "critic.optimizer.warmup_steps=4"],
-            ["critic.optimizer.warmup_steps = 4", "run.num_steps"],
-        ),
-        (
             ["algorithm.advantage=gae", "critic.optimizer.decay_steps=4"],
             ["critic.optimizer.decay_steps", "schedule"],
         ),
@@ -160,7 +156,6 @@ from tests.support.runs.recipes import refused
         (["run.num_steps=0"], ["run.num_steps"]),
         (["run.resume="], ["run.resume"]),
         (["run.folder="], ["run.folder"]),
-        (["trainer.optimizer.warmup_steps=4"], ["trainer.optimizer.warmup_steps", "run.num_steps"]),
         (["weights.deadline_s=1801"], ["weights.deadline_s = 1801", "at most 1800"]),
         (["trainer.timeout_s=60"], ["weights.deadline_s", "trainer.timeout_s"]),
         (["trainer.timeout_s=60"], ["trainer.progress_timeout_s", "trainer.timeout_s"]),
@@ -183,3 +178,12 @@ def test_an_engine_for_held_out_problems_is_one_more_and_only_where_there_are_ev
     assert load_config(recipe, [*own, *held_out]).num_engines == 4
     assert load_config(recipe, own).num_engines == 3
     assert load_config(recipe, [*held_out, "rollout.num_engines=3"]).num_engines == 3
+
+
+def test_run_shorter_than_its_warmup_is_a_warning(recipe: Path) -> None:
+    (warning,) = load_config(recipe, ["trainer.optimizer.warmup_steps=4"]).warnings()
+    assert "trainer.optimizer.warmup_steps = 4" in warning and "run.num_steps = 3" in warning
+    critic = ["algorithm.advantage=gae", "critic.optimizer.warmup_steps=5"]
+    (warning,) = load_config(recipe, critic).warnings()
+    assert "critic.optimizer.warmup_steps = 5" in warning
+    assert load_config(recipe, ["trainer.optimizer.warmup_steps=3"]).warnings() == []

@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(
     with pytest.raises(CheckpointError, match="SHA-256"):
         find_source(run, 3)
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
-    assert "passed over" in capsys.readouterr().err
+    assert "skipped" in capsys.readouterr().err
     assert is_times(tmp_path / "out", tiny_model, 2)
 
 
