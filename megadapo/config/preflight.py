@@ -21,7 +21,7 @@ from megadapo.errors import CheckpointError, ConfigError, DataError, MegadapoErr
 from megadapo.models.description import ModelDescription, describe_critic, describe_model
 from megadapo.models.folder import cached_hub_folder, is_hub_name, read_hf_config
 from megadapo.observe.metrics.writers import missing_packages
-from megadapo.rewards.workers.runners import check_functions
+from megadapo.rewards.function_runners import check_functions
 from megadapo.rollout.engine.spec import validate_engine_layout
 from megadapo.trainer.config import ModelConfig
 from megadapo.trainer.model.model_layout import validate_critic, validate_model_layout

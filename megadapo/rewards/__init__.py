@@ -1,1 +1,1 @@
-"""Scores of answers: DAPO's string rules, and a symbolic comparison beside them."""
+"""Scores of responses: DAPO's string rules, a symbolic comparison, and users' functions."""

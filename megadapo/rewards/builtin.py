@@ -1,16 +1,23 @@
-"""Reward functions that come with megadapo; each is called as a user's would be."""
+"""Reward functions that come with megadapo; each is called like a user's function."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from megadapo.rewards.dapo_math import score
+from megadapo.rewards.steps import split_steps
 
 Messages = Sequence[Mapping[str, str]]
 """The prompt's chat messages, each with its role and content."""
 
+STEP_SEPARATORS = (";", "\n")
+"""Ends of a step in a worked sum."""
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.S)
+_SUM = re.compile(r"\s*([0-9]{1,9})\+([0-9]{1,9})=([0-9]{1,9})[;\s]*")
+_ANSWER = re.compile(r"\s*Answer:.*", re.S)
 
 
 def format_reward(
@@ -23,12 +30,13 @@ def format_reward(
     pattern: str | None = None,
     json_keys: Sequence[str] | None = None,
 ) -> dict[str, float]:
-    """1 for a response of the asked form, else 0.
+    """Return 1 for a response in the required format, else 0.
 
     Args:
-        pattern: a regular expression that the whole response matches, line breaks included; what
-            takes too long to match is a failure.
-        json_keys: the response, or the last fenced block of it, is a JSON object with these keys.
+        pattern: a regular expression that must match the whole response, line breaks included. If
+            matching takes too long, the function fails.
+        json_keys: keys that the JSON object in the response, or in its last fenced block, must
+            have.
     """
     parts = {}
     if pattern is not None:
@@ -58,12 +66,50 @@ def length_reward(
     min_tokens: int = 0,
     buffer: int = 0,
 ) -> float:
-    """0 for a length from min_tokens to max_tokens, -1 outside, linear over `buffer` tokens.
+    """Return 0 for a length from min_tokens to max_tokens, falling linearly to -1 outside.
 
     Args:
-        buffer: tokens beyond either bound over which the score falls to -1.
+        buffer: number of tokens beyond either bound over which the score falls to -1.
     """
     excess = max(len(tokens) - max_tokens, min_tokens - len(tokens), 0)
     if excess == 0:
         return 0.0
     return -min(1.0, excess / buffer) if buffer > 0 else -1.0
+
+
+def arithmetic_steps_reward(
+    messages: Messages,
+    response: str,
+    tokens: Sequence[int],
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return 1 or 0 for each step of a worked sum; DAPO's rule decides about the answer.
+
+    A worked sum of 12+34+56 is `12+34=46;46+56=102` and below it `Answer: 102`, as
+    `data.arithmetic.worked_answer` writes it. A partial sum is right if it correctly adds the next
+    term to the total written before it. So a slip costs only its own step. Any other text is wrong,
+    and so is a step after the last term or after an answer.
+    """
+    correct = score(response, ground_truth).correct
+    terms = [int(term) for term in re.findall("[0-9]+", messages[-1]["content"])]
+    texts = split_steps(response, STEP_SEPARATORS)
+    return {"steps": list(_step_scores(texts, terms, correct)), "correct": correct}
+
+
+def _step_scores(steps: Sequence[str], terms: Sequence[int], correct: bool) -> Iterator[float]:
+    total, *ahead = terms
+    answered = False
+    for step in steps:
+        found = _SUM.fullmatch(step)
+        if answered or (found is None and not _ANSWER.fullmatch(step)):
+            yield 0.0
+        elif found is None:
+            answered = True
+            yield float(correct)
+        elif not ahead:
+            yield 0.0
+        else:
+            left, term, written = map(int, found.groups())
+            yield float((left, term, written) == (total, ahead.pop(0), left + term))
+            total = written

@@ -2,63 +2,239 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from megadapo.errors import DataError
+from megadapo.rewards.builtin import STEP_SEPARATORS
 from megadapo.rewards.dapo_math import Rule, validate_ground_truth
-from megadapo.rewards.function_config import PYTHON_TESTS, RewardFunction
+from megadapo.rewards.steps import StepScore
 from megadapo.rewards.unit_tests import read_tests
 from megadapo.section import Section, Timeout
 
+IN_PROCESS = ("rule", "answer", "boxed", "answer_or_boxed")
+"""Functions that only compare strings, in bounded time; they run in the driver."""
+IN_WORKERS = {
+    "format": "megadapo.rewards.builtin:format_reward",
+    "length": "megadapo.rewards.builtin:length_reward",
+    "judge": "megadapo.rewards.served:judge_reward",
+    "reward_model": "megadapo.rewards.served:reward_model_reward",
+    "arithmetic_steps": "megadapo.rewards.builtin:arithmetic_steps_reward",
+}
+"""MODULE:FUNCTION of built-in functions that run like a user's, by their name in a config."""
+PYTHON_TESTS = "python_tests"
+"""Name of the function that runs unit tests of a response's program in a sandbox."""
+SCORES_STEPS = {"arithmetic_steps": STEP_SEPARATORS}
+"""Separators of the built-in functions that score steps."""
+BUILT_IN = (*IN_PROCESS, *IN_WORKERS, PYTHON_TESTS)
+WITH_NETWORK = ("judge", "reward_model")
+"""Built-in functions that ask a server."""
+REQUEST_TIMEOUT_S = 60.0
+"""Default timeout of one request to a server."""
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_NAME = re.compile(r"[\w.-]+")
+_TAKEN = ("mean", "shaped_mean", "overlong_penalty_mean")
 
-def _or_name(schema: dict[str, Any]) -> None:
-    """An entry of the list may be the function's name alone."""
+
+class RewardFunction(Section, title="reward.functions"):
+    """An entry of reward.functions; one that only names its function may be that name alone."""
+
+    function: str
+    """Function that scores: "MODULE:FUNCTION", with modules looked for in the working folder too,
+    or a built-in one; docs/rewards.md lists these and explains how functions are called."""
+    weight: float = 1.0
+    """Factor of its score in the sum that is the reward."""
+    name: str | None = None
+    """Name in metrics; none: the function's own name."""
+    data_sources: tuple[str, ...] = ()
+    """Prompts that it scores, by their data_source; empty: all."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of its calls."""
+    right_above: float = 0.0
+    """Score above which a response counts as right, for accuracy and for choosing groups, if the
+    function does not say so itself; only the first function that scores a prompt is asked."""
+    on_failure: Literal["score", "stop"] = "score"
+    """Reaction to a failure on a response: give failure_score and continue, or stop the run."""
+    failure_score: float = 0.0
+    """Score of a response on which it failed; such a response is not right."""
+    step_separators: tuple[str, ...] = ()
+    """Texts that end a step of a response, for a function that returns one score a step;
+    empty: it returns spans of tokens, if it scores steps."""
+    step_score: StepScore = "min"
+    """Score of a response for which the function returns only scores of steps."""
+    timeout_s: Timeout = 10.0
+    """Limit of one call in seconds; its process is killed after it."""
+    num_workers: PositiveInt = 1
+    """Number of its processes, one thread each."""
+    memory_mib: Annotated[int, Field(ge=64)] = 4096
+    """Address space of one of its processes, in MiB."""
+    output_kib: PositiveInt = 1024
+    """KiB that one call may print, or write to any one file."""
+    network: bool = False
+    """Whether it may open sockets."""
+    processes: bool = False
+    """Whether it may start processes."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that it sees; others are hidden, as they may hold secrets."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_name(cls, value: object) -> object:
+        return {"function": value} if isinstance(value, str) else value
+
+    @model_serializer(mode="wrap")
+    def _write_short(self, write: SerializerFunctionWrapHandler) -> Any:
+        written: dict[str, Any] = write(self)
+        changed = {key: written[key] for key in self.changed()}
+        return self.function if changed.keys() == {"function"} else changed
+
+    @property
+    def is_in_process(self) -> bool:
+        """Whether it runs in the driver."""
+        return self.function in IN_PROCESS
+
+    @property
+    def may_use_network(self) -> bool:
+        """Whether it may open sockets; built-in functions that ask a server may."""
+        return self.network or self.function in WITH_NETWORK
+
+    @property
+    def path(self) -> str:
+        """MODULE:FUNCTION of a function that runs in worker processes."""
+        return IN_WORKERS.get(self.function, self.function)
+
+    @property
+    def separators(self) -> tuple[str, ...]:
+        """Texts that end a step."""
+        return self.step_separators or SCORES_STEPS.get(self.function, ())
+
+    @property
+    def may_score_steps(self) -> bool:
+        """Whether it can return scores of steps; any user's function may."""
+        return self.function in SCORES_STEPS or self.function not in BUILT_IN
+
+    @property
+    def label(self) -> str:
+        """Name in metrics."""
+        return self.name or self.function.rpartition(":")[2]
+
+    def applies_to(self, data_source: str) -> bool:
+        """Return whether it scores prompts of this source."""
+        return not self.data_sources or data_source in self.data_sources
+
+    def conflicts(self) -> Iterator[str]:
+        if ":" not in self.function and self.function not in BUILT_IN:
+            near = difflib.get_close_matches(self.function, BUILT_IN, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BUILT_IN)}"
+            yield (
+                f'reward.functions.function = "{self.function}" is no built-in function; {hint} '
+                'Your own are named "MODULE:FUNCTION"'
+            )
+        elif ":" in self.function and not _PATH.fullmatch(self.function):
+            yield f'reward.functions.function = "{self.function}": write "MODULE:FUNCTION"'
+        if not _NAME.fullmatch(self.label) or self.label in _TAKEN:
+            yield f'reward.functions.name = "{self.label}" cannot be the name of a metric'
+        yield from self._wrong_steps()
+        yield from self._wrong_options()
+
+    def _wrong_steps(self) -> Iterator[str]:
+        for key in self.changed("step_separators", "step_score"):
+            if not self.may_score_steps:
+                yield f'reward.functions.{key}: "{self.function}" scores no steps; leave it out'
+        if self.step_separators and self.function in SCORES_STEPS:
+            yield f'reward.functions.step_separators: "{self.function}" has its own; leave it out'
+        if "" in self.step_separators:
+            yield "reward.functions.step_separators: an empty text separates nothing"
+
+    def _wrong_options(self) -> Iterator[str]:
+        pattern = self.options.get("pattern", "")
+        if self.function in IN_PROCESS and self.options:
+            yield f'reward.functions.options: "{self.function}" takes none'
+        elif self.function in WITH_NETWORK:
+            yield from self._wrong_server_options()
+        elif self.function == PYTHON_TESTS:
+            yield from self._wrong_test_options()
+        elif self.function == "format" and isinstance(pattern, str):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"reward.functions.options.pattern is no regular expression: {error}"
+
+    def _wrong_test_options(self) -> Iterator[str]:
+        kinds = {"partial": (bool,), "seconds_per_test": (int, float)}
+        for key, value in self.options.items():
+            kind = kinds.get(key)
+            if kind is None:
+                yield f"reward.functions.options.{key} is unknown; there are {', '.join(kinds)}"
+            elif type(value) not in kind or (key == "seconds_per_test" and value <= 0):
+                yield f"reward.functions.options.{key} = {value!r} cannot be used"
+
+    def _wrong_server_options(self) -> Iterator[str]:
+        limit = self.options.get("request_timeout_s", REQUEST_TIMEOUT_S)
+        if not isinstance(limit, int | float) or self.timeout_s <= limit:
+            yield (
+                f"reward.functions.timeout_s = {self.timeout_s:g} ends the call of a group before "
+                f"options.request_timeout_s = {limit} ends one request: raise the first, with room "
+                "for retries, or lower the second"
+            )
+
+
+def _allow_name(schema: dict[str, Any]) -> None:
+    """Allow a function's name alone as an entry of the list."""
     schema["items"] = {"anyOf": [{"type": "string"}, schema["items"]]}
 
 
 class RewardConfig(Section, title="reward"):
-    """How a response is scored."""
+    """Settings of the reward of a response."""
 
     functions: Annotated[
-        tuple[RewardFunction, ...], Field(min_length=1, json_schema_extra=_or_name)
+        tuple[RewardFunction, ...], Field(min_length=1, json_schema_extra=_allow_name)
     ] = (RewardFunction(function="rule"),)
-    """What scores a response: the reward is the sum of what they say, each times its weight."""
+    """Functions that score a response: the reward is the weighted sum of their scores."""
     rule: Rule = "answer"
-    """Where the answer is looked for: the last `Answer:` line, the last boxed expression, or the
-    second where the first is missing."""
+    """Place of the answer: the last `Answer:` line, the last boxed expression, or the second if the
+    first is missing."""
     decide: Literal["rule", "symbolic"] = "rule"
-    """Which comparison makes the reward; with "symbolic" the rule still decides where the symbolic
-    one gives no answer."""
+    """Comparison that makes the reward; with "symbolic" the rule still decides if the symbolic one
+    gives no result."""
     symbolic: bool = True
-    """Compare answers symbolically too, and count where that differs from the rule. Where it does
-    not decide, it is asked after each batch, has only the time that nobody else wants, and answers
-    that it does not get to before the next batch are left out and counted."""
+    """Compare answers symbolically too, and count where that differs from the rule. If the rule
+    decides, this runs after each batch on idle cores; answers that are still waiting when the next
+    batch comes are left out and counted."""
     symbolic_workers: PositiveInt = 2
     """Number of processes for the symbolic comparison, one thread each."""
     symbolic_timeout_s: Timeout = 2.0
-    """Limit of one symbolic comparison, in seconds by the clock where it decides, and of computing
-    where nothing waits for it; its process is killed after it."""
+    """Limit of one symbolic comparison in seconds, after which its process is killed: wall-clock
+    time if it decides, CPU time otherwise."""
     symbolic_seconds_per_minute: PositiveFloat = 15.0
-    """Seconds in any minute that responses may wait for symbolic comparisons that decide; when a
-    policy writes answers that take longer, the rest is skipped and counted."""
+    """Seconds in any minute that responses may wait for symbolic comparisons that decide; if
+    answers take longer, the rest is skipped and counted."""
     symbolic_memory_mib: Annotated[int, Field(ge=256)] = 1024
     """Address space of one symbolic process, in MiB; below 256 it would not start."""
 
     @property
     def is_rule_alone(self) -> bool:
-        """Whether the rule's +1 and -1 are the rewards, and nothing else is asked."""
+        """Whether the rule's +1 and -1 are the rewards and no other function is called."""
         return self.functions == (RewardFunction(function="rule"),)
 
     @property
     def reads_extra_info(self) -> bool:
-        """Whether a function is called that is given extra_info."""
+        """Whether a function is called that receives extra_info."""
         return not all(one.is_in_process for one in self.functions)
 
     def uses_rule(self, data_source: str) -> bool:
-        """Whether the rule is among what scores prompts of a source."""
+        """Return whether the rule scores prompts of a source."""
         return any(one.function == "rule" and one.applies_to(data_source) for one in self.functions)
 
     def check_gold(self, gold: object, data_source: str) -> str:
@@ -80,7 +256,7 @@ class RewardConfig(Section, title="reward"):
         return gold
 
     def rule_of(self, function: RewardFunction) -> Rule | None:
-        """The string rule that a function stands for; None where it is none."""
+        """Return the string rule that a function stands for, if it is one."""
         if not function.is_in_process:
             return None
         return self.rule if function.function == "rule" else cast(Rule, function.function)

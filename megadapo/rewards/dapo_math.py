@@ -1,9 +1,9 @@
-r"""The string rules that decide whether a mathematical answer is right, as DAPO scores it.
+r"""DAPO's string rules, which decide whether a mathematical answer is right.
 
-Verdicts are those of the DAPO reference scorer (verl, utils/reward_score/math_dapo.py): only the
-end of the response counts, both answers are normalised with the rules of Minerva
-(arXiv 2206.14858, appendix D.1), and equal strings score +1, all others -1. Nothing is evaluated,
-so no response can run code or take long.
+Scores equal those of DAPO's own scorer (verl, utils/reward_score/math_dapo.py). Only the end of the
+response counts, both answers are normalised with the rules of Minerva (arXiv 2206.14858, appendix
+D.1), and equal strings score +1, all others -1. The rules evaluate nothing, so no response can run
+code or take long.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from megadapo.data.group import Score
 from megadapo.errors import DataError
 
 Rule = Literal["answer", "boxed", "answer_or_boxed"]
-"""Where the answer is looked for.
+"""Place of the answer.
 
 answer: the last `Answer:` line, normalised (what the published DAPO run used).
-boxed: the last complete \\boxed{...}, compared as it is written.
-answer_or_boxed: `answer`, and `boxed` where there is no such line (verl since August 2026).
+boxed: the last complete \\boxed{...}, compared verbatim.
+answer_or_boxed: `answer`, and `boxed` if there is no such line (verl since August 2026).
 """
 
 INVALID = "[INVALID]"
-"""What stands for the answer of a response that gives none."""
+"""Answer of a response that gives none."""
 
 ANSWER_WINDOW = 300
-"""Characters at the end of a response in which an answer is looked for."""
+"""Characters at the end of a response that are searched for an answer."""
 BOXED_WINDOW = 100
-"""Characters at the end of a response in which a boxed answer is looked for."""
+"""Characters at the end of a response that are searched for a boxed answer."""
 MAX_GROUND_TRUTH = 4096
-"""Characters; normalising takes quadratic time, and no answer inside the window is this long."""
+"""Longest gold answer in characters, since normalising takes quadratic time."""
 
 _ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 
@@ -74,13 +74,13 @@ _REMOVED = (
 _REWRITTEN = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        # Of a line with mathematics in it, only the first $...$ is the answer.
+        # if a line contains mathematics, only the first $...$ is the answer
         (r".*?\$(.*?)\$.*", r"$\1$"),
         (r"\\text\{(.*?)\}", r"\1"),
         (r"\\textbf\{(.*?)\}", r"\1"),
         (r"\\overline\{(.*?)\}", r"\1"),
         (r"\\boxed\{(.*)\}", r"\1"),
-        # TeX shorthand: \frac12 and \sqrt3.
+        # TeX shorthand: \frac12 and \sqrt3
         (r"frac([^{])(.)", r"frac{\1}{\2}"),
         (r"sqrt([^{])", r"sqrt{\1}"),
     )
@@ -91,8 +91,8 @@ def score(response: str, ground_truth: str, rule: Rule = "answer") -> Score:
     """Score a response against its gold answer.
 
     Raises:
-        DataError: the gold is too long to be normalised; `validate_ground_truth` finds this, and
-            other golds that no answer can match, before a run starts.
+        DataError: the gold is too long to be normalised. `validate_ground_truth` finds this and
+            other golds that cannot be matched before a run starts.
     """
     tail = response[-ANSWER_WINDOW:]
     answer = INVALID
@@ -111,13 +111,13 @@ def score(response: str, ground_truth: str, rule: Rule = "answer") -> Score:
 
 
 def extract_answer(response: str) -> str | None:
-    r"""The answer as the response wrote it: its last `Answer:` line, else its last \boxed{...}."""
+    r"""Return the verbatim answer: the last `Answer:` line, else the last \boxed{...}."""
     tail = response[-ANSWER_WINDOW:]
     return _answer_line(tail) or _last_boxed(tail)
 
 
 def normalize(answer: str) -> str:
-    """Bring an answer into the form in which two answers are compared."""
+    """Normalise an answer for the comparison."""
     answer = answer.rsplit("=", 1)[-1]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)
@@ -134,7 +134,7 @@ def validate_ground_truth(ground_truth: object, rule: Rule = "answer") -> str:
     """Return a gold answer that the rule can score, unchanged.
 
     Raises:
-        DataError: says why no response, or every response, would match this gold.
+        DataError: no response, or every response, would match this gold; the error says why.
     """
     if not isinstance(ground_truth, str):
         kind = type(ground_truth).__name__
@@ -150,9 +150,9 @@ def _ground_truth_problem(gold: str, rule: Rule) -> str | None:
     if len(gold) > ANSWER_WINDOW:
         return f"it has {len(gold)} characters, and an answer at most {ANSWER_WINDOW}"
     if any(category(char) in ("Cc", "Cs") and char not in "\t\n" for char in gold):
-        return "it holds control characters or is not valid Unicode"
+        return "it contains control characters or is not valid Unicode"
     if rule != "boxed" and normalize(gold) in ("", INVALID):
-        return "nothing of it is left after normalisation"
+        return "it is empty after normalisation"
     written = f"\\boxed{{{gold}}}" if rule == "boxed" else f"Answer: {gold}"
     if not score(written, gold, rule).correct:
         return f"a response that ends in {written!r} would be marked wrong under rule {rule!r}"
@@ -175,7 +175,7 @@ def _answer_line(tail: str) -> str | None:
 
 
 def _last_boxed(tail: str) -> str | None:
-    r"""The content of the last \boxed{...} in a text, or None where its braces do not close."""
+    r"""Return the content of the last \boxed{...}, or None if its braces do not close."""
     before, opening, rest = tail.rpartition(r"\boxed{")
     if not opening:
         return None

@@ -1,4 +1,4 @@
-"""Scores every response: the reward is the weighted sum of what reward.functions say."""
+"""Scores every response: the reward is the weighted sum of the scores of reward.functions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from megadapo.algorithm.groups import Steps
 from megadapo.data.group import Score
 from megadapo.data.prompts import Prompt
 from megadapo.observe.rollouts.token_pieces import Decode
-from megadapo.rewards.config import RewardConfig
+from megadapo.rewards.config import RewardConfig, RewardFunction
 from megadapo.rewards.dapo_math import score
-from megadapo.rewards.function_config import RewardFunction
+from megadapo.rewards.function_runners import start_runner
+from megadapo.rewards.runner import Runner
 from megadapo.rewards.verifier import Verifier
-from megadapo.rewards.workers.runner import Runner
-from megadapo.rewards.workers.runners import start_runner
 
 
 class Scorer:
-    """The rule and all other functions; safe to use from any thread.
+    """The rule and all other reward functions; safe to use from any thread.
 
     Raises:
         ConfigError: a function cannot be imported or called.
@@ -31,14 +30,14 @@ class Scorer:
     """
 
     def __init__(self, config: RewardConfig, decode: Decode | None = None) -> None:
-        """`decode`: the tokenizer's, for functions that score steps of the text."""
+        """`decode`: of the tokenizer; for functions that score steps of the text."""
         self._config = config
         self._is_rule_alone = config.is_rule_alone
-        asks_rule = any(one.function == "rule" for one in config.functions)
+        if not any(one.function == "rule" for one in config.functions):
+            config = config.model_copy(update={"symbolic": False, "decide": "rule"})
         with ExitStack() as stack:
-            verifier = Verifier(config if asks_rule else _without_symbols(config))
-            self.verifier = stack.enter_context(verifier)
-            """What compares answers, by the rule and symbolically."""
+            self.verifier = stack.enter_context(Verifier(config))
+            """Comparison of answers, by the rule and symbolically."""
             self._runners: dict[str, Runner] = {}
             for one in config.functions:
                 if not one.is_in_process:
@@ -66,37 +65,37 @@ class Scorer:
             token_ids: [n] int32 of each response.
 
         Raises:
-            RewardError: a function failed, and its configuration says to stop then.
-            InfraError: the processes of a function can no longer be started.
+            RewardError: a function failed, and its on_failure is "stop".
+            InfraError: the processes of a function cannot be restarted.
         """
         if self._is_rule_alone:
             return self.verifier.score_batch(texts, [prompt.ground_truth] * len(texts))
         applying = [one for one in self._config.functions if one.applies_to(prompt.data_source)]
-        columns = [self._ask(one, prompt, texts, token_ids) for one in applying]
+        columns = [self._score(one, prompt, texts, token_ids) for one in applying]
         return [_combined(applying, row) for row in zip(*columns, strict=True)]
 
     @property
     def num_threads(self) -> int:
-        """Groups that are worth being scored at the same time."""
+        """Number of groups that can be scored at the same time."""
         return max((runner.num_threads for runner in self._runners.values()), default=1)
 
     def drain_warnings(self) -> list[str]:
-        """Say which functions, and what of the symbolic comparison, failed since the last call."""
-        notes = (runner.take_note() for runner in self._runners.values())
-        return [*self.verifier.drain_warnings(), *(note for note in notes if note is not None)]
+        """Return the failures of functions and of the cross-check since the last call."""
+        failures = (runner.drain_warning() for runner in self._runners.values())
+        return [*self.verifier.drain_warnings(), *(one for one in failures if one is not None)]
 
     def close(self) -> None:
         """End all processes."""
         self._started.close()
 
-    def _ask(
+    def _score(
         self,
         function: RewardFunction,
         prompt: Prompt,
         texts: Sequence[str],
         token_ids: Sequence[np.ndarray],
     ) -> list[Score]:
-        """What one function says of each response, as if there were no other."""
+        """Return one function's scores, as if it were the only function."""
         golds = [prompt.ground_truth] * len(texts)
         if function.function == "rule":
             return self.verifier.score_batch(texts, golds)
@@ -109,7 +108,7 @@ class Scorer:
 
 
 def _combined(functions: Sequence[RewardFunction], scores: Sequence[Score]) -> Score:
-    """The score of one response; the first function says whether it is right."""
+    """Combine the scores of one response; the first function decides whether it is right."""
     parts: list[tuple[str, float]] = []
     for function, one in zip(functions, scores, strict=True):
         parts.append((function.label, one.reward))
@@ -128,9 +127,9 @@ def _combined(functions: Sequence[RewardFunction], scores: Sequence[Score]) -> S
 def _combined_steps(
     functions: Sequence[RewardFunction], scores: Sequence[Score], rewards: Sequence[float]
 ) -> Steps:
-    """The weighted steps of all functions, in order; none where no function scores steps.
+    """Return the weighted steps of all functions in order; empty if no function scores steps.
 
-    What the others say of the whole response is added to its last step.
+    The rewards of functions that score the whole response are added to its last step.
     """
     steps = sorted(
         (
@@ -145,7 +144,3 @@ def _combined_steps(
     of_whole = [reward for reward, one in zip(rewards, scores, strict=True) if not one.steps]
     end, value = steps[-1]
     return (*steps[:-1], (end, math.fsum([value, *of_whole])))
-
-
-def _without_symbols(config: RewardConfig) -> RewardConfig:
-    return config.model_copy(update={"symbolic": False, "decide": "rule"})

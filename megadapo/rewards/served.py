@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megadapo.rewards.function_config import REQUEST_TIMEOUT_S
+from megadapo.rewards.config import REQUEST_TIMEOUT_S
 
 Conversation = Sequence[Mapping[str, str]]
 

@@ -1,4 +1,4 @@
-"""The steps of a response: where they end, in its text and among its tokens."""
+"""The steps of a response: their ends in its text and among its tokens."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ COMBINE: dict[StepScore, Callable[[Sequence[float]], float]] = {
     "product": math.prod,
     "sum": sum,
 }
-"""What makes one score of those of a response's steps."""
+"""Function that combines the scores of a response's steps into one."""
 
 
 def split_steps(text: str, separators: Sequence[str]) -> list[str]:
-    """Cut a text behind its separators into steps, at least one, which joined are the text.
+    """Split a text after its separators into one or more steps; joined, they are the text.
 
-    Where two separators match, the longer one does. What is blank between two of them begins the
-    next step, and what is blank at the end belongs to the last.
+    If two separators match, the longer one is taken. Blank text between two separators starts the
+    next step, and blank text at the end belongs to the last step.
     """
     longest_first = sorted(separators, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
     steps: list[str] = []
-    begin = after = 0  # of the step, and behind the latest separator
+    begin = after = 0  # start of the step, and end of the latest separator
     for found in pattern.finditer(text):
         if text[after : found.start()].strip():
             steps.append(text[begin : found.end()])
@@ -49,11 +49,11 @@ def split_steps(text: str, separators: Sequence[str]) -> list[str]:
 def step_ends(
     text: str, token_ids: np.ndarray, separators: Sequence[str], decode: Decode
 ) -> list[int] | None:
-    """How many tokens of a response there are to the end of each step of its text.
+    """Return the number of tokens up to the end of each step of a response's text.
 
-    A token across two steps belongs to the one that ends in it; the last step has all that is left,
-    as the end-of-sequence token. None where decoding goes back on what it gave before, so that no
-    token can be told to be of a step.
+    A token across two steps belongs to the one that ends in it. The last step has all remaining
+    tokens, such as the end-of-sequence token. The result is None if decoding changes earlier text,
+    since tokens then cannot be assigned to steps.
 
     Args:
         token_ids: [n] int32.

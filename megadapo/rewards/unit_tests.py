@@ -1,8 +1,8 @@
-"""Unit tests as a gold answer, and the program of a response that they are run on.
+"""Unit tests as a gold answer, and the program of a response that they test.
 
-The gold answer is either Python with assertions, which is run behind the program, or JSON:
-`{"inputs": [text, ...], "outputs": [text, ...]}`, what the program is to print for each text on
-stdin. Nothing of either is run here.
+The gold answer is Python with assertions, which runs after the program, or JSON:
+`{"inputs": [text, ...], "outputs": [text, ...]}`, with the expected output for each text on stdin.
+This module only reads them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FENCED = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)```", re.S | re.I)
 
 @dataclass(frozen=True)
 class UnitTests:
-    """Either assertions, or inputs with the outputs that they are to give."""
+    """Assertions, or inputs with their expected outputs."""
 
     assertions: str | None
     inputs: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class UnitTests:
 
     @property
     def num_runs(self) -> int:
-        """Runs of a program that passes all of them."""
+        """Number of runs of a program that passes all tests."""
         return len(self.inputs) if self.assertions is None else 1
 
 
@@ -35,7 +35,7 @@ def read_tests(gold: object) -> UnitTests:
     """Read the tests of a gold answer.
 
     Raises:
-        DataError: they are neither Python nor such JSON, or there are none.
+        DataError: the text is neither Python nor such JSON, or holds no tests.
     """
     if not isinstance(gold, str) or not gold.strip():
         raise DataError(f"the gold answer holds no unit tests: {gold!r:.80}")
@@ -51,13 +51,13 @@ def read_tests(gold: object) -> UnitTests:
 
 
 def program_of(response: str) -> str | None:
-    """The last fenced block of Python that a response has; None where it has none."""
+    """Return the last fenced block of Python in a response; None if there is none."""
     fenced = _FENCED.findall(response)
     return fenced[-1] if fenced else None
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether two outputs are the same, but for spaces that end a line and lines that end all."""
+    """Return whether two outputs are equal, ignoring spaces at line ends and final empty lines."""
     return _lines(printed) == _lines(expected)
 
 

@@ -1,7 +1,7 @@
-"""Scores every response: the string rule decides, a symbolic comparison is counted beside it.
+"""Compares answers with gold answers, by the string rule and symbolically.
 
-Where the symbolic comparison decides, scoring waits for it. Else it is asked later, and nobody
-waits for its verdicts.
+By default the rule decides, and a symbolic cross-check runs later in the background. If the
+symbolic comparison decides, scoring waits for it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from types import TracebackType
 from megadapo.data.group import Score
 from megadapo.errors import InfraError
 from megadapo.rewards.config import RewardConfig
+from megadapo.rewards.cross_check import CrossCheck
 from megadapo.rewards.dapo_math import INVALID, extract_answer, score
-from megadapo.rewards.symbolic.cross_check import CrossCheck
-from megadapo.rewards.symbolic.symbolic import Pair, SymbolicCounts, SymbolicPool
+from megadapo.rewards.symbolic import Pair, SymbolicCounts, SymbolicPool
 
 logger = logging.getLogger(__name__)
 
 MAX_LOST_SHARE = 0.02
-"""Comparisons that may be lost to time limits and crashes without a warning."""
+"""Share of comparisons that may be lost to time limits and crashes without a warning."""
 LOSS_WINDOW = 1024
-"""Answers over which that share is looked at, so that one slow answer is not an alarm."""
-NO_SECOND_OPINION = "answers are not compared symbolically, and rewards are what they were: "
+"""Number of answers over which that share is measured."""
+NO_CROSS_CHECK = "answers are not compared symbolically; rewards stay the same: "
 
 
 @dataclass(frozen=True)
@@ -38,40 +38,40 @@ class Disagreement:
     """An answer that only one of the two comparisons accepts."""
 
     answer: str
-    """As the response wrote it."""
+    """Verbatim answer of the response."""
     ground_truth: str
     rule_correct: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierCounts:
-    """What has been scored since the verifier was made."""
+    """Counts since the verifier was created."""
 
     num_scored: int = 0
     num_unanswered: int = 0
-    """Responses without an answer where it is looked for."""
+    """Responses without an answer."""
     num_only_rule: int = 0
     """Responses that the rule accepts and the symbolic comparison does not."""
     num_only_symbolic: int = 0
     """Responses that the symbolic comparison accepts and the rule does not."""
     num_left_out: int = 0
-    """Different answers that were not compared, as those of a later batch came first."""
+    """Different answers that were dropped when a later batch came."""
     symbolic: SymbolicCounts = SymbolicCounts()
 
     @property
     def num_disagreements(self) -> int:
-        """Responses on which the two comparisons differ."""
+        """Number of responses on which the two comparisons differ."""
         return self.num_only_rule + self.num_only_symbolic
 
 
 class Verifier:
-    """Scores batches of responses; safe to use from any thread.
+    """A scorer of batches of responses; safe to use from any thread.
 
-    Symbolic processes that cannot be started, or fail for good, end nothing where the rule decides:
-    they are noted, and nothing is compared any more.
+    If the rule decides, symbolic processes that cannot be started only cause a warning, and the
+    cross-check stops.
 
     Raises:
-        InfraError: the symbolic processes cannot be started, and they are to decide.
+        InfraError: the symbolic processes cannot be started, and they decide.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -80,17 +80,17 @@ class Verifier:
         self._counts = VerifierCounts()
         self._disagreements: deque[Disagreement] = deque(maxlen=100)
         self._num_asked = self._num_lost = 0
-        self._unasked: dict[Pair, list[bool]] = {}
-        self._asked: dict[Pair, list[bool]] = {}
-        """What the rule said of each response with this answer and gold."""
+        self._scored: dict[Pair, list[bool]] = {}
+        """Rule's results by answer and gold, not yet submitted to the cross-check."""
+        self._submitted: dict[Pair, list[bool]] = {}
         self._pool: SymbolicPool | None = None
-        self._second: CrossCheck | None = None
-        self._notes: list[str] = []
-        self._has_told_failure = False
+        self._cross_check: CrossCheck | None = None
+        self._warnings: list[str] = []
+        self._has_reported_failure = False
         if config.symbolic:
             self._pool = self._start_pool()
         if self._pool is not None and config.decide == "rule":
-            self._second = CrossCheck(self._pool, self._take_verdict)
+            self._cross_check = CrossCheck(self._pool, self._take_result)
 
     def __enter__(self) -> Verifier:
         return self
@@ -105,26 +105,25 @@ class Verifier:
 
     @property
     def counts(self) -> VerifierCounts:
-        """The counts so far, those of the symbolic processes included."""
+        """Counts so far, including those of the symbolic processes."""
         if self._pool is None:
             return self._counts
         return dataclasses.replace(self._counts, symbolic=self._pool.counts)
 
     @property
     def num_disagreements(self) -> int:
-        """Responses so far on which the two comparisons differ."""
+        """Number of responses so far on which the two comparisons differ."""
         return self._counts.num_disagreements
 
     @property
     def recent_disagreements(self) -> list[Disagreement]:
-        """The latest answers that only one comparison accepts, oldest first."""
+        """Latest answers that only one comparison accepts, oldest first."""
         return list(self._disagreements)
 
     def score_batch(self, responses: Sequence[str], ground_truths: Sequence[str]) -> list[Score]:
         """Score each response against its gold answer.
 
-        `symbolic_correct` is None where the rule decides: that verdict comes later, as
-        `cross_checks`.
+        If the rule decides, `symbolic_correct` is None; `cross_checks` returns it later.
         """
         if len(responses) != len(ground_truths):
             raise ValueError(f"{len(responses)} responses for {len(ground_truths)} gold answers")
@@ -134,76 +133,82 @@ class Verifier:
         ]
         pairs = [_pair(*both) for both in zip(responses, ground_truths, strict=True)]
         self._count(scores)
-        if self._second is not None:
-            self._keep_for_later(pairs, scores)
-        if self._pool is None or self._second is not None:
+        if self._cross_check is not None:
+            with self._lock:
+                for pair, by_rule in zip(pairs, scores, strict=True):
+                    if pair is not None:
+                        self._scored.setdefault(pair, []).append(by_rule.correct)
+        if self._pool is None or self._cross_check is not None:
             return scores
         equal = self._compare_now(pairs)
         for pair, by_rule in zip(pairs, scores, strict=True):
             if pair is not None:
-                self._note(pair, by_rule.correct, equal.get(pair))
+                self._count_disagreement(pair, by_rule.correct, equal.get(pair))
         return [
             _decided_symbolically(by_rule, None if pair is None else equal.get(pair))
             for pair, by_rule in zip(pairs, scores, strict=True)
         ]
 
     def ask_cross_check(self, first: Iterable[tuple[str, str]] = ()) -> None:
-        """Have what was scored since the last call compared symbolically, in the background.
+        """Start to compare symbolically what was scored since the last call, in the background.
 
-        What the last call asked for and did not get yet is given up, and counted.
+        Answers of the last call that still wait are dropped and counted.
 
         Args:
-            first: (response, gold) of those that are waited for most; the others follow in an
-                order that has nothing to do with theirs.
+            first: (response, gold) to compare first; the others follow in random order.
         """
-        if self._second is None:
+        if self._cross_check is None:
             return
         with self._lock:
-            unasked, self._unasked = self._unasked, {}
-            order = [pair for pair in (_pair(*both) for both in first) if pair in unasked]
-            rest = list(unasked)
+            scored, self._scored = self._scored, {}
+            order = [pair for pair in (_pair(*both) for both in first) if pair in scored]
+            rest = list(scored)
             random.Random(0).shuffle(rest)
-            given_up = self._second.ask(dict.fromkeys([*order, *rest]))
-            for pair in given_up:
-                self._asked.pop(pair, None)
-            for pair, said in unasked.items():
-                if self._second.failure is None:
-                    self._asked.setdefault(pair, []).extend(said)
+            dropped = self._cross_check.ask(dict.fromkeys([*order, *rest]))
+            for pair in dropped:
+                self._submitted.pop(pair, None)
+            for pair, by_rule in scored.items():
+                if self._cross_check.failure is None:
+                    self._submitted.setdefault(pair, []).extend(by_rule)
             self._counts = dataclasses.replace(
-                self._counts, num_left_out=self._counts.num_left_out + len(given_up)
+                self._counts, num_left_out=self._counts.num_left_out + len(dropped)
             )
 
     def cross_checks(self, responses: Sequence[str], gold: str) -> list[bool | None]:
-        """Return what is known by now of each response: None where no verdict is there."""
+        """Return the cross-check result of each response so far, None without one."""
         pairs = [_pair(response, gold) for response in responses]
-        if self._second is None:
+        if self._cross_check is None:
             return [None] * len(pairs)
-        return [None if pair is None else self._second.verdict(pair) for pair in pairs]
+        return [None if pair is None else self._cross_check.result(pair) for pair in pairs]
 
     def finish_cross_check(self, timeout_s: float) -> None:
-        """Wait for what was asked, then for what was not asked yet; at most so long in all."""
-        if self._second is None:
+        """Wait until everything scored has been compared, at most `timeout_s` in all."""
+        if self._cross_check is None:
             return
         until = time.monotonic() + timeout_s
-        self._second.finish(timeout_s)
+        self._cross_check.finish(timeout_s)
         self.ask_cross_check()
-        self._second.finish(max(0.0, until - time.monotonic()))
+        self._cross_check.finish(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         """End the symbolic processes."""
         if self._pool is not None:
             self._watch_losses(0, last=True)
             self._pool.close()
-        if self._second is not None:
-            self._second.close()
+        if self._cross_check is not None:
+            self._cross_check.close()
 
     def drain_warnings(self) -> list[str]:
-        """Say what of the symbolic comparison is not as it should be, once."""
-        notes, self._notes = self._notes, []
-        if self._second is not None and self._second.failure and not self._has_told_failure:
-            self._has_told_failure = True
-            notes.append(NO_SECOND_OPINION + self._second.failure)
-        return notes
+        """Return the problems of the symbolic comparison since the last call."""
+        warnings, self._warnings = self._warnings, []
+        if (
+            self._cross_check is not None
+            and self._cross_check.failure
+            and not self._has_reported_failure
+        ):
+            self._has_reported_failure = True
+            warnings.append(NO_CROSS_CHECK + self._cross_check.failure)
+        return warnings
 
     def _start_pool(self) -> SymbolicPool | None:
         config, decides = self._config, self._config.decide == "symbolic"
@@ -218,25 +223,21 @@ class Verifier:
         except InfraError as error:
             if decides:
                 raise
-            self._notes.append(NO_SECOND_OPINION + str(error))
+            self._warnings.append(NO_CROSS_CHECK + str(error))
             return None
         if pool.exposed:
-            self._notes.append(f"symbolic comparisons can reach network and files: {pool.exposed}")
+            self._warnings.append(
+                f"symbolic comparisons can reach network and files: {pool.exposed}"
+            )
         return pool
 
-    def _keep_for_later(self, pairs: Sequence[Pair | None], scores: Sequence[Score]) -> None:
+    def _take_result(self, pair: Pair, result: bool | None) -> None:
+        """Count a cross-check result for every response with this answer and gold."""
         with self._lock:
-            for pair, by_rule in zip(pairs, scores, strict=True):
-                if pair is not None:
-                    self._unasked.setdefault(pair, []).append(by_rule.correct)
-
-    def _take_verdict(self, pair: Pair, verdict: bool | None) -> None:
-        """Count a verdict of the second opinion for every response that it is about."""
-        with self._lock:
-            said = self._asked.pop(pair, [])
-        for by_rule in said:
-            self._note(pair, by_rule, verdict)
-        self._watch_losses(len(said))
+            by_rule = self._submitted.pop(pair, [])
+        for correct in by_rule:
+            self._count_disagreement(pair, correct, result)
+        self._watch_losses(len(by_rule))
 
     def _compare_now(self, pairs: Sequence[Pair | None]) -> dict[Pair, bool | None]:
         assert self._pool is not None
@@ -246,7 +247,7 @@ class Verifier:
         return equal
 
     def _watch_losses(self, num_asked: int, *, last: bool = False) -> None:
-        """Warn where too many comparisons have been lost since the last look."""
+        """Warn if too many comparisons have been lost since the last check."""
         assert self._pool is not None
         with self._lock:
             self._num_asked += num_asked
@@ -273,8 +274,8 @@ class Verifier:
                 num_unanswered=counts.num_unanswered + sum(s.answer == INVALID for s in scores),
             )
 
-    def _note(self, pair: Pair, by_rule: bool, symbolic: bool | None) -> None:
-        """Count a response on which the two comparisons differ."""
+    def _count_disagreement(self, pair: Pair, by_rule: bool, symbolic: bool | None) -> None:
+        """Count a response if the two comparisons differ on it."""
         if symbolic is None or symbolic == by_rule:
             return
         with self._lock:
@@ -288,7 +289,7 @@ class Verifier:
 
 
 def _pair(response: str, gold: str) -> Pair | None:
-    """What is compared of a response; None where it gives no answer."""
+    """Return the answer and gold to compare; None without an answer."""
     answer = extract_answer(response)
     return None if answer is None else (answer, gold)
 

@@ -1,1 +1,1 @@
-"""Worker processes that score responses: limits, isolation, sandbox."""
+"""Worker processes that can be killed, and the programs that run in them."""

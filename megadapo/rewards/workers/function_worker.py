@@ -1,7 +1,7 @@
 """The program of a process that calls one reward function.
 
-What a user writes is trusted and may be wrong: here it is kept from starting processes and from
-opening sockets by mistake, and everything that it can return or raise becomes a reply.
+A user's function is trusted but may have bugs. So it cannot start processes or open sockets by
+mistake, and anything that it returns or raises becomes a reply.
 """
 
 from __future__ import annotations
@@ -11,21 +11,28 @@ import asyncio
 import errno
 import importlib
 import inspect
+import math
+import numbers
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megadapo.rewards.workers.results import ResultReader, WrongResult
+from megadapo.rewards.steps import COMBINE, StepScore, split_steps
 from megadapo.rewards.workers.worker import CannotStart, Handler, serve
 
 ARGUMENTS = ("messages", "response", "tokens", "ground_truth", "extra_info")
 BATCH_PARAMETER = "responses"
-"""A function whose second parameter has this name is called with lists."""
+"""Name of the second parameter of a function that takes lists."""
 MAX_ERROR = 200
-"""Characters of what is told of an error."""
+"""Characters of an error that are reported."""
+MAX_PARTS = 32
+MAX_NAME = 64
+"""Characters of a part's name."""
 
+_RESERVED = ("score", "correct", "steps")
 _STARTS_PROCESS = ("os.fork", "os.forkpty", "os.exec", "os.system", "os.posix_spawn", "os.spawn")
 _STARTS = "starts a process, and reward.functions.processes is false"
 
@@ -33,7 +40,7 @@ _STARTS = "starts a process, and reward.functions.processes is false"
 def main() -> None:
     """Serve calls, `{"calls": [[argument, ...], ...]}` to `{"results": [result, ...]}`.
 
-    A result is what `ResultReader.read` gives, or `{"error"}` where the function failed.
+    A result is that of `ResultReader.read`, or `{"error"}` if the function failed.
     """
     serve(_prepare)
 
@@ -53,15 +60,17 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
         calls = request["calls"]
         if calls is None:
             return {"takes": "batch" if is_batched else "one" if loop is None else "async"}
-        _forget_printed()
-        # before the function can change what it is given
+        # the limit on printed output is that of one request
+        os.ftruncate(1, 0)
+        os.lseek(1, 0, os.SEEK_SET)
+        # copied before the function can change its arguments
         asked = [(text, len(token_ids)) for _, text, token_ids, *_ in calls]
         arguments = [list(column) for column in zip(*calls, strict=True)]
         batches = [arguments] if is_batched else calls
         if loop is None:
             returned = [_call(ask, batch) for batch in batches]
         else:
-            returned = loop.run_until_complete(_gather(ask, batches, settings["timeout_s"]))
+            returned = loop.run_until_complete(_run_coroutines(ask, batches, settings["timeout_s"]))
         if is_batched:
             returned = _each_of(returned[0], len(calls))
         results = zip(returned, asked, strict=True)
@@ -71,16 +80,16 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
 
 
 def load(path: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Import MODULE:FUNCTION, and see whether it can be called.
+    """Import MODULE:FUNCTION, and check that it can be called.
 
     Raises:
-        CannotStart: it cannot be imported, is no function, or takes other arguments.
+        CannotStart: it cannot be imported, is no function, or takes different arguments.
     """
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        # a module that is imported raises anything at all
+        # a user's module may raise any exception
         raise CannotStart(f"{module_name} cannot be imported: {_describe(error)}") from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
@@ -95,37 +104,32 @@ def load(path: str, options: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def takes_batches(function: Callable[..., Any]) -> bool:
-    """Whether a function is called with lists, by the name of its second parameter."""
+    """Return whether a function takes lists, by the name of its second parameter."""
     names = list(inspect.signature(function).parameters)
     return len(names) > 1 and names[1] == BATCH_PARAMETER
 
 
-async def _gather(
+async def _run_coroutines(
     function: Callable[..., Any], batches: Sequence[Sequence[Any]], timeout_s: float
 ) -> list[Any]:
-    """What each coroutine returned or raised, all side by side."""
+    """Run coroutines concurrently; return the value or exception of each."""
     calls = (asyncio.wait_for(function(*batch), timeout_s) for batch in batches)
     return list(await asyncio.gather(*calls, return_exceptions=True))
 
 
 def _call(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """What a call returned or raised."""
+    """Return the value or exception of a call."""
     try:
         value = function(*arguments)
         sys.stdout.flush()
     except (Exception, SystemExit) as error:
-        # a user's function raises anything at all
+        # a user's function may raise any exception
         return error
     return value
 
 
-def _forget_printed() -> None:
-    os.ftruncate(1, 0)
-    os.lseek(1, 0, os.SEEK_SET)
-
-
 def _each_of(returned: Any, num_calls: int) -> list[Any]:
-    """One value a response of what a batched function returned."""
+    """Return one value per response from the result of a batched function."""
     if isinstance(returned, BaseException):
         return [returned] * num_calls
     if not isinstance(returned, list | tuple) or len(returned) != num_calls:
@@ -155,7 +159,7 @@ def _describe(error: BaseException) -> str:
 
 
 def forbid(*, network: bool, processes: bool) -> None:
-    """Raise where Python code opens a socket or starts a process, for the rest of this process."""
+    """Make Python code raise if it opens a socket or starts a process, until this process ends."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if network and event in ("socket.__new__", "socket.getaddrinfo"):
@@ -168,8 +172,109 @@ def forbid(*, network: bool, processes: bool) -> None:
 
     sys.addaudithook(hook)
     if processes:
-        # multiprocessing's ways of starting without a fork pass here, and no audit event tells
+        # multiprocessing starts processes through this function, without an audit event
         _posixsubprocess.fork_exec = refuse
+
+
+class WrongResult(Exception):
+    """A returned value that is no score."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultReader:
+    """A reader of the values that one function returns."""
+
+    step_separators: Sequence[str] = ()
+    step_score: StepScore = "min"
+
+    def read(self, value: Any, *, text: str, num_tokens: int) -> Mapping[str, Any]:
+        """Return a number or dict as `{"score", "correct"?, "parts", "steps"?}`.
+
+        A step is `[end, score]`, with the end in tokens, or None if the text's separators give it.
+
+        Raises:
+            WrongResult: the value is neither, or its contents are not allowed.
+        """
+        if not isinstance(value, dict):
+            return {"score": _number(value), "parts": {}}
+        if "score" not in value and "steps" not in value:
+            raise WrongResult('returned a dict without "score"')
+        result: dict[str, Any] = {"parts": _parts(value)}
+        if "steps" in value:
+            result["steps"] = self._steps(value["steps"], text, num_tokens)
+        if "score" in value:
+            result["score"] = _number(value["score"])
+        else:
+            scores = [score for _, score in result["steps"]]
+            result["score"] = _number(COMBINE[self.step_score](scores), "the score of its steps")
+        if "correct" in value:
+            result["correct"] = bool(value["correct"])
+        return result
+
+    def _steps(self, steps: Any, text: str, num_tokens: int) -> list[tuple[int | None, float]]:
+        if not isinstance(steps, list | tuple):
+            raise WrongResult(f"returned {type(steps).__name__} as steps, not a list")
+        if not steps:
+            raise WrongResult("returned no steps")
+        if not any(isinstance(step, list | tuple) for step in steps):
+            self._check_num_steps(len(steps), text)
+            return [(None, _number(score, "a step")) for score in steps]
+        ends = [0]
+        for step in steps:
+            start, stop = _span(step)
+            if not ends[-1] <= start < stop <= num_tokens:
+                raise WrongResult(
+                    f"returned a step of tokens {start} to {stop} behind token {ends[-1]} of "
+                    f"{num_tokens}: steps must be in order, in the response, and not overlap"
+                )
+            ends.append(stop)
+        return [
+            (end, _number(step[2], "a step")) for end, step in zip(ends[1:], steps, strict=True)
+        ]
+
+    def _check_num_steps(self, num_scores: int, text: str) -> None:
+        if not self.step_separators:
+            raise WrongResult(
+                "returned steps without spans, and reward.functions.step_separators is empty"
+            )
+        if num_scores != (expected := len(split_steps(text, self.step_separators))):
+            raise WrongResult(
+                f"returned scores of {num_scores} steps; by reward.functions.step_separators there "
+                f"are {expected}"
+            )
+
+
+def _span(step: Any) -> tuple[int, int]:
+    """Return the first token of a step, and the one after its last."""
+    if isinstance(step, list | tuple) and len(step) == 3:
+        start, stop = step[:2]
+        if isinstance(start, numbers.Integral) and isinstance(stop, numbers.Integral):
+            return int(start), int(stop)
+    raise WrongResult(f"returned a {type(step).__name__} as a step that is no (start, stop, score)")
+
+
+def _parts(value: Mapping[Any, Any]) -> dict[str, float]:
+    names = [name for name in value if name not in _RESERVED]
+    if len(names) > MAX_PARTS or any(
+        not isinstance(name, str) or not 0 < len(name) <= MAX_NAME for name in names
+    ):
+        raise WrongResult(
+            f"returned parts that are not at most {MAX_PARTS} names of up to {MAX_NAME} characters"
+        )
+    return {name: _number(value[name], name) for name in names}
+
+
+def _number(value: Any, part: str = "") -> float:
+    of_part = f" as {part}" if part else ""
+    if not isinstance(value, numbers.Real):
+        raise WrongResult(f"returned {type(value).__name__}{of_part}, not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise WrongResult(f"returned {number}{of_part}")
+    return number
 
 
 if __name__ == "__main__":

@@ -1,26 +1,39 @@
 """Processes that can be killed, for code that may hang, crash or fill the memory.
 
-Workers get one request at a time, as a line of JSON, and one that misses its time limit is killed
-and replaced, with whatever it started in its process group. Works from any thread, a Ray actor's
-included. What such a process does is `worker.serve`.
+Workers get one request at a time, as a line of JSON. A worker that misses its time limit is killed
+with its process group and replaced. A pool works from any thread, also in a Ray actor. The program
+of each process calls `worker.serve`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import os
 import selectors
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megadapo.errors import InfraError
-from megadapo.rewards.workers.worker_process import Program, WorkerProcess
+import psutil
 
+from megadapo.errors import InfraError
+from megadapo.rewards.workers.worker import MAX_REPLY_BYTES
+
+START_TIMEOUT_S = 120.0
+"""Limit on the start: imports take about a second, and much longer on a busy machine."""
 MAX_FAILED_STARTS = 3
+IDLE_SLOWDOWN = 30.0
+"""Factor by which an idle worker may exceed its CPU limit in wall-clock time."""
+
+Reply = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -28,12 +41,155 @@ class Lost:
     """A request without a reply."""
 
     kind: Literal["timeout", "crash", "skipped", "closed"]
-    """skipped: those before it had used up the time there was; closed: nobody waits any more."""
+    """skipped: no time was left; closed: the pool is closing."""
     detail: str = ""
-    """How the process ended, where it did."""
+    """How the process ended, if it did."""
 
 
-Reply = Mapping[str, Any]
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """The program of a pool's processes, and its limits."""
+
+    module: str
+    """Module whose `main` calls `worker.serve`."""
+    what: str
+    """Start of messages, as in "WHAT cannot start"."""
+    advice: str = ""
+    """End of the message that a worker cannot start."""
+    memory_bytes: int
+    output_bytes: int = 0
+    """Bytes that a request may write to any one file, stdout and stderr included. With 0, stdout
+    and stderr are discarded and files cannot be written."""
+    idle: bool = False
+    """Run only on cores that are otherwise idle; limits are then of CPU time."""
+    fresh: bool = False
+    """Use each process for one request only."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the program, as JSON values."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables to pass on, in addition to those that Python needs."""
+
+    def cannot_start(self, reason: str) -> str:
+        """Return the message of a worker that does not get ready."""
+        return " ".join([f"{self.what} cannot start: {reason}.", self.advice]).strip()
+
+
+class WorkerProcess:
+    """One process of a program: starting, idle, or busy until a deadline.
+
+    Raises:
+        InfraError: the system cannot start another process.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.ready = False
+        self.number: int | None = None
+        """Number of the request in progress."""
+        self._idle = program.idle
+        self._unread = b""
+        settings = json.dumps(
+            {
+                "memory_bytes": program.memory_bytes,
+                "output_bytes": program.output_bytes,
+                "idle": program.idle,
+                **program.arguments,
+            }
+        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", program.module, settings],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                cwd="/",
+                env={**worker_environment(), **program.environment},
+                # Ctrl-C in the terminal is for the run, not for its workers
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise InfraError(program.cannot_start(str(error))) from error
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self.process_id = self._process.pid
+        self.replies = self._stdout.fileno()
+        self._limit(START_TIMEOUT_S)
+
+    def assign(self, number: int, request: Mapping[str, Any], timeout_s: float) -> None:
+        """Start a request; the next `read` notices if the process has ended."""
+        self.number = number
+        self._limit(timeout_s)
+        line = json.dumps({"cpu_s": math.ceil(timeout_s) + 1, "request": request}) + "\n"
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.write(line.encode())
+
+    def _limit(self, seconds: float) -> None:
+        self._limit_s = seconds
+        self._since = time.monotonic()
+        self._cpu_before_s = self._cpu_s() if self._idle else 0.0
+        self.deadline = self._since + seconds
+
+    def finish(self) -> int:
+        """Make the worker idle; return the number of its last request."""
+        number, self.number = self.number, None
+        self.ready = True
+        self.deadline = math.inf
+        return -1 if number is None else number
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a reply has arrived in part."""
+        return bool(self._unread)
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the reply if it is complete; None if it is not, or the process has ended."""
+        chunk = os.read(self.replies, 1 << 20)
+        self._unread += chunk
+        if not chunk or len(self._unread) > MAX_REPLY_BYTES:
+            self._unread = b""
+            return None
+        if not self._unread.endswith(b"\n"):
+            return None
+        line, self._unread = self._unread, b""
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            return None
+        return reply if isinstance(reply, dict) else None
+
+    def used_up(self) -> bool:
+        """Return whether the limit is used up; call at the deadline.
+
+        The deadline of an idle worker is extended until it has used that much CPU time.
+        """
+        if not (self._idle and self.ready):
+            return True
+        left = self._limit_s - (self._cpu_s() - self._cpu_before_s)
+        now = time.monotonic()
+        if left <= 0 or now >= self._since + IDLE_SLOWDOWN * self._limit_s:
+            return True
+        self.deadline = now + left
+        return False
+
+    def _cpu_s(self) -> float:
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def stop(self) -> None:
+        """Kill the process and its group; readers of its replies see the end of the file."""
+        # children can outlive the process, so the group is signalled even if the process has ended
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def kill(self) -> str:
+        """Kill the process and wait for it; return how it ended."""
+        if self._process.returncode is None:
+            self.stop()
+            self._process.wait()
+            self._stdin.close()
+            self._stdout.close()
+        code = self._process.returncode
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 class ProcessPool:
@@ -59,20 +215,20 @@ class ProcessPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the workers there are, those that still start included."""
+        """Pids of the workers, including those that are starting."""
         return [worker.process_id for worker in self._workers]
 
     def run(
         self, requests: Sequence[Reply], timeout_s: float, until: float = math.inf
     ) -> list[Reply | Lost]:
-        """Have requests worked on in their order, and return what became of each.
+        """Process requests in order, and return the outcome of each.
 
         Args:
             timeout_s: limit of one request.
-            until: on the clock `time.monotonic`; what was not begun by then is skipped.
+            until: time of `time.monotonic` after which no request is started.
 
         Raises:
-            InfraError: the pool is closed, or workers can no longer be started.
+            InfraError: the pool is closed, or workers cannot be restarted.
         """
         with self._lock:
             if not self._workers:
@@ -83,7 +239,9 @@ class ProcessPool:
                 if queue and time.monotonic() >= until:
                     outcomes.update((number, Lost("skipped")) for number, _ in queue)
                     queue.clear()
-                self._assign(queue, timeout_s)
+                for worker in self._workers:
+                    if queue and worker.ready and worker.number is None:
+                        worker.assign(*queue.popleft(), timeout_s)
                 outcomes.update(self._wait(until if queue else math.inf))
             return [outcomes.get(number, Lost("closed")) for number in range(len(requests))]
 
@@ -93,10 +251,10 @@ class ProcessPool:
             self._workers += [WorkerProcess(self._program) for _ in range(num_more)]
 
     def close(self) -> None:
-        """Kill the workers; requests that are being worked on get no reply."""
+        """Kill the workers; requests in progress get no reply."""
         self._closing = True
         while True:
-            # one that has just been replaced is another one by now
+            # `run` may replace a worker meanwhile, so they are stopped until the lock is free
             for worker in list(self._workers):
                 worker.stop()
             if self._lock.acquire(timeout=0.1):
@@ -108,20 +266,15 @@ class ProcessPool:
         finally:
             self._lock.release()
 
-    def _assign(self, queue: deque[tuple[int, Reply]], timeout_s: float) -> None:
-        for worker in self._workers:
-            if queue and worker.ready and worker.number is None:
-                worker.assign(*queue.popleft(), timeout_s)
-
     def _wait(self, until: float) -> dict[int, Reply | Lost]:
-        """Take in what the workers reply, and replace those that ended or are past their time."""
+        """Collect replies, and replace workers that ended or missed their deadline."""
         outcomes: dict[int, Reply | Lost] = {}
-        waited_for = [worker for worker in self._workers if worker.deadline < math.inf]
-        if not waited_for:
+        busy = [worker for worker in self._workers if worker.deadline < math.inf]
+        if not busy:
             return outcomes
-        until = min(until, *(worker.deadline for worker in waited_for))
+        until = min(until, *(worker.deadline for worker in busy))
         with selectors.DefaultSelector() as selector:
-            for worker in waited_for:
+            for worker in busy:
                 selector.register(worker.replies, selectors.EVENT_READ, worker)
             events = selector.select(max(0.0, until - time.monotonic()))
         for worker in [key.data for key, _ in events]:
@@ -149,7 +302,7 @@ class ProcessPool:
     def _replace(
         self, worker: WorkerProcess, kind: Literal["timeout", "crash"]
     ) -> dict[int, Reply | Lost]:
-        """Kill a worker, say what that cost, and start another in its place."""
+        """Kill a worker and start another; return its lost request, if it had one."""
         if self._closing:
             return {}
         number, detail = worker.number, worker.kill()
@@ -167,3 +320,17 @@ class ProcessPool:
     def _renew(self, worker: WorkerProcess) -> None:
         worker.kill()
         self._workers[self._workers.index(worker)] = WorkerProcess(self._program)
+
+
+def worker_environment() -> dict[str, str]:
+    """Return a worker's environment: no secrets, one thread, reproducible hashes."""
+    paths = [os.path.abspath(path) for path in (*sys.path, "")]
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    return kept | {
+        "PATH": os.defpath,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "LANG": "C.UTF-8",
+    }

@@ -1,7 +1,7 @@
-"""The program of a sandbox: runs Python that a model wrote, out of reach of everything else.
+"""The program of a sandbox: runs Python code that a model wrote, isolated from everything else.
 
-Each run is a process without rights, a child of this one, which is the first of its world: when a
-run is over, whatever it has started is killed. A sandbox works on one response only.
+Each run is an unprivileged child of this process, which is the first one of its PID namespace.
+After a run all processes that it started are killed. A sandbox works on one response only.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ from functools import partial
 from typing import Any, Literal
 
 from megadapo.rewards.workers import isolation
-from megadapo.rewards.workers.worker import CannotStart, Handler, limit_written, serve
-from megadapo.rewards.workers.worker_process import MAX_REPLY_BYTES
+from megadapo.rewards.workers.worker import (
+    MAX_REPLY_BYTES,
+    CannotStart,
+    Handler,
+    limit_written,
+    serve,
+)
 
 Ending = Literal["done", "error", "timeout"]
 
@@ -31,12 +36,11 @@ def main() -> None:
     """Serve runs of a program.
 
     `{"code", "inputs", "tests", "seconds_per_run", "seconds", "stops_early"}` to
-    `{"runs": [run, ...]}`: a run of the program for each input, or one that ends with the tests
-    where there are any; a run is `{"ending", "output"}`. What there is no time for is left out,
-    what comes after a run that did not get to its end where `stops_early`, and runs from the one
-    whose output has no room in the reply on.
+    `{"runs": [run, ...]}`. There is one run per input, or a single run with the tests; a run is
+    `{"ending", "output"}`. Runs are left out once the time is over, once the reply is full, and
+    with `stops_early` after the first run that fails.
     """
-    # the texts on stdin are files, too, and are as long as the gold answers have them
+    # the texts on stdin are files too, and may be longer than the limit on output
     serve(_prepare, limits_written=False)
 
 
@@ -45,23 +49,23 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
         user = isolation.enter()
     except OSError as error:
         raise CannotStart(
-            f"this system does not let user {os.geteuid()} isolate processes ({error}), and no "
-            "generated code is run without that: allow user namespaces, or run elsewhere"
+            f"this system does not let user {os.geteuid()} isolate processes ({error}), and "
+            "generated code never runs unisolated: allow user namespaces, or use another machine"
         ) from error
     run = partial(_run, user=user, output_bytes=settings["output_bytes"])
 
     def handle(request: Mapping[str, Any]) -> Mapping[str, Any]:
         until = time.monotonic() + request["seconds"]
         runs: list[Mapping[str, Any]] = []
-        room = MAX_REPLY_BYTES // 2
+        space = MAX_REPLY_BYTES // 2
         for text in request["inputs"] if request["tests"] is None else [""]:
             seconds = min(request["seconds_per_run"], until - time.monotonic())
             if seconds <= 0:
                 break
             found = run(request["code"], request["tests"], text, seconds)
-            # as a reply has it: a character may be six bytes there
-            room -= len(json.dumps(found))
-            if room < 0:
+            # measured as JSON, in which a character may take six bytes
+            space -= len(json.dumps(found))
+            if space < 0:
                 break
             runs.append(found)
             if runs[-1]["ending"] != "done" and request["stops_early"]:
@@ -74,10 +78,10 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
 def _run(
     code: str, tests: str | None, text: str, seconds: float, *, user: int, output_bytes: int
 ) -> Mapping[str, Any]:
-    """Run a program with a text on stdin, and tests behind it, in a child."""
+    """Run a program with a text on stdin, followed by tests, in a child process."""
     token = secrets.token_hex(16)
     files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "token")]
-    stdin, stdout, _, said = files
+    stdin, stdout, _, token_file = files
     with os.fdopen(os.dup(stdin), "wb") as whole:
         whole.write(text.encode(errors="replace"))
     os.lseek(stdin, 0, os.SEEK_SET)
@@ -89,7 +93,7 @@ def _run(
         limit_written(output_bytes)
         _work(code, tests, token, seconds, user)
     in_time = _wait(child, seconds)
-    done = os.pread(said, len(token) + 1, 0).decode(errors="replace") == token
+    done = os.pread(token_file, len(token) + 1, 0).decode(errors="replace") == token
     result = {
         "ending": "done" if done else "error" if in_time else "timeout",
         "output": os.pread(stdout, output_bytes, 0).decode(errors="replace"),
@@ -100,7 +104,7 @@ def _run(
 
 
 def _work(code: str, tests: str | None, token: str, seconds: float, user: int) -> None:
-    """Run the program in this process, which ends with it; the token says that it ended."""
+    """Run the program in this process and exit; writing the token proves that it completed."""
     status = 1
     try:
         cpu_s = math.ceil(seconds) + 1
@@ -116,18 +120,18 @@ def _work(code: str, tests: str | None, token: str, seconds: float, user: int) -
         os.write(3, token.encode())
         status = 0
     except BaseException:
-        # code that anybody wrote raises anything, and nothing of it may get further up
+        # generated code may raise any exception, and none may reach the caller
         status = 1
     finally:
         os._exit(status)
 
 
 def _wait(child: int, seconds: float) -> bool:
-    """Wait for a run and kill all that is left of it; return whether it ended in time."""
+    """Wait for a run and kill all its processes; return whether it ended in time."""
     handle = os.pidfd_open(child)
     in_time = bool(select.select([handle], [], [], seconds)[0])
     os.close(handle)
-    # everything in this world but its first process, which this is
+    # all processes in this PID namespace but this one, the first
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):

@@ -1,8 +1,7 @@
-"""What every worker process does: limits itself, then answers one request after the other.
+"""The main loop of a worker process: it limits itself, then answers requests one by one.
 
-Started by `processes.ProcessPool` as a process of its own, because what it works on can keep it
-busy for ever, or fill the memory. It limits itself before it reads anything, and whoever started it
-may kill it at any time.
+`processes.ProcessPool` starts it as a separate process, because its work can hang or fill the
+memory. It sets its limits before it reads anything, and may be killed at any time.
 """
 
 from __future__ import annotations
@@ -16,22 +15,24 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 Handler = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""From a request to its reply, both JSON values."""
+"""Function from a request to its reply, both JSON values."""
 
+MAX_REPLY_BYTES = 64 << 20
+"""Size of a reply above which a worker is ended."""
 MAX_REASON = 500
-"""Characters of the reason that a worker cannot start."""
+"""Characters of the reason why a worker cannot start."""
 
 
 class CannotStart(Exception):
-    """Says why a worker is of no use."""
+    """A reason why a worker cannot start."""
 
 
 def serve(prepare: Callable[[Mapping[str, Any]], Handler], *, limits_written: bool = True) -> None:
     """Answer each request line `{"cpu_s", "request"}` with the line of the handler's reply.
 
     Args:
-        prepare: makes the handler, of the program's arguments; may raise CannotStart.
-        limits_written: False leaves it to the handler to keep what it runs to `output_bytes`.
+        prepare: creates the handler from the program's arguments; may raise CannotStart.
+        limits_written: False if the handler itself limits files to `output_bytes`.
     """
     settings = json.loads(sys.argv[1])
     replies = _take_stdout(settings["output_bytes"])
@@ -40,9 +41,9 @@ def serve(prepare: Callable[[Mapping[str, Any]], Handler], *, limits_written: bo
         if limits_written:
             limit_written(settings["output_bytes"])
         handler = prepare(settings)
-        # only now: whoever waits for its start waits for a second, on a busy machine too
+        # after the start, which takes about a second even on a busy machine
         if settings["idle"]:
-            _step_back()
+            _yield_cores()
     except CannotStart as error:
         _send(replies, {"failed": str(error)[:MAX_REASON]})
         return
@@ -56,8 +57,8 @@ def serve(prepare: Callable[[Mapping[str, Any]], Handler], *, limits_written: bo
         _send(replies, handler(message["request"]))
 
 
-def _step_back() -> None:
-    """Run only on cores that nobody else wants, where the system knows such a thing."""
+def _yield_cores() -> None:
+    """Run only on cores that are otherwise idle, if the system supports that."""
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
@@ -65,7 +66,7 @@ def _step_back() -> None:
 
 
 def limit_written(num_bytes: int) -> None:
-    """Let this process write no more than that to any one file, for the rest of its life."""
+    """Limit the size of any one file that this process writes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
 
@@ -75,7 +76,7 @@ def _limit_resources(memory_bytes: int) -> None:
 
 
 def _limit_cpu(seconds: int) -> None:
-    """End this process when the next request takes longer, even if nobody is left to kill it."""
+    """Let the system end this process if the next request takes longer, even without a parent."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     used = math.ceil(usage.ru_utime + usage.ru_stime)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -83,9 +84,9 @@ def _limit_cpu(seconds: int) -> None:
 
 
 def _take_stdout(output_bytes: int) -> BinaryIO:
-    """Keep the reply pipe for replies; what is printed goes to a file that it can fill, or nowhere.
+    """Reserve the reply pipe for replies; printed text goes to a file of limited size, or nowhere.
 
-    Children do not inherit the pipe, or its end would not be seen when this process ends.
+    Children do not inherit the pipe; otherwise it would stay open after this process ends.
     """
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     printed = os.memfd_create("printed") if output_bytes else os.open(os.devnull, os.O_WRONLY)

@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForSequenceCl
 
 from megadapo.cluster.environment import cpu_environment
 from megadapo.data.prompts import Prompt
-from megadapo.rewards.function_config import RewardFunction
-from megadapo.rewards.workers.runner import FunctionScore
-from megadapo.rewards.workers.runners import start_runner
+from megadapo.rewards.config import RewardFunction
+from megadapo.rewards.function_runners import start_runner
+from megadapo.rewards.runner import FunctionScore
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 

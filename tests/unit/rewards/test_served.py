@@ -16,9 +16,9 @@ import pytest
 
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError
-from megadapo.rewards.function_config import RewardFunction
-from megadapo.rewards.workers.runner import FunctionScore
-from megadapo.rewards.workers.runners import start_runner
+from megadapo.rewards.config import RewardFunction
+from megadapo.rewards.function_runners import start_runner
+from megadapo.rewards.runner import FunctionScore
 
 BROKEN = {
     "no HTTP": b"garbage\r\n\r\n",

@@ -16,13 +16,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megadapo.data import arithmetic
 from megadapo.data.prompts import Prompt
 from megadapo.observe.rollouts.token_pieces import Decode, decoder_of
-from megadapo.rewards.arithmetic_steps import arithmetic_steps_reward
-from megadapo.rewards.config import RewardConfig
-from megadapo.rewards.function_config import RewardFunction
+from megadapo.rewards.builtin import arithmetic_steps_reward
+from megadapo.rewards.config import RewardConfig, RewardFunction
+from megadapo.rewards.function_runners import start_runner
+from megadapo.rewards.runner import Runner
 from megadapo.rewards.scorer import Scorer
 from megadapo.rewards.steps import split_steps, step_ends
-from megadapo.rewards.workers.runner import Runner
-from megadapo.rewards.workers.runners import start_runner
 
 MODULE = "tests.support.rollout.reward_functions"
 PROMPT = Prompt("id", (("user", "12+34+56=?"),), "102", "arithmetic", {})

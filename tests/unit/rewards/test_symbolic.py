@@ -19,9 +19,8 @@ from pathlib import Path
 import pytest
 
 from megadapo.errors import InfraError
-from megadapo.rewards.symbolic.refusal import MAX_CHARS, MAX_DEPTH, refusal
-from megadapo.rewards.symbolic.symbolic import SymbolicCounts, SymbolicPool
-from megadapo.rewards.workers import worker_process
+from megadapo.rewards.symbolic import MAX_CHARS, MAX_DEPTH, SymbolicCounts, SymbolicPool, refusal
+from megadapo.rewards.workers import processes
 
 RIGHT_AND_WRONG = [
     (("42", "42"), True),
@@ -221,11 +220,11 @@ def test_memory_is_limited() -> None:
 def test_a_worker_that_cannot_start_is_an_error_that_says_why(monkeypatch) -> None:
     def environment_without_packages() -> dict[str, str]:
         return {
-            "PYTHONPATH": str(Path(worker_process.__file__).parents[3]),
+            "PYTHONPATH": str(Path(processes.__file__).parents[3]),
             "PYTHONNOUSERSITE": "1",
         }
 
-    monkeypatch.setattr(worker_process, "_environment", environment_without_packages)
+    monkeypatch.setattr(processes, "worker_environment", environment_without_packages)
     monkeypatch.setattr(sys, "executable", os.path.realpath(sys.executable))
     with pytest.raises(InfraError, match="cannot start: ModuleNotFoundError: .*math_verify"):
         start_pool()
@@ -257,7 +256,7 @@ def test_workers_have_neither_network_nor_rights_nor_children(pool: SymbolicPool
 INTRUDER = r"""
 import os, socket, subprocess, sys
 from pathlib import Path
-from megadapo.rewards.symbolic import symbolic_worker
+from megadapo.rewards.workers import symbolic_worker
 
 exposed = symbolic_worker.isolate()
 print(bool(exposed))
@@ -340,7 +339,7 @@ def test_closing_ends_the_processes_and_later_use_is_an_error() -> None:
 def test_workers_do_not_outlive_a_killed_run_even_while_they_are_busy() -> None:
     program = (
         "import json, threading, time\n"
-        "from megadapo.rewards.symbolic.symbolic import SymbolicPool\n"
+        "from megadapo.rewards.symbolic import SymbolicPool\n"
         "options = {'timeout_s': 2, 'seconds_per_minute': 60, 'memory_bytes': 1 << 30}\n"
         "pool = SymbolicPool(num_workers=2, **options)\n"
         f"pairs = [({SLOW!r}, '1')]\n"

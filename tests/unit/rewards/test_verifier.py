@@ -18,7 +18,7 @@ import ray
 from megadapo.data.group import Score
 from megadapo.errors import ConfigError, InfraError
 from megadapo.rewards.config import RewardConfig
-from megadapo.rewards.symbolic.cross_check import CHUNK
+from megadapo.rewards.cross_check import CHUNK
 from megadapo.rewards.verifier import Disagreement, Verifier
 
 RESPONSES = ["Answer: 42", "Answer: 42.", "so \\boxed{42}", "Answer: 7", "no idea"]
@@ -98,7 +98,7 @@ def test_workers_that_cannot_be_replaced_end_nothing_where_the_rule_decides(monk
         os.kill(verifier._pool.process_ids[0], signal.SIGKILL)
         verifier.score_batch(["Answer: 1", "Answer: 2"], ["1", "2"])
         verifier.ask_cross_check()
-        verifier._second.finish(SOON_S)
+        verifier.finish_cross_check(SOON_S)
         (note,) = verifier.drain_warnings()
         assert "not compared symbolically" in note and "3 times before it was ready" in note
         assert verifier.score_batch(["Answer: 3"], ["3"])[0].correct

@@ -11,7 +11,7 @@ from megadapo.config import from_dict
 from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.metrics.records import MetricsLog, read_metrics
 from megadapo.observe.metrics.reflection import metric_name
-from megadapo.rewards.symbolic.symbolic import SymbolicCounts
+from megadapo.rewards.symbolic import SymbolicCounts
 from megadapo.rewards.verifier import VerifierCounts
 from megadapo.rollout.config import BranchingConfig
 from megadapo.rollout.engine.activity import EngineActivity

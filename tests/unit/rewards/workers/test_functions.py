@@ -17,11 +17,10 @@ import pytest
 from megadapo.config.run_config import from_dict
 from megadapo.data.prompts import Prompt
 from megadapo.errors import ConfigError, DataError, RewardError
-from megadapo.rewards.config import RewardConfig
-from megadapo.rewards.function_config import RewardFunction
+from megadapo.rewards.config import RewardConfig, RewardFunction
+from megadapo.rewards.function_runners import check_functions, start_runner
+from megadapo.rewards.runner import Runner
 from megadapo.rewards.scorer import Scorer
-from megadapo.rewards.workers.runner import Runner
-from megadapo.rewards.workers.runners import check_functions, start_runner
 from tests.unit.rewards.test_symbolic import is_running
 
 MODULE = "tests.support.rollout.reward_functions"
@@ -130,10 +129,10 @@ def test_a_failure_is_named_counted_and_costs_one_score(
     assert (first.score, first.failure, last.score, last.failure) == (1.0, None, 1.0, None)
     assert (failed.score, failed.correct, failed.parts) == (-0.5, False, (("failed", 1.0),))
     assert reason in failed.failure
-    assert hostile.take_note() == (
+    assert hostile.drain_warning() == (
         f"reward function hostile failed on 1 responses, which scored -0.5: 1 x {failed.failure}"
     )
-    assert hostile.take_note() is None
+    assert hostile.drain_warning() is None
 
 
 def test_a_failure_ends_the_run_where_the_configuration_says_so(caplog) -> None:

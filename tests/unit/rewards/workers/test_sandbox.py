@@ -22,11 +22,10 @@ import pytest
 
 from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError
-from megadapo.rewards.config import RewardConfig
-from megadapo.rewards.function_config import RewardFunction
+from megadapo.rewards.config import RewardConfig, RewardFunction
+from megadapo.rewards.function_runners import start_runner
+from megadapo.rewards.runner import FunctionScore, Runner
 from megadapo.rewards.unit_tests import UnitTests, program_of, read_tests, same_output
-from megadapo.rewards.workers.runner import FunctionScore, Runner
-from megadapo.rewards.workers.runners import start_runner
 
 ADDS = json.dumps({"inputs": ["1 2", "30 4"], "outputs": ["3\n", "34"]})
 READS = "a, b = map(int, input().split())\n"

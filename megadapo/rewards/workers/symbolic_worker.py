@@ -1,7 +1,7 @@
-"""The program of one symbolic worker: compares answers with math-verify, in a world of its own.
+"""The program of a symbolic worker: compares answers with math-verify, in isolation.
 
-What it parses was written by a model, and sympy has run such text as code before. So it is kept
-from network, files and other processes as far as the system allows, and says where it does not.
+It parses text that a model wrote, and sympy has run such text as code before. So it is isolated
+from network, files and other processes as far as the system allows, and reports if it is not.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ SELF_TEST = (
     (r"\frac{1}{3}", "0.3", "different"),
     ("-7", "7", "different"),
 )
-"""(answer, gold, verdict) that every worker must get right before it is given work.
+"""(answer, gold, result) that every worker must get right before it gets requests.
 
-They also load what sympy and the parser load on first use, which would count against the first
-answer's time.
+They also trigger the lazy imports of sympy and the parser, which would slow down the first answer.
 """
 
 
 def main() -> None:
-    """Serve comparisons, `{"answer", "gold"}` to `{"verdict"}`, and `{}` to `{"exposed"}`: why this
-    process is not isolated, or nothing."""
+    """Serve comparisons, `{"answer", "gold"}` to `{"result"}`, and `{}` to `{"exposed"}`.
+
+    The latter is why this process is not isolated, or empty.
+    """
     serve(_prepare)
 
 
@@ -42,41 +43,42 @@ def _prepare(settings: Mapping[str, Any]) -> Handler:
     logging.disable(logging.CRITICAL)
     _test_itself()
     exposed = isolate()
-    # with what it can still read
+    # again, since it can no longer read all files
     _test_itself()
 
     def handle(request: Mapping[str, Any]) -> Mapping[str, Any]:
         if not request:
             return {"exposed": exposed}
-        return {"verdict": compare(request["answer"], request["gold"])}
+        return {"result": compare(request["answer"], request["gold"])}
 
     return handle
 
 
 def _test_itself() -> None:
     for answer, gold, expected in SELF_TEST:
-        verdict = compare(answer, gold)
-        if verdict != expected:
-            raise CannotStart(f"self-test: {answer} against {gold} gave {verdict}, not {expected}")
+        result = compare(answer, gold)
+        if result != expected:
+            raise CannotStart(f"self-test: {answer} against {gold} gave {result}, not {expected}")
 
 
 def isolate() -> str:
-    """Give up network, files, rights and the start of processes, and say why where that fails.
+    """Drop access to network, files, privileges and new processes; return why if that fails.
 
-    Python's own ways to the network and to processes are closed then, which stops mistakes alone.
+    In that case only Python's own functions for network and processes are blocked, which prevents
+    mistakes but no attack.
     """
     try:
         isolation.drop_privileges(isolation.enter_alone(), max_processes=0)
     except OSError as error:
         forbid(network=True, processes=True)
-        # root is not held by it
+        # root ignores this limit
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
         return f"this system does not let user {os.geteuid()} isolate processes ({error})"
     return ""
 
 
 def compare(answer: str, gold: str) -> str:
-    """Say whether two answers are "equal", "different", or at least one is "unparsed"."""
+    """Return "equal", "different", or "unparsed" if an answer cannot be read."""
     from math_verify import verify
 
     try:
@@ -85,23 +87,23 @@ def compare(answer: str, gold: str) -> str:
             return "unparsed"
         equal = verify(left, right, timeout_seconds=None, raise_on_error=True)
     except MemoryError:
-        # The process is of no more use; its end is counted as a crash.
+        # the process cannot continue; its end is counted as a crash
         raise
     except Exception:
-        # A computer algebra system fed with anything at all raises anything at all.
+        # a computer algebra system may raise any exception on arbitrary text
         return "unparsed"
     return "equal" if equal else "different"
 
 
 def _parse(text: str) -> list[Any]:
-    """The expressions a text can mean; math-verify reads LaTeX only where it is marked as such."""
+    """Return the expressions in a text; math-verify reads LaTeX only if it is marked as such."""
     from math_verify import parse
 
     text = text.strip().strip("*").strip()
     marked = text if "$" in text or r"\boxed" in text else f"${text}$"
     for candidate in (marked, text):
         found: list[Any] = parse(candidate, parsing_timeout=None, raise_on_error=True)
-        # A result of strings alone is text that was not understood.
+        # a result of strings only means that the text was not understood
         if any(not isinstance(expression, str) for expression in found):
             return found
     return []

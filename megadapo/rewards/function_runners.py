@@ -1,0 +1,212 @@
+"""Runs users' reward functions, and unit tests of generated programs, in other processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any, Literal
+
+import numpy as np
+
+from megadapo.data.prompts import Prompt
+from megadapo.errors import ConfigError, InfraError
+from megadapo.observe.rollouts.token_pieces import Decode
+from megadapo.rewards.config import PYTHON_TESTS, RewardFunction
+from megadapo.rewards.runner import Runner
+from megadapo.rewards.unit_tests import UnitTests, program_of, read_tests, same_output
+from megadapo.rewards.workers.processes import Lost, ProcessPool, Program, Reply
+
+COROUTINE_GRACE_S = 1.0
+"""Time that a group of coroutines may take beyond their own limit."""
+SECONDS_PER_TEST = 2.0
+SANDBOX_GRACE_S = 2.0
+"""Time that a sandbox may take beyond the time of its runs."""
+
+
+def start_runner(config: RewardFunction, decode: Decode | None = None) -> Runner:
+    """Start the processes of a function that does not run in the driver.
+
+    Args:
+        decode: of the tokenizer; locates steps of the text among the tokens.
+
+    Raises:
+        ConfigError: the function cannot be imported, called or run on this machine.
+    """
+    try:
+        if config.function == PYTHON_TESTS:
+            return PythonTestsRunner(config)
+        return FunctionRunner(config, decode)
+    except InfraError as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_functions(functions: Sequence[RewardFunction]) -> None:
+    """Start and end each function once, as a check.
+
+    Raises:
+        ConfigError: lists every function that cannot be started.
+    """
+    problems = []
+    for config in functions:
+        if config.is_in_process:
+            continue
+        try:
+            start_runner(config.model_copy(update={"num_workers": 1})).close()
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+class FunctionRunner(Runner):
+    """One function in its processes.
+
+    If a call scores one response, the responses of a group are distributed over the processes. If
+    it scores a group, each process works on a different group.
+
+    Raises:
+        InfraError: the function cannot be imported or called.
+    """
+
+    def __init__(self, config: RewardFunction, decode: Decode | None = None) -> None:
+        super().__init__(config, decode)
+        pool = ProcessPool(_program(config), 1)
+        self._pools = [pool]
+        (described,) = pool.run([{"calls": None}], config.timeout_s)
+        assert not isinstance(described, Lost), "the worker answers without calling the function"
+        self._takes: Literal["one", "batch", "async"] = described["takes"]
+        if self._takes == "one":
+            pool.grow(config.num_workers - 1)
+        else:
+            self.num_threads = config.num_workers
+            self._pools += [ProcessPool(_program(config), 1) for _ in range(config.num_workers - 1)]
+        self._free: SimpleQueue[ProcessPool] = SimpleQueue()
+        for pool in self._pools:
+            self._free.put(pool)
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.close()
+
+    def _results(
+        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
+    ) -> list[Reply | str]:
+        messages = [{"role": role, "content": content} for role, content in prompt.messages]
+        extra_info = {**prompt.extra_info, "data_source": prompt.data_source}
+        calls = [
+            [messages, text, ids.tolist(), prompt.ground_truth, extra_info]
+            for text, ids in zip(texts, token_ids, strict=True)
+        ]
+        whole = self._takes != "one"
+        requests = [{"calls": calls}] if whole else [{"calls": [call]} for call in calls]
+        # each coroutine has its own limit, so that the others of the group keep their scores
+        limit_s = self.config.timeout_s + (COROUTINE_GRACE_S if self._takes == "async" else 0.0)
+        pool = self._free.get()
+        try:
+            replies = pool.run(requests, limit_s)
+        finally:
+            self._free.put(pool)
+        return [
+            result
+            for reply, request in zip(replies, requests, strict=True)
+            for result in self._unpack(reply, len(request["calls"]))
+        ]
+
+    def _unpack(self, reply: Reply | Lost, size: int) -> Sequence[Reply | str]:
+        if not isinstance(reply, Lost):
+            results: Sequence[Reply] = reply["results"]
+            return results
+        if reply.kind == "timeout":
+            return [f"took longer than {self.config.timeout_s:g} s"] * size
+        return [f"its process ended: {reply.detail or reply.kind}"] * size
+
+
+def _program(config: RewardFunction) -> Program:
+    return Program(
+        module="megadapo.rewards.workers.function_worker",
+        what=f'reward.functions.function = "{config.function}"',
+        memory_bytes=config.memory_mib << 20,
+        output_bytes=config.output_kib << 10,
+        arguments={
+            "path": config.path,
+            "options": config.options,
+            "network": config.may_use_network,
+            "processes": config.processes,
+            "timeout_s": config.timeout_s,
+            "step_separators": config.separators,
+            "step_score": config.step_score,
+        },
+        environment={name: os.environ[name] for name in config.environment if name in os.environ},
+    )
+
+
+class PythonTestsRunner(Runner):
+    """Unit tests of the programs that responses contain, each program in its own sandbox.
+
+    Expected outputs never enter a sandbox. A response is right if it passes all tests. Code that
+    misbehaves, or even ends its sandbox, fails its tests; that is no failure of the function.
+
+    Raises:
+        InfraError: this system does not isolate processes.
+    """
+
+    def __init__(self, config: RewardFunction) -> None:
+        super().__init__(config)
+        program = Program(
+            module="megadapo.rewards.workers.sandbox_worker",
+            what=f'reward.functions.function = "{config.function}"',
+            memory_bytes=config.memory_mib << 20,
+            output_bytes=config.output_kib << 10,
+            fresh=True,
+        )
+        self._pool = ProcessPool(program, config.num_workers)
+        self._partial: bool = config.options.get("partial", False)
+        self._seconds_per_test = config.options.get("seconds_per_test", SECONDS_PER_TEST)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _results(
+        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
+    ) -> list[Reply]:
+        tests = read_tests(prompt.ground_truth)
+        programs = [program_of(text) for text in texts]
+        # identical programs are run once
+        written = list(dict.fromkeys(program for program in programs if program is not None))
+        requests = [self._request(program, tests) for program in written]
+        replies = self._pool.run(requests, self.config.timeout_s + SANDBOX_GRACE_S)
+        by_program = dict(zip(written, replies, strict=True))
+        return [self._result(by_program.get(program or ""), tests) for program in programs]
+
+    def _request(self, program: str, tests: UnitTests) -> dict[str, Any]:
+        return {
+            "code": program,
+            "tests": tests.assertions,
+            "inputs": list(tests.inputs),
+            "seconds_per_run": self._seconds_per_test,
+            "seconds": self.config.timeout_s,
+            "stops_early": not self._partial,
+        }
+
+    def _result(self, reply: Reply | Lost | None, tests: UnitTests) -> Reply:
+        is_lost = isinstance(reply, Lost)
+        runs = [] if reply is None or isinstance(reply, Lost) else reply["runs"]
+        passed = [run["ending"] == "done" for run in runs]
+        if tests.assertions is None:
+            outputs = zip(runs, tests.outputs, strict=False)
+            right = [same_output(run["output"], expected) for run, expected in outputs]
+            passed = [both == (True, True) for both in zip(passed, right, strict=True)]
+        share = sum(passed) / tests.num_runs
+        parts = {
+            "passed": share,
+            "no_program": float(reply is None),
+            "timeouts": float(any(run["ending"] == "timeout" for run in runs)),
+            "lost_sandboxes": float(is_lost),
+        }
+        correct = share == 1.0
+        return {
+            "score": share if self._partial else float(correct),
+            "correct": correct,
+            "parts": parts,
+        }

@@ -1,0 +1,168 @@
+"""The symbolic comparison: math-verify in separate processes that can be killed.
+
+math-verify limits its own time with SIGALRM, which works only in a main thread, and some answers
+keep it busy for minutes without it. So it never runs in the caller's process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megadapo.rewards.workers.processes import START_TIMEOUT_S, Lost, ProcessPool, Program, Reply
+
+Pair = tuple[str, str]
+"""(answer, gold)."""
+
+MAX_CHARS = 512
+MAX_DEPTH = 12
+"""Depth of nested brackets; the LaTeX parser's time grows exponentially with it."""
+ADVICE = "Set reward.symbolic = false to run without the symbolic comparison"
+
+_REFUSED = (
+    (re.compile(r"\d{41}"), "a number of more than 40 digits"),
+    (re.compile(r"(\^|\*\*)[({\s]*[-+]?\s*\d{4}"), "an exponent of four or more digits"),
+    (re.compile(r"[)\]}]\s*(\^|\*\*)[({\s]*\d{3}"), "a large power of an expression"),
+    (re.compile(r"\d[\s})]*(\^|\*\*)[({\s]*\d+[\s})]*(\^|\*\*)"), "a power of a power"),
+    (re.compile(r"\d{3}[\s)}\]]*!|![\s)}\]]*!"), "a large or repeated factorial"),
+    (re.compile(r"\\(sum|prod|int|lim|[dt]?binom|bigcup|bigcap)"), "a long computation"),
+    (re.compile(r"[\x00-\x08\x0e-\x1f\x7f]"), "control characters"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SymbolicCounts:
+    """Outcomes of the comparisons since the pool was started."""
+
+    num_checked: int = 0
+    """Comparisons with a result."""
+    num_refused: int = 0
+    """Answers that looked slow to compare and were not tried."""
+    num_unparsed: int = 0
+    """Comparisons in which math-verify could not read the answer or the gold."""
+    num_timeouts: int = 0
+    num_crashes: int = 0
+    num_skipped: int = 0
+    """Comparisons left out because earlier ones had used up the time."""
+
+
+class SymbolicPool:
+    """Worker processes that compare answers symbolically; safe to use from any thread.
+
+    Idle workers run only on otherwise idle cores, and their limits are of CPU time.
+
+    Raises:
+        InfraError: a worker cannot start, or compares known answers wrongly.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        seconds_per_minute: float,
+        memory_bytes: int,
+        idle: bool = False,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._seconds_per_minute = seconds_per_minute
+        self._counts = SymbolicCounts()
+        self._busy: deque[tuple[float, float]] = deque()
+        """Start and duration of recent batches, in seconds."""
+        self._lock = threading.Lock()
+        program = Program(
+            module="megadapo.rewards.workers.symbolic_worker",
+            what="a symbolic worker",
+            advice=ADVICE,
+            memory_bytes=memory_bytes,
+            idle=idle,
+        )
+        self._processes = ProcessPool(program, num_workers)
+        (answer,) = self._processes.run([{}], START_TIMEOUT_S)
+        self.exposed: str = "" if isinstance(answer, Lost) else answer["exposed"]
+        """Reason why workers can reach network and files, if the system does not isolate them."""
+
+    @property
+    def counts(self) -> SymbolicCounts:
+        """Counts so far."""
+        return self._counts
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Pids of the workers."""
+        return self._processes.process_ids
+
+    def check_batch(self, pairs: Sequence[Pair]) -> list[bool | None]:
+        """Compare answers with golds; equal pairs are compared and counted once.
+
+        Returns:
+            Whether each pair is equal, or None without a result.
+
+        Raises:
+            InfraError: the pool is closed, or workers cannot be restarted.
+        """
+        with self._lock:
+            asked = [pair for pair in dict.fromkeys(pairs) if self._admits(pair)]
+            requests = [{"answer": answer, "gold": gold} for answer, gold in asked]
+            started = time.monotonic()
+            until = started + self._allowance(started)
+            replies = self._processes.run(requests, self._timeout_s, until)
+            self._busy.append((started, time.monotonic() - started))
+            results = dict(zip(asked, map(self._result, replies), strict=True))
+            return [results.get(pair) for pair in pairs]
+
+    def close(self) -> None:
+        """Kill the workers; a batch in progress gets no further results."""
+        self._processes.close()
+
+    def _admits(self, pair: Pair) -> bool:
+        refused = any(refusal(text) for text in pair)
+        self._count("num_refused", int(refused))
+        return not refused
+
+    def _result(self, reply: Reply | Lost) -> bool | None:
+        """Count a reply and return its result."""
+        if isinstance(reply, Lost):
+            if reply.kind != "closed":
+                self._count(_COUNTED[reply.kind])
+            return None
+        if reply["result"] == "unparsed":
+            self._count("num_unparsed")
+            return None
+        self._count("num_checked")
+        return bool(reply["result"] == "equal")
+
+    def _allowance(self, now: float) -> float:
+        """Return the seconds left in the minute that ends now."""
+        while self._busy and self._busy[0][0] < now - 60.0:
+            self._busy.popleft()
+        return self._seconds_per_minute - sum(seconds for _, seconds in self._busy)
+
+    def _count(self, name: str, num: int = 1) -> None:
+        counts = self._counts
+        self._counts = dataclasses.replace(counts, **{name: getattr(counts, name) + num})
+
+
+_COUNTED = {"timeout": "num_timeouts", "crash": "num_crashes", "skipped": "num_skipped"}
+
+
+def refusal(text: str) -> str | None:
+    """Return why an answer is not compared symbolically, or None if it may be.
+
+    The time limit would stop such answers too, but only late and at the price of a worker. A policy
+    that learns to write them would slow down every step.
+    """
+    if len(text) > MAX_CHARS:
+        return f"more than {MAX_CHARS} characters"
+    depth = deepest = 0
+    for char in text:
+        depth += (char in "([{") - (char in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        return f"brackets nested more than {MAX_DEPTH} deep"
+    return next((reason for pattern, reason in _REFUSED if pattern.search(text)), None)

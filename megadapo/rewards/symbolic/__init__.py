@@ -1,1 +1,0 @@
-"""The symbolic comparison of answers by math-verify, beside the string rule."""
