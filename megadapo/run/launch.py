@@ -180,7 +180,7 @@ def _workers(
 
 
 def _publisher(
-    config: RunConfig, trainer: Trainer, engines: Engines, *, held: bool = False
+    config: RunConfig, trainer: Trainer, engines: Engines, *, pinned: bool = False
 ) -> Publisher:
     return Publisher(
         trainer.ranks,
@@ -190,7 +190,7 @@ def _publisher(
         pipeline_parallel=config.rollout.pipeline_parallel,
         expert_parallel=config.rollout.expert_parallel,
         dtype=getattr(torch, config.model.dtype),
-        held=held,
+        pinned=pinned,
         deltas=_sends_deltas(config),
         logs=trainer.logs,
     )
@@ -209,10 +209,10 @@ def _reserved(
     config: RunConfig, trainer: Trainer, engines: Engines, held_out: Engines
 ) -> ReservedEngine:
     """Return the evaluation's own engine; the trainer's ranks keep a copy of its weights."""
-    publisher = _publisher(config, trainer, held_out, held=True)
+    publisher = _publisher(config, trainer, held_out, pinned=True)
 
     def publish(policy_version: int) -> None:
-        publisher.hold()
+        publisher.pin()
         held_out.republish_with(publisher.republish)
         publisher.publish(policy_version)
 

@@ -70,7 +70,7 @@ from megadapo.weights.disk.export import export_weights
 from megadapo.weights.disk.files import Files
 from megadapo.weights.disk.gather import gather_weights
 from megadapo.weights.disk.load import import_weights
-from megadapo.weights.sync.sender import HeldWeightSender, WeightSender
+from megadapo.weights.sync.sender import PinnedWeightSender, WeightSender
 
 BETWEEN_UPDATES: tuple[Kind, Kind] = ("gradients", "optimizer")
 """State that is needed in updates only."""
@@ -129,7 +129,7 @@ class TrainerRank(TrainedModel):
         shards = (self.parameters, self.layout, self.position, torch.distributed.get_rank())
         weights_of = self.offload.weights_of
         self.weight_sender = WeightSender(*shards, present=weights_of)
-        self.held_sender = HeldWeightSender(*shards, present=weights_of)
+        self.pinned_sender = PinnedWeightSender(*shards, present=weights_of)
         self.splitter = MicroBatchSplitter(
             MicroBatchBuilder(
                 inverse_frequencies=rotary_of_own_layers(self.model),

@@ -176,9 +176,9 @@ class TrainerWorker:
         return getattr(self._started().weight_sender, method)(*args, **kwargs)
 
     @_named_failures
-    def held_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def pinned_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the sender of this rank's pinned weights."""
-        return getattr(self._started().held_sender, method)(*args, **kwargs)
+        return getattr(self._started().pinned_sender, method)(*args, **kwargs)
 
     @_named_failures
     def leave(self) -> None:

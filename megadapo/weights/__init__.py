@@ -1,6 +1,5 @@
-"""How each model family's weights are laid out, and everything derived from that one description.
+"""Layouts of each model family's weights, and their import, export and updates.
 
-`layout.py` turns a family's table into shards; import, export, gathering, the plan of a weight
-update and its verification all work on those shards. Imports neither megatron nor, outside
-`vllm_plugin.py`, vllm.
+`layout/` turns a family's table into shards; everything else works on those shards. Imports neither
+megatron nor, outside of the vLLM plugin, vllm.
 """

@@ -53,7 +53,7 @@ class Live:
 
 def receive(plan, offers, filled, taken, results: Path) -> None:
     """The engine's process: open the offers, take every round, save what arrived."""
-    from megadapo.weights.sync.transports.cuda_ipc import CudaIpcInbox
+    from megadapo.weights.sync.transports.in_place import CudaIpcInbox
 
     layout = layout_for(CONFIG)
     receiver = WeightReceiver(
@@ -111,7 +111,7 @@ def test_another_process_reads_the_buckets_where_they_are(tmp_path):
     received = torch.load(results, weights_only=True)
     for transfer in plan.transfers:
         for copy in plan.copies(transfer):
-            source = senders[transfer.origin][1][copy.source_name]
+            source = senders[transfer.owner][1][copy.source_name]
             expected = source.narrow(copy.axis, copy.source_offset, copy.size).cpu()
             target = received[copy.target_name]
             assert torch.equal(target.narrow(copy.axis, copy.target_offset, copy.size), expected)

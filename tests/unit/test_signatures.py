@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.multiprocessing.reductions
 
-from megadapo.weights.sync.transports import cuda_ipc
+from megadapo.weights.sync.transports import in_place
 from tests.support.rollout.engine_specs import engine_spec
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def test_memory_is_offered_as_torch_shares_it() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and ast.unparse(node.value) == "storage._share_cuda_()"
     )
-    assert shared == list(cuda_ipc._HANDLE_FIELDS)
+    assert shared == list(in_place._HANDLE_FIELDS)
 
 
 def methods_of(file: str, name: str) -> dict[str, str]:

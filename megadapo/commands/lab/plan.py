@@ -125,7 +125,6 @@ def _traffic(config: RunConfig, model: ModelDescription, *, gpus_per_node: int) 
     from megadapo.commands.lab.weights import plan_for
     from megadapo.lab.plan.step_time import UpdateTraffic
     from megadapo.weights.layout.layout import ModelLayout
-    from megadapo.weights.sync.plan_report import crosses_nodes
 
     layout = ModelLayout(model.family, model.shape)
     plan, hosts = plan_for(config, layout, gpus_per_node=gpus_per_node)
@@ -133,8 +132,8 @@ def _traffic(config: RunConfig, model: ModelDescription, *, gpus_per_node: int) 
     between = 0
     for transfer in plan.transfers:
         size = plan.bundle(transfer).num_bytes
-        sent[transfer.feeder] += size
-        between += size if crosses_nodes(transfer, hosts) else 0
+        sent[transfer.sender] += size
+        between += size if hosts.crosses_nodes(transfer) else 0
     is_shared = config.cluster.placement == "colocated"
     busiest = max(sent.values())
     return UpdateTraffic(

@@ -1,9 +1,11 @@
-"""`megadapo weights plan`: what a weight update of a run would move, before anything is started."""
+"""`megadapo weights plan`: the bytes that each weight update of a run would move."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,35 +15,32 @@ from megadapo.errors import DataError
 if TYPE_CHECKING:
     from megadapo.config import RunConfig
     from megadapo.weights.layout.layout import ModelLayout
-    from megadapo.weights.sync.plan import Plan
+    from megadapo.weights.sync.connect import Topology
+    from megadapo.weights.sync.plan import UpdatePlan
     from megadapo.weights.sync.planning import Hosts
-    from megadapo.weights.sync.transports.places import Places
 
 MIB = 1 << 20
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(commands, "weights", "what a weight update moves")
+    parser = add_command(commands, "weights", "size of weight updates")
     reports = parser.add_subparsers(metavar="REPORT", required=True)
     plan = add_command(
-        reports, "plan", "bytes per link and buffers of a run's update", takes_overrides=True
+        reports, "plan", "bytes per link and buffers of an update", takes_overrides=True
     )
     plan.add_argument("config", type=Path, help="recipe (TOML), or the folder of a run")
     plan.add_argument(
         "--model-config",
         type=Path,
-        help="config.json to plan for, where model.path is not at hand",
+        help="config.json to plan for, if model.path is not on this machine",
     )
-    plan.add_argument(
-        "--gpus-per-node", type=int, default=8, help="ranks of a node, colocated (default 8)"
-    )
-    plan.add_argument("--links", type=int, default=8, help="how many links to list (default 8)")
+    plan.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of a node (default 8)")
+    plan.add_argument("--links", type=int, default=8, help="number of links to list (default 8)")
     plan.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from megadapo.config import load_config
-    from megadapo.weights.sync.plan_report import report
 
     config = load_config(arguments.config, arguments.overrides)
     layout = model_layout(config, arguments.model_config)
@@ -54,10 +53,74 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> tuple[Plan, Hosts]:
-    """The plan of a run's updates, and the nodes of ranks and receivers."""
+def report(
+    plan: UpdatePlan, layout: ModelLayout, hosts: Hosts, *, bucket_bytes: int, num_links: int
+) -> list[str]:
+    """Return bytes per rank and link, buckets and rounds of a plan, as lines of text."""
+    from megadapo.weights.sync.buckets import largest_buckets, largest_waves, num_rounds, pack
+
+    sent: Counter[int] = Counter()
+    received: Counter[tuple[int, int]] = Counter()
+    links: Counter[tuple[int, tuple[int, int]]] = Counter()
+    between = in_node = 0
+    for transfer in plan.transfers:
+        size = plan.bundle(transfer).num_bytes
+        target = (transfer.engine, transfer.engine_rank)
+        sent[transfer.sender] += size
+        received[target] += size
+        links[transfer.sender, target] += size
+        if hosts.crosses_nodes(transfer):
+            between += size
+        elif transfer.sender != transfer.owner:
+            in_node += size
+        in_node += size * (plan.num_copies(transfer.engine) - 1)
+    schedule = pack(plan, bucket_bytes)
+    bucket = max(largest_buckets(plan, schedule))
+    wave = max(largest_waves(schedule).values())
+    moved = sum(sent.values())
+    shape, nodes = plan.engine, len(plan.engine.nodes)
+    lines = [
+        f"{layout.family.architecture}, {layout.shape.num_layers} layers: "
+        f"{plan.num_sources} trainer ranks to {nodes} receiver(s) of TP {shape.tp_size}"
+        + (f" x PP {shape.pp_size}" if shape.pp_size > 1 else "")
+        + (" with expert parallelism" if shape.expert_parallel else ""),
+        f"transfers             {len(plan.transfers)} in {num_rounds(schedule)} rounds",
+        f"bytes moved           {_size(moved)}, {_size(between)} of them between nodes",
+        f"forwarded in a node   {_size(in_node)}",
+        _spread("trainer rank sends", [sent[rank] for rank in range(plan.num_sources)]),
+        _spread("engine rank receives", list(received.values())),
+        f"memory, trainer rank  {_size(2 * bucket)} at most: two buckets of {_size(bucket)}, with "
+        "slices relayed to other nodes",
+        f"memory, engine rank   {_size(wave)} at most, if buckets are not read in place",
+        f"largest of {len(links)} links (trainer rank -> receiver, engine rank):",
+    ]
+    for (source, (engine, rank)), size in links.most_common(num_links):
+        lines.append(f"  {source:>4} -> {engine}, {rank}   {_size(size)}")
+    return lines
+
+
+def _spread(what: str, sizes: Sequence[int]) -> str:
+    mean = sum(sizes) / len(sizes)
+    return (
+        f"{what:<22}{_size(mean)} on average, {_size(min(sizes))} to {_size(max(sizes))} "
+        f"({max(sizes) / mean:.3f} x)"
+    )
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def plan_for(
+    config: RunConfig, layout: ModelLayout, *, gpus_per_node: int
+) -> tuple[UpdatePlan, Hosts]:
+    """Return the plan of a run's updates, and the nodes of ranks and receivers."""
     from megadapo.weights.layout.placement import replica_positions, stage_layers
-    from megadapo.weights.sync.buckets import piece_bytes
+    from megadapo.weights.sync.buckets import max_bundle_bytes
     from megadapo.weights.sync.plan import EngineShape
     from megadapo.weights.sync.planning import make_plan
 
@@ -77,7 +140,7 @@ def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> t
         etp_size=trainer.expert_tensor_parallel,
         num_dp=trainer.num_replicas,
     )
-    places = _places(config, len(positions), gpus_per_node)
+    topology = _topology(config, len(positions), gpus_per_node)
     plan = make_plan(
         layout,
         positions,
@@ -85,20 +148,20 @@ def plan_for(config: RunConfig, layout: ModelLayout, *, gpus_per_node: int) -> t
             tp_size=rollout.tensor_parallel,
             pp_size=rollout.pipeline_parallel,
             expert_parallel=rollout.expert_parallel,
-            nodes=tuple(places.receivers),
-            copies=places.copies,
+            nodes=tuple(topology.receivers),
+            copies=topology.copies,
         ),
         itemsize=4 if config.model.dtype == "float32" else 2,
-        max_bundle_bytes=piece_bytes(int(config.weights.bucket_mib * MIB)),
-        source_nodes=places.sources,
-        hosts=places.hosts,
+        max_bundle_bytes=max_bundle_bytes(int(config.weights.bucket_mib * MIB)),
+        source_nodes=topology.sources,
+        hosts=topology.hosts,
     )
-    return plan, places.hosts
+    return plan, topology.hosts
 
 
-def _places(config: RunConfig, num_ranks: int, gpus_per_node: int) -> Places:
-    """Where trainer ranks and engines meet on nodes with so many GPUs."""
-    from megadapo.weights.sync.transports.places import find_places
+def _topology(config: RunConfig, num_ranks: int, gpus_per_node: int) -> Topology:
+    """Return the topology of a run on nodes with this number of GPUs."""
+    from megadapo.weights.sync.connect import find_topology
 
     has_gpus = config.cluster.device != "cpu"
 
@@ -111,7 +174,7 @@ def _places(config: RunConfig, num_ranks: int, gpus_per_node: int) -> Places:
          for rank in range(config.rollout.ranks_per_engine)]
         for engine in range(config.rollout.num_engines)
     ]  # fmt: skip
-    return find_places(
+    return find_topology(
         config.weights.transport,
         [device(rank) for rank in range(num_ranks)],
         [gpus[0][0] for gpus in engines],
@@ -120,14 +183,14 @@ def _places(config: RunConfig, num_ranks: int, gpus_per_node: int) -> Places:
 
 
 def model_layout(config: RunConfig, model_config: Path | None) -> ModelLayout:
-    """The layout of the run's model, or of the `config.json` given in its place."""
+    """Return the layout of the run's model, or of the given `config.json`."""
     from megadapo.weights.disk.sources import read_json
     from megadapo.weights.layout.layout import layout_for
 
     path = model_config or Path(config.model.path) / "config.json"
     if not path.is_file():
         raise DataError(
-            f"{path} is not there: name the model's config.json with --model-config "
+            f"{path} does not exist: name the model's config.json with --model-config "
             "(`hf download MODEL config.json` fetches it)."
         )
     return layout_for(read_json(path))

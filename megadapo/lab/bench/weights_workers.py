@@ -17,9 +17,9 @@ from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import ShardPosition
+from megadapo.weights.sync.buckets import Message
 from megadapo.weights.sync.sender import WeightSender
-from megadapo.weights.sync.transports.parcels import Parcel
-from megadapo.weights.sync.transports.shared_memory import SharedMemoryInbox, SharedMemoryOutbox
+from megadapo.weights.sync.transports.in_place import SharedMemoryInbox, SharedMemoryOutbox
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -130,8 +130,8 @@ class GatheredLoad:
         from vllm.config import set_current_vllm_config
 
         offer = bucket["offer"]
-        parcel = Parcel(feeder=0, target=0, offset=0, num_bytes=offer["num_bytes"])
-        (data,) = SharedMemoryInbox([offer]).fetch(0, [parcel])
+        message = Message(sender=0, target=0, offset=0, num_bytes=offer["num_bytes"])
+        (data,) = SharedMemoryInbox([offer]).receive(0, [message])
         weights = []
         for name, shape, offset in bucket["tensors"]:
             num_bytes = torch.Size(shape).numel() * DTYPE.itemsize

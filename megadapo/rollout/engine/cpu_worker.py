@@ -25,7 +25,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from megadapo.weights.sync.vllm_worker import HeldVersion
+from megadapo.weights.sync.vllm_worker import UpdateExtension
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces import SupportsPP
@@ -49,7 +49,7 @@ def expert_config(arguments: AsyncEngineArgs) -> VllmConfig:
     return config
 
 
-class CpuWorker(HeldVersion):
+class CpuWorker(UpdateExtension):
     """The methods mixed into vLLM's CPU worker; the actor calls them on every rank by name."""
 
     model_runner: CPUModelRunner

@@ -134,14 +134,14 @@ class RolloutEngine:
         request = WeightTransferInitRequest(init_info=init_info)
         await self._call("init_weight_transfer_engine", request)
 
-    async def held_versions(self) -> list[int | None]:
-        """Return the version of each rank's weights; None if they are not all of one update."""
-        versions: list[int | None] = await self._call("collective_rpc", "held_version")
+    async def weight_versions(self) -> list[int | None]:
+        """Return the version of each rank's weights; None after an incomplete update."""
+        versions: list[int | None] = await self._call("collective_rpc", "weight_version")
         return versions
 
-    async def open_update(self, version: int, patience_s: float) -> list[str | None]:
-        """Have every rank read an update from files; return the reason of each rank that cannot."""
-        arguments = ("open_update", None, (version, patience_s))
+    async def open_update(self, version: int, wait_s: float) -> list[str | None]:
+        """Open an update that is in files on every rank; return each rank's problem, if any."""
+        arguments = ("open_update", None, (version, wait_s))
         problems: list[str | None] = await self._call("collective_rpc", *arguments)
         return problems
 

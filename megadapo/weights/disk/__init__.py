@@ -1,1 +1,1 @@
-"""Model folders: read, written, converted and compared."""
+"""Model folders: read, write, convert and compare."""

@@ -1,1 +1,1 @@
-"""A weight update: what goes where, what carries it, and both of its ends."""
+"""Weight updates: plan, buckets, transports, and the code at both ends."""

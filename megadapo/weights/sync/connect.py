@@ -1,34 +1,71 @@
-"""Connecting trainer and engines for weight updates: one plan, and buckets that are open."""
+"""Connect trainer and engines for weight updates: one plan, and open buckets."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.buckets import Room, Schedule, pack, piece_bytes, room_of
-from megadapo.weights.sync.peers import Parties, UpdatableEngines
-from megadapo.weights.sync.plan import EngineShape, Plan
-from megadapo.weights.sync.planning import make_plan
+from megadapo.weights.sync.buckets import (
+    Capacity,
+    Schedule,
+    capacity_of,
+    max_bundle_bytes,
+    pack,
+)
+from megadapo.weights.sync.peers import UpdatableEngines, UpdatePeers
+from megadapo.weights.sync.plan import EngineShape, UpdatePlan
+from megadapo.weights.sync.planning import Hosts, make_plan
 from megadapo.weights.sync.sender import SenderInfo
-from megadapo.weights.sync.transports.places import Places, find_places
 
 MIB = 1 << 20
 
+Device = tuple[str, str | None]
+"""Node, and the GPU's name on it; None on a CPU."""
+
 
 @dataclass(frozen=True)
-class Connected:
-    """What every update over a connection repeats."""
+class Connection:
+    """The plan that every update over a connection repeats, and its schedule."""
 
-    plan: Plan
+    plan: UpdatePlan
     schedule: Schedule
-    room: Room
+    capacity: Capacity
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The receivers, and the memory that they share with trainer ranks."""
+
+    transport: str
+    receiver_of: list[int]
+    """Number of each engine's receiver."""
+    receivers: list[str]
+    """Name of the memory that each receiver reads."""
+    sources: list[str] | None
+    """Name of the memory that each trainer rank writes; None if it reaches every receiver."""
+    hosts: Hosts
+    is_chained: bool = False
+    """Whether the engines of a receiver forward messages to each other; otherwise they read the
+    same memory."""
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """Number of engines of each receiver, if one forwards to the next."""
+        receivers = range(len(self.receivers))
+        return tuple(self.receiver_of.count(one) for one in receivers) if self.is_chained else ()
+
+    @property
+    def copy_of_each(self) -> list[int]:
+        """Number of each engine among the engines of its receiver."""
+        return [self.receiver_of[:index].count(one) for index, one in enumerate(self.receiver_of)]
 
 
 def connect(
-    parties: Parties,
+    peers: UpdatePeers,
     engines: UpdatableEngines,
     config: WeightsConfig,
     shape: EngineShape,
@@ -36,36 +73,42 @@ def connect(
     dtype: torch.dtype,
     deltas: bool,
     folder: Path | None = None,
-) -> Connected:
-    """Plan the update of the parties' targets, and let trainer ranks and engines open buckets.
+) -> Connection:
+    """Plan the update of the peers' targets, and open the buckets on both sides.
 
     Args:
-        shape: How the engines are cut; where they are is found out here.
+        shape: Parallel sizes of the engines; their nodes are added here.
         dtype: Type of the engines' weights.
-        deltas: Whether updates may send only what changed.
-        folder: Where files go, if `config.transport` writes such.
+        deltas: Whether updates may send only the changes.
+        folder: Folder of update files, if `config.transport` writes files.
     """
     import ray
 
-    infos: list[SenderInfo] = parties.call("describe")
-    places = _find(parties, engines, config, infos)
-    parties.transport = places.transport
+    infos: list[SenderInfo] = peers.call_ranks("describe")
+    nodes = peers.call_engines("node", doing="find engines")
+    topology = find_topology(
+        config.transport,
+        [(info.node, info.gpu) for info in infos],
+        [nodes[index] for index in peers.targets],
+        [engines.gpus(index) for index in peers.targets],
+    )
+    peers.transport = topology.transport
     bucket_bytes = int(config.bucket_mib * MIB)
     plan = make_plan(
         infos[0].layout,
         [info.position for info in infos],
-        replace(shape, nodes=tuple(places.receivers), copies=places.copies),
+        replace(shape, nodes=tuple(topology.receivers), copies=topology.copies),
         itemsize=dtype.itemsize,
-        max_bundle_bytes=piece_bytes(bucket_bytes),
-        source_nodes=places.sources,
-        hosts=places.hosts,
+        max_bundle_bytes=max_bundle_bytes(bucket_bytes),
+        source_nodes=topology.sources,
+        hosts=topology.hosts,
     )
-    offers = parties.call(
+    offers = peers.call_ranks(
         "prepare",
         ray.put(plan),
         bucket_bytes=bucket_bytes,
         dtype=dtype,
-        transport=places.transport,
+        transport=topology.transport,
         deltas=deltas,
         folder=folder,
     )
@@ -73,31 +116,74 @@ def connect(
         "plan": plan.to_json(),
         "shape": asdict(infos[0].layout.shape),
         "bucket_bytes": bucket_bytes,
-        "transport": places.transport,
+        "transport": topology.transport,
         "offers": offers,
         "deltas": deltas,
     }
-    connecting = parties.submit("connect", offers)
-    own = zip(parties.targets, places.numbers, places.copy_of_each, strict=True)
+    connecting = peers.submit_ranks("connect", offers)
+    own = zip(peers.targets, topology.receiver_of, topology.copy_of_each, strict=True)
     opening = engines.call(
         "init_weight_transfer",
         {index: (common | {"engine": number, "copy": copy},) for index, number, copy in own},
     )
-    parties.gather(opening, "connect", forgive=False)
-    parties.wait(connecting, "connect")
-    parties.call("opened")
+    peers.wait_engines(opening, "connect", forgive=False)
+    peers.wait_ranks(connecting, "connect")
+    peers.call_ranks("opened")
     schedule = pack(plan, bucket_bytes)
-    return Connected(plan, schedule, room_of(plan, schedule))
+    return Connection(plan, schedule, capacity_of(plan, schedule))
 
 
-def _find(
-    parties: Parties, engines: UpdatableEngines, config: WeightsConfig, infos: list[SenderInfo]
-) -> Places:
-    """Who reads where."""
-    nodes = parties.gather(parties.call_engines("node"), "find engines")
-    return find_places(
-        config.transport,
-        [(info.node, info.gpu) for info in infos],
-        [nodes[index] for index in parties.targets],
-        [engines.gpus(index) for index in parties.targets],
-    )
+def find_topology(
+    transport: str,
+    ranks: Sequence[Device],
+    engine_nodes: Sequence[str],
+    engine_gpus: Sequence[Sequence[str]],
+) -> Topology:
+    """Decide which engines read from which trainer ranks.
+
+    Args:
+        transport: The `weights.transport` setting; "auto" is resolved here.
+        ranks: Node and GPU of every trainer rank.
+        engine_nodes: Node of every engine.
+        engine_gpus: GPUs of every engine; empty on a CPU.
+    """
+    devices: list[set[Device]] = [
+        {(node, gpu) for gpu in gpus} for node, gpus in zip(engine_nodes, engine_gpus, strict=True)
+    ]
+    if transport == "auto":
+        transport = _choose_transport(ranks, devices, engine_nodes)
+    nodes = [node for node, _ in ranks]
+    if transport == "folder":
+        # all engines read the same files
+        folder = ["folder"]
+        return Topology(transport, [0] * len(devices), folder, None, Hosts(nodes, folder))
+    if transport != "cuda_ipc":
+        # Engines on one node read the same memory, or forward messages to each other: every byte is
+        # written once, or sent there once, for all of them.
+        receivers = list(dict.fromkeys(engine_nodes))
+        receiver_of = [receivers.index(node) for node in engine_nodes]
+        is_sent = transport == "nccl"
+        sources = None if is_sent else nodes
+        hosts = Hosts(nodes, receivers)
+        return Topology(transport, receiver_of, receivers, sources, hosts, is_chained=is_sent)
+    receiver_of = list(range(len(devices)))
+    receivers = [f"engine {number}" for number in receiver_of]
+    # A process can open memory only on its own engine's GPUs.
+    sources = [
+        next((name for name, own in zip(receivers, devices, strict=True) if rank in own), "")
+        for rank in ranks
+    ]
+    return Topology(transport, receiver_of, receivers, sources, Hosts(nodes, engine_nodes))
+
+
+def _choose_transport(
+    ranks: Sequence[Device], engines: Sequence[set[Device]], engine_nodes: Sequence[str]
+) -> str:
+    """Return a transport that engines read in place, or NCCL if some engine cannot.
+
+    CUDA IPC needs a trainer rank on the engine's GPUs, shared memory one on its node.
+    """
+    if ranks[0][1] is None:
+        nodes = {node for node, _ in ranks}
+        return "shared_memory" if nodes.issuperset(engine_nodes) else "nccl"
+    return "cuda_ipc" if all(own.intersection(ranks) for own in engines) else "nccl"

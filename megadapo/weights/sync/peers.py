@@ -1,4 +1,4 @@
-"""The trainer's ranks and the engines of a weight update, and calls of all of them in time."""
+"""The trainer's ranks and the engines of a weight update, and calls of them with a deadline."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ DEADLINE = "weights.deadline_s"
 
 
 class UpdatableEngines(Protocol):
-    """What an update needs of the rollout engines; `rollout.engines.Engines` is one."""
+    """The interface of the rollout engines that an update uses, as `rollout.pool.Engines` has."""
 
     @property
     def policy_version(self) -> int:
-        """Of the weights published last."""
+        """Policy version of the weights published last."""
         ...
 
     def updatable(self) -> list[int]:
-        """Numbers of the engines that an update can reach now."""
+        """Return the numbers of the engines that an update can reach now."""
         ...
 
     def incarnation(self, index: int) -> Hashable:
-        """What changes when another process takes an engine's place."""
+        """Return a value that changes when another process replaces an engine's."""
         ...
 
     def gpus(self, index: int) -> tuple[str, ...]:
-        """What an engine's node calls its GPUs; empty on a CPU."""
+        """Return the GPU names of an engine on its node; empty on a CPU."""
         ...
 
     def call(
@@ -52,7 +52,7 @@ class UpdatableEngines(Protocol):
         limit: str = "",
         forgive: bool = True,
     ) -> dict[int, Any]:
-        """Results of calls, without those of engines that were lost over them.
+        """Return the results of calls, without those of engines that were lost during them.
 
         `forgive`: an engine that answers with an error is lost as well; else the error is raised.
         """
@@ -63,15 +63,15 @@ class UpdatableEngines(Protocol):
     ) -> None: ...
 
 
-class Parties:
-    """Calls methods of every rank, or of every engine that is being updated.
+class UpdatePeers:
+    """All trainer ranks, and the engines that an update targets.
 
     Args:
         ranks: Ray actors of the trainer, by rank.
         sender: The actors' method that calls a method of their sender.
         engines: The rollout engines.
         deadline_s: Seconds that any call may take.
-        logs: Of the ranks, for messages.
+        logs: Log files of the ranks, for error messages.
     """
 
     def __init__(
@@ -85,39 +85,45 @@ class Parties:
         self._ranks, self._sender, self._logs = list(ranks), sender, logs
         self._engines, self._deadline_s = engines, deadline_s
         self.targets: list[int] = []
-        """Numbers of the engines that are being updated; one that is lost is left out."""
+        """Numbers of the engines that are being updated; lost engines are removed."""
         self.transport = ""
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def call_ranks(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every trainer rank's sender and wait for all."""
-        return self.wait(self.submit(method, *args, **kwargs), method)
+        return self.wait_ranks(self.submit_ranks(method, *args, **kwargs), method)
 
-    def submit(self, method: str, *args: Any, **kwargs: Any) -> list[ObjectRef[Any]]:
+    def submit_ranks(self, method: str, *args: Any, **kwargs: Any) -> list[ObjectRef[Any]]:
         return [getattr(rank, self._sender).remote(method, *args, **kwargs) for rank in self._ranks]
 
-    def wait(self, refs: Sequence[ObjectRef[Any]], what: str) -> list[Any]:
-        """Results of one call per trainer rank, in time or not at all."""
-        with phase(what):
+    def wait_ranks(self, refs: Sequence[ObjectRef[Any]], doing: str) -> list[Any]:
+        """Return the results of one call per trainer rank; raise an error after the deadline."""
+        with phase(doing):
             return gather(
                 refs,
                 names=[f"trainer rank {rank}" for rank in range(len(refs))],
-                doing=what,
+                doing=doing,
                 timeout_s=self._deadline_s,
                 limit=DEADLINE,
                 logs=self._logs,
             )
 
-    def call_engines(self, method: str, *args: object) -> dict[int, ObjectRef[Any]]:
+    def call_engines(
+        self, method: str, *args: object, doing: str, forgive: bool = True
+    ) -> dict[int, Any]:
+        """Call a method of every target and wait for all."""
+        return self.wait_engines(self.submit_engines(method, *args), doing, forgive=forgive)
+
+    def submit_engines(self, method: str, *args: object) -> dict[int, ObjectRef[Any]]:
         return self._engines.call(method, dict.fromkeys(self.targets, args))
 
-    def gather(
-        self, refs: Mapping[int, ObjectRef[Any]], what: str, *, forgive: bool = True
+    def wait_engines(
+        self, refs: Mapping[int, ObjectRef[Any]], doing: str, *, forgive: bool = True
     ) -> dict[int, Any]:
-        """Results of one call per engine; those that were lost over it are targets no more."""
-        with phase(what):
+        """Return the results of one call per target; remove engines that were lost from targets."""
+        with phase(doing):
             results = self._engines.gather(
                 refs,
-                doing=what,
+                doing=doing,
                 timeout_s=self._deadline_s,
                 limit=DEADLINE,
                 forgive=forgive,
@@ -125,17 +131,17 @@ class Parties:
         lost = [index for index in self.targets if index not in results]
         if lost and self.transport == "nccl":
             raise InfraError(
-                f"weights: {what}: rollout engine {lost[0]} is lost, and the ranks of one process "
-                f"group cannot go on without it (log: logs/engine-{lost[0]}.log)"
+                f"weights: {doing}: rollout engine {lost[0]} is lost, and the other ranks of its "
+                f"process group cannot continue without it (log: logs/engine-{lost[0]}.log)"
             )
         self.targets = [index for index in self.targets if index in results]
         return results
 
 
 @contextmanager
-def phase(what: str) -> Iterator[None]:
-    """Say in which phase of an update a rank or an engine failed or did not answer."""
+def phase(doing: str) -> Iterator[None]:
+    """Add the phase of the update to errors of ranks and engines."""
     try:
         yield
     except MegadapoError as error:
-        raise type(error)(f"weights: {what}: {error}") from None
+        raise type(error)(f"weights: {doing}: {error}") from None

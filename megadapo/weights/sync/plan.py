@@ -1,7 +1,7 @@
 """The plan of a weight update: which trainer rank copies which slice to which engine rank.
 
-Made once, by `planning.py`. All decoder layers share one template of copies, so that a plan stays
-small: it is handed to every rank as it is, and every rank reads its own part of it.
+`planning.py` makes it once. All decoder layers share one template of copies, so a plan is small
+enough to send whole to every rank, which then reads its own part.
 """
 
 from __future__ import annotations
@@ -12,36 +12,38 @@ from typing import Any
 
 from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.layout.shards import EnginePosition
-from megadapo.weights.sync.transports.parcels import Seat
 
 ALIGNMENT = 16
-"""Bytes that every slice in a bucket is aligned to."""
+"""Alignment of every slice in a bucket, in bytes."""
 LAYER = "{layer}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineShape:
-    """How the engines are cut, and how many of them receive on their own."""
+    """The parallel sizes of the engines, and the number of receivers.
+
+    A receiver is one engine, or all engines of a node, which share memory or forward what they get.
+    """
 
     tp_size: int = 1
     pp_size: int = 1
     expert_parallel: bool = False
     nodes: tuple[str, ...] = ("",)
-    """Node of each receiver. Engines on one machine that get the same bytes count once."""
+    """Node of each receiver."""
     copies: tuple[int, ...] = ()
-    """How many engines each receiver is, where one hands on to the next; none given: one each."""
+    """Engines of each receiver, if one forwards to the next; empty: one each."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one engine; tensor parallelism is the fastest axis."""
+        """Number of ranks of one engine; tensor parallelism is the fastest axis."""
         return self.tp_size * self.pp_size
 
     def num_engines(self, receivers: int | None = None) -> int:
-        """How many engines the first so many receivers are; None: all of them."""
+        """Count the engines of the first `receivers` receivers, or of all."""
         return sum((self.copies or (1,) * len(self.nodes))[:receivers])
 
     def position(self, rank: int) -> EnginePosition:
-        """What of the model an engine rank holds."""
+        """Return the position of an engine rank in the model."""
         return EnginePosition(
             tp_rank=rank % self.tp_size,
             tp_size=self.tp_size,
@@ -52,8 +54,21 @@ class EngineShape:
 
 
 @dataclass(frozen=True, slots=True)
+class ChainPosition:
+    """An engine rank's number among all ranks, and its neighbours among the engines of a node."""
+
+    rank: int
+    """Number of the rank, with the trainer's ranks counted first."""
+    num_ranks: int
+    previous: int | None = None
+    """Engine rank that forwards messages to this one; None: trainer ranks send them."""
+    next: int | None = None
+    """Engine rank that this one forwards messages to."""
+
+
+@dataclass(frozen=True, slots=True)
 class Copy:
-    """One slice of a trainer parameter and where it goes in an engine parameter."""
+    """One slice of a trainer parameter and its destination in an engine parameter."""
 
     source_name: str
     source_offset: int
@@ -66,23 +81,21 @@ class Copy:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the slice."""
         if self.width is None:
             return (self.size,)
         return (self.size, self.width) if self.axis == 0 else (self.width, self.size)
 
     @property
     def numel(self) -> int:
-        """Elements of the slice."""
         return self.size * (1 if self.width is None else self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Copies of one block that the same sources can send and the same engine rank receives."""
+    """Copies of one block that have the same possible owners and the same receiving rank."""
 
     owners: tuple[int, ...]
-    """Which coordinates of the trainer hold all of it, by their order in the block's stage."""
+    """Trainer coordinates that hold all copies, as indices into the block's stage."""
     tp_rank: int
     """Tensor-parallel rank of the receiving engine rank."""
     copies: tuple[Copy, ...]
@@ -100,28 +113,32 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One bundle of one block on its way from a trainer rank to an engine rank."""
+    """One bundle of one block on its way from a trainer rank to an engine rank.
 
-    origin: int
+    The owner copies it into its own bucket if the receiver can read that; then all three ranks are
+    the same. Otherwise it reaches the sender's bucket through the relay.
+    """
+
+    owner: int
     """Trainer rank whose parameters are copied."""
-    feeder: int
-    """Trainer rank in whose bucket the receiver finds them; the origin where they can meet."""
+    sender: int
+    """Trainer rank whose bucket the receiver reads."""
     engine: int
     engine_rank: int
     block: int
     bundle: int
-    passer: int
-    """Trainer rank that hands it to the feeder, where that is another than the origin: the origin
-    itself, or the feeder of another engine on the node, which has it in its bucket too."""
+    relay: int
+    """Trainer rank that passes it to the sender: the owner, or the sender of another engine on
+    the same node."""
 
     @property
     def is_forwarded(self) -> bool:
-        """Whether the feeder gets it from a rank that got it from the origin."""
-        return self.passer != self.origin
+        """Whether the sender gets it from another rank than the owner."""
+        return self.relay != self.owner
 
 
 @dataclass(frozen=True)
-class Plan:
+class UpdatePlan:
     """Every copy of a weight update."""
 
     num_sources: int
@@ -132,11 +149,11 @@ class Plan:
     transfers: list[Transfer]
 
     def bundle(self, transfer: Transfer) -> Bundle:
-        """The copies of a transfer, with layer numbers still open."""
+        """Return the copies of a transfer, with a placeholder for the layer number."""
         return self.templates[self.blocks[transfer.block].template][transfer.bundle]
 
     def copies(self, transfer: Transfer) -> Iterator[Copy]:
-        """The copies of a transfer, with the names of its layer."""
+        """Yield the copies of a transfer, with the names of its layer."""
         layer = self.blocks[transfer.block].layer
         for copy in self.bundle(transfer).copies:
             if layer is None:
@@ -147,43 +164,55 @@ class Plan:
                 yield replace(copy, source_name=source, target_name=target)
 
     def slices(self, transfer: Transfer, offset: int = 0) -> Iterator[tuple[int, Copy]]:
-        """The copies of a transfer with their places in its bucket."""
+        """Yield the copies of a transfer with their offsets in its bucket."""
         for copy in self.copies(transfer):
             yield offset, copy
             offset += round_up(copy.numel * self.itemsize, ALIGNMENT)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of all slices, without alignment."""
+        per_bundle = [
+            [sum(copy.numel for copy in bundle.copies) for bundle in template]
+            for template in self.templates
+        ]
+        return self.itemsize * sum(
+            per_bundle[self.blocks[transfer.block].template][transfer.bundle]
+            for transfer in self.transfers
+        )
+
+    @property
     def num_ranks(self) -> int:
-        """Ranks of the trainer and of all engines together."""
+        """Number of ranks of the trainer and of all engines together."""
         return self.num_sources + self.engine.num_engines() * self.engine.num_ranks
 
     def engine_rank_number(self, engine: int, engine_rank: int, copy: int = 0) -> int:
-        """Number of an engine rank among all ranks, the trainer's counted first.
+        """Return the number of an engine rank among all ranks, the trainer's counted first.
 
-        `copy`: which of the receiver's engines; trainer ranks send to the first.
+        `copy` selects one of the receiver's engines; trainer ranks send to the first.
         """
         first = self.engine.num_engines(engine)
         return self.num_sources + (first + copy) * self.engine.num_ranks + engine_rank
 
-    def seat(self, engine: int, engine_rank: int, copy: int = 0) -> Seat:
-        """The place of an engine rank among all ranks."""
+    def chain_position(self, engine: int, engine_rank: int, copy: int = 0) -> ChainPosition:
+        """Return an engine rank's number and neighbours."""
 
         def number(other: int) -> int:
             return self.engine_rank_number(engine, engine_rank, other)
 
-        return Seat(
+        return ChainPosition(
             rank=number(copy),
             num_ranks=self.num_ranks,
-            giver=number(copy - 1) if copy else None,
-            taker=number(copy + 1) if copy + 1 < self.num_copies(engine) else None,
+            previous=number(copy - 1) if copy else None,
+            next=number(copy + 1) if copy + 1 < self.num_copies(engine) else None,
         )
 
     def num_copies(self, engine: int) -> int:
-        """How many engines a receiver is, of which one hands on to the next."""
+        """Return the number of engines of a receiver that forward to each other."""
         return self.engine.copies[engine] if self.engine.copies else 1
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists and dicts that `plan_from_json` reads."""
+        """Return plain lists and dicts that `plan_from_json` reads."""
         return {
             "num_sources": self.num_sources,
             "engine": asdict(self.engine),
@@ -194,28 +223,16 @@ class Plan:
         }
 
 
-def plan_from_json(data: dict[str, Any]) -> Plan:
-    """The plan that `Plan.to_json` wrote."""
+def plan_from_json(data: dict[str, Any]) -> UpdatePlan:
+    """Return the plan that `UpdatePlan.to_json` wrote."""
     lists = {name: tuple(data["engine"][name]) for name in ("nodes", "copies")}
-    return Plan(
+    return UpdatePlan(
         num_sources=data["num_sources"],
         engine=EngineShape(**data["engine"] | lists),
         itemsize=data["itemsize"],
         templates=[[_read_bundle(row) for row in one] for one in data["templates"]],
         blocks=[Block(*row) for row in data["blocks"]],
         transfers=[Transfer(*row) for row in data["transfers"]],
-    )
-
-
-def plan_bytes(plan: Plan) -> int:
-    """Bytes of all slices of a plan, without alignment."""
-    per_bundle = [
-        [sum(copy.numel for copy in bundle.copies) for bundle in template]
-        for template in plan.templates
-    ]
-    return plan.itemsize * sum(
-        per_bundle[plan.blocks[transfer.block].template][transfer.bundle]
-        for transfer in plan.transfers
     )
 
 

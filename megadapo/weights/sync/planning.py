@@ -1,7 +1,7 @@
-"""Making the plan of a weight update from the trainer's and the engines' layouts.
+"""Make the plan of a weight update from the trainer's and the engines' layouts.
 
-An engine rank receives exactly the runs of its own shards; where several trainer ranks hold a
-slice (data-parallel replicas, replicated norms) the one that has least to send sends it.
+An engine rank receives exactly the runs of its own shards. If several trainer ranks hold a slice
+(data-parallel replicas, replicated norms), the one with the least to send sends it.
 """
 
 from __future__ import annotations
@@ -21,25 +21,29 @@ from megadapo.weights.sync.plan import (
     Bundle,
     Copy,
     EngineShape,
-    Plan,
     Transfer,
+    UpdatePlan,
 )
 
 Coordinate = tuple[tuple[int, int, int | None], tuple[int, int, int, int]]
-"""What tells trainer ranks of one stage apart: their tensor- and expert-parallel ranks."""
+"""Tensor- and expert-parallel position of a trainer rank within its stage."""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The nodes that ranks and receivers are on, where receivers share memory with fewer ranks."""
+    """The nodes of trainer ranks and receivers."""
 
     sources: Sequence[str]
     receivers: Sequence[str]
 
+    def crosses_nodes(self, transfer: Transfer) -> bool:
+        """Return whether a transfer crosses nodes, to its sender or to its receiver."""
+        return self.sources[transfer.relay] != self.receivers[transfer.engine]
+
 
 @dataclass(frozen=True)
 class _Owned:
-    """A run of one coordinate's shard: where a slice of a full tensor can be copied from."""
+    """A run of a trainer shard, and the coordinates that hold it."""
 
     run: Run
     name: str
@@ -49,12 +53,12 @@ class _Owned:
 
 @dataclass(frozen=True)
 class _PlannedBlock:
-    """A block with everything its transfers are chosen from."""
+    """A block with its possible owners and its receivers."""
 
     kind: str
     layer: int | None
     stage: tuple[tuple[int, ...], ...]
-    """Ranks of each coordinate, in the order that bundles refer to them."""
+    """Ranks of each coordinate, in the order of `Bundle.owners`."""
     pp_ranks: tuple[int, ...]
     """Engine stages that receive it."""
 
@@ -68,22 +72,22 @@ def make_plan(
     max_bundle_bytes: int,
     source_nodes: Sequence[str] | None = None,
     hosts: Hosts | None = None,
-) -> Plan:
+) -> UpdatePlan:
     """Plan the update of every engine from a trainer.
 
     Args:
         layout: Layout of the model.
         sources: Position of every trainer rank, by rank.
         engine: Shape of the engines.
-        itemsize: Bytes per element on the wire, which is the engine's own type.
-        max_bundle_bytes: Pieces larger than this are divided; at most the size of a bucket.
-        source_nodes: Node of every trainer rank, or what else of `engine.nodes` it shares memory
-            with; None: each rank reaches every engine.
-        hosts: Node of every trainer rank and of every receiver: what comes from other nodes comes
-            to each node once; None: `source_nodes` and `engine.nodes`.
+        itemsize: Bytes per element of the engine's type.
+        max_bundle_bytes: Largest bundle; at most the size of a bucket.
+        source_nodes: Member of `engine.nodes` that each trainer rank shares memory with; None:
+            every rank reaches every engine.
+        hosts: Node of every trainer rank and receiver. Each node gets every byte from other nodes
+            once. None: `source_nodes` and `engine.nodes`.
 
     Raises:
-        WeightError: Some slice of an engine's parameter is on no trainer rank; it is named.
+        WeightError: No trainer rank holds some slice of an engine's parameter; the error names it.
     """
     planned = _blocks(layout, sources, engine)
     templates: list[list[Bundle]] = []
@@ -100,29 +104,29 @@ def make_plan(
         blocks.append(Block(numbers[key], block.layer))
     assigner = _Assigner(len(sources), engine, source_nodes, hosts)
     transfers = assigner.assign(planned, [templates[block.template] for block in blocks])
-    return Plan(len(sources), engine, itemsize, templates, blocks, transfers)
+    return UpdatePlan(len(sources), engine, itemsize, templates, blocks, transfers)
 
 
 def _blocks(
     layout: ModelLayout, sources: Sequence[ShardPosition], engine: EngineShape
 ) -> list[_PlannedBlock]:
-    """The blocks of the model in order, with who holds them and which stage receives them."""
+    """List the blocks of the model in order, with their holders and receiving stages."""
     holders: dict[str | int, dict[Coordinate, list[int]]] = {}
     for rank, position in enumerate(sources):
-        held: list[str | int] = list(position.layer_indices)
-        held += ["embedding"] if position.has_embedding else []
-        held += ["final_norm", "head"] if position.has_head else []
-        for what in held:
-            ranks = holders.setdefault(what, {})
+        parts: list[str | int] = list(position.layer_indices)
+        parts += ["embedding"] if position.has_embedding else []
+        parts += ["final_norm", "head"] if position.has_head else []
+        for part in parts:
+            ranks = holders.setdefault(part, {})
             ranks.setdefault(_coordinate(position), []).append(rank)
 
-    def block(what: str | int, *pp_ranks: int) -> _PlannedBlock:
-        if what not in holders:
-            raise WeightError(f"No trainer rank holds {what}.")
-        stage = tuple(tuple(ranks) for ranks in holders[what].values())
-        if isinstance(what, str):
-            return _PlannedBlock(what, None, stage, pp_ranks)
-        return _PlannedBlock("layer", what, stage, pp_ranks)
+    def block(part: str | int, *pp_ranks: int) -> _PlannedBlock:
+        if part not in holders:
+            raise WeightError(f"No trainer rank holds {part}.")
+        stage = tuple(tuple(ranks) for ranks in holders[part].values())
+        if isinstance(part, str):
+            return _PlannedBlock(part, None, stage, pp_ranks)
+        return _PlannedBlock("layer", part, stage, pp_ranks)
 
     last = engine.pp_size - 1
     tied = layout.shape.tied
@@ -145,7 +149,7 @@ def _coordinate(position: ShardPosition) -> Coordinate:
 def _template_copies(
     layout: ModelLayout, kind: str, positions: list[ShardPosition], engine: EngineShape
 ) -> Iterator[tuple[int, tuple[int, ...], Copy]]:
-    """Engine tensor-parallel rank, owners and copy, for everything the block consists of."""
+    """Yield engine tensor-parallel rank, owners and copy for every parameter of a block."""
     owned: dict[str, list[_Owned]] = {}
     merged: dict[tuple[str, int, int], _Owned] = {}
     for number, position in enumerate(positions):
@@ -179,7 +183,7 @@ def _engine_shards(layout: ModelLayout, kind: str, position: EnginePosition) -> 
 def _intersect(
     shard: Shard, offset: int, run: Run, owned: Sequence[_Owned]
 ) -> Iterator[tuple[_Owned, Copy]]:
-    """The copies that fill one run of an engine's shard."""
+    """Yield the copies that fill one run of an engine's shard."""
     covered = 0
     for one in owned:
         low, high = max(run.start, one.run.start), min(run.stop, one.run.stop)
@@ -208,7 +212,7 @@ def _intersect(
 def _bundles(
     copies: Iterator[tuple[int, tuple[int, ...], Copy]], itemsize: int, max_bytes: int
 ) -> list[Bundle]:
-    """Group copies that travel together, in pieces of at most `max_bytes`."""
+    """Group copies with the same owners and receiver, in bundles of at most `max_bytes`."""
     open_bundles: dict[tuple[int, tuple[int, ...]], tuple[list[Copy], int]] = {}
     bundles = []
     for tp_rank, owners, whole in copies:
@@ -225,7 +229,7 @@ def _bundles(
 
 
 def _divide(copy: Copy, itemsize: int, max_bytes: int) -> Iterator[Copy]:
-    """A copy in pieces of at most `max_bytes`."""
+    """Divide a copy into pieces of at most `max_bytes`."""
     per_row = itemsize * (1 if copy.width is None else copy.width)
     step = max_bytes // per_row if copy.axis == 0 else max_bytes // round_up(per_row, ALIGNMENT)
     if step < 1:
@@ -242,7 +246,7 @@ def _divide(copy: Copy, itemsize: int, max_bytes: int) -> Iterator[Copy]:
 
 
 class _Assigner:
-    """Chooses who sends what, so that no trainer rank sends much more than another."""
+    """Chooses owners, relays and senders so that all trainer ranks send about the same amount."""
 
     def __init__(
         self,
@@ -256,12 +260,12 @@ class _Assigner:
         self._hosts = hosts or Hosts(source_nodes or [""] * num_sources, engine.nodes)
         self._sent = [0] * num_sources
         self._heaps: dict[object, list[tuple[int, int]]] = {}
-        self._brought: dict[tuple[str, int, int], tuple[int, int, int]] = {}
-        """(node, block, bundle) -> the first engine there that got it from another node, the
-        origin, and the feeder that has it."""
+        self._present: dict[tuple[str, int, int], tuple[int, int, int]] = {}
+        """(node, block, bundle) -> the first engine there that got it from another node, its
+        owner, and its sender."""
 
     def assign(self, planned: list[_PlannedBlock], templates: list[list[Bundle]]) -> list[Transfer]:
-        """One transfer for every bundle, block, engine and stage; largest first, then in order."""
+        """Make one transfer per bundle, block, engine and stage; the largest are assigned first."""
         wanted = [
             (bundle.num_bytes, number, engine, pp_rank, index)
             for number, (block, bundles) in enumerate(zip(planned, templates, strict=True))
@@ -275,8 +279,8 @@ class _Assigner:
             bundle = templates[number][index]
             engine_rank = pp_rank * self._engine.tp_size + bundle.tp_rank
             stage, owners = planned[number].stage, bundle.owners
-            origin, passer, feeder = self._choose(stage, owners, engine, num_bytes, number, index)
-            transfers.append(Transfer(origin, feeder, engine, engine_rank, number, index, passer))
+            owner, relay, sender = self._choose(stage, owners, engine, num_bytes, number, index)
+            transfers.append(Transfer(owner, sender, engine, engine_rank, number, index, relay))
         transfers.sort(key=lambda one: (one.block, one.engine, one.engine_rank, one.bundle))
         return transfers
 
@@ -289,10 +293,10 @@ class _Assigner:
         block: int,
         bundle: int,
     ) -> tuple[int, int, int]:
-        """Origin, passer and feeder of a bundle.
+        """Choose owner, relay and sender of a bundle.
 
-        Another rank than an owner feeds only where no owner shares memory with the engine, and
-        another node than the engine's sends only where no rank of the node has it.
+        The sender is an owner unless no owner shares memory with the engine. Bytes cross nodes only
+        if no rank of the engine's node has them.
         """
 
         def candidates() -> list[int]:
@@ -312,25 +316,25 @@ class _Assigner:
         if near:
             rank = self._least_loaded((stage, owners, place), lambda: near, size)
             return rank, rank, rank
-        feeders = [rank for rank, at in enumerate(nodes) if at == place]
-        if not feeders:
+        senders = [rank for rank, at in enumerate(nodes) if at == place]
+        if not senders:
             raise WeightError(f"No trainer rank shares {place}, from which an engine could read.")
         on_host = [rank for rank in candidates() if self._hosts.sources[rank] == host]
-        brought = self._brought.get((host, block, bundle))
+        present = self._present.get((host, block, bundle))
         if on_host:
-            origin = passer = self._least_loaded((stage, owners, "on", host), lambda: on_host, size)
-        elif brought is not None and brought[0] != engine:
-            _, origin, passer = brought
-            self._sent[passer] += size
+            owner = relay = self._least_loaded((stage, owners, "on", host), lambda: on_host, size)
+        elif present is not None and present[0] != engine:
+            _, owner, relay = present
+            self._sent[relay] += size
         else:
-            origin = passer = self._least_loaded((stage, owners), candidates, size)
-        feeder = self._least_loaded(("place", place), lambda: feeders, size)
+            owner = relay = self._least_loaded((stage, owners), candidates, size)
+        sender = self._least_loaded(("place", place), lambda: senders, size)
         if not on_host:
-            self._brought.setdefault((host, block, bundle), (engine, origin, feeder))
-        return origin, passer, feeder
+            self._present.setdefault((host, block, bundle), (engine, owner, sender))
+        return owner, relay, sender
 
     def _least_loaded(self, key: object, candidates: Callable[[], list[int]], size: int) -> int:
-        """The candidate that has sent least so far; counts `size` as sent by it."""
+        """Return the candidate with the fewest bytes to send so far, and add `size` to it."""
         heap = self._heaps.get(key)
         if heap is None:
             heap = self._heaps[key] = [(self._sent[rank], rank) for rank in candidates()]

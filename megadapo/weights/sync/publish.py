@@ -14,11 +14,18 @@ import torch
 from megadapo.errors import InfraError
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.buckets import num_rounds, repack
-from megadapo.weights.sync.connect import Connected, connect
-from megadapo.weights.sync.moving import Sums, Update, move, write
-from megadapo.weights.sync.peers import Parties, UpdatableEngines, phase
-from megadapo.weights.sync.plan import EngineShape, Plan, plan_bytes
-from megadapo.weights.sync.update import Sending, Versions, all_have, sending_of
+from megadapo.weights.sync.connect import Connection, connect
+from megadapo.weights.sync.delta.state import Delta
+from megadapo.weights.sync.peers import UpdatableEngines, UpdatePeers, phase
+from megadapo.weights.sync.plan import EngineShape, UpdatePlan
+from megadapo.weights.sync.update import (
+    Sums,
+    Update,
+    UpdateVersions,
+    combine_if_small,
+    move,
+    write,
+)
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishReport:
-    """What one update moved."""
+    """The size and duration of one update."""
 
     policy_version: int
     seconds: float
@@ -35,30 +42,30 @@ class PublishReport:
     num_rounds: int = 0
     verified: bool = False
     in_full: bool = True
-    """Whether all weights were sent, not only what changed."""
+    """Whether all weights were sent, not only the changes."""
     density: float | None = None
-    """Share of the elements that changed; None where that was not looked at."""
+    """Share of the elements that changed; None if unknown."""
     pause_seconds: float = 0.0
-    """How long engines refused to generate, because they had neither old nor new weights."""
+    """Time in which engines refused to generate, with neither old nor new weights."""
 
 
 class Publisher:
-    """Moves the trainer's weights into the engines; connects once, then repeats the same plan.
+    """A connection from the trainer to the engines, which repeats the same plan at every update.
 
     Args:
         trainer_ranks: Ray actors of the trainer, by rank. Each has a method
-            `weight_sender(method, *args, **kwargs)` that calls its `WeightSender`, and where
-            `held` is asked for a `held_sender` that does so with its `HeldWeightSender`.
+            `weight_sender(method, *args, **kwargs)` that calls its `WeightSender`, and for `pinned`
+            a method `pinned_sender` that calls its `PinnedWeightSender`.
         engines: The rollout engines.
         config: The `[weights]` section.
         tensor_parallel: Ranks of one stage of an engine.
         pipeline_parallel: Stages of an engine.
         expert_parallel: Whether an engine's ranks hold whole experts.
         dtype: Type of the engines' weights.
-        held: Send what the ranks `hold` in the place of their present weights.
-        deltas: Whether updates may send only what changed; the engines must keep their weights
+        pinned: Whether to send the weights of the last `pin` instead of the present ones.
+        deltas: Whether updates may send only the changes; the engines must keep their weights
             from one update to the next.
-        logs: Of the trainer's ranks, for messages.
+        logs: Log files of the trainer's ranks, for error messages.
     """
 
     def __init__(
@@ -71,172 +78,171 @@ class Publisher:
         pipeline_parallel: int = 1,
         expert_parallel: bool = False,
         dtype: torch.dtype,
-        held: bool = False,
+        pinned: bool = False,
         deltas: bool = False,
         logs: Sequence[Path] = (),
     ) -> None:
-        sender = "held_sender" if held else "weight_sender"
+        sender = "pinned_sender" if pinned else "weight_sender"
         self._engines, self._config, self._dtype = engines, config, dtype
-        self._parties = Parties(trainer_ranks, sender, engines, config.deadline_s, logs)
+        self._peers = UpdatePeers(trainer_ranks, sender, engines, config.deadline_s, logs)
         self._engine = EngineShape(
             tp_size=tensor_parallel, pp_size=pipeline_parallel, expert_parallel=expert_parallel
         )
-        self._versions = Versions(config, deltas=deltas)
+        self._versions = UpdateVersions(config, deltas=deltas)
         self._folder: Path | None = None
         if config.folder is not None:
-            # each publisher removes what it has written before
-            self._folder = config.folder.absolute() / ("held" if held else "live")
-        self._notes: list[str] = []
-        self._connected: Connected | None = None
+            # each publisher removes its own older updates
+            self._folder = config.folder.absolute() / ("pinned" if pinned else "live")
+        self._warnings: list[str] = []
+        self._connection: Connection | None = None
         self._incarnations: list[Hashable] = []
-        """The engine processes that are connected."""
+        """Identities of the connected engine processes."""
 
     @property
-    def plan(self) -> Plan:
-        """The plan of every update; made and handed out at the first call."""
-        return self._reach(self._engines.updatable()).plan
+    def plan(self) -> UpdatePlan:
+        """The plan of every update; the first use connects to the engines."""
+        return self._connect(self._engines.updatable()).plan
 
     def publish(self, policy_version: int) -> PublishReport:
-        """Put the trainer's weights into every engine that is there. The engines must be idle.
+        """Send the trainer's weights to every running engine. The engines must be idle.
 
         Afterwards the engines' prefix caches are empty and their samples carry `policy_version`.
         An engine that fails or hangs meanwhile is lost; the others get their update.
 
         Raises:
-            InfraError: A rank failed, missed `weights.deadline_s`, or an engine found a checksum
-                that differs; the message names the bucket and the rank, or the parameter. The
-                engines then either still have their old weights, or refuse to generate.
+            InfraError: A rank failed or missed `weights.deadline_s`, or a checksum differs. The
+                message names the bucket and the rank, or the parameter. The engines either have
+                their old weights or refuse to generate.
         """
         return self._update(self._engines.updatable(), policy_version)
 
     def republish(self, index: int) -> PublishReport:
-        """Put the weights published last, which the trainer still has, into one engine.
+        """Send the weights published last, which the trainer still has, to one engine.
 
-        The others go on generating; the next `publish` connects all of them anew.
+        The other engines continue to generate; the next `publish` connects to all of them again.
         """
         return self._update([index], self._engines.policy_version)
 
+    def pin(self) -> None:
+        """Copy the present weights on every rank; later updates send this copy."""
+        self._peers.call_ranks("pin")
+
+    def fingerprint(self) -> str:
+        """Return a hash of every bit of the trainer's present weights.
+
+        It is the same in another process if the trainer is split in the same way.
+        """
+        sums: list[list[int]] = self._peers.call_ranks("fingerprint")
+        return hashlib.sha256(repr(sums).encode()).hexdigest()
+
     def drain_warnings(self) -> list[str]:
-        """One line for every engine since the last call that did not have what it was sent."""
-        notes, self._notes = self._notes, []
-        return notes
+        """Return and clear one line for every delta that an engine could not apply."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
 
     def _update(self, targets: Sequence[int], policy_version: int) -> PublishReport:
         started = time.monotonic()
-        self._parties.targets = list(targets)
-        # without engines, those that are being started get the weights when they are there
+        self._peers.targets = list(targets)
+        # without engines: those that are still starting get the weights later
         update = self._choose(targets) if targets else None
         if update is not None:
             sums: Sums = []
             if self._folder is not None:
                 update, sums = self._write(update, self._folder)
-            paused = move(self._parties, update, sums)
+            paused = move(self._peers, update, sums)
         with phase("finish"):
             self._engines.finish_weight_update(
-                self._parties.targets, policy_version, timeout_s=self._config.deadline_s
+                self._peers.targets, policy_version, timeout_s=self._config.deadline_s
             )
         ended = time.monotonic()
         report = PublishReport(policy_version=policy_version, seconds=ended - started)
         if update is None:
-            self._versions.connected()
+            self._versions.reset()
             return report
-        sending = update.sending
-        verified = self._versions.verifies(in_full=sending.delta is None)
-        self._versions.ended(sending)
+        in_full = update.delta is None
+        verified = self._versions.verifies(in_full=in_full)
+        self._versions.finish(update.version, in_full=in_full)
         return replace(
             report,
-            num_bytes=sending.num_bytes,
+            num_bytes=update.num_bytes,
             num_rounds=update.num_rounds,
             verified=verified,
-            in_full=sending.delta is None,
-            density=sending.density,
+            in_full=in_full,
+            density=update.density,
             pause_seconds=ended - paused,
         )
 
     def _choose(self, targets: Sequence[int]) -> Update:
-        """Connect, and decide whether all weights are sent or only what changed."""
-        plan = self._reach(targets).plan
+        """Connect, and decide whether to send all weights or only the changes."""
+        plan = self._connect(targets).plan
         base = self._versions.base
         if base is not None:
-            held = self._parties.gather(
-                self._parties.call_engines("held_versions"), "compare versions"
-            )
-            if not all_have(base, held):
-                self._notes.append(
-                    f"Engines have weights of other updates than the last ({held}, not {base}), "
+            current = self._peers.call_engines("weight_versions", doing="compare versions")
+            if any(version != base for ranks in current.values() for version in ranks):
+                self._warnings.append(
+                    f"Engines do not have the weights of the last update ({current}, not {base}), "
                     "so all weights are sent."
                 )
-                self._connected, base = None, None
-                plan = self._reach(self._parties.targets).plan
-        if base is None:
-            return self._begin_in_full()
+                self._connection, base = None, None
+                plan = self._connect(self._peers.targets).plan
         version = self._versions.begin()
-        encoded = self._parties.call(
+        if base is None:
+            return self._begin(version)
+        encoded = self._peers.call_ranks(
             "encode",
             base=base,
             version=version,
             max_share=self._config.max_delta,
             with_checksums=self._versions.verifies(in_full=False),
         )
-        sending = sending_of(
-            plan, encoded, base=base, version=version, max_delta=self._config.max_delta
-        )
-        return self._begin(sending)
+        max_delta = self._config.max_delta
+        delta, density = combine_if_small(plan, encoded, base=base, max_delta=max_delta)
+        return self._begin(version, delta, density)
 
-    def _begin_in_full(self) -> Update:
-        assert self._connected is not None, "reach first"
-        num_bytes = plan_bytes(self._connected.plan)
-        return self._begin(Sending(version=self._versions.begin(), num_bytes=num_bytes))
-
-    def _begin(self, sending: Sending) -> Update:
-        """Tell the ranks which rounds there are to be."""
-        connected, delta = self._connected, sending.delta
-        assert connected is not None, "reach first"
-        schedule = connected.schedule
+    def _begin(
+        self, version: int, delta: Delta | None = None, density: float | None = None
+    ) -> Update:
+        """Prepare the rounds of an update on every rank."""
+        connection = self._connection
+        assert connection is not None, "connect first"
+        schedule, sizes = connection.schedule, None
         if delta is not None:
-            schedule = repack(connected.plan, connected.room, delta.sizes)
+            sizes = delta.sizes
+            schedule = repack(connection.plan, connection.capacity, sizes)
         if self._versions.deltas or self._folder is not None:
-            sizes = None if delta is None else delta.sizes
-            self._parties.call("begin", sizes, sending.version)
-        compares_at_end = delta is None and self._versions.verifies(in_full=True)
-        return Update(sending, num_rounds(schedule), compares_at_end)
-
-    def hold(self) -> None:
-        """Have the ranks keep a copy of their present weights, which is sent from now on."""
-        self._parties.call("hold")
-
-    def fingerprint(self) -> str:
-        """Return a name of the trainer's present weights that depends on every bit of them.
-
-        Equal weights have it again in another process, where the trainer is split alike.
-        """
-        sums: list[list[int]] = self._parties.call("fingerprint")
-        return hashlib.sha256(repr(sums).encode()).hexdigest()
+            self._peers.call_ranks("begin", sizes, version)
+        return Update(
+            version=version,
+            num_bytes=connection.plan.num_bytes if sizes is None else sum(sizes),
+            num_rounds=num_rounds(schedule),
+            compares_at_end=delta is None and self._versions.verifies(in_full=True),
+            density=density,
+            delta=delta,
+        )
 
     def _write(self, update: Update, folder: Path) -> tuple[Update, Sums]:
-        """Write an update as files, and in full where an engine cannot take up what there is.
+        """Write an update as files; write all weights if an engine cannot open the delta.
 
         Returns:
-            What was written, and the checksums of every round.
+            The written update, and the checksums of every round.
         """
         for is_last in (False, True):
-            patience_s = self._config.deadline_s / 2
-            sums, problem = write(self._parties, update, folder, patience_s=patience_s)
+            sums, problem = write(self._peers, update, folder, wait_s=self._config.deadline_s / 2)
             if problem is None:
                 return update, sums
             if not is_last:
-                self._notes.append(f"{problem} All weights are sent.")
-                update = self._begin_in_full()
+                self._warnings.append(f"{problem} All weights are sent.")
+                update = self._begin(self._versions.begin())
         raise InfraError(f"weights.folder = {self._config.folder}: {problem}")
 
-    def _reach(self, targets: Sequence[int]) -> Connected:
-        """Connect with the engines that are to be updated, unless that has been done."""
-        self._parties.targets = list(targets)
+    def _connect(self, targets: Sequence[int]) -> Connection:
+        """Connect to the engines to update, unless the same processes are connected."""
+        self._peers.targets = list(targets)
         incarnations = [self._engines.incarnation(index) for index in targets]
-        if self._connected is None or incarnations != self._incarnations:
-            self._connected, self._incarnations = None, incarnations
-            self._connected = connect(
-                self._parties,
+        if self._connection is None or incarnations != self._incarnations:
+            self._connection, self._incarnations = None, incarnations
+            self._connection = connect(
+                self._peers,
                 self._engines,
                 self._config,
                 self._engine,
@@ -244,5 +250,5 @@ class Publisher:
                 deltas=self._versions.deltas,
                 folder=self._folder,
             )
-            self._versions.connected()
-        return self._connected
+            self._versions.reset()
+        return self._connection

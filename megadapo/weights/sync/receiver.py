@@ -1,4 +1,4 @@
-"""An engine rank's side of a weight update: slices out of buckets into its own parameters."""
+"""An engine rank's side of a weight update: it copies slices out of buckets into parameters."""
 
 from __future__ import annotations
 
@@ -11,51 +11,50 @@ import torch
 from megadapo.errors import WeightError
 from megadapo.weights.layout.shards import Shard
 from megadapo.weights.sync.buckets import (
-    Placed,
+    PlacedTransfer,
     Schedule,
+    capacity_of,
     checksum,
     pack,
-    parcel_of,
     repack,
-    room_of,
     slice_view,
 )
 from megadapo.weights.sync.delta.codec import Changes, Stamp, decode
-from megadapo.weights.sync.delta.state import Delta, place_of
-from megadapo.weights.sync.plan import Copy, Plan, Transfer
+from megadapo.weights.sync.delta.state import Delta, bundle_number
+from megadapo.weights.sync.plan import Copy, Transfer, UpdatePlan
 from megadapo.weights.sync.transports.transports import Inbox
 
 
 class Target(Protocol):
-    """Where an engine rank's parameters are put."""
+    """The destination of an engine rank's parameters."""
 
     def begin(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor to copy slices of a parameter into; zero where nothing is ever copied.
+        """Return the tensor to copy slices of a parameter into; zero in its padding.
 
-        Where an update sends only what changed, it holds the bits of the update before.
+        For a delta update, it holds the bits of the previous update.
         """
         ...
 
     def complete(self, name: str, tensor: torch.Tensor) -> None:
-        """Every slice of the parameter has arrived."""
+        """Load the parameter; all of its slices have arrived."""
         ...
 
 
 class WeightReceiver:
-    """Assembles one engine rank's parameters from the trainer's buckets.
+    """The assembly of one engine rank's parameters from the trainer's buckets.
 
     Args:
         plan: The update's plan.
         shards: The engine rank's shards, from `ModelLayout.engine_shards`.
         engine: Number of the receiver in the plan.
         engine_rank: Rank inside the engine.
-        bucket_bytes: Size that the plan is packed for.
+        bucket_bytes: Bucket size that the plan is packed for.
         dtype: Type of the engine's parameters, and of the bytes in the buckets.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        plan: UpdatePlan,
         shards: Iterable[Shard],
         *,
         engine: int,
@@ -64,31 +63,27 @@ class WeightReceiver:
         dtype: torch.dtype,
     ) -> None:
         self._plan, self._dtype = plan, dtype
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Shape of every parameter of this rank."""
         self._expected: Counter[str] = Counter()
         for shard in shards:
             stack = () if shard.expert is None else (shard.num_experts,)
-            self._shapes[shard.name] = (*stack, *shard.shape)
+            self.shapes[shard.name] = (*stack, *shard.shape)
             covered = sum(run.size for run in shard.runs)
             self._expected[shard.name] += covered * shard.numel_per_row
         schedule = pack(plan, bucket_bytes)
         self._place = (engine, engine_rank)
         self._full_rounds = self._rounds = _own_rounds(plan, schedule, *self._place)
-        self._room = room_of(plan, schedule)
-        self.largest_wave = self._room.waves.get(self._place, 0)
-        """Most bytes that this rank receives at once, where it cannot read them in place."""
-        self.feeders = {
-            placed.transfer.feeder for own in self._full_rounds.values() for _, placed in own
+        self._capacity = capacity_of(plan, schedule)
+        self.largest_wave = self._capacity.waves.get(self._place, 0)
+        """Bytes that this rank receives at once, if it cannot read buckets in place."""
+        self.senders = {
+            placed.transfer.sender for own in self._full_rounds.values() for _, placed in own
         }
-        """Trainer ranks whose buckets this rank reads; it may not be able to open any other."""
+        """Trainer ranks whose buckets this rank reads; it may not be able to open others."""
         self.num_bytes = 0
         self.version: int | None = None
-        """Of the weights that are here in full; None while, and after, not all of them are."""
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter of this rank."""
-        return self._shapes
+        """Version of this rank's weights; None during and after an incomplete update."""
 
     def start(
         self,
@@ -99,15 +94,15 @@ class WeightReceiver:
         version: int = 0,
         delta: Delta | None = None,
     ) -> None:
-        """Begin an update into `target`.
+        """Start an update into `target`.
 
         Args:
-            with_checksums: Keep checksums of all slices for `verify`.
-            version: Of the weights that the update leads to.
-            delta: The update sends only what changed.
+            with_checksums: Whether to keep checksums of all slices for `verify`.
+            version: Version of the update.
+            delta: Header of an update that sends only the changes.
 
         Raises:
-            WeightError: What is here is not what the changes are of; nothing was touched.
+            WeightError: The delta has another base than this rank's weights, which are unchanged.
         """
         if delta is not None:
             self.check(delta)
@@ -115,7 +110,7 @@ class WeightReceiver:
         self._rounds, self._next_version, self._delta = self._full_rounds, version, delta
         self._sums: dict[Transfer, int] = {}
         if delta is not None:
-            schedule = repack(self._plan, self._room, delta.sizes)
+            schedule = repack(self._plan, self._capacity, delta.sizes)
             self._rounds = _own_rounds(self._plan, schedule, *self._place)
             if delta.checksums:
                 self._sums = dict(zip(self._plan.transfers, delta.checksums, strict=True))
@@ -127,12 +122,12 @@ class WeightReceiver:
         self._checksums: dict[tuple[int, int, int], tuple[str, int]] = {}
         self.num_bytes = 0
         for name, count in self._expected.items():
-            # A rank's part of the vocabulary can be nothing but padding.
+            # A rank's part of the vocabulary can consist of padding only.
             if count == 0:
-                target.complete(name, target.begin(name, self._shapes[name]))
+                target.complete(name, target.begin(name, self.shapes[name]))
 
     def check(self, delta: Delta) -> None:
-        """Raise WeightError unless the changes are of what is here."""
+        """Raise WeightError unless the delta's base is this rank's version."""
         if delta.base != self.version:
             raise WeightError(
                 f"The update changes version {delta.base}, but the engine has {self.version}."
@@ -143,12 +138,12 @@ class WeightReceiver:
         """Copy this rank's slices out of every bucket of a round.
 
         Raises:
-            WeightError: What came cannot be applied; of its bundle nothing was.
+            WeightError: A bundle cannot be applied; none of its elements was changed.
         """
         own = self._rounds.get(round_number, [])
-        parcels = [parcel_of(self._plan, placed) for _, placed in own]
-        fetched = self._inbox.fetch(round_number, parcels)
-        for (first, placed), received in zip(own, fetched, strict=True):
+        messages = [placed.message(self._plan) for _, placed in own]
+        contents = self._inbox.receive(round_number, messages)
+        for (first, placed), received in zip(own, contents, strict=True):
             if placed.num_bytes < self._plan.bundle(placed.transfer).num_bytes:
                 self._change(received, placed.transfer)
             else:
@@ -157,23 +152,23 @@ class WeightReceiver:
     def _replace(
         self, received: torch.Tensor, transfer: Transfer, round_number: int, first: int
     ) -> None:
-        """Copy all slices of a transfer; `first` is the number of its first in the bucket."""
+        """Copy all slices of a transfer; `first` is the number of its first slice."""
         regions = []
         for number, (offset, copy) in enumerate(self._plan.slices(transfer), start=first):
             regions.append(self._region(copy))
             regions[-1].copy_(slice_view(received, offset, copy, self._dtype))
             self.num_bytes += copy.numel * self._dtype.itemsize
             if self._with_checksums:
-                key = (transfer.feeder, round_number, number)
+                key = (transfer.sender, round_number, number)
                 self._copied.setdefault(copy.target_name, []).append((key, copy))
             self._arrived(copy)
         self._compare(transfer, regions)
 
     def _change(self, section: torch.Tensor, transfer: Transfer) -> None:
         """Write the elements that a section changes, all or none."""
-        assert self._delta is not None, "only an update of changes sends less than a bundle"
+        assert self._delta is not None, "only a delta update sends less than a bundle"
         itemsize = self._plan.itemsize
-        stamp = Stamp(self._delta.base, self._next_version, place_of(transfer))
+        stamp = Stamp(self._delta.base, self._next_version, bundle_number(transfer))
         num_elements = self._plan.bundle(transfer).num_bytes // itemsize
         changes = decode(section, stamp, itemsize=itemsize, num_elements=num_elements)
         slices = list(self._plan.slices(transfer))
@@ -182,8 +177,8 @@ class WeightReceiver:
             changes.between(start, start + copy.numel)
             for start, (_, copy) in zip(starts, slices, strict=True)
         ]
-        if sum(len(part.places) for part in parts) != len(changes.places):
-            raise WeightError("A delta changes elements that lie between slices.")
+        if sum(len(part.indices) for part in parts) != len(changes.indices):
+            raise WeightError("A delta changes elements between slices.")
         regions = []
         for part, (_, copy) in zip(parts, slices, strict=True):
             regions.append(self._region(copy))
@@ -193,7 +188,7 @@ class WeightReceiver:
         self._compare(transfer, regions)
 
     def _compare(self, transfer: Transfer, regions: Sequence[torch.Tensor]) -> None:
-        """Raise WeightError unless a transfer's regions now have the bits that the trainer has."""
+        """Raise WeightError unless a transfer's regions have the trainer's bits."""
         if transfer not in self._sums:
             return
         slices = list(self._plan.slices(transfer))
@@ -205,14 +200,14 @@ class WeightReceiver:
             names = ", ".join(dict.fromkeys(copy.target_name for _, copy in slices))
             raise WeightError(
                 f"Checksums of trainer and engine differ for {names} (from trainer rank "
-                f"{transfer.origin}, after an update of what changed)."
+                f"{transfer.owner}, after a delta update)."
             )
 
     def _region(self, copy: Copy) -> torch.Tensor:
-        """The part of this rank's parameter that a copy fills."""
+        """Return the part of this rank's parameter that a copy fills."""
         name = copy.target_name
         if name not in self._open:
-            self._open[name] = self._target.begin(name, self._shapes[name])
+            self._open[name] = self._target.begin(name, self.shapes[name])
         return _region(self._open[name], copy)
 
     def _arrived(self, copy: Copy) -> None:
@@ -228,20 +223,20 @@ class WeightReceiver:
         self._target.complete(name, tensor)
 
     def verify(self, sent: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Compare with the trainer's checksums: [feeder][round][slice].
+        """Compare with the trainer's checksums: [sender][round][slice].
 
         Raises WeightError that names the first parameters that differ.
         """
         wrong = [
-            f"{name} (from trainer rank {feeder}, bucket {round_number})"
-            for (feeder, round_number, number), (name, value) in self._checksums.items()
-            if sent[feeder][round_number][number] != value
+            f"{name} (from trainer rank {sender}, bucket {round_number})"
+            for (sender, round_number, number), (name, value) in self._checksums.items()
+            if sent[sender][round_number][number] != value
         ]
         if wrong:
             raise WeightError(f"Checksums of trainer and engine differ for {', '.join(wrong[:5])}.")
 
     def finish(self) -> None:
-        """Raise WeightError if a parameter did not arrive in full."""
+        """Raise WeightError if a parameter is incomplete."""
         missing = [name for name, count in self._missing.items() if count]
         if missing:
             raise WeightError(f"Incomplete weight update: {', '.join(missing[:5])}.")
@@ -249,11 +244,10 @@ class WeightReceiver:
 
 
 def _own_rounds(
-    plan: Plan, schedule: Schedule, engine: int, engine_rank: int
-) -> dict[int, list[tuple[int, Placed]]]:
-    """Round -> number of the first slice in its bucket, and place, of what is for this rank, in
-    order of the waves."""
-    own: dict[int, list[tuple[int, Placed]]] = {}
+    plan: UpdatePlan, schedule: Schedule, engine: int, engine_rank: int
+) -> dict[int, list[tuple[int, PlacedTransfer]]]:
+    """Return round -> this rank's transfers in order of waves, each with its first slice number."""
+    own: dict[int, list[tuple[int, PlacedTransfer]]] = {}
     for rounds in schedule:
         for round_number, bucket in enumerate(rounds):
             first = 0
@@ -268,23 +262,22 @@ def _own_rounds(
 
 
 def change_in_place(region: torch.Tensor, changes: Changes) -> None:
-    """Change some elements of a parameter's region, numbered row by row, where they lie."""
-    if not len(changes.places):
+    """Change elements of a parameter's region in place; elements are numbered row by row."""
+    if not len(changes.indices):
         return
     here = changes.to(region.device)
-    # the memory from the region's first element to its last, whatever lies between its rows
+    # the memory from the region's first element to its last, including gaps between its rows
     steps = zip(region.shape, region.stride(), strict=True)
     extent = 1 + sum((size - 1) * step for size, step in steps)
     memory = region.as_strided((extent,), (1,)).view(here.bits.dtype)
-    index = here.places
+    index = here.indices
     if region.dim() == 2:
         width = region.shape[1]
-        rows = here.places.div(width, rounding_mode="floor")
-        index = rows * region.stride(0) + (here.places - rows * width) * region.stride(1)
+        rows = here.indices.div(width, rounding_mode="floor")
+        index = rows * region.stride(0) + (here.indices - rows * width) * region.stride(1)
     memory[index] = here.after(memory[index])
 
 
 def _region(tensor: torch.Tensor, copy: Copy) -> torch.Tensor:
-    """The part of an engine parameter that a copy fills."""
     stacked = tensor if copy.expert is None else tensor[copy.expert]
     return stacked.narrow(copy.axis, copy.target_offset, copy.size)

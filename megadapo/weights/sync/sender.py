@@ -1,4 +1,4 @@
-"""A trainer rank's side of a weight update: it fills the buckets that the plan gives to it."""
+"""A trainer rank's side of a weight update: it fills the buckets that the plan assigns to it."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ from megadapo.weights.disk.load import match_params
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.shards import ShardPosition
 from megadapo.weights.sync.buckets import (
-    Placed,
-    Room,
+    Capacity,
+    Offer,
+    PlacedTransfer,
     Schedule,
+    capacity_of,
     checksum,
     num_rounds,
     pack,
-    parcel_of,
+    relay_batches,
     repack,
-    room_of,
     slice_view,
 )
-from megadapo.weights.sync.delta.state import Encoded, SentBundles
-from megadapo.weights.sync.plan import Plan, Transfer
+from megadapo.weights.sync.delta.state import DeltaState, Encoded
+from megadapo.weights.sync.plan import Transfer, UpdatePlan
 from megadapo.weights.sync.transports.folder import FolderOutbox, WrittenFile
-from megadapo.weights.sync.transports.parcels import Offer
-from megadapo.weights.sync.transports.relay import relay_batches
 from megadapo.weights.sync.transports.transports import Outbox, open_outbox
 
 
 @dataclass(frozen=True, kw_only=True)
 class SenderInfo:
-    """What the driver must know of a trainer rank to plan an update."""
+    """A trainer rank's position and device, from which the driver plans updates."""
 
     position: ShardPosition
     layout: ModelLayout
     node: str
     gpu: str | None
-    """What its node calls the rank's GPU; None on a CPU."""
+    """Name of the rank's GPU on its node; None on a CPU."""
 
 
 class _Rounds:
@@ -49,34 +48,34 @@ class _Rounds:
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.own = schedule[rank]
-        """What this rank's bucket of each round holds."""
+        """Transfers in this rank's bucket of each round."""
         self.relayed = relay_batches(schedule, rank)
         self.last = num_rounds(schedule) - 1
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What every update of one plan does on this rank."""
+    """The parts that all updates of one plan share on this rank."""
 
-    plan: Plan
+    plan: UpdatePlan
     dtype: torch.dtype
     full: _Rounds
-    room: Room
+    capacity: Capacity
     outbox: Outbox
-    sent: SentBundles | None
-    """What was sent last, where updates may send only what changed."""
+    state: DeltaState | None
+    """Bits that were sent last, if updates may send only the changes."""
 
 
 class WeightSender:
-    """Copies slices of this rank's parameters into buckets.
+    """A writer of slices of this rank's parameters into buckets.
 
     Args:
-        params: Megatron-named parameters of this rank, with global layer numbers; they are read
-            where they are, at every update.
+        params: Megatron-named parameters of this rank, with global layer numbers; read at every
+            update.
         layout: Layout of the model.
-        position: What of the model this rank holds.
+        position: Position of this rank in the model.
         rank: This rank's number among the trainer's ranks.
-        present: Gives a parameter's weights, wherever they are at the time; None: in itself.
+        present: Returns a parameter's weights, which may be offloaded; None: the parameter itself.
     """
 
     def __init__(
@@ -92,13 +91,12 @@ class WeightSender:
         self._params = {shard.name: param for shard, param in pairs}
         self._position, self._layout, self._rank = position, layout, rank
         self._device = pairs[0][1].device
-        self._present = present or _itself
+        self._present = present or (lambda param: param)
         self._prepared: _Prepared | None = None
-        self._changes: _Rounds | None = None
-        """The rounds of the present update, where it sends only what changed."""
+        self._delta_rounds: _Rounds | None = None
+        """Rounds of the present update, if it sends only the changes."""
 
     def describe(self) -> SenderInfo:
-        """Where this rank stands and runs."""
         return SenderInfo(
             position=self._position,
             layout=self._layout,
@@ -108,7 +106,7 @@ class WeightSender:
 
     def prepare(
         self,
-        plan: Plan,
+        plan: UpdatePlan,
         *,
         bucket_bytes: int,
         dtype: torch.dtype,
@@ -116,34 +114,34 @@ class WeightSender:
         deltas: bool = False,
         folder: Path | None = None,
     ) -> Offer:
-        """Take the plan, allocate buckets and offer them.
+        """Allocate the buckets of a plan and offer them.
 
         Args:
-            deltas: Keep what is sent, so that later updates can send only what changed.
-            folder: Where files go, if the transport writes such.
+            deltas: Keep the bits that are sent, so that later updates can send only the changes.
+            folder: Folder of update files, for the transport "folder".
         """
         self.close()
         schedule = pack(plan, bucket_bytes)
-        room = room_of(plan, schedule)
+        capacity = capacity_of(plan, schedule)
         outbox = open_outbox(
             transport,
-            room.buckets[self._rank],
+            capacity.buckets[self._rank],
             device=self._device,
             rank=self._rank,
             num_ranks=plan.num_ranks,
             folder=folder,
         )
-        sent = SentBundles(dtype.itemsize) if deltas else None
+        state = DeltaState(dtype.itemsize) if deltas else None
         full = _Rounds(schedule, self._rank)
-        self._prepared = _Prepared(plan, dtype, full, room, outbox, sent)
+        self._prepared = _Prepared(plan, dtype, full, capacity, outbox, state)
         return outbox.offer()
 
     def connect(self, offers: Sequence[Offer | None]) -> None:
-        """Meet the engine ranks, who are opening the offers at the same time."""
+        """Connect to the engine ranks, which open the offers at the same time."""
         self._ready.outbox.connect(offers)
 
     def opened(self) -> None:
-        """Every receiver has opened the offer."""
+        """Note that every receiver has opened the offer."""
         if self._prepared is not None:
             self._prepared.outbox.opened()
 
@@ -151,15 +149,15 @@ class WeightSender:
     def encode(
         self, *, base: int, version: int, max_share: float, with_checksums: bool
     ) -> Encoded | None:
-        """Encode what changed in this rank's parameters since they were sent last.
+        """Encode the changes of this rank's parameters since they were sent last.
 
         Returns:
-            Sizes of what is to be sent; None where it is more than `max_share` of everything.
+            Sizes of the sections; None if they exceed `max_share` of all bytes.
         """
         ready = self._ready
-        assert ready.sent is not None, "prepare with deltas"
-        return ready.sent.encode(
-            [transfer for transfer in ready.plan.transfers if transfer.origin == self._rank],
+        assert ready.state is not None, "prepare with deltas"
+        return ready.state.encode(
+            [transfer for transfer in ready.plan.transfers if transfer.owner == self._rank],
             lambda transfer: self._image(ready, transfer),
             base=base,
             version=version,
@@ -168,50 +166,50 @@ class WeightSender:
         )
 
     def begin(self, sizes: Sequence[int] | None, version: int = 0) -> None:
-        """Choose what the next update sends.
+        """Start an update.
 
         Args:
-            sizes: Bytes of every transfer of the plan, of what the ranks encoded; None: it sends
-                all weights as they are.
-            version: Of the weights that it leads to.
+            sizes: Bytes of every transfer of the plan, as the ranks encoded them; None: the update
+                sends all weights.
+            version: Version of the update.
         """
         ready = self._ready
         if isinstance(ready.outbox, FolderOutbox):
             ready.outbox.begin(version)
-        self._changes = None
+        self._delta_rounds = None
         if sizes is not None:
-            self._changes = _Rounds(repack(ready.plan, ready.room, sizes), self._rank)
-        elif ready.sent is not None:
-            ready.sent.forget_sections()
+            self._delta_rounds = _Rounds(repack(ready.plan, ready.capacity, sizes), self._rank)
+        elif ready.state is not None:
+            ready.state.drop_sections()
 
     @torch.no_grad()
     def fill(self, round_number: int, *, with_checksums: bool = False) -> list[int]:
         """Fill this rank's bucket of a round.
 
-        Collective over the trainer where the plan relays slices between its nodes.
+        Collective over the trainer if the plan relays slices between its nodes.
 
         Returns:
-            The checksum of every slice in the bucket, in order, if asked for.
+            The checksum of every slice in the bucket, in order, if requested.
         """
         ready = self._ready
-        rounds = self._changes or ready.full
+        rounds = self._delta_rounds or ready.full
         self._relay(ready, rounds, round_number)
         sums = []
         if round_number < len(rounds.own):
             own = rounds.own[round_number]
             bucket = ready.outbox.bucket(round_number)
             for placed in own:
-                if placed.transfer.origin == self._rank:
+                if placed.transfer.owner == self._rank:
                     self._put(ready, bucket, placed, placed.offset)
                 if with_checksums:
                     sums += _checksums(ready, bucket, placed)
-            ready.outbox.post(round_number, [parcel_of(ready.plan, placed) for placed in own])
-        if ready.sent is not None and round_number == rounds.last:
-            ready.sent.forget_sections()
+            ready.outbox.post(round_number, [placed.message(ready.plan) for placed in own])
+        if ready.state is not None and round_number == rounds.last:
+            ready.state.drop_sections()
         return sums
 
     def written(self) -> dict[str, WrittenFile]:
-        """Files of the present update, where there are such."""
+        """Return the files of the present update; empty for transports without files."""
         outbox = self._ready.outbox
         return outbox.written if isinstance(outbox, FolderOutbox) else {}
 
@@ -221,45 +219,47 @@ class WeightSender:
         return [checksum(self._present(param)) for _, param in sorted(self._params.items())]
 
     def close(self) -> None:
-        """Give the buckets back."""
+        """Free the buckets."""
         if self._prepared is not None:
             self._prepared.outbox.close()
-        self._prepared = self._changes = None
+        self._prepared = self._delta_rounds = None
 
     @property
     def _ready(self) -> _Prepared:
         assert self._prepared is not None, "prepare first"
         return self._prepared
 
-    def _put(self, ready: _Prepared, bucket: torch.Tensor, placed: Placed, start: int) -> None:
-        """Write what is sent of a transfer into a bucket."""
-        place = bucket.narrow(0, start, placed.num_bytes)
-        if self._changes is not None:
-            assert ready.sent is not None, "begin has sizes of what was encoded"
-            place.copy_(ready.sent.section(placed.transfer))
-        elif ready.sent is not None:
-            place.copy_(self._image(ready, placed.transfer))
-            ready.sent.keep(placed.transfer, place)
+    def _put(
+        self, ready: _Prepared, bucket: torch.Tensor, placed: PlacedTransfer, start: int
+    ) -> None:
+        """Write a transfer's section or slices into a bucket."""
+        target = bucket.narrow(0, start, placed.num_bytes)
+        if self._delta_rounds is not None:
+            assert ready.state is not None, "begin gets sizes only after encode"
+            target.copy_(ready.state.section(placed.transfer))
+        elif ready.state is not None:
+            target.copy_(self._image(ready, placed.transfer))
+            ready.state.keep(placed.transfer, target)
         else:
-            self._copy_slices(ready, place, placed.transfer)
+            self._copy_slices(ready, target, placed.transfer)
 
     def _image(self, ready: _Prepared, transfer: Transfer) -> torch.Tensor:
-        """The bits of a bundle as a bucket holds them, with zeros between its slices."""
+        """Return the bits of a bundle as a bucket holds them, with zeros between its slices."""
         num_bytes = ready.plan.bundle(transfer).num_bytes
         image = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         self._copy_slices(ready, image, transfer)
         return image
 
-    def _copy_slices(self, ready: _Prepared, place: torch.Tensor, transfer: Transfer) -> None:
+    def _copy_slices(self, ready: _Prepared, target: torch.Tensor, transfer: Transfer) -> None:
         for offset, copy in ready.plan.slices(transfer):
             param = self._present(self._params[copy.source_name])
             piece = param.narrow(copy.axis, copy.source_offset, copy.size)
-            slice_view(place, offset, copy, ready.dtype).copy_(piece)
+            slice_view(target, offset, copy, ready.dtype).copy_(piece)
 
     def _relay(self, ready: _Prepared, rounds: _Rounds, round_number: int) -> None:
-        """Hand slices to the ranks that feed engines on other nodes, over the trainer's group.
+        """Send slices over the trainer's group to ranks that serve engines on other nodes.
 
-        Both sides have a place for them in this round's bucket.
+        Both sides have space for them in this round's bucket.
         """
         for batch in rounds.relayed.get(round_number, ()):
             bucket = ready.outbox.bucket(round_number)
@@ -269,23 +269,24 @@ class WeightSender:
                 work.wait()
 
     def _relay_one(
-        self, ready: _Prepared, bucket: torch.Tensor, placed: Placed
+        self, ready: _Prepared, bucket: torch.Tensor, placed: PlacedTransfer
     ) -> torch.distributed.P2POp:
         transfer, size = placed.transfer, placed.num_bytes
-        if transfer.feeder == self._rank:
-            place = bucket.narrow(0, placed.offset, size)
-            return torch.distributed.P2POp(torch.distributed.irecv, place, transfer.passer)
-        assert placed.staged_at is not None, "only what has another feeder is relayed"
+        if transfer.sender == self._rank:
+            target = bucket.narrow(0, placed.offset, size)
+            return torch.distributed.P2POp(torch.distributed.irecv, target, transfer.relay)
+        assert placed.staged_at is not None, "only transfers with another sender are relayed"
         if not transfer.is_forwarded:
             self._put(ready, bucket, placed, placed.staged_at)
-        place = bucket.narrow(0, placed.staged_at, size)
-        return torch.distributed.P2POp(torch.distributed.isend, place, transfer.feeder)
+        staged = bucket.narrow(0, placed.staged_at, size)
+        return torch.distributed.P2POp(torch.distributed.isend, staged, transfer.sender)
 
 
-class HeldWeightSender(WeightSender):
-    """Sends weights as they were when they were held, however far training is since.
+class PinnedWeightSender(WeightSender):
+    """A sender of a copy of the weights, which training does not change.
 
-    The copies are in main memory, once more the size of this rank's parameters.
+    The copy is in main memory and as large as this rank's parameters. Arguments as for
+    `WeightSender`.
     """
 
     def __init__(
@@ -297,13 +298,12 @@ class HeldWeightSender(WeightSender):
         *,
         present: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """Nothing is held yet; arguments as for `WeightSender`."""
         super().__init__(params, layout, position, rank, present=present)
         self._live, self._params = self._params, {}
 
     @torch.no_grad()
-    def hold(self) -> None:
-        """Copy the present weights, in the place of those held before."""
+    def pin(self) -> None:
+        """Replace the copy by the present weights."""
         if not self._params:
             self._params = {
                 name: torch.empty(param.shape, dtype=param.dtype)
@@ -313,11 +313,7 @@ class HeldWeightSender(WeightSender):
             self._params[name].copy_(self._present(param))
 
 
-def _itself(param: torch.Tensor) -> torch.Tensor:
-    return param
-
-
-def _checksums(ready: _Prepared, bucket: torch.Tensor, placed: Placed) -> list[int]:
+def _checksums(ready: _Prepared, bucket: torch.Tensor, placed: PlacedTransfer) -> list[int]:
     return [
         checksum(slice_view(bucket, offset, copy, ready.dtype))
         for offset, copy in ready.plan.slices(placed.transfer, placed.offset)
@@ -325,7 +321,7 @@ def _checksums(ready: _Prepared, bucket: torch.Tensor, placed: Placed) -> list[i
 
 
 def _gpu_name(device: torch.device) -> str:
-    """The number or UUID by which the node knows a device, whose number here may be another."""
+    """Return the node's number or UUID of a device, which may have another number here."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     index = device.index or 0
     return visible.split(",")[index] if visible else str(index)

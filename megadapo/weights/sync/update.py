@@ -1,46 +1,59 @@
-"""What the driver decides of each update: in full or what changed, from which version, whether
-checksums are compared."""
+"""One weight update as the driver runs it: version, content, and rounds or files."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.delta.state import Delta, Encoded, delta_of
-from megadapo.weights.sync.plan import Plan, plan_bytes
+from megadapo.weights.sync.delta.state import Delta, Encoded, combine
+from megadapo.weights.sync.peers import UpdatePeers
+from megadapo.weights.sync.plan import UpdatePlan
+from megadapo.weights.sync.transports.folder import Manifest, WrittenFile, prune
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+Sums = list[list[list[int]]]
+"""[round][trainer rank] -> checksums of the slices in the rank's bucket, if they are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sending:
-    """What one update sends."""
+class Update:
+    """The content of one update."""
 
     version: int
     num_bytes: int
+    num_rounds: int
+    compares_at_end: bool
+    """Whether checksums are compared after the last round. A delta carries its own checksums, and
+    engines compare them as it arrives."""
     density: float | None = None
-    """Share of the elements that changed; None where it was not looked at."""
+    """Share of the elements that changed; None if unknown."""
     delta: Delta | None = None
-    """None: all weights."""
+    """Header of the changes; None if all weights are sent."""
 
 
-class Versions:
-    """Numbers the updates of a connection, and remembers which of them every engine has, and which
-    were compared.
+class UpdateVersions:
+    """The versions of a connection's updates: which one every engine has, which were verified.
 
-    A policy version is not enough: the same one can be published twice, and by two publishers.
+    A policy version is not enough: it can be published twice, and by two publishers.
     """
 
     def __init__(self, config: WeightsConfig, *, deltas: bool) -> None:
         self.deltas = deltas
-        """Whether updates may send only what changed."""
+        """Whether updates may send only the changes."""
         self._config = config
         self._num_unverified = 0
-        """Updates since the last one whose checksums were compared, over any connection."""
-        self.connected()
+        """Updates since the last verified one, over any connection."""
+        self.reset()
 
-    def connected(self) -> None:
-        """Nothing was sent over the connection; its numbers are those of no other one."""
+    def reset(self) -> None:
+        """Start the versions of a new connection; random, so that no other one has them."""
         self._newest = secrets.randbits(40) << 20
         self._base: int | None = None
         self._is_first = True
@@ -48,12 +61,12 @@ class Versions:
 
     @property
     def base(self) -> int | None:
-        """The version that changes can be sent from; None: everything has to be sent."""
+        """Version that a delta can be sent from; None if all weights must be sent."""
         is_due = self._num_since_full + 1 >= self._config.full_every
         return self._base if self.deltas and not is_due else None
 
     def verifies(self, *, in_full: bool) -> bool:
-        """Whether the update that ends next compares checksums, if it is sent that way."""
+        """Return whether the present update compares checksums."""
         mode = self._config.verify
         if mode in ("every", "off"):
             return mode == "every"
@@ -61,36 +74,99 @@ class Versions:
         return is_due or self._is_first or (self.deltas and in_full)
 
     def begin(self) -> int:
-        """Number of a new update; until it has ended, nobody is known to have anything."""
+        """Allocate a version. No engine's base version is trusted until the update completes."""
         self._newest += 1
         self._base = None
         return self._newest
 
-    def ended(self, sending: Sending) -> None:
-        """Every engine that is updated at all has what was sent."""
-        in_full = sending.delta is None
+    def finish(self, version: int, *, in_full: bool) -> None:
+        """Record that every engine has the version."""
         self._num_unverified = 0 if self.verifies(in_full=in_full) else self._num_unverified + 1
-        self._base, self._is_first = sending.version, False
+        self._base, self._is_first = version, False
         self._num_since_full = 0 if in_full else self._num_since_full + 1
 
 
-def all_have(base: int, held: Mapping[int, Sequence[int | None]]) -> bool:
-    """Whether all ranks of all engines have the weights that changes are to be sent from."""
-    return all(version == base for ranks in held.values() for version in ranks)
+def combine_if_small(
+    plan: UpdatePlan, encoded: Sequence[Encoded | None], *, base: int, max_delta: float
+) -> tuple[Delta | None, float | None]:
+    """Combine the sections of all trainer ranks, given by rank.
+
+    Returns:
+        The delta, or None if it exceeds `max_delta` of a full update's bytes; and the density, or
+        None if a rank has stopped encoding.
+    """
+    complete = [one for one in encoded if one is not None]
+    if len(complete) < len(encoded):
+        return None, None
+    delta = combine(plan, complete, base)
+    num_elements = sum(one.num_elements for one in complete)
+    density = sum(one.num_changed for one in complete) / num_elements
+    return (delta if sum(delta.sizes) <= max_delta * plan.num_bytes else None), density
 
 
-def sending_of(
-    plan: Plan, encoded: Sequence[Encoded | None], *, base: int, version: int, max_delta: float
-) -> Sending:
-    """Send what the trainer ranks, by rank, have encoded, unless it is too much of the model."""
-    in_full = Sending(version=version, num_bytes=plan_bytes(plan))
-    there = [one for one in encoded if one is not None]
-    if len(there) < len(encoded):
-        return in_full
-    delta = delta_of(plan, there, base)
-    num_elements = sum(one.num_elements for one in there)
-    density = sum(one.num_changed for one in there) / num_elements
-    num_bytes = sum(delta.sizes)
-    if num_bytes > max_delta * in_full.num_bytes:
-        return Sending(version=version, num_bytes=in_full.num_bytes, density=density)
-    return Sending(version=version, num_bytes=num_bytes, density=density, delta=delta)
+def move(peers: UpdatePeers, update: Update, sums: Sums) -> float:
+    """Run all rounds, with two buckets in flight, and compare checksums.
+
+    Args:
+        sums: Checksums of rounds that are already in files; those of the others are appended.
+
+    Returns:
+        The time at which the engines stopped generating.
+    """
+    num_rounds, delta = update.num_rounds, update.delta
+    begin = {
+        "version": update.version,
+        "with_checksums": update.compares_at_end,
+        "delta": None if delta is None else asdict(delta),
+    }
+    if not sums:
+        sums.append(_fill(peers, update, 0))
+    # Up to here the engines have their old weights; from here on they refuse to generate.
+    paused = time.monotonic()
+    peers.call_engines("start_weight_update", doing="start")
+    for number in range(num_rounds):
+        taking = _take(peers, {"round": number} | ({"begin": begin} if number == 0 else {}))
+        if len(sums) < num_rounds:
+            # Fill the other bucket while engines read this one.
+            sums.append(_fill(peers, update, number + 1))
+        peers.wait_engines(taking, f"bucket {number} of {num_rounds}")
+    if update.compares_at_end:
+        by_sender = [list(rounds) for rounds in zip(*sums, strict=True)]
+        peers.wait_engines(_take(peers, {"checksums": by_sender}), "checksums", forgive=False)
+    return paused
+
+
+def write(
+    peers: UpdatePeers, update: Update, folder: Path, *, wait_s: float
+) -> tuple[Sums, str | None]:
+    """Write all rounds into files, remove older updates, and open the files on every engine rank.
+
+    Args:
+        wait_s: Seconds that an engine waits for files, which storage may show late.
+
+    Returns:
+        Checksums, and the problem of an engine rank that cannot open the files. Its weights are
+        unchanged.
+    """
+    sums = [_fill(peers, update, number) for number in range(update.num_rounds)]
+    files: dict[str, WrittenFile] = {}
+    for written in peers.call_ranks("written"):
+        files |= written
+    base = None if update.delta is None else update.delta.base
+    Manifest(version=update.version, base=base, files=files).write(folder)
+    prune(folder, update.version)
+    opened = peers.call_engines("open_update", update.version, wait_s, doing="open update")
+    for index, problems in opened.items():
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                return sums, f"Rollout engine {index}, rank {rank}: {problem}"
+    return sums, None
+
+
+def _fill(peers: UpdatePeers, update: Update, number: int) -> list[list[int]]:
+    refs = peers.submit_ranks("fill", number, with_checksums=update.compares_at_end)
+    return peers.wait_ranks(refs, f"bucket {number} of {update.num_rounds}")
+
+
+def _take(peers: UpdatePeers, info: dict[str, object]) -> dict[int, ObjectRef[Any]]:
+    return peers.submit_engines("update_weights", info)

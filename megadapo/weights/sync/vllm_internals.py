@@ -1,10 +1,9 @@
-"""What of vLLM is reached beyond its documented interfaces, in one place; tried on vLLM 0.32.
+"""All uses of vLLM beyond its documented interfaces; tried on vLLM 0.32.
 
-- `model_loader.reload`: its layerwise reload, by which weights that vLLM repacks after loading are
-  replaced. A vLLM without it is refused by name when an engine needs it; parameters that vLLM
-  computes with as they are (dense models on CUDA) are written without it.
-- `FusedMoE.quant_method.moe_kernel`: the CPU's packed experts. Where there are none, nothing
-  is done.
+- `model_loader.reload`: the layerwise reload, which replaces weights that vLLM repacks after
+  loading. If this vLLM does not have it, an engine that needs it fails with an error that names it.
+  Parameters that vLLM does not repack (dense models on CUDA) do not need it.
+- `FusedMoE.quant_method.moe_kernel`: the CPU's packed experts. Without it, vLLM packs them again.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
+import vllm
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
@@ -25,10 +25,10 @@ TRIED = "0.32"
 
 
 def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """vLLM's functions (begin, end, wrap a parameter's loader) of a layerwise reload.
+    """Return vLLM's functions (begin, end, wrap a parameter's loader) of a layerwise reload.
 
     Raises:
-        WeightError: this vLLM does not have them.
+        WeightError: This vLLM does not have them.
     """
     try:
         from vllm.model_executor.model_loader.reload import (
@@ -38,28 +38,21 @@ def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable
         from vllm.model_executor.model_loader.reload.layerwise import make_online_process_loader
     except ImportError as error:
         raise WeightError(
-            f"vLLM {version_of_vllm()} cannot replace weights that it has repacked ({error}); "
+            f"vLLM {vllm.__version__} cannot replace weights that it has repacked ({error}); "
             f"vLLM {TRIED} can: use that, or an unquantised dense model on CUDA"
         ) from error
     return initialize_layerwise_reload, finalize_layerwise_reload, make_online_process_loader
 
 
-def version_of_vllm() -> str:
-    """The installed version, whatever its build is called."""
-    import vllm
-
-    return str(vllm.__version__)
-
-
 class _Loadable(Protocol):
-    """A parameter, with the function that vLLM hangs on it to load it by."""
+    """A parameter with the loader function that vLLM attaches to it."""
 
     weight_loader: Callable[..., object]
 
 
 @dataclass
 class LayerwiseReload(Target):
-    """Whole shards go through vLLM's loading, which repacks a layer once it is complete."""
+    """A target that loads whole shards with vLLM, which repacks a layer once it is complete."""
 
     model: torch.nn.Module
     device: torch.device
@@ -83,28 +76,26 @@ class LayerwiseReload(Target):
     def complete(self, name: str, tensor: torch.Tensor) -> None:
         layer, attribute = self.layers[name]
         param = getattr(layer, attribute)
-        # vLLM replays the loader when the layer is complete; ours takes the shard as it is. It
-        # reuses the parameter in later reloads, so its own loader must come back.
+        # vLLM replays the loader when the layer is complete; ours copies the shard unchanged. vLLM
+        # reuses the parameter in later reloads, so `finish` restores its own loader.
         self._replaced.append((param, _original_loader(param)))
         param.weight_loader = _load_shard
         param.weight_loader = self._wrap_loader(layer, attribute)
         param.weight_loader(param, tensor)
 
     def finish(self, model_config: ModelConfig) -> None:
-        """Let vLLM process what it put off, and what shares a parameter with a loaded layer.
-
-        The reload processes the first layer of a tied parameter only; on the CPU the head would
-        go on computing with the packed copy it made of the old weights.
-        """
+        """Let vLLM process the remaining layers, and all layers with a tied parameter."""
         self._end(self.model, model_config)
         for param, loader in self._replaced:
             param.weight_loader = loader
+        # the reload processes only the first layer of a tied parameter; on the CPU the head would
+        # still compute with its packed copy of the old weights
         for layer in self._tied:
             cast(QuantizeMethodBase, layer.quant_method).process_weights_after_loading(layer)
 
 
 def _tied_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Layers whose parameter belongs to an earlier layer too."""
+    """Return layers that share a parameter with an earlier layer."""
     seen: set[int] = set()
     tied = []
     for layer in model.modules():
@@ -116,8 +107,7 @@ def _tied_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Have experts packed anew: vLLM packs them for the CPU only while there is no kernel yet,
-    and would otherwise compute with the unpacked weights of the update."""
+    """Make vLLM pack the experts for the CPU again, which it does only if there is no kernel."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if method is not None and getattr(method, "moe_kernel", None) is not None:
@@ -134,7 +124,7 @@ def _load_shard(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
 
 
 def _original_loader(param: torch.Tensor) -> Callable[..., object]:
-    """The parameter's weight loader without the wrappers of a layerwise reload."""
+    """Return the parameter's weight loader without the wrappers of a layerwise reload."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     loader: Callable[..., object] = getattr(param, "weight_loader", default_weight_loader)

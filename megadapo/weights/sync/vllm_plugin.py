@@ -1,9 +1,9 @@
-"""vLLM's side of a weight update: its weight-transfer extension point, entered as a plugin.
+"""vLLM's side of a weight update, as a plugin at its weight-transfer extension point.
 
 vLLM loads the `vllm.general_plugins` entry point `register` in every one of its processes. On CUDA
-slices go straight into live parameters; where vLLM repacks its weights after loading (on the CPU,
-quantised, experts) whole shards go through its layerwise reload. There, updates that send only what
-changed need the shards as they were sent: they are kept in main memory.
+slices are copied straight into live parameters. If vLLM repacks its weights after loading (on the
+CPU, quantised, experts), whole shards go through its layerwise reload; delta updates then need a
+copy of the unpacked shards in main memory.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megadapo.cluster.process_log import write_stacks_on_signal
 from megadapo.cluster.watch.guard import MARK
 from megadapo.errors import WeightError
 from megadapo.weights.layout.layout import ModelLayout, layout_for
+from megadapo.weights.sync.buckets import Offer
 from megadapo.weights.sync.delta.state import Delta
 from megadapo.weights.sync.plan import plan_from_json
 from megadapo.weights.sync.receiver import Target, WeightReceiver
 from megadapo.weights.sync.transports.folder import FolderInbox
-from megadapo.weights.sync.transports.parcels import Offer
 from megadapo.weights.sync.transports.transports import Inbox, open_inbox
 from megadapo.weights.sync.vllm_internals import LayerwiseReload
 
@@ -40,50 +40,51 @@ NAME = "megadapo"
 
 
 def register() -> None:
-    """Make the engine known to vLLM; called once in each of its processes, or more often."""
-    # other programs that use vLLM load this as well
+    """Register the transfer engine with vLLM, at least once in each of its processes."""
+    # other programs that use vLLM load this plugin as well
     if MARK in os.environ:
         write_stacks_on_signal()
-    # vLLM refuses a name that it has; by the class itself that is all it can refuse
+    # for a class, the only error is that the name is already registered
     with contextlib.suppress(ValueError):
         WeightTransferEngineFactory.register_engine(NAME, MegadapoTransfer)
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What a worker is told once."""
+    """The arguments of a connection."""
 
     plan: dict[str, Any]
-    """`Plan.to_json`."""
+    """Result of `UpdatePlan.to_json`."""
     shape: dict[str, Any]
-    """The trainer's `ModelShape`, to be compared with this engine's."""
+    """The trainer's `ModelShape`, to compare with this engine's."""
     engine: int
     """Number of this engine's receiver in the plan."""
     copy: int
-    """Which of its receiver's engines this one is."""
+    """Number of this engine among its receiver's engines."""
     bucket_bytes: int
     transport: str
     offers: list[Offer | None]
-    """Per trainer rank, what opens its buckets."""
+    """Offer of each trainer rank."""
     deltas: bool = False
-    """Whether updates may send only what changed."""
+    """Whether updates may send only the changes."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One call of an update: a round to take, or checksums to compare with."""
+    """The arguments of one call of an update."""
 
     begin: dict[str, Any] | None = None
-    """Before the first round: version, whether to keep checksums for a comparison at the end, and
-    fields of a `Delta` where only what changed is sent."""
+    """Arguments of the first round: version, whether to keep checksums for a comparison at the
+    end, and the fields of a `Delta` or None."""
     round: int | None = None
+    """Round to receive."""
     checksums: list[list[list[int]]] | None = None
-    """[feeder][round] -> the trainer's checksum of every slice."""
+    """[sender][round] -> the trainer's checksum of every slice, to compare with."""
 
 
 @dataclass
 class LiveParameters(Target):
-    """Slices go into the parameters that the model computes with."""
+    """The parameters that the model computes with, written in place."""
 
     parameters: Mapping[str, torch.Tensor]
 
@@ -91,12 +92,12 @@ class LiveParameters(Target):
         return self.parameters[name]
 
     def complete(self, name: str, tensor: torch.Tensor) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the slices are already in the parameter."""
 
 
 @dataclass
 class KeptShards(Target):
-    """Keeps every shard as it was sent, for a model that computes with repacked ones."""
+    """Unpacked copies of all shards, for a model that computes with repacked ones."""
 
     repack: LayerwiseReload
     shards: dict[str, torch.Tensor]
@@ -111,7 +112,7 @@ class KeptShards(Target):
 
 
 class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives this worker's own shards from the trainer's buckets."""
+    """vLLM's transfer engine of one worker, which receives its shards from the trainer."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -130,8 +131,8 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._reload: LayerwiseReload | None = None
 
     @property
-    def held_version(self) -> int | None:
-        """Version of the weights that came over the present connection in full."""
+    def weight_version(self) -> int | None:
+        """Version of the last complete update over the present connection."""
         return None if self._receiver is None else self._receiver.version
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -154,32 +155,32 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._inbox = open_inbox(
             init_info.transport,
             init_info.offers,
-            feeders=receiver.feeders,
+            senders=receiver.senders,
             num_bytes=receiver.largest_wave,
             device=self.device,
-            seat=plan.seat(init_info.engine, rank, init_info.copy),
+            position=plan.chain_position(init_info.engine, rank, init_info.copy),
         )
 
-    def open_update(self, version: int, patience_s: float) -> str | None:
-        """Take up an update that is in files, before anything is touched.
+    def open_update(self, version: int, wait_s: float) -> str | None:
+        """Open an update that is in files; changes no weights.
 
         Returns:
-            Why this rank cannot, if so.
+            The problem, if this rank cannot open it.
         """
         assert isinstance(self._inbox, FolderInbox), "only files are opened"
         try:
-            self._inbox.open(version, held=self.held_version, patience_s=patience_s)
+            self._inbox.open(version, current=self.weight_version, wait_s=wait_s)
         except WeightError as error:
             return str(error)
         return None
 
     def start_weight_update(self) -> None:
-        """Nothing is touched before the first call of `receive_weights` says what comes."""
+        """Check the connection; the first `receive_weights` starts the update."""
         if self._inbox is None:
             raise WeightError("Weight update before init_weight_transfer_engine.")
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Take one round, or compare checksums after the last."""
+        """Receive one round, or compare checksums after the last."""
         receiver = self._connected
         if update_info.begin is not None:
             self._begin(**update_info.begin)
@@ -189,13 +190,13 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             receiver.verify(update_info.checksums)
 
     def finish_weight_update(self) -> None:
-        """Make sure that everything came, and let vLLM repack what is left."""
+        """Check that all parameters are complete, and let vLLM repack the remaining layers."""
         self._connected.finish()
         if self._reload is not None:
             self._reload.finish(self.model_config)
 
     def _begin(self, version: int, with_checksums: bool, delta: dict[str, Any] | None) -> None:
-        """Choose where the slices go."""
+        """Choose the target of the slices and start the update."""
         assert self._inbox is not None, "start_weight_update checks it"
         if isinstance(self._inbox, FolderInbox) and not self._inbox.is_open(version):
             raise WeightError(f"Update {version} was not opened.")
@@ -218,32 +219,31 @@ class MegadapoTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._receiver
 
     def shutdown(self) -> None:
-        """Let go of the trainer's buckets."""
+        """Release the trainer's buckets."""
         if self._inbox is not None:
             self._inbox.close()
             self._inbox = None
 
     @property
     def _dtype(self) -> torch.dtype:
-        """The type of the engine's weights, which vLLM has resolved by now."""
         dtype = self.model_config.dtype
-        assert isinstance(dtype, torch.dtype), dtype
+        assert isinstance(dtype, torch.dtype), "vLLM has resolved the name of the type"
         return dtype
 
     def _live_parameters(self) -> LiveParameters | None:
-        """The parameters themselves, if vLLM computes with them as the layout describes them."""
+        """Return the parameters, or None if vLLM computes with repacked ones."""
         if self.device.type != "cuda" or self.vllm_config.quant_config is not None:
             return None
         parameters = dict(self.model.named_parameters())
         for name, shape in self._connected.shapes.items():
-            # The expert kernels may order their stacked weights in a way of their own.
+            # Expert kernels may reorder their stacked weights.
             if len(shape) > 2 or name not in parameters or parameters[name].shape != shape:
                 return None
         return LiveParameters(parameters)
 
 
 def _check_shape(layout: ModelLayout, trainer: dict[str, Any]) -> None:
-    """Refuse an engine that serves another model than the trainer trains."""
+    """Raise WeightError if the engine serves another model than the trainer's."""
     own = asdict(layout.shape)
     for name, value in trainer.items():
         if own[name] != value:

@@ -1,4 +1,7 @@
-"""What vLLM's workers are extended by, to be asked which weights they have."""
+"""The extension of vLLM's workers that reports the version of their weights.
+
+It must not import vLLM: the driver needs its name.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megadapo.weights.sync.vllm_plugin import MegadapoTransfer
 
-EXTENSION = f"{__name__}.HeldVersion"
+EXTENSION = f"{__name__}.UpdateExtension"
 
 
-class HeldVersion:
-    """Mixed into vLLM's worker; its methods are called on every rank by their names."""
+class UpdateExtension:
+    """A mix-in of vLLM's worker; engines call its methods by name on every rank."""
 
     weight_transfer_engine: MegadapoTransfer
 
-    def held_version(self) -> int | None:
-        """Version of this rank's weights; None where they are not all of one update."""
-        return self.weight_transfer_engine.held_version
+    def weight_version(self) -> int | None:
+        """Return the version of this rank's weights; None after an incomplete update."""
+        return self.weight_transfer_engine.weight_version
 
-    def open_update(self, version: int, patience_s: float) -> str | None:
-        """Take up an update that is in files; why this rank cannot, if so."""
-        return self.weight_transfer_engine.open_update(version, patience_s)
+    def open_update(self, version: int, wait_s: float) -> str | None:
+        """Open an update that is in files; return the problem of a rank that cannot."""
+        return self.weight_transfer_engine.open_update(version, wait_s)

@@ -13,13 +13,13 @@ from megadapo.weights.disk.export import export_weights
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync.buckets import num_rounds, pack, repack, room_of
-from megadapo.weights.sync.delta.state import delta_of
-from megadapo.weights.sync.plan import EngineShape, plan_bytes
+from megadapo.weights.sync.buckets import capacity_of, num_rounds, pack, repack
+from megadapo.weights.sync.delta.state import combine
+from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import Hosts, make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
-from megadapo.weights.sync.transports.shared_memory import SharedMemoryInbox
+from megadapo.weights.sync.transports.in_place import SharedMemoryInbox
 from megadapo.weights.sync.transports.transports import open_inbox
 from tests.support.models.tiny_models import make_model
 from tests.support.weights.message_order import Message, stuck_ranks
@@ -131,10 +131,10 @@ def relay_and_compare(rank: int, folder: Path, engine: EngineShape, places: list
     encoded = [None] * 4
     mine = sender.encode(base=1, version=2, max_share=0.9, with_checksums=True)
     dist.all_gather_object(encoded, mine)
-    delta = delta_of(plan, encoded, base=1)
-    assert sum(delta.sizes) < 0.5 * plan_bytes(plan)
+    delta = combine(plan, encoded, base=1)
+    assert sum(delta.sizes) < 0.5 * plan.num_bytes
     sender.begin(delta.sizes)
-    schedule = repack(plan, room_of(plan, pack(plan, BUCKET)), delta.sizes)
+    schedule = repack(plan, capacity_of(plan, pack(plan, BUCKET)), delta.sizes)
     target.old, target.done = target.done, {}
     relay_rounds(sender, receiver, inbox, target, schedule, version=2, delta=delta)
     batches = [None] * 4
@@ -190,7 +190,7 @@ def send_and_compare(rank: int, folder: Path, engine: EngineShape) -> None:
                 sender.fill(number)
             dist.barrier()
         # once for all engines of the node, in each update
-        planned = [plan.bundle(one).num_bytes for one in plan.transfers if one.feeder == rank]
+        planned = [plan.bundle(one).num_bytes for one in plan.transfers if one.sender == rank]
         assert sum(sent) == 2 * sum(planned)
         return
     dist.all_gather_object(offers, None)
@@ -201,8 +201,8 @@ def send_and_compare(rank: int, folder: Path, engine: EngineShape) -> None:
         bucket_bytes=BUCKET, dtype=torch.float32,
     )  # fmt: skip
     inbox = open_inbox(
-        "nccl", offers, feeders=receiver.feeders, num_bytes=receiver.largest_wave,
-        device=torch.device("cpu"), seat=plan.seat(0, place[0], place[1]),
+        "nccl", offers, senders=receiver.senders, num_bytes=receiver.largest_wave,
+        device=torch.device("cpu"), position=plan.chain_position(0, place[0], place[1]),
     )  # fmt: skip
     for _ in range(2):
         target = Kept()

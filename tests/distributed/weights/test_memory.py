@@ -13,9 +13,9 @@ from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync.buckets import (
     CHECKSUM_CHUNK,
     checksum,
+    max_bundle_bytes,
     num_rounds,
     pack,
-    piece_bytes,
 )
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
@@ -52,11 +52,11 @@ def relay_and_measure(rank: int, folder: Path) -> None:
     positions = replica_positions(layout, pp_size=4, stages=[(0, 1, 2), (3,), (4,), (5,)])
     plan = make_plan(
         layout, positions, EngineShape(nodes=("b",)), itemsize=4,
-        max_bundle_bytes=piece_bytes(LARGE_BUCKET), source_nodes=["a", "b", "b", "b"],
+        max_bundle_bytes=max_bundle_bytes(LARGE_BUCKET), source_nodes=["a", "b", "b", "b"],
     )  # fmt: skip
     params = rank_params(folder, layout, positions[rank])
     sender = WeightSender(params, layout, positions[rank], rank)
-    staged = sum(plan.bundle(one).num_bytes for one in plan.transfers if one.origin == 0)
+    staged = sum(plan.bundle(one).num_bytes for one in plan.transfers if one.owner == 0)
     assert staged > 4 * LARGE_BUCKET
 
     # memory counts when it is first touched, which no bucket is before the first round
@@ -92,7 +92,7 @@ def send_and_measure(rank: int, folder: Path) -> None:
     positions = replica_positions(layout, num_dp=3)
     engine = EngineShape(nodes=("",))
     plan = make_plan(
-        layout, positions, engine, itemsize=4, max_bundle_bytes=piece_bytes(LARGE_BUCKET)
+        layout, positions, engine, itemsize=4, max_bundle_bytes=max_bundle_bytes(LARGE_BUCKET)
     )
     sizes = {"bucket_bytes": LARGE_BUCKET, "dtype": torch.float32}
     schedule = pack(plan, LARGE_BUCKET)
@@ -118,8 +118,8 @@ def send_and_measure(rank: int, folder: Path) -> None:
         target = Live(receiver.shapes)
         dist.all_gather_object(offers, None)
         inbox = open_inbox(
-            "nccl", offers, feeders=receiver.feeders, num_bytes=receiver.largest_wave,
-            device=torch.device("cpu"), seat=plan.seat(0, 0),
+            "nccl", offers, senders=receiver.senders, num_bytes=receiver.largest_wave,
+            device=torch.device("cpu"), position=plan.chain_position(0, 0),
         )  # fmt: skip
 
         def update() -> None:

@@ -37,7 +37,7 @@ def local_ray() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def parties(tmp_path_factory) -> Iterator[tuple[Engines, list[ActorHandle]]]:
+def peers(tmp_path_factory) -> Iterator[tuple[Engines, list[ActorHandle]]]:
     """An engine of two ranks, and four trainer ranks."""
     root = tmp_path_factory.mktemp("deltas")
     folder = make_model(
@@ -48,10 +48,10 @@ def parties(tmp_path_factory) -> Iterator[tuple[Engines, list[ActorHandle]]]:
     engines.shutdown()
 
 
-def test_after_many_updates_of_what_changed_the_engine_has_the_bits_of_a_full_one(parties):
+def test_after_many_updates_of_what_changed_the_engine_has_the_bits_of_a_full_one(peers):
     """Catches an element that an update forgets, changes twice or puts elsewhere, an engine that
     goes on with the weights it packed before, and one that takes changes of what it has not."""
-    engines, senders = parties
+    engines, senders = peers
     publisher = Publisher(
         senders, engines, WEIGHTS, tensor_parallel=2, dtype=torch.bfloat16, deltas=True
     )
@@ -83,11 +83,11 @@ def test_after_many_updates_of_what_changed_the_engine_has_the_bits_of_a_full_on
 
 
 def test_an_engine_that_reads_files_gets_the_same_bits_and_notices_one_that_is_torn(
-    parties, tmp_path
+    peers, tmp_path
 ):
     """Catches bytes that take another way than the folder, an update that is half read before it is
     found to be damaged, and files that pile up."""
-    engines, senders = parties
+    engines, senders = peers
     by_files = WeightsConfig(
         transport="folder", folder=tmp_path, mode="delta", deadline_s=8.0, verify="first"
     )

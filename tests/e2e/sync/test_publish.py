@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 
 from megadapo.errors import InfraError
 from megadapo.weights.config import WeightsConfig
-from megadapo.weights.sync.publish import Publisher, plan_bytes
+from megadapo.weights.sync.publish import Publisher
 from tests.support.models.tiny_models import make_engine_model
 from tests.support.rollout.engine_checks import EOS, Reference
 from tests.support.weights.actors import (
@@ -81,7 +81,7 @@ def test_engines_answer_as_the_checkpoint_does(folders, trainer_processes, tmp_p
         publisher = Publisher(senders, engines, SMALL_BUCKETS, **split, dtype=torch.float32)
         report = publisher.publish(2 * number + 1)
         assert report.verified and report.num_rounds > 1
-        assert report.num_bytes == plan_bytes(publisher.plan)
+        assert report.num_bytes == publisher.plan.num_bytes
         # What the first weights leave in the prefix cache must not be used with the second.
         assert_equal(greedy(engines), expected[0], atol=1e-5)
         ray.get([sender.load.remote(second) for sender in senders])
@@ -95,7 +95,7 @@ def test_engines_answer_as_the_checkpoint_does(folders, trainer_processes, tmp_p
         by_messages = SMALL_BUCKETS.model_copy(update={"transport": "nccl"})
         ray.get([sender.load.remote(first) for sender in senders])
         publisher = Publisher(senders, engines, by_messages, **split, dtype=torch.float32)
-        assert publisher.publish(9).num_bytes == plan_bytes(publisher.plan)
+        assert publisher.publish(9).num_bytes == publisher.plan.num_bytes
         assert_equal(greedy(engines), expected[0], atol=1e-5)
     loses_its_sender(start_senders(second), engines, split)
     another = folders["untied" if kind == "tied" else "tied"][0]

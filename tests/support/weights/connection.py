@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync.buckets import num_rounds, pack, repack, room_of
-from megadapo.weights.sync.delta.state import delta_of
+from megadapo.weights.sync.buckets import capacity_of, num_rounds, pack, repack
+from megadapo.weights.sync.delta.state import combine
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
-from megadapo.weights.sync.transports.shared_memory import SharedMemoryInbox
+from megadapo.weights.sync.transports.in_place import SharedMemoryInbox
 
 BUCKET = 4096
 
@@ -130,7 +130,7 @@ class Connection:
         if delta is None:
             return self.num_rounds
         return num_rounds(
-            repack(self.plan, room_of(self.plan, pack(self.plan, BUCKET)), delta.sizes)
+            repack(self.plan, capacity_of(self.plan, pack(self.plan, BUCKET)), delta.sizes)
         )
 
     def encode(self, base, version, *, max_share=1.0, with_checksums=False):
@@ -141,7 +141,7 @@ class Connection:
             )
             for sender in self.senders
         ]
-        return None if None in encoded else delta_of(self.plan, encoded, base)
+        return None if None in encoded else combine(self.plan, encoded, base)
 
     def fill(self, number, with_checksums):
         return [sender.fill(number, with_checksums=with_checksums) for sender in self.senders]

@@ -1,1 +1,1 @@
-"""Weight updates that carry only changed elements."""
+"""Updates that send only the changed elements."""

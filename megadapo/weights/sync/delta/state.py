@@ -1,7 +1,7 @@
-"""What a trainer rank sent last, from which it tells what has changed since.
+"""The bits that a trainer rank sent last, and the changes since then.
 
-The bits are kept in main memory, pinned where the weights are on a GPU: once more the size of what
-the rank sends, which is its part of the model, in the engines' type.
+The bits are in main memory, pinned if the weights are on a GPU. They take as much memory as the
+rank's part of the model in the engines' type.
 """
 
 from __future__ import annotations
@@ -13,50 +13,50 @@ import torch
 
 from megadapo.weights.sync.buckets import checksum
 from megadapo.weights.sync.delta.codec import Stamp, encode
-from megadapo.weights.sync.plan import Plan, Transfer
+from megadapo.weights.sync.plan import Transfer, UpdatePlan
 
 ALWAYS_ENCODED = 1 << 20
-"""Bytes that a rank may encode however little it has to send: norms alone change in full."""
+"""Bytes that a rank may encode even if its bundles are small: norms alone change in full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What all ranks must know of an update that sends only what changed."""
+    """The header of a delta update, known to all ranks."""
 
     base: int
     """Version that every engine rank must have."""
     sizes: list[int]
-    """Bytes of every transfer of the plan; of one that is sent as it is, as many as its bundle."""
+    """Bytes of every transfer of the plan; the size of its bundle if that is sent as it is."""
     checksums: list[int]
-    """Of the bits that every transfer leads to; empty: they are not compared."""
+    """Checksum of every transfer's new bits; empty if they are not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """What one trainer rank has to send."""
+    """The encoded sections of one trainer rank."""
 
     sizes: list[int]
-    """Bytes of each transfer that has its origin here, in the plan's order."""
+    """Bytes of each transfer that this rank owns, in the plan's order."""
     checksums: list[int]
-    """Of the bits that each of them leads to, if asked for."""
+    """Checksums of their new bits; empty if not requested."""
     num_changed: int
     num_elements: int
 
 
-def delta_of(plan: Plan, encoded: Sequence[Encoded], base: int) -> Delta:
-    """Put together what the trainer ranks, by rank, have to send."""
+def combine(plan: UpdatePlan, encoded: Sequence[Encoded], base: int) -> Delta:
+    """Combine the sections of all trainer ranks, given by rank, into one delta."""
     sizes = [iter(one.sizes) for one in encoded]
     sums = [iter(one.checksums) for one in encoded]
     compares = any(one.checksums for one in encoded)
     return Delta(
         base=base,
-        sizes=[next(sizes[transfer.origin]) for transfer in plan.transfers],
-        checksums=[next(sums[transfer.origin]) for transfer in plan.transfers if compares],
+        sizes=[next(sizes[transfer.owner]) for transfer in plan.transfers],
+        checksums=[next(sums[transfer.owner]) for transfer in plan.transfers if compares],
     )
 
 
-class SentBundles:
-    """The bits of each bundle as an engine has them, and the sections of the present update."""
+class DeltaState:
+    """The bits of each bundle as engines have them, and the sections of the present update."""
 
     def __init__(self, itemsize: int) -> None:
         self._itemsize = itemsize
@@ -64,11 +64,11 @@ class SentBundles:
         self._sections: dict[tuple[int, int], torch.Tensor] = {}
 
     def keep(self, transfer: Transfer, image: torch.Tensor) -> None:
-        """Remember the bits of a bundle, [n] bytes with zeros between its slices."""
-        kept = self._images.get(bundle_key(transfer))
+        """Store the bits of a bundle, [n] bytes with zeros between its slices."""
+        kept = self._images.get(_bundle_key(transfer))
         if kept is None:
             kept = torch.empty(len(image), dtype=torch.uint8, pin_memory=image.is_cuda)
-            self._images[bundle_key(transfer)] = kept
+            self._images[_bundle_key(transfer)] = kept
         kept.copy_(image)
 
     def encode(
@@ -81,23 +81,23 @@ class SentBundles:
         max_share: float,
         with_checksums: bool,
     ) -> Encoded | None:
-        """Encode what changed in each bundle since it was sent last, and remember it as sent.
+        """Encode the changes of each bundle, and store its new bits as sent.
 
         Args:
-            transfers: those that have their origin here.
-            image_of: the present bits of a bundle, as for `keep`.
-            max_share: of the bundles' bytes that sections may take.
+            transfers: The transfers that this rank owns.
+            image_of: Returns the present bits of a bundle, as for `keep`.
+            max_share: Share of the bundles' bytes that sections may take.
 
         Returns:
-            What is to be sent; None where it is too much, and everything must be sent in full.
+            Sizes and checksums; None if the limit is exceeded, and all weights must be sent.
         """
-        self.forget_sections()
+        self.drop_sections()
         limit = ALWAYS_ENCODED + max_share * sum(len(image) for image in self._images.values())
         counts: dict[tuple[int, int], tuple[int, int]] = {}
         sums: dict[tuple[int, int], int] = {}
         for transfer in transfers:
             # engines of one shape get the same bundles
-            key = bundle_key(transfer)
+            key = _bundle_key(transfer)
             if key not in counts:
                 image = image_of(transfer)
                 counts[key] = self._encode_one(transfer, image, base, version)
@@ -105,9 +105,9 @@ class SentBundles:
                     sums[key] = checksum(image)
                 limit -= len(self._sections[key])
             if limit < 0:
-                self.forget_sections()
+                self.drop_sections()
                 return None
-        keys = [bundle_key(transfer) for transfer in transfers]
+        keys = [_bundle_key(transfer) for transfer in transfers]
         return Encoded(
             sizes=[len(self._sections[key]) for key in keys],
             checksums=[sums[key] for key in keys] if with_checksums else [],
@@ -116,31 +116,30 @@ class SentBundles:
         )
 
     def section(self, transfer: Transfer) -> torch.Tensor:
-        """What is sent of a transfer: a section, or the bundle as it is."""
-        return self._sections[bundle_key(transfer)]
+        """Return the bytes to send for a transfer: a section, or the whole bundle."""
+        return self._sections[_bundle_key(transfer)]
 
-    def forget_sections(self) -> None:
-        """Give back what the last update took beside the kept bits."""
+    def drop_sections(self) -> None:
+        """Free the sections of the last update."""
         self._sections = {}
 
     def _encode_one(
         self, transfer: Transfer, image: torch.Tensor, base: int, version: int
     ) -> tuple[int, int]:
-        """How many elements differ, of how many."""
-        key = bundle_key(transfer)
+        """Return the number of changed elements and of all elements."""
+        key = _bundle_key(transfer)
         kept = self._images[key]
-        stamp = Stamp(base, version, place_of(transfer))
+        stamp = Stamp(base, version, bundle_number(transfer))
         section, count = encode(kept.to(image.device), image, stamp, itemsize=self._itemsize)
         self._sections[key] = image if section is None else section
         kept.copy_(image)
         return count, len(image) // self._itemsize
 
 
-def bundle_key(transfer: Transfer) -> tuple[int, int]:
-    """What of the model a transfer carries, whichever engine it goes to."""
-    return transfer.block, transfer.bundle
-
-
-def place_of(transfer: Transfer) -> int:
-    """The same as one number."""
+def bundle_number(transfer: Transfer) -> int:
+    """Return the block and bundle of a transfer as one number."""
     return transfer.block << 32 | transfer.bundle
+
+
+def _bundle_key(transfer: Transfer) -> tuple[int, int]:
+    return transfer.block, transfer.bundle

@@ -1,8 +1,8 @@
-"""Updates as files in a folder that trainer and engines both see: shared storage, or a mount of it.
+"""Updates as files in a folder that trainer and engines both see, such as shared storage.
 
-Each update is a folder of its own, `v<version>`, of safetensors files, one for every bucket, and a
-manifest that names them with their sizes and checksums. A file gets its name when it is complete,
-and the manifest is the last: what it names can be read, or something is wrong.
+Each update has its own folder `v<version>`, with one safetensors file per bucket, and a manifest
+that lists their sizes and checksums. A file gets its name when it is complete, and the manifest is
+the last one, so every file that it lists must be readable.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from safetensors.torch import save_file
 
 from megadapo.errors import WeightError
 from megadapo.weights.disk.files import remove_folder
-from megadapo.weights.sync.transports.parcels import Offer, Parcel
+from megadapo.weights.sync.buckets import Message, Offer
 
 MANIFEST = "manifest.json"
 POLL_S = 0.2
-"""Between two looks at a folder in which a file is not there yet."""
+"""Interval between checks for files that are not there yet."""
 
 
 class WrittenFile(BaseModel):
-    """What a manifest says of a file."""
+    """The manifest's entry of one file."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     num_bytes: int
     sha256: dict[str, str]
-    """Name of each tensor, which is its place in the bucket, and the digest of its bytes."""
+    """Tensor name, which is its offset in the bucket -> digest of its bytes."""
 
 
 class Manifest(BaseModel):
-    """What an update consists of."""
+    """The list of files of an update."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     version: int
     base: int | None
-    """Version that the changes are of; None: all weights are here."""
+    """Version that a delta update changes; None: all weights are here."""
     files: dict[str, WrittenFile]
 
     def write(self, folder: Path) -> None:
-        """Complete an update of which every file has been written."""
-        with _appears(_version_folder(folder, self.version) / MANIFEST) as path:
+        """Complete an update after all of its files have been written."""
+        with _complete_file(_version_folder(folder, self.version) / MANIFEST) as path:
             path.write_text(self.model_dump_json())
 
 
 class FolderOutbox:
-    """A bucket on this trainer rank's device, whose rounds become files."""
+    """One bucket on this trainer rank's device; each round becomes a file."""
 
     def __init__(self, folder: Path, num_bytes: int, device: torch.device, *, rank: int) -> None:
         self._folder, self._rank = folder, rank
@@ -66,46 +66,45 @@ class FolderOutbox:
         """Files of the present update."""
 
     def offer(self) -> Offer:
-        """Where the updates will be."""
         return {"folder": str(self._folder)}
 
     def connect(self, offers: Sequence[Offer | None]) -> None:
-        """Receivers need nothing but the offer."""
+        """Do nothing: receivers only need the offer."""
 
     def opened(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: receivers open files at each update."""
 
     def begin(self, version: int) -> None:
-        """What is posted from now on belongs to this version."""
+        """Start an update; later posts belong to this version."""
         self._version, self.written = version, {}
 
     def bucket(self, round_number: int) -> torch.Tensor:
-        """The bytes to fill; those of the round before are in their file."""
+        """Return the bytes to fill; the previous round is already in its file."""
         return self._memory
 
-    def post(self, round_number: int, parcels: Sequence[Parcel]) -> None:
+    def post(self, round_number: int, messages: Sequence[Message]) -> None:
         """Write a file, unless it would be empty."""
-        if not parcels:
+        if not messages:
             return
         tensors = {
             str(one.offset): self._memory.narrow(0, one.offset, one.num_bytes).to("cpu", copy=True)
-            for one in parcels
+            for one in messages
         }
         path = _version_folder(self._folder, self._version) / _name(self._rank, round_number)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _appears(path) as partial:
+        with _complete_file(path) as partial:
             save_file(tensors, partial)
             num_bytes = partial.stat().st_size
         digests = {name: _digest(tensor) for name, tensor in tensors.items()}
         self.written[path.name] = WrittenFile(num_bytes=num_bytes, sha256=digests)
 
     def close(self) -> None:
-        """Give the memory back; the files stay for engines that have yet to read them."""
+        """Free the memory; the files stay for engines that have yet to read them."""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 class FolderInbox:
-    """Reads the updates that the trainer ranks write."""
+    """A reader of the updates that the trainer ranks write."""
 
     def __init__(self, offers: Sequence[Offer | None], device: torch.device) -> None:
         offer = offers[0]
@@ -113,53 +112,57 @@ class FolderInbox:
         self._folder, self._device = Path(offer["folder"]), device
         self._manifest: Manifest | None = None
 
-    def open(self, version: int, *, held: int | None, patience_s: float) -> None:
-        """Take up an update once all of its files are there in full.
+    def open(self, version: int, *, current: int | None, wait_s: float) -> None:
+        """Open an update as soon as all of its files are complete.
 
         Args:
-            held: Version of the weights that are here; None: none in full.
-            patience_s: How long to wait for files: storage may show them late.
+            version: Version of the update.
+            current: Version of this rank's weights; None if they are incomplete.
+            wait_s: Seconds to wait for files, which storage may show late.
 
         Raises:
-            WeightError: The update is not complete by then, is not the one of this number, or is
-                of changes to other weights.
+            WeightError: The update is not complete by then, has another version, or changes other
+                weights than the current ones.
         """
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + wait_s
         while True:
             try:
-                self._manifest = self._complete(version)
+                self._manifest = self._read_manifest(version)
                 break
             except WeightError:
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(POLL_S)
         base = self._manifest.base
-        if base is not None and base != held:
+        if base is not None and base != current:
             self._manifest = None
-            raise WeightError(f"Update {version} changes version {base}, but here is {held}.")
+            raise WeightError(
+                f"Update {version} changes version {base}, but the engine has {current}."
+            )
 
-    def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> Iterator[torch.Tensor]:
-        """The bytes of each parcel, compared with the manifest's digest."""
-        for parcel in parcels:
-            yield self._read(round_number, parcel).to(self._device)
+    def receive(self, round_number: int, messages: Sequence[Message]) -> Iterator[torch.Tensor]:
+        """Yield the bytes of each message, checked against the manifest's digest."""
+        for message in messages:
+            yield self._read(round_number, message).to(self._device)
 
     def close(self) -> None:
-        """Nothing is held open."""
         self._manifest = None
 
     def is_open(self, version: int) -> bool:
-        """Whether an update is the one that was taken up."""
         return self._manifest is not None and self._manifest.version == version
 
-    def _complete(self, version: int) -> Manifest:
-        """The manifest of an update whose files have the sizes that it says."""
+    def _read_manifest(self, version: int) -> Manifest:
+        """Read an update's manifest and check the sizes of its files."""
         folder = _version_folder(self._folder, version)
         try:
             manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
             if manifest.version != version:
                 raise WeightError(f"{folder} holds update {manifest.version}, not {version}.")
             for name, file in manifest.files.items():
-                if (size := (folder / _checked(name)).stat().st_size) != file.num_bytes:
+                # the name of a damaged manifest must not lead to another folder
+                if not re.fullmatch(r"rank-\d+-bucket-\d+\.safetensors", name):
+                    raise WeightError(f"{folder / MANIFEST} names a file {name!r}.")
+                if (size := (folder / name).stat().st_size) != file.num_bytes:
                     raise WeightError(f"{folder / name} has {size} of {file.num_bytes} bytes.")
         except OSError as error:
             raise WeightError(f"Update {version} is not there: {error}") from None
@@ -167,10 +170,10 @@ class FolderInbox:
             raise WeightError(f"{folder / MANIFEST} is damaged: {error}") from None
         return manifest
 
-    def _read(self, round_number: int, parcel: Parcel) -> torch.Tensor:
+    def _read(self, round_number: int, message: Message) -> torch.Tensor:
         manifest = self._manifest
         assert manifest is not None, "open an update first"
-        name, key = _name(parcel.feeder, round_number), str(parcel.offset)
+        name, key = _name(message.sender, round_number), str(message.offset)
         path = _version_folder(self._folder, manifest.version) / name
         try:
             with safe_open(path, framework="pt") as file:
@@ -178,7 +181,7 @@ class FolderInbox:
             expected = manifest.files[name].sha256[key]
         except (OSError, SafetensorError, KeyError) as error:
             raise WeightError(f"{path} cannot be read: {error}") from None
-        if len(tensor) != parcel.num_bytes or _digest(tensor) != expected:
+        if len(tensor) != message.num_bytes or _digest(tensor) != expected:
             raise WeightError(f"{path} differs from its checksum.")
         return tensor
 
@@ -191,8 +194,8 @@ def prune(folder: Path, version: int) -> None:
 
 
 @contextmanager
-def _appears(path: Path) -> Iterator[Path]:
-    """Where to write a file that gets its name when it is complete and on the disk."""
+def _complete_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; on exit the file is on the disk and gets its name."""
     partial = path.with_name(path.name + ".partial")
     yield partial
     with partial.open("rb+") as file:
@@ -206,13 +209,6 @@ def _version_folder(folder: Path, version: int) -> Path:
 
 def _name(rank: int, round_number: int) -> str:
     return f"rank-{rank}-bucket-{round_number}.safetensors"
-
-
-def _checked(name: str) -> str:
-    """A file's name as a manifest gives it, which must not lead anywhere else."""
-    if not re.fullmatch(r"rank-\d+-bucket-\d+\.safetensors", name):
-        raise WeightError(f"A manifest names a file {name!r}.")
-    return name
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -1,19 +1,45 @@
-"""Buckets that engine ranks read where the trainer wrote them."""
+"""Buckets that engine ranks read in the trainer's memory: shared memory, or CUDA IPC between GPUs.
+
+A shared-memory bucket is a mapped file on a memory file system. Its name is removed as soon as
+every receiver has opened it, so no file is left even if the processes are killed.
+
+CUDA IPC handles travel once, as plain integers and bytes. A round then costs one copy out of the
+trainer's parameters and one into the engine's.
+"""
 
 from __future__ import annotations
 
+import base64
+import os
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
-from megadapo.weights.sync.transports.parcels import NUM_BUCKETS, Offer, Parcel
+from megadapo.errors import InfraError
+from megadapo.weights.sync.buckets import NUM_BUCKETS, Message, Offer
+
+MEMORY_FOLDER = Path("/dev/shm")
+
+_HANDLE_FIELDS = (
+    "device",
+    "handle",
+    "storage_size_bytes",
+    "storage_offset_bytes",
+    "ref_counter_handle",
+    "ref_counter_offset",
+    "event_handle",
+    "event_sync_required",
+)
+"""Result of torch's `UntypedStorage._share_cuda_`, in its order."""
 
 
 class InPlaceInbox:
     """The buckets of the trainer ranks whose memory this process can open.
 
     Args:
-        offers: Of every trainer rank; None: not to be opened.
+        offers: Offer of every trainer rank; None for ranks that this engine rank does not read.
         open_offer: Returns both buckets of an offer, [2, n] bytes.
     """
 
@@ -22,16 +48,145 @@ class InPlaceInbox:
     ) -> None:
         self._memory = [None if offer is None else open_offer(offer) for offer in offers]
 
-    def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """The bytes of each parcel."""
-        half = round_number % NUM_BUCKETS
+    def receive(self, round_number: int, messages: Sequence[Message]) -> list[torch.Tensor]:
         views = []
-        for parcel in parcels:
-            memory = self._memory[parcel.feeder]
+        for message in messages:
+            memory = self._memory[message.sender]
             assert memory is not None, "the plan sends from a rank that made no offer"
-            views.append(memory[half].narrow(0, parcel.offset, parcel.num_bytes))
+            bucket = memory[round_number % NUM_BUCKETS]
+            views.append(bucket.narrow(0, message.offset, message.num_bytes))
         return views
 
     def close(self) -> None:
-        """Let go of the buckets."""
         self._memory = []
+
+
+class SharedMemoryOutbox:
+    """Two buckets in one mapped file."""
+
+    def __init__(self, num_bytes: int) -> None:
+        folder = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else Path(tempfile.gettempdir())
+        handle, name = tempfile.mkstemp(prefix="megadapo-weights-", dir=folder)
+        self._path = Path(name)
+        self._size = num_bytes
+        try:
+            # Reserve now: touching a page that the file system cannot give kills the process.
+            os.posix_fallocate(handle, 0, NUM_BUCKETS * num_bytes)
+        except OSError as error:
+            self._path.unlink()
+            raise InfraError(
+                f"{folder} has no room for two weight buckets of {num_bytes} bytes ({error}); "
+                "lower weights.bucket_mib or enlarge the shared memory (docker: --shm-size)."
+            ) from error
+        finally:
+            os.close(handle)
+        self._memory = _map(self._path, num_bytes)
+
+    def offer(self) -> Offer:
+        return {"path": str(self._path), "num_bytes": self._size}
+
+    def connect(self, offers: Sequence[Offer | None]) -> None:
+        """Do nothing: receivers only need the offer."""
+
+    def opened(self) -> None:
+        """Remove the name; the memory exists until no process maps it."""
+        self._path.unlink(missing_ok=True)
+
+    def bucket(self, round_number: int) -> torch.Tensor:
+        return self._memory[round_number % NUM_BUCKETS]
+
+    def post(self, round_number: int, messages: Sequence[Message]) -> None:
+        """Do nothing: receivers see the bytes as they are written."""
+
+    def close(self) -> None:
+        self.opened()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+class SharedMemoryInbox(InPlaceInbox):
+    """The shared-memory buckets of the trainer ranks on this machine."""
+
+    def __init__(self, offers: Sequence[Offer | None]) -> None:
+        super().__init__(offers, lambda offer: _map(Path(offer["path"]), offer["num_bytes"]))
+
+
+def _map(path: Path, num_bytes: int) -> torch.Tensor:
+    """Map a file that must have exactly two buckets; returns [2, num_bytes] bytes."""
+    if not path.is_file() or path.stat().st_size != NUM_BUCKETS * num_bytes:
+        raise InfraError(
+            f"Shared memory {path} is not there with {NUM_BUCKETS} x {num_bytes} bytes."
+        )
+    flat = torch.from_file(str(path), shared=True, size=NUM_BUCKETS * num_bytes, dtype=torch.uint8)
+    return flat.view(NUM_BUCKETS, num_bytes)
+
+
+class CudaIpcOutbox:
+    """Two buckets on this trainer rank's GPU."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._memory = torch.empty(NUM_BUCKETS, num_bytes, dtype=torch.uint8, device=device)
+        self._num_bytes = num_bytes
+
+    def offer(self) -> Offer:
+        """Return the storage's IPC handles; each receiver opens them once, when it connects."""
+        shared = self._memory.untyped_storage()._share_cuda_()
+        fields = {
+            name: base64.b64encode(value).decode() if isinstance(value, bytes) else value
+            for name, value in zip(_HANDLE_FIELDS, shared, strict=True)
+        }
+        uuid = str(torch.cuda.get_device_properties(self._memory.device).uuid)
+        return fields | {"num_bytes": self._num_bytes, "gpu": uuid}
+
+    def connect(self, offers: Sequence[Offer | None]) -> None:
+        """Do nothing: receivers only need the offer."""
+
+    def opened(self) -> None:
+        """Do nothing: the handles are valid as long as the buckets are."""
+
+    def bucket(self, round_number: int) -> torch.Tensor:
+        return self._memory[round_number % NUM_BUCKETS]
+
+    def post(self, round_number: int, messages: Sequence[Message]) -> None:
+        """Wait for the copies into the bucket, since receivers read from another process."""
+        torch.cuda.synchronize(self._memory.device)
+
+    def close(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+class CudaIpcInbox(InPlaceInbox):
+    """The GPU buckets of the trainer ranks on this machine."""
+
+    def __init__(self, offers: Sequence[Offer | None], device: torch.device) -> None:
+        super().__init__(offers, lambda offer: _open_cuda(offer, device))
+
+    def close(self) -> None:
+        super().close()
+        torch.cuda.ipc_collect()
+
+
+def _open_cuda(offer: Offer, device: torch.device) -> torch.Tensor:
+    """Map both buckets of an offer; returns [2, n] bytes.
+
+    Maps them on this process's own GPU if that can reach theirs. On their GPU the process would
+    need a context (about 0.5 GiB) for every other rank of its engine.
+    """
+    torch.cuda.init()
+    values = {
+        name: base64.b64decode(offer[name]) if isinstance(offer[name], str) else offer[name]
+        for name in _HANDLE_FIELDS
+    }
+    own = torch.cuda.current_device() if device.index is None else device.index
+    # The same GPU may have another number in this process.
+    uuids = [
+        str(torch.cuda.get_device_properties(index).uuid)
+        for index in range(torch.cuda.device_count())
+    ]
+    theirs = uuids.index(offer["gpu"])
+    is_near = theirs == own or torch.cuda.can_device_access_peer(own, theirs)
+    values["device"] = own if is_near else theirs
+    # a round is read when it was filled, not when its buckets are opened
+    values["event_sync_required"] = False
+    storage = torch.UntypedStorage._new_shared_cuda(*values.values())
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return flat[: NUM_BUCKETS * offer["num_bytes"]].view(NUM_BUCKETS, offer["num_bytes"])

@@ -1,13 +1,13 @@
 """Buckets sent from trainer ranks to engine ranks on other devices, over one process group.
 
-NCCL between GPUs, Gloo between CPUs. The group is beside the default ones of trainer and engine:
-trainer ranks come first, engine ranks after them. Both sides issue the messages of a pair in plan
-order, so a message needs no tag of its own.
+NCCL between GPUs, Gloo between CPUs. The group is separate from the default groups of trainer and
+engine; trainer ranks come first in it. Both sides issue the messages of a pair in plan order, so
+messages need no tags.
 
-A round travels in waves, of which an engine rank receives at most a bucket each. All ranks go
-through the waves in the same order, so that none waits for a rank that waits for another wave.
+A round travels in waves of at most one bucket per engine rank. All ranks process the waves in the
+same order, so that no rank waits for a rank that waits for another wave.
 
-Of the engines of a node the first is sent a wave; each hands it on to the next, rank by rank.
+Only the first engine of a node is sent a wave; each engine forwards it to the next, rank by rank.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ import torch.distributed as dist
 
 from megadapo.cluster.this_node import node_address, use_interface_towards
 from megadapo.weights.config import NCCL_TIMEOUT_S
-from megadapo.weights.sync.transports.parcels import NUM_BUCKETS, Offer, Parcel, Seat
+from megadapo.weights.sync.buckets import NUM_BUCKETS, Message, Offer
+from megadapo.weights.sync.plan import ChainPosition
 
 TIMEOUT = timedelta(seconds=NCCL_TIMEOUT_S)
-"""As long as any deadline of a weight update, which is what names a stuck rank."""
+"""Upper bound of `weights.deadline_s`, which is what names a stuck rank."""
 
 
 class Messenger(Protocol):
-    """What is used of torch's process groups of one backend, whose types torch leaves out."""
+    """The used methods of torch's process groups, which torch does not type."""
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work: ...
 
@@ -55,7 +56,7 @@ class PointToPointOutbox:
         self._group: Messenger | None = None
 
     def offer(self) -> Offer:
-        """Rank 0 opens the meeting point; the others have nothing to add."""
+        """Open the store where all ranks meet, on rank 0; the other offers are empty."""
         if self._rank != 0:
             return {}
         address = node_address()
@@ -78,92 +79,94 @@ class PointToPointOutbox:
         )
 
     def opened(self) -> None:
-        """Nothing was opened by name."""
+        """Do nothing: joining the group has opened everything."""
 
     def bucket(self, round_number: int) -> torch.Tensor:
-        """The bytes to fill, once what they held before has been received."""
+        """Return the bytes to fill, once their previous content has been received."""
         half = round_number % NUM_BUCKETS
         for work in self._sending[half]:
             work.wait()
         self._sending[half] = []
         return self._memory[half]
 
-    def post(self, round_number: int, parcels: Sequence[Parcel]) -> None:
-        """Send every parcel to its engine rank, wave after wave, without waiting for it."""
+    def post(self, round_number: int, messages: Sequence[Message]) -> None:
+        """Start to send every message to its engine rank, wave after wave."""
         half = round_number % NUM_BUCKETS
         self._sending[half] = [
             work
-            for wave in waves(sorted(parcels, key=attrgetter("wave")))
+            for wave in _waves(sorted(messages, key=attrgetter("wave")))
             for work in self._send(self._memory[half], wave)
         ]
 
-    def _send(self, bucket: torch.Tensor, wave: Sequence[Parcel]) -> list[dist.Work]:
+    def _send(self, bucket: torch.Tensor, wave: Sequence[Message]) -> list[dist.Work]:
         group = self._group
         assert group is not None, "connect first"
-        messages = [bucket.narrow(0, one.offset, one.num_bytes) for one in wave]
+        contents = [bucket.narrow(0, one.offset, one.num_bytes) for one in wave]
         sends = [
-            (lambda message=message, peer=one.target: group.send([message], peer, 0))
-            for message, one in zip(messages, wave, strict=True)
+            (lambda content=content, peer=one.target: group.send([content], peer, 0))
+            for content, one in zip(contents, wave, strict=True)
         ]
         return issue_together(group, self._device, sends)
 
     def close(self) -> None:
-        """Leave the group and give the memory back."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._sending = [[] for _ in range(NUM_BUCKETS)]
         self._group = self._store = None
 
 
 class PointToPointInbox:
-    """Receives what is sent to this engine rank, into memory of one wave."""
+    """A receive buffer for one wave of this engine rank."""
 
     def __init__(
-        self, offers: Sequence[Offer | None], num_bytes: int, device: torch.device, seat: Seat
+        self,
+        offers: Sequence[Offer | None],
+        num_bytes: int,
+        device: torch.device,
+        position: ChainPosition,
     ) -> None:
-        self._device, self._seat = device, seat
+        self._device, self._position = device, position
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._handing_on: list[dist.Work] = []
+        self._forwarding: list[dist.Work] = []
         self._group: Messenger | None
         self._store: dist.TCPStore | None
         self._group, self._store = join_group(
-            offers, device, rank=seat.rank, num_ranks=seat.num_ranks
+            offers, device, rank=position.rank, num_ranks=position.num_ranks
         )
 
-    def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> Iterator[torch.Tensor]:
-        """The parcels of a round, one wave after the other has been read."""
-        for wave in waves(parcels):
+    def receive(self, round_number: int, messages: Sequence[Message]) -> Iterator[torch.Tensor]:
+        """Yield the bytes of each message; the buffer is reused from wave to wave."""
+        for wave in _waves(messages):
             yield from self._receive(wave)
 
-    def _receive(self, wave: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Wait for the parcels of a wave, and begin to hand them on."""
-        group, giver, taker = self._group, self._seat.giver, self._seat.taker
+    def _receive(self, wave: Sequence[Message]) -> list[torch.Tensor]:
+        """Wait for the messages of a wave, and start to forward them."""
+        group, previous, following = self._group, self._position.previous, self._position.next
         assert group is not None, "closed"
-        for work in self._handing_on:
+        for work in self._forwarding:
             work.wait()
         sizes = [one.num_bytes for one in wave]
         received = list(self._memory[: sum(sizes)].split(sizes))
-        givers = [one.feeder if giver is None else giver for one in wave]
+        peers = [one.sender if previous is None else previous for one in wave]
         receives = [
-            (lambda message=message, peer=peer: group.recv([message], peer, 0))
-            for message, peer in zip(received, givers, strict=True)
+            (lambda content=content, peer=peer: group.recv([content], peer, 0))
+            for content, peer in zip(received, peers, strict=True)
         ]
         for work in issue_together(group, self._device, receives):
             work.wait()
-        if taker is not None:
-            sends = [(lambda message=one: group.send([message], taker, 0)) for one in received]
-            self._handing_on = issue_together(group, self._device, sends)
+        if following is not None:
+            sends = [(lambda content=one: group.send([content], following, 0)) for one in received]
+            self._forwarding = issue_together(group, self._device, sends)
         return received
 
     def close(self) -> None:
-        """Leave the group and give the memory back."""
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._handing_on = []
+        self._forwarding = []
         self._group = self._store = None
 
 
-def waves(parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:
-    """Parcels that are in order of their waves, wave by wave."""
-    for _, wave in groupby(parcels, key=attrgetter("wave")):
+def _waves(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Split messages that are in order of their waves."""
+    for _, wave in groupby(messages, key=attrgetter("wave")):
         yield list(wave)
 
 
@@ -175,7 +178,7 @@ def join_group(
     num_ranks: int,
     store: dist.TCPStore | None = None,
 ) -> tuple[Messenger, dist.TCPStore]:
-    """Meet all ranks where the first trainer rank offered; returns when everyone is there."""
+    """Join the group at the store that trainer rank 0 offers; waits for all ranks."""
     meeting = offers[0]
     assert meeting is not None, "trainer rank 0 always makes an offer"
     use_interface_towards(meeting["address"])
@@ -189,7 +192,7 @@ def join_group(
         group = cast(Messenger, dist.ProcessGroupNCCL(prefixed, rank, num_ranks, options))
     else:
         group = cast(Messenger, dist.ProcessGroupGloo(prefixed, rank, num_ranks, TIMEOUT))
-    # The communicator comes into being with its first collective; a send must not wait for it.
+    # The first collective creates the communicator; a send must not wait for that.
     group.allreduce([torch.zeros(1, device=device)]).wait()
     return group, store
 

@@ -1,7 +1,7 @@
-"""What carries slices from a trainer rank to the engine ranks, behind one interface.
+"""The interface of all transports, which carry buckets from trainer ranks to engine ranks.
 
 A trainer rank owns two buckets (round k uses bucket k % 2) and offers them once; engine ranks open
-the offers once. After that a round needs no metadata at all.
+the offers once. After that a round needs no metadata.
 """
 
 from __future__ import annotations
@@ -13,51 +13,55 @@ from typing import Protocol
 import torch
 
 from megadapo.errors import InfraError
-from megadapo.weights.sync.transports.cuda_ipc import CudaIpcInbox, CudaIpcOutbox
+from megadapo.weights.sync.buckets import Message, Offer
+from megadapo.weights.sync.plan import ChainPosition
 from megadapo.weights.sync.transports.folder import FolderInbox, FolderOutbox
-from megadapo.weights.sync.transports.parcels import Offer, Parcel, Seat
+from megadapo.weights.sync.transports.in_place import (
+    CudaIpcInbox,
+    CudaIpcOutbox,
+    SharedMemoryInbox,
+    SharedMemoryOutbox,
+)
 from megadapo.weights.sync.transports.point_to_point import PointToPointInbox, PointToPointOutbox
-from megadapo.weights.sync.transports.shared_memory import SharedMemoryInbox, SharedMemoryOutbox
 
 
 class Outbox(Protocol):
-    """A trainer rank's side."""
+    """The buckets of a trainer rank."""
 
     def offer(self) -> Offer:
-        """What the others need to open the buckets; plain values only."""
+        """Return the plain values that receivers need to open the buckets."""
         ...
 
     def connect(self, offers: Sequence[Offer | None]) -> None:
-        """Meet the receivers, who are opening the offers at the same time."""
+        """Connect to the receivers, which open the offers at the same time."""
         ...
 
     def opened(self) -> None:
-        """Every receiver has opened the offer."""
+        """Note that every receiver has opened the offer."""
         ...
 
     def bucket(self, round_number: int) -> torch.Tensor:
-        """The bytes to fill for a round; whoever read it two rounds ago has finished."""
+        """Return the bytes to fill for a round; all readers of two rounds ago have finished."""
         ...
 
-    def post(self, round_number: int, parcels: Sequence[Parcel]) -> None:
-        """The bucket is full."""
+    def post(self, round_number: int, messages: Sequence[Message]) -> None:
+        """Make a full bucket available to the receivers."""
         ...
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         ...
 
 
 class Inbox(Protocol):
-    """An engine rank's side."""
+    """An engine rank's access to the buckets."""
 
-    def fetch(self, round_number: int, parcels: Sequence[Parcel]) -> Iterable[torch.Tensor]:
-        """The bytes of each parcel, in order of their waves; each is to be read before the next
-        one is asked for."""
+    def receive(self, round_number: int, messages: Sequence[Message]) -> Iterable[torch.Tensor]:
+        """Yield the bytes of each message, in order of waves; read each before the next."""
         ...
 
     def close(self) -> None:
-        """Let go of the buckets."""
+        """Release the buckets."""
         ...
 
 
@@ -70,9 +74,13 @@ def open_outbox(
     num_ranks: int,
     folder: Path | None = None,
 ) -> Outbox:
-    """Buckets of `num_bytes` for trainer rank `rank`; `num_ranks` counts engine ranks too.
+    """Open the buckets of a trainer rank.
 
-    `folder`: where files go, if they do.
+    Args:
+        transport: The resolved `weights.transport`.
+        num_bytes: Size of a bucket.
+        num_ranks: Number of trainer and engine ranks together.
+        folder: Folder of the update files, for the transport "folder".
     """
     if transport == "shared_memory":
         return SharedMemoryOutbox(num_bytes)
@@ -89,27 +97,28 @@ def open_inbox(
     transport: str,
     offers: Sequence[Offer | None],
     *,
-    feeders: Set[int],
+    senders: Set[int],
     num_bytes: int,
     device: torch.device,
-    seat: Seat,
+    position: ChainPosition,
 ) -> Inbox:
-    """The trainer ranks' buckets, for the engine rank at `seat`.
+    """Open the trainer ranks' buckets for one engine rank.
 
     Args:
-        offers: Of every trainer rank.
-        feeders: The trainer ranks that this one reads from. What the others offer can lie on
-            another node, or on a GPU that this process does not see.
-        num_bytes: Largest wave of the engine rank: the memory to receive in, where the buckets
-            cannot be read in place.
+        offers: Offer of every trainer rank.
+        senders: Trainer ranks that this one reads from. The others may be on another node, or on a
+            GPU that this process does not see.
+        num_bytes: Largest wave of the engine rank: the size of its receive buffer, if it cannot
+            read the buckets in place.
+        position: Number of the engine rank, and the engines it forwards from and to.
     """
-    read = [offer if number in feeders else None for number, offer in enumerate(offers)]
+    readable = [offer if number in senders else None for number, offer in enumerate(offers)]
     if transport == "shared_memory":
-        return SharedMemoryInbox(read)
+        return SharedMemoryInbox(readable)
     if transport == "cuda_ipc":
-        return CudaIpcInbox(read, device)
+        return CudaIpcInbox(readable, device)
     if transport == "nccl":
-        return PointToPointInbox(offers, num_bytes, device, seat)
+        return PointToPointInbox(offers, num_bytes, device, position)
     if transport == "folder":
         return FolderInbox(offers, device)
     raise InfraError(f"weights.transport: unknown transport {transport!r}.")

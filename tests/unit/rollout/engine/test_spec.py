@@ -56,7 +56,7 @@ def test_cpu_engine_does_not_split_prompts():
     assert arguments["max_num_batched_tokens"] == 500
 
 
-@pytest.mark.parametrize("method", ["allocate_stage_buffers", "return_experts", "held_version"])
+@pytest.mark.parametrize("method", ["allocate_stage_buffers", "return_experts", "weight_version"])
 def test_cpu_worker_extension_has_the_methods_the_engine_calls(method: str):
     """Without stage buffers the second stage stops at the first request."""
     name = engine_spec().engine_arguments()["worker_extension_cls"]

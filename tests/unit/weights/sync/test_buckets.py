@@ -11,9 +11,9 @@ from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.sync.buckets import (
     largest_buckets,
     largest_waves,
+    max_bundle_bytes,
     num_rounds,
     pack,
-    piece_bytes,
 )
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
@@ -41,7 +41,7 @@ def plan_of(case, place, bucket_bytes=BUCKET):
     return make_plan(
         layout, replica_positions(layout, **trainer),
         EngineShape(tp_size=8, nodes=engine_nodes, **engine), itemsize=2,
-        max_bundle_bytes=piece_bytes(bucket_bytes), source_nodes=nodes,
+        max_bundle_bytes=max_bundle_bytes(bucket_bytes), source_nodes=nodes,
     )  # fmt: skip
 
 
@@ -53,10 +53,10 @@ def ranges_in_buckets(plan, schedule):
             for one in bucket:
                 size = plan.bundle(one.transfer).num_bytes
                 ranges[feeder, number].append((one.offset, one.offset + size))
-                assert (one.staged_at is None) == (one.transfer.origin == feeder)
+                assert (one.staged_at is None) == (one.transfer.owner == feeder)
                 if one.staged_at is not None:
                     staged = (one.staged_at, one.staged_at + size)
-                    ranges[one.transfer.origin, number].append(staged)
+                    ranges[one.transfer.owner, number].append(staged)
     return ranges
 
 
@@ -103,14 +103,14 @@ def test_a_rank_that_stages_for_many_feeders_gets_more_rounds_not_more_memory():
     positions = replica_positions(layout, pp_size=8, stages=stages)
     plan = make_plan(
         layout, positions, EngineShape(nodes=("b",)), itemsize=2,
-        max_bundle_bytes=piece_bytes(BUCKET), source_nodes=["a", *"bbbbbbb"],
+        max_bundle_bytes=max_bundle_bytes(BUCKET), source_nodes=["a", *"bbbbbbb"],
     )  # fmt: skip
     schedule = pack(plan, BUCKET)
     staged = Counter()
     for rounds in schedule:
         for number, bucket in enumerate(rounds):
             for one in bucket:
-                if one.staged_at is not None and one.transfer.origin == 0:
+                if one.staged_at is not None and one.transfer.owner == 0:
                     staged[number] += plan.bundle(one.transfer).num_bytes
     assert len(staged) > 50 and max(staged.values()) <= BUCKET
     assert sum(staged.values()) > 7 * BUCKET

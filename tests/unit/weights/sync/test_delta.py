@@ -9,7 +9,7 @@ from megadapo.errors import WeightError
 from megadapo.weights.sync.buckets import checksum
 from megadapo.weights.sync.delta.codec import HEADER_BYTES, Stamp, decode, encode
 
-STAMP = Stamp(base=7, version=8, place=3)
+STAMP = Stamp(base=7, version=8, bundle=3)
 NUM_ELEMENTS = 40_000
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
@@ -28,7 +28,7 @@ def decoded(section: torch.Tensor, before: torch.Tensor, stamp: Stamp = STAMP) -
     changes = decode(section, stamp, itemsize=itemsize, num_elements=len(before))
     words = changes.bits.dtype
     result = before.clone()
-    result.view(words)[changes.places] = changes.after(before.view(words)[changes.places])
+    result.view(words)[changes.indices] = changes.after(before.view(words)[changes.indices])
     return result
 
 
@@ -128,12 +128,12 @@ def test_a_section_that_is_cut_short_or_goes_on_is_refused():
     _, section = some_section()
     for length in (0, 1, HEADER_BYTES - 1, HEADER_BYTES, len(section) - 16, len(section) - 1):
         refused(section[:length], "A delta")
-    refused(torch.cat([section, section[:16]]), "bytes and says")
+    refused(torch.cat([section, section[:16]]), "bytes, but its header says")
 
 
 @pytest.mark.parametrize("stamp", [
-    Stamp(base=6, version=8, place=3), Stamp(base=7, version=7, place=3),
-    Stamp(base=8, version=9, place=3), Stamp(base=7, version=8, place=4),
+    Stamp(base=6, version=8, bundle=3), Stamp(base=7, version=7, bundle=3),
+    Stamp(base=8, version=9, bundle=3), Stamp(base=7, version=8, bundle=4),
 ])  # fmt: skip
 def test_a_section_from_or_to_other_bits_is_refused(stamp):
     """Catches an update that is lost, repeated, or of another part of the model."""
@@ -188,6 +188,6 @@ def test_changes_of_a_part_are_counted_from_its_start():
     places = [0, 9, 10, 19, 20, 39_999]
     after.view(torch.int16)[places] += 1
     changes = decode(sent(before, after), STAMP, itemsize=2, num_elements=NUM_ELEMENTS)
-    assert changes.between(10, 20).places.tolist() == [0, 9]
-    assert changes.between(20, 20).places.tolist() == []
-    assert changes.between(20, NUM_ELEMENTS).places.tolist() == [0, 39_979]
+    assert changes.between(10, 20).indices.tolist() == [0, 9]
+    assert changes.between(20, 20).indices.tolist() == []
+    assert changes.between(20, NUM_ELEMENTS).indices.tolist() == [0, 39_979]

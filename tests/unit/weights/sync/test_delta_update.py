@@ -8,8 +8,8 @@ import torch
 from megadapo.errors import WeightError
 from megadapo.weights.sync.buckets import checksum
 from megadapo.weights.sync.plan import EngineShape
-from megadapo.weights.sync.sender import HeldWeightSender
-from megadapo.weights.sync.transports.shared_memory import SharedMemoryInbox
+from megadapo.weights.sync.sender import PinnedWeightSender
+from megadapo.weights.sync.transports.in_place import SharedMemoryInbox
 from tests.support.weights.connection import BUCKET, Connection, Live
 
 TRAINER = {"tp_size": 2, "pp_size": 2}
@@ -89,10 +89,10 @@ def test_changes_lead_to_the_bits_of_a_full_update(model_folders, family, traine
 def test_what_is_held_is_what_changes_are_told_from(model_folders):
     """Catches changes between the present weights and those held, for which nobody asked."""
     connection = Connection(
-        model_folders["Qwen2"], {}, EngineShape(), torch.bfloat16, HeldWeightSender, deltas=True
+        model_folders["Qwen2"], {}, EngineShape(), torch.bfloat16, PinnedWeightSender, deltas=True
     )
     (sender,) = connection.senders
-    sender.hold()
+    sender.pin()
     (target,) = connection.run(targets=live_targets(connection), version=1)
     for param in sender._live.values():
         param.mul_(1.01)
@@ -100,7 +100,7 @@ def test_what_is_held_is_what_changes_are_told_from(model_folders):
     before = {name: tensor.clone() for name, tensor in target.done.items()}
     connection.run(targets=[target], version=2, delta=delta)
     assert all(torch.equal(target.done[name], before[name]) for name in before)
-    sender.hold()
+    sender.pin()
     delta = connection.encode(2, 3)
     connection.run(targets=[target], version=3, delta=delta)
     assert_same_bits([target], connection.run(targets=live_targets(connection)))

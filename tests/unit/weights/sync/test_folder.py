@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megadapo.errors import WeightError
+from megadapo.weights.sync.buckets import Message
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.transports.folder import (
     MANIFEST,
@@ -17,7 +18,6 @@ from megadapo.weights.sync.transports.folder import (
     Manifest,
     prune,
 )
-from megadapo.weights.sync.transports.parcels import Parcel
 from tests.support.weights.connection import Connection, Live, expected_shards
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ class Files(Connection):
 
     def read(self, version, count, delta=None):
         for inbox, receiver in zip(self.inboxes, self.receivers, strict=True):
-            inbox.open(version, held=receiver.version, patience_s=0)
+            inbox.open(version, current=receiver.version, wait_s=0)
         for inbox, receiver, target in zip(self.inboxes, self.receivers, self.targets, strict=True):
             receiver.start(target, inbox, with_checksums=False, version=version, delta=delta)
             for number in range(count):
@@ -100,18 +100,18 @@ def test_lost_repeated_and_later_updates_are_refused_before_anything_is_read(fil
     six = files.encode(5, 6)
     files.update(6, six)
     inbox = files.inboxes[0]
-    with pytest.raises(WeightError, match="Update 6 changes version 5, but here is 6"):
-        inbox.open(6, held=6, patience_s=0)
+    with pytest.raises(WeightError, match="Update 6 changes version 5, but the engine has 6"):
+        inbox.open(6, current=6, wait_s=0)
     assert not inbox.is_open(6)
     with pytest.raises(WeightError, match="Update 7 is not there"):
-        inbox.open(7, held=6, patience_s=0)
+        inbox.open(7, current=6, wait_s=0)
     files.train()
     files.write(8, files.encode(6, 8))
-    with pytest.raises(WeightError, match="Update 8 changes version 6, but here is 5"):
-        inbox.open(8, held=5, patience_s=0)
+    with pytest.raises(WeightError, match="Update 8 changes version 6, but the engine has 5"):
+        inbox.open(8, current=5, wait_s=0)
     shutil.copytree(files.files / "v8", files.files / "v9")
     with pytest.raises(WeightError, match="holds update 8, not 9"):
-        inbox.open(9, held=6, patience_s=0)
+        inbox.open(9, current=6, wait_s=0)
 
 
 def test_torn_files_are_refused_before_anything_is_read(files):
@@ -122,52 +122,52 @@ def test_torn_files_are_refused_before_anything_is_read(files):
     whole, text = path.read_bytes(), (folder / MANIFEST).read_text()
     path.write_bytes(whole[:-1])
     with pytest.raises(WeightError, match=rf"{path.name} has {len(whole) - 1} of {len(whole)}"):
-        inbox.open(5, held=None, patience_s=0)
+        inbox.open(5, current=None, wait_s=0)
     path.unlink()
     with pytest.raises(WeightError, match="Update 5 is not there"):
-        inbox.open(5, held=None, patience_s=0)
+        inbox.open(5, current=None, wait_s=0)
     path.write_bytes(whole)
     for damaged in (text[:-9], text.replace('"base":null', '"base":"x"'), "[]"):
         (folder / MANIFEST).write_text(damaged)
         with pytest.raises(WeightError, match="is damaged"):
-            inbox.open(5, held=None, patience_s=0)
+            inbox.open(5, current=None, wait_s=0)
     record = json.loads(text)
     record["files"]["../../secret"] = record["files"][path.name]
     (folder / MANIFEST).write_text(json.dumps(record))
     with pytest.raises(WeightError, match="names a file '../../secret'"):
-        inbox.open(5, held=None, patience_s=0)
+        inbox.open(5, current=None, wait_s=0)
 
 
 def test_other_bytes_than_those_written_are_never_handed_on(tmp_path):
     """Catches a page that storage lost, a file of another update, and a header that lies."""
     outbox = FolderOutbox(tmp_path, 64, CPU, rank=3)
     outbox.begin(1)
-    parcel = Parcel(feeder=3, target=4, offset=16, num_bytes=32)
+    message = Message(sender=3, target=4, offset=16, num_bytes=32)
     outbox.bucket(0)[16:48] = torch.arange(32, dtype=torch.uint8)
-    outbox.post(0, [parcel])
+    outbox.post(0, [message])
     outbox.post(1, [])
     Manifest(version=1, base=None, files=outbox.written).write(tmp_path)
     (path,) = (tmp_path / "v1").glob("rank-*")
     inbox = FolderInbox([outbox.offer()], CPU)
-    inbox.open(1, held=None, patience_s=0)
-    (bytes_there,) = inbox.fetch(0, [parcel])
+    inbox.open(1, current=None, wait_s=0)
+    (bytes_there,) = inbox.receive(0, [message])
     assert bytes_there.tolist() == list(range(32))
     whole = path.read_bytes()
     path.write_bytes(whole[:-4] + b"\0\0\0\0")
     with pytest.raises(WeightError, match="differs from its checksum"):
-        list(inbox.fetch(0, [parcel]))
+        list(inbox.receive(0, [message]))
     path.write_bytes(b"\xff" * len(whole))
     with pytest.raises(WeightError, match="cannot be read"):
-        list(inbox.fetch(0, [parcel]))
+        list(inbox.receive(0, [message]))
     with pytest.raises(WeightError, match="cannot be read"):
-        list(inbox.fetch(0, [Parcel(feeder=2, target=4, offset=16, num_bytes=32)]))
+        list(inbox.receive(0, [Message(sender=2, target=4, offset=16, num_bytes=32)]))
 
 
 def test_a_file_that_shows_late_is_waited_for(tmp_path, monkeypatch):
     """Catches storage that shows the manifest before a file, which is there a moment later."""
     outbox = FolderOutbox(tmp_path, 64, CPU, rank=0)
     outbox.begin(1)
-    outbox.post(0, [Parcel(feeder=0, target=1, offset=0, num_bytes=16)])
+    outbox.post(0, [Message(sender=0, target=1, offset=0, num_bytes=16)])
     Manifest(version=1, base=None, files=outbox.written).write(tmp_path)
     (path,) = (tmp_path / "v1").glob("rank-*")
     hidden = path.rename(tmp_path / "hidden")
@@ -175,7 +175,7 @@ def test_a_file_that_shows_late_is_waited_for(tmp_path, monkeypatch):
         "megadapo.weights.sync.transports.folder.time.sleep", lambda seconds: hidden.rename(path)
     )
     inbox = FolderInbox([outbox.offer()], CPU)
-    inbox.open(1, held=None, patience_s=60)
+    inbox.open(1, current=None, wait_s=60)
     assert inbox.is_open(1)
 
 

@@ -15,10 +15,10 @@ from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.layout import layout_for
 from megadapo.weights.layout.placement import replica_positions
 from megadapo.weights.layout.shards import EnginePosition
-from megadapo.weights.sync.buckets import largest_buckets, num_rounds, pack, piece_bytes
+from megadapo.weights.sync.buckets import largest_buckets, max_bundle_bytes, num_rounds, pack
+from megadapo.weights.sync.connect import find_topology
 from megadapo.weights.sync.plan import EngineShape, plan_from_json
 from megadapo.weights.sync.planning import make_plan
-from megadapo.weights.sync.transports.places import find_places
 from tests.support.models.large import BUCKET, QWEN_32B, QWEN_235B
 from tests.support.models.tiny_models import FAMILY_NAMES
 
@@ -100,7 +100,7 @@ def test_copies_carry_the_bytes_they_claim(model_folders, family):
     for transfer in plan.transfers:
         for copy in plan.copies(transfer):
             key = copy.target_name if copy.expert is None else (copy.target_name, copy.expert)
-            source = sources[transfer.origin][copy.source_name]
+            source = sources[transfer.owner][copy.source_name]
             target = targets[transfer.engine_rank][key]
             assert torch.equal(
                 source.narrow(copy.axis, copy.source_offset, copy.size),
@@ -112,7 +112,7 @@ def sent_and_received(plan):
     sent, received = Counter(), Counter()
     for transfer in plan.transfers:
         size = plan.bundle(transfer).num_bytes
-        sent[transfer.feeder] += size
+        sent[transfer.sender] += size
         received[transfer.engine, transfer.engine_rank] += size
     return sent, received
 
@@ -143,7 +143,9 @@ def test_512_ranks_are_planned_in_3_seconds_and_evenly(model, trainer, engine):
     assert len(positions) == 512
     shape = EngineShape(**engine, nodes=("",) * 8)
     started = time.process_time()
-    plan = make_plan(layout, positions, shape, itemsize=2, max_bundle_bytes=piece_bytes(BUCKET))
+    plan = make_plan(
+        layout, positions, shape, itemsize=2, max_bundle_bytes=max_bundle_bytes(BUCKET)
+    )
     assert time.process_time() - started < 3.0
     sent, received = sent_and_received(plan)
     assert max(sent.values()) <= 1.1 * sum(sent.values()) / 512
@@ -218,9 +220,9 @@ def test_an_engine_is_fed_from_its_own_node(model_folders):
         layout, positions, engine, itemsize=4, max_bundle_bytes=4096, source_nodes=nodes
     )
     for transfer in plan.transfers:
-        assert nodes[transfer.feeder] == engine.nodes[transfer.engine]
-        if nodes[transfer.origin] == engine.nodes[transfer.engine]:
-            assert transfer.origin == transfer.feeder
+        assert nodes[transfer.sender] == engine.nodes[transfer.engine]
+        if nodes[transfer.owner] == engine.nodes[transfer.engine]:
+            assert transfer.owner == transfer.sender
 
 
 def test_kv_heads_fewer_than_engine_ranks_are_repeated(model_folders):
@@ -242,20 +244,20 @@ def test_what_comes_from_another_node_comes_to_each_node_once():
     ranks = [(f"node {rank // 8}", str(rank % 8)) for rank in range(128)]
     engine_nodes = [f"node {engine // 2}" for engine in range(32)]
     gpus = [tuple("0123"), tuple("4567")] * 16
-    places = find_places("auto", ranks, engine_nodes, gpus)
+    places = find_topology("auto", ranks, engine_nodes, gpus)
     plan = make_plan(
         layout, positions, EngineShape(tp_size=4, nodes=tuple(places.receivers)), itemsize=2,
-        max_bundle_bytes=piece_bytes(BUCKET), source_nodes=places.sources, hosts=places.hosts,
+        max_bundle_bytes=max_bundle_bytes(BUCKET), source_nodes=places.sources, hosts=places.hosts,
     )  # fmt: skip
     node = [name for name, _ in ranks]
     came, crossed, in_node = Counter(), 0, 0
     for one in plan.transfers:
         size = plan.bundle(one).num_bytes
-        assert places.sources[one.feeder] == places.receivers[one.engine]
-        if node[one.passer] != node[one.feeder]:
-            came[node[one.feeder], one.block, one.bundle] += 1
+        assert places.sources[one.sender] == places.receivers[one.engine]
+        if node[one.relay] != node[one.sender]:
+            came[node[one.sender], one.block, one.bundle] += 1
             crossed += size
-        elif one.passer != one.feeder:
+        elif one.relay != one.sender:
             in_node += size
     assert max(came.values()) == 1
     # every node holds one of the two stages, and needs the other one
@@ -265,7 +267,7 @@ def test_what_comes_from_another_node_comes_to_each_node_once():
 
     schedule = pack(plan, BUCKET)
     at = {
-        (placed.transfer.feeder, placed.transfer.block, placed.transfer.bundle): (number, placed)
+        (placed.transfer.sender, placed.transfer.block, placed.transfer.bundle): (number, placed)
         for rounds in schedule
         for number, bucket in enumerate(rounds)
         for placed in bucket
@@ -273,9 +275,9 @@ def test_what_comes_from_another_node_comes_to_each_node_once():
     assert len(at) == len(plan.transfers)
     for one in plan.transfers:
         if one.is_forwarded:
-            number, placed = at[one.feeder, one.block, one.bundle]
+            number, placed = at[one.sender, one.block, one.bundle]
             # it is handed on in the round in which it came, from where it lies
-            its_number, its_placed = at[one.passer, one.block, one.bundle]
+            its_number, its_placed = at[one.relay, one.block, one.bundle]
             assert (number, placed.staged_at) == (its_number, its_placed.offset)
-            assert its_placed.transfer.feeder == one.passer
-            assert its_placed.transfer.origin == one.origin
+            assert its_placed.transfer.sender == one.relay
+            assert its_placed.transfer.owner == one.owner

@@ -16,10 +16,15 @@ from megadapo.config import load_config
 from megadapo.models.folder import find_hf_config
 from megadapo.weights.layout.cuts import round_up
 from megadapo.weights.layout.layout import layout_for
-from megadapo.weights.sync.buckets import num_rounds, pack, parcel_of, repack, room_of
+from megadapo.weights.sync.buckets import (
+    capacity_of,
+    num_rounds,
+    pack,
+    relay_batches,
+    repack,
+)
 from megadapo.weights.sync.plan import ALIGNMENT
 from megadapo.weights.sync.transports import point_to_point
-from megadapo.weights.sync.transports.relay import relay_batches
 from tests.support.weights.message_order import stuck_ranks
 
 CONFIGS = Path(megadapo.__file__).parents[1] / "configs"
@@ -41,7 +46,7 @@ def planned(name: str, placement: str) -> SimpleNamespace:
     bucket_bytes = int(config.weights.bucket_mib * 2**20)
     full = pack(plan, bucket_bytes)
     sizes = [round_up(plan.bundle(one).num_bytes // 20, ALIGNMENT) for one in plan.transfers]
-    schedules = {"full": full, "delta": repack(plan, room_of(plan, full), sizes)}
+    schedules = {"full": full, "delta": repack(plan, capacity_of(plan, full), sizes)}
     return SimpleNamespace(
         config=config, layout=layout, plan=plan, hosts=hosts, schedules=schedules
     )
@@ -58,7 +63,7 @@ def test_each_byte_comes_to_a_node_at_most_once(name, placement):
     num_bytes: Counter[str] = Counter()
     for one in plan.transfers:
         node = hosts.receivers[one.engine]
-        if hosts.sources[one.passer] != node:
+        if hosts.sources[one.relay] != node:
             came[node, one.block, one.bundle] += 1
             num_bytes[node] += plan.bundle(one).num_bytes
     assert max(came.values(), default=1) == 1
@@ -108,7 +113,7 @@ def test_every_rank_enters_each_wave_that_another_waits_in(name, what, monkeypat
 
 
 def message_of(placed, rank):
-    feeder, passer = placed.transfer.feeder, placed.transfer.passer
+    feeder, passer = placed.transfer.sender, placed.transfer.relay
     sends = rank != feeder
     return (feeder if sends else passer, sends, placed.num_bytes)
 
@@ -159,7 +164,7 @@ def message_batches(case, schedule, monkeypatch):
         )
         outbox.connect([])
         for number, bucket in enumerate(rounds):
-            outbox.post(number, [parcel_of(plan, placed) for placed in bucket])
+            outbox.post(number, [placed.message(plan) for placed in bucket])
             for placed in bucket:
                 to = placed.transfer
                 arriving.setdefault((to.engine, to.engine_rank, number), []).append(placed)
@@ -167,10 +172,10 @@ def message_batches(case, schedule, monkeypatch):
     for number in range(len(engine.nodes)):
         for copy in range(plan.num_copies(number)):
             for engine_rank in range(engine.num_ranks):
-                seat = plan.seat(number, engine_rank, copy)
+                seat = plan.chain_position(number, engine_rank, copy)
                 inbox = point_to_point.PointToPointInbox([], num_bytes, device, seat)
                 for round_number in range(num_rounds(schedule)):
                     own = arriving.get((number, engine_rank, round_number), [])
-                    parcels = [parcel_of(plan, placed) for placed in own]
-                    list(inbox.fetch(round_number, sorted(parcels, key=lambda one: one.wave)))
+                    messages = [placed.message(plan) for placed in own]
+                    list(inbox.receive(round_number, sorted(messages, key=lambda one: one.wave)))
     return {rank: group.batches for rank, group in groups.items()}

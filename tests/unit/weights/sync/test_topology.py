@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megadapo.weights.sync.transports.places import find_places
+from megadapo.weights.sync.connect import find_topology
 
 
 def on_gpus(nodes: int, per_node: int) -> list[tuple[str, str]]:
@@ -11,19 +11,19 @@ def on_gpus(nodes: int, per_node: int) -> list[tuple[str, str]]:
 
 def test_engines_on_one_machine_read_the_same_memory():
     """Catches every engine being sent its own copy over shared memory."""
-    places = find_places("auto", [("n0", None)] * 4, ["n0", "n0"], [(), ()])
+    places = find_topology("auto", [("n0", None)] * 4, ["n0", "n0"], [(), ()])
     assert places.transport == "shared_memory"
-    assert places.numbers == [0, 0] and places.receivers == ["n0"]
+    assert places.receiver_of == [0, 0] and places.receivers == ["n0"]
     assert places.sources == ["n0"] * 4 and places.copies == ()
 
 
 def test_cpu_engines_read_memory_of_their_own_node_and_get_messages_where_there_is_none():
     """Catches an engine that looks for a bucket in the memory of another machine."""
     ranks = [("n0", None), ("n1", None)]
-    spread = find_places("auto", ranks, ["n1", "n0"], [(), ()])
+    spread = find_topology("auto", ranks, ["n1", "n0"], [(), ()])
     assert spread.transport == "shared_memory" and spread.sources == ["n0", "n1"]
     assert spread.receivers == ["n1", "n0"]
-    apart = find_places("auto", ranks, ["n1", "n2"], [(), ()])
+    apart = find_topology("auto", ranks, ["n1", "n2"], [(), ()])
     assert apart.transport == "nccl" and apart.sources is None
 
 
@@ -31,8 +31,8 @@ def test_an_engine_opens_only_memory_on_gpus_it_sees():
     """Catches a handle of a GPU that is hidden from the engine's process."""
     gpus = [tuple("0123"), tuple("4567")] * 2
     nodes = ["n0", "n0", "n1", "n1"]
-    places = find_places("auto", on_gpus(2, 8), nodes, gpus)
-    assert places.transport == "cuda_ipc" and places.numbers == [0, 1, 2, 3]
+    places = find_topology("auto", on_gpus(2, 8), nodes, gpus)
+    assert places.transport == "cuda_ipc" and places.receiver_of == [0, 1, 2, 3]
     assert places.sources == [f"engine {rank // 4}" for rank in range(16)]
 
 
@@ -40,9 +40,9 @@ def test_engines_on_other_gpus_are_sent_messages_once_for_each_node():
     """Catches CUDA IPC to an engine that shares no GPU with the trainer, and engines of one node
     that are each sent the same bytes."""
     nodes, gpus = ["n1", "n2", "n1", "n1"], [(gpu,) for gpu in "0012"]
-    places = find_places("auto", on_gpus(1, 4), nodes, gpus)
+    places = find_topology("auto", on_gpus(1, 4), nodes, gpus)
     assert places.transport == "nccl" and places.sources is None
-    assert places.receivers == ["n1", "n2"] and places.numbers == [0, 1, 0, 0]
+    assert places.receivers == ["n1", "n2"] and places.receiver_of == [0, 1, 0, 0]
     assert places.copies == (3, 1) and places.copy_of_each == [0, 0, 1, 2]
     # The same GPU numbers on another node are other GPUs.
-    assert find_places("auto", on_gpus(1, 4), ["n1"], [tuple("01")]).transport == "nccl"
+    assert find_topology("auto", on_gpus(1, 4), ["n1"], [tuple("01")]).transport == "nccl"

@@ -14,19 +14,19 @@ import torch
 from megadapo.errors import InfraError, WeightError
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions, stage_layers
-from megadapo.weights.sync.buckets import checksum
+from megadapo.weights.sync.buckets import Message, checksum
 from megadapo.weights.sync.plan import EngineShape
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
-from megadapo.weights.sync.sender import HeldWeightSender
-from megadapo.weights.sync.transports.cuda_ipc import _HANDLE_FIELDS, CudaIpcInbox
-from megadapo.weights.sync.transports.parcels import Parcel
-from megadapo.weights.sync.transports.point_to_point import PointToPointOutbox
-from megadapo.weights.sync.transports.shared_memory import (
+from megadapo.weights.sync.sender import PinnedWeightSender
+from megadapo.weights.sync.transports.in_place import (
+    _HANDLE_FIELDS,
     MEMORY_FOLDER,
+    CudaIpcInbox,
     SharedMemoryInbox,
     SharedMemoryOutbox,
 )
+from megadapo.weights.sync.transports.point_to_point import PointToPointOutbox
 from megadapo.weights.sync.transports.transports import open_inbox
 from tests.support.models.tiny_models import FAMILY_NAMES, make_model
 from tests.support.weights.connection import BUCKET, Connection, Shards, expected_shards
@@ -76,16 +76,16 @@ def test_interleaved_stages_send_each_layer_from_where_it_is(tmp_path, family, e
         assert all(torch.equal(target.done[name], expected[name]) for name in expected)
     for transfer in connection.plan.transfers:
         layer = connection.plan.blocks[transfer.block].layer
-        assert layer is None or layer in stages[transfer.feeder]
+        assert layer is None or layer in stages[transfer.sender]
 
 
 @pytest.mark.parametrize("trainer", [{"tp_size": 2, "pp_size": 2}, {"num_dp": 2}])
 def test_what_is_held_is_sent_however_the_weights_change(model_folders, trainer):
     """An engine that came back would else score the weights of another step."""
     folder, engine = model_folders["Qwen3"], EngineShape(tp_size=2)
-    connection = Connection(folder, trainer, engine, sender=HeldWeightSender)
+    connection = Connection(folder, trainer, engine, sender=PinnedWeightSender)
     for sender in connection.senders:
-        sender.hold()
+        sender.pin()
         for param in sender._live.values():
             param.fill_(torch.nan)
     for _ in range(2):
@@ -96,7 +96,7 @@ def test_what_is_held_is_sent_however_the_weights_change(model_folders, trainer)
             assert target.done.keys() == expected.keys()
             assert all(torch.equal(target.done[name], expected[name]) for name in expected)
     fingerprints = [sender.fingerprint() for sender in connection.senders]
-    connection.senders[0].hold()
+    connection.senders[0].pin()
     assert connection.senders[0].fingerprint() != fingerprints[0]
 
 
@@ -171,9 +171,9 @@ def test_shared_memory_leaves_no_file_behind():
     outbox.opened()
     assert set(folder.glob("megadapo-weights-*")) == before
     outbox.bucket(3)[5] = 77
-    parcel = Parcel(feeder=0, target=2, offset=4, num_bytes=8)
-    assert inbox.fetch(1, [parcel])[0].tolist() == [0, 77, 0, 0, 0, 0, 0, 0]
-    assert inbox.fetch(2, [parcel])[0].tolist() == [0] * 8
+    message = Message(sender=0, target=2, offset=4, num_bytes=8)
+    assert inbox.receive(1, [message])[0].tolist() == [0, 77, 0, 0, 0, 0, 0, 0]
+    assert inbox.receive(2, [message])[0].tolist() == [0] * 8
     with pytest.raises(InfraError, match="is not there"):
         SharedMemoryInbox([outbox.offer()])
 
@@ -223,14 +223,14 @@ def test_a_receiver_opens_no_bucket_that_it_does_not_read(transport, model_folde
         )
         for number in range(2)
     ]
-    assert [receiver.feeders for receiver in receivers] == [{0}, {1}]
+    assert [receiver.senders for receiver in receivers] == [{0}, {1}]
     hidden = {"path": "/nowhere", "num_bytes": BUCKET, "gpu": "GPU-hidden"}
-    common = {"num_bytes": 0, "device": torch.device("cpu"), "seat": plan.seat(0, 0)}
-    open_inbox(transport, [hidden, hidden, hidden], feeders=set(), **common)
+    common = {"num_bytes": 0, "device": torch.device("cpu"), "position": plan.chain_position(0, 0)}
+    open_inbox(transport, [hidden, hidden, hidden], senders=set(), **common)
     if transport == "shared_memory":
         outbox = SharedMemoryOutbox(BUCKET)
         offers = [hidden, outbox.offer(), hidden]
-        open_inbox(transport, offers, feeders=receivers[1].feeders, **common).close()
+        open_inbox(transport, offers, senders=receivers[1].senders, **common).close()
         outbox.close()
 
 
