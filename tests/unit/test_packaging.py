@@ -46,7 +46,7 @@ def pins(python: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
-    """What setup.py says of the package."""
+    """Metadata of the package."""
     folder = tmp_path_factory.mktemp("metadata")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
