@@ -28,6 +28,7 @@ from megadapo.weights.layout.layout import ModelLayout
 CONFIGS = Path(megadapo.__file__).parents[1] / "configs"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("qwen*.toml"))
 SIZES = {
+    "Qwen2.5-1.5B": 1_543_714_304,
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen2.5-32B": 32_763_876_352,
     "Qwen3-30B-A3B-Base": 30_532_122_624,
