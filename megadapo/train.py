@@ -13,8 +13,8 @@ from megadapo.run.evaluations import find_unfinished
 from megadapo.run.launch import Workers, start_workers
 from megadapo.run.replay import check_replay
 from megadapo.run.run import Run
-from megadapo.run.step_writer import StepWriter
-from megadapo.run.training import make_batch
+from megadapo.run.step.training import make_batch
+from megadapo.run.step.writer import StepWriter
 
 
 def train(

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"megadapo: {warning}", file=sys.stderr)
         return 0
     if arguments.restarts > 0:
-        from megadapo.run.supervise import Supervisor
+        from megadapo.run.state.supervisor import Supervisor
 
         return Supervisor(
             [sys.executable, "-m", "megadapo.cli", "train", *_single_start(arguments)],

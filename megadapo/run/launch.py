@@ -30,7 +30,7 @@ from megadapo.run.sampling import (
 )
 from megadapo.run.state.checkpoint import Checkpoint
 from megadapo.run.state.config_diff import samples_digest
-from megadapo.run.training import StepTrainer
+from megadapo.run.step.training import StepTrainer
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import TrainerSettings
 from megadapo.weights.sync.publish import Publisher

@@ -19,8 +19,8 @@ from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.processes import start_engines_alone
 from megadapo.run.sampling import Phases, SamplingInputs
 from megadapo.run.state.checkpoint import CHECKPOINTS
-from megadapo.run.step_rollouts import saved_groups
-from megadapo.run.training import make_batch
+from megadapo.run.step.rollouts import saved_groups
+from megadapo.run.step.training import make_batch
 
 SUFFIX = "-rollout"
 

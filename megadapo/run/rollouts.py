@@ -19,7 +19,7 @@ from megadapo.run.evaluations import Evaluations
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.sampling import SamplingInputs
 from megadapo.run.state.checkpoint import EVALUATING
-from megadapo.run.step_metrics import verifier_summary
+from megadapo.run.step.metrics import verifier_summary
 from megadapo.weights.sync.publish import Publisher, PublishReport
 
 SAMPLER_STATE = "sampler"

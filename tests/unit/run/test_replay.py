@@ -22,7 +22,7 @@ from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import SamplingSettings
 from megadapo.run.replay import ReplayedRollouts, check_replay
 from megadapo.run.rollouts import LiveRollouts
-from megadapo.run.step_rollouts import saved_groups
+from megadapo.run.step.rollouts import saved_groups
 from tests.support.rollout.scripted_engines import (
     POLICY_VERSION,
     PlainTokenizer,
@@ -30,8 +30,8 @@ from tests.support.rollout.scripted_engines import (
     ScriptedEngines,
     make_prompts,
 )
-from tests.unit.run.test_step_rollouts import CONFIG, MAX_TOKENS
-from tests.unit.run.test_step_rollouts import tokenizer as tokenizer
+from tests.unit.run.step.test_rollouts import CONFIG, MAX_TOKENS
+from tests.unit.run.step.test_rollouts import tokenizer as tokenizer
 
 STEPS = range(POLICY_VERSION, POLICY_VERSION + 3)
 """The second one is that of ScriptedEngines' policy."""

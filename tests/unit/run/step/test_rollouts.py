@@ -23,7 +23,7 @@ from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import SamplingSettings
-from megadapo.run.step_rollouts import saved_groups, saved_sequences
+from megadapo.run.step.rollouts import saved_groups, saved_sequences
 from megadapo.trainer.types import RecordedTokens, UpdateResult
 from tests.support.rollout.scripted_engines import (
     PlainTokenizer,

@@ -13,7 +13,7 @@ from megadapo.algorithm.kl_control import KlControlConfig, KlController
 from megadapo.config import load_config
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.processes import trainer_settings
-from megadapo.run.training import StepBatch, StepTrainer
+from megadapo.run.step.training import StepBatch, StepTrainer
 from megadapo.trainer.types import ReferenceKl
 from tests.support import REPOSITORY
 from tests.support.runs.step_results import UPDATE

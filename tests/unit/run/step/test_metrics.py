@@ -17,7 +17,7 @@ from megadapo.rollout.config import BranchingConfig
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.tools import ToolsConfig
-from megadapo.run.step_metrics import step_metrics, step_warnings, verifier_summary
+from megadapo.run.step.metrics import step_metrics, step_warnings, verifier_summary
 from megadapo.trainer.types import ParityCauses, Staleness, UpdateResult
 from tests.support.rollout.saved_groups import saved_group
 from tests.support.runs.step_results import UPDATE

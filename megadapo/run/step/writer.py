@@ -21,9 +21,9 @@ from megadapo.observe.oracles import check_oracles
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.launch import Workers
 from megadapo.run.run import Run
-from megadapo.run.step_metrics import step_metrics, step_warnings
-from megadapo.run.step_rollouts import saved_groups
-from megadapo.run.training import StepBatch
+from megadapo.run.step.metrics import step_metrics, step_warnings
+from megadapo.run.step.rollouts import saved_groups
+from megadapo.run.step.training import StepBatch
 from megadapo.trainer.types import UpdateResult
 from megadapo.weights.sync.publish import PublishReport
 

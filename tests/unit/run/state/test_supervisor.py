@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megadapo.cluster.watch.guard import start_time
-from megadapo.run.supervise import MAX_FRUITLESS
+from megadapo.run.state.supervisor import MAX_FRUITLESS
 
 DRIVER = """
 import os, signal, subprocess, sys, time
@@ -29,7 +29,7 @@ num = len(starts.read_text().splitlines())
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from megadapo.run.supervise import Supervisor
+from megadapo.run.state.supervisor import Supervisor
 folder, restarts, *command = sys.argv[1:]
 supervisor = Supervisor(
     command, Path(folder), max_restarts=int(restarts), say=print, first_wait_s=0.01, stale_s=2.0

@@ -18,7 +18,7 @@ from megadapo.data.pretraining import PretrainingStream, pack_pretraining
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.state.checkpoint import Checkpoint
-from megadapo.run.step_rollouts import saved_sequences
+from megadapo.run.step.rollouts import saved_sequences
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest, UpdateResult
 from megadapo.weights.disk.files import Files
