@@ -1,8 +1,8 @@
-"""Causal attention inside each of the sequences that are packed behind each other; fp32 on a CPU.
+"""Causal attention within packed sequences, fp32 on a CPU.
 
 Source: Dao et al., "FlashAttention" (arXiv 2205.14135) for the backward pass from the log of each
-row's sum. torch's own kernel wants sequences of one length, at tens of microseconds a sequence and
-head; here none is padded, and a sequence has the same bits in every batch.
+row's sum. torch's own kernel needs sequences of one length, at tens of microseconds per sequence
+and head. This one pads nothing, and a sequence has the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ATTENTION, ATTENTION_GRADS = "megadapo::packed_attention", "megadapo::packed_att
 """Names of the C passes in a profile."""
 
 LONGEST = 512
-"""Tokens of a sequence up to which keys and values stay in a core's cache; torch's kernel goes
-through longer ones in blocks of keys, and is faster there."""
+"""Longest sequence whose keys and values stay in a core's cache, in tokens. torch's kernel reads
+longer ones in blocks of keys and is faster there."""
 
 
 def packed_attention_definition(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float | None = None
 ) -> Tensor:
-    """By the book, differentiable; computes in the inputs' type."""
+    """Define packed attention: differentiable, in the inputs' dtype."""
     repeats = query.shape[1] // key.shape[1]
     outputs = [query[:0]]
     for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
@@ -46,7 +46,7 @@ def packed_attention_definition(
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, longest: int) -> bool:
-    """Whether `packed_attention` can do it, and faster than torch."""
+    """Return whether `packed_attention` supports these tensors and is faster than torch."""
     is_fp32 = all(x.dtype == torch.float32 for x in (query, key, value))
     fits = is_fp32 and not uses_triton(query) and query.device.type == "cpu" and longest <= LONGEST
     return fits and load_native(SOURCE) is not None
@@ -61,7 +61,7 @@ class _Tensor(ctypes.Structure):
 
 
 class _Problem(ctypes.Structure):
-    """`struct problem` of attention.c."""
+    """Layout of `struct problem` in attention.c."""
 
     _fields_ = (
         *((name, _Tensor) for name in ("query", "key", "value")),
@@ -76,25 +76,21 @@ class _Problem(ctypes.Structure):
 def _problem(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float
 ) -> _Problem:
-    """The tensors must outlive it."""
+    """Return the C call's arguments; the tensors must outlive them."""
     tensors = [_Tensor(x.data_ptr(), x.stride(0), x.stride(1)) for x in (query, key, value)]
     sizes = (len(cu_seqlens) - 1, longest, query.shape[1], key.shape[1], query.shape[2])
     starts = cu_seqlens.data_ptr()
     return _Problem(*tensors, starts, *sizes, scale, torch.get_num_threads())
 
 
-def _with_dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _call(name: str, function: str, problem: _Problem, *tensors: Tensor) -> None:
     library = load_native(SOURCE)
-    assert library is not None, "ask takes first"
+    assert library is not None, "call takes() first"
     moved(name, *tensors)
     with profiled_range(name):
         failed = getattr(library, function)(ctypes.byref(problem), *map(address, tensors))
     if failed:
-        raise MemoryError("no memory for the keys and values of a sequence")
+        raise MemoryError("out of memory for the keys and values of a sequence")
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -142,15 +138,15 @@ def packed_attention(
     longest: int,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention [T, heads, D] for query [T, heads, D] and key and value [T, groups, D].
+    """Return attention [T, heads, D] for query [T, heads, D] and key and value [T, groups, D].
 
     Args:
-        cu_seqlens: [S + 1] int32, where each sequence begins, and T behind them.
-        longest: tokens of the longest of them, or more.
-        scale: of the scores, positive; None is 1 / sqrt(D).
+        cu_seqlens: [S + 1] int32, start of each sequence, and T.
+        longest: upper bound of the sequences' lengths, in tokens.
+        scale: positive factor of the scores; None: 1 / sqrt(D).
 
     Raises:
-        ValueError: shapes do not fit, or the sequences are not the T tokens.
+        ValueError: shapes do not fit, or cu_seqlens does not cut T tokens into such sequences.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     num_tokens, num_heads, size = query.shape

@@ -1,7 +1,7 @@
 """RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight, statistics in fp32.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467). The
-weight's gradient is summed in a fixed order, without atomics: the same bits on every run.
+weight's gradient is summed in a fixed order without atomics: the same bits on every run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megadapo.kernels.cpu.layers import implementation, rmsnorm_c, rmsnorm_grads
 from megadapo.kernels.launch import block_size, moved, uses_triton, warps_for
 
 _NUM_PARTIAL_SUMS = 256
-"""Rows of partial weight gradients: enough programs to fill a GPU, few enough to add up."""
+"""Rows of partial weight gradients: enough programs to fill a GPU, few enough to sum cheaply."""
 _LARGEST_ROW = 16384
 _MOST_WARPS = 16
-"""A whole row lies in registers: 16 elements of 8192 a thread."""
+"""Warps for the longest rows. A whole row is in registers: 16 elements per thread for 8192."""
 
 
 def rmsnorm_definition(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """By the book, differentiable; computes in fp32 or wider and rounds once."""
+    """Define the layer: differentiable, in fp32 or wider, rounded once."""
     wide = x if x.dtype == torch.float64 else x.float()
     normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (normed * weight.to(wide.dtype)).to(x.dtype)
@@ -175,7 +175,8 @@ _rmsnorm: Callable[[Tensor, Tensor, float], Tensor] = _RMSNorm.apply
 def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """Normalise the last dimension of x [..., H] by its root mean square, times weight [H].
 
-    Raises ValueError where the shapes do not fit or H exceeds 16384 on CUDA.
+    Raises:
+        ValueError: the shapes do not fit, or H exceeds 16384 on CUDA.
     """
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight must be [{x.shape[-1]}] for x {list(x.shape)}")

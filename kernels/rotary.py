@@ -20,7 +20,7 @@ from megadapo.kernels.launch import moved
 
 
 def rotary_definition(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """By the book, differentiable; computes in fp32 or wider and rounds once."""
+    """Define the layer: differentiable, in fp32 or wider, rounded once."""
     wide = x if x.dtype == torch.float64 else x.float()
     half = cos.shape[-1]
     cos, sin = cos[:, None].to(wide.dtype), sin[:, None].to(wide.dtype)
@@ -96,7 +96,7 @@ def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     size = 2 * cos.shape[-1]
     cos, sin = cos.float(), sin.float() * sign
     turned, rest = x[..., :size].float(), x[..., size:]
-    # both halves at once: a pass over memory costs less than two over every other piece of it
+    # both halves at once: one pass over all memory is cheaper than two strided ones
     first, second = turned.chunk(2, dim=-1)
     swapped = torch.cat([second, first], dim=-1)
     y = turned * torch.cat([cos, cos], dim=-1)[:, None]
@@ -133,7 +133,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [T, heads, D] by each token's angles; cos and sin are [T, D_rotary / 2].
 
-    Columns from D_rotary on are passed through. Raises ValueError where the shapes do not fit.
+    Columns from D_rotary on stay as they are.
+
+    Raises:
+        ValueError: the shapes do not fit.
     """
     if x.dim() != 3 or cos.shape != sin.shape or cos.dim() != 2 or cos.shape[0] != x.shape[0]:
         raise ValueError(

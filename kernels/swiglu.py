@@ -20,7 +20,7 @@ from megadapo.kernels.launch import block_size, moved, warps_for
 
 
 def swiglu_definition(gate_up: Tensor) -> Tensor:
-    """By the book, differentiable; computes in fp32 or wider and rounds once."""
+    """Define the layer: differentiable, in fp32 or wider, rounded once."""
     wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
     gate, up = wide.chunk(2, dim=-1)
     return (functional.silu(gate) * up).to(gate_up.dtype)
@@ -116,7 +116,7 @@ class _SwiGLU(torch.autograd.Function):
         rows = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
         ctx.save_for_backward(rows)
         y = _FORWARD[implementation(rows)](rows)
-        return y.view(*gate_up.shape[:-1], -1) if rows.shape[0] else _no_rows(gate_up)
+        return y.view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
     @staticmethod
     @once_differentiable
@@ -131,14 +131,11 @@ class _SwiGLU(torch.autograd.Function):
 _swiglu: Callable[[Tensor], Tensor] = _SwiGLU.apply
 
 
-def _no_rows(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up [..., F] for gate_up [..., 2 F], gate first.
 
-    Raises ValueError where the last dimension is odd.
+    Raises:
+        ValueError: the last dimension is odd.
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up must end in an even dimension, got {list(gate_up.shape)}")

@@ -1,7 +1,7 @@
-"""Everything that the kernels use of torch beyond its public interface.
+"""Private parts of torch that the kernels use.
 
-Tried on torch 2.13. A torch that has changed or lost one of these is found out here, and the
-callers go on without it: slower, never wrong.
+Tested with torch 2.13. If another torch has changed or lost one of these, it is detected here and
+the callers work without it: slower, never wrong.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ BRGEMM_SYMBOLS = (
     "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
     "_ZN2at6native7cpublas14brgemm_releaseEb",
 )
-"""at::native::cpublas::brgemm for bf16 inputs and an fp32 result, and brgemm_release, by their C++
-names in torch 2.13; the names change with the arguments."""
+"""C++ names in torch 2.13 of at::native::cpublas::brgemm (bf16 inputs, fp32 result) and
+brgemm_release; a name changes with the function's arguments."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Brgemm:
 
 
 def find_brgemm() -> Brgemm | None:
-    """The product's addresses; None where this torch or this processor does not have it.
+    """Return the product's addresses; None if this torch or this processor does not have it.
 
-    oneDNN must be willing, and the processor must have the instructions instead of imitating
-    them. Without it the head widens its weights: see `policy_head_products.mm_fp32`.
+    The processor must have the bf16 instructions; emulated ones are slower than the alternative:
+    without the product the head widens its weights, see `policy_head.products.mm_fp32`.
     """
     if not (torch.backends.mkldnn.is_available() and _has_bf16_instructions()):
         return None
@@ -46,7 +46,7 @@ def find_brgemm() -> Brgemm | None:
 
 
 def _has_bf16_instructions() -> bool:
-    """What torch 2.13 says of oneDNN's and the processor's bf16; False where it does not say."""
+    """Return whether oneDNN and the processor support bf16; False if this torch cannot tell."""
     try:
         is_supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return bool(is_supported and torch.cpu._is_avx512_bf16_supported())
@@ -55,10 +55,10 @@ def _has_bf16_instructions() -> bool:
 
 
 def profiled_range(name: str) -> AbstractContextManager[object]:
-    """Show what is called within as a row of its own in a profile.
+    """Return a context whose calls are a row of their own in a profile.
 
-    Free where no profile is made, which torch 2.13 knows by a flag; a torch without that flag
-    pays for every range.
+    Without a profiler it costs nothing, thanks to a flag of torch 2.13; a torch without that flag
+    records every range.
     """
     is_profiling = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     return record_function(name) if is_profiling else nullcontext()

@@ -1,8 +1,8 @@
 /* Causal attention inside packed sequences in fp32 on a CPU; see attention.py.
  *
  * Compiled at first use by native.py. A task is a sequence and a head of keys, with all heads of
- * queries that read it, so that a sequence has the same bits in every batch and on any number of
- * threads. Four queries at a time meet all keys up to their own.
+ * queries that read it: a sequence has the same bits in every batch and on any number of threads.
+ * Four queries at a time are multiplied with all keys up to their own position.
  */
 
 #include "vectors.h"
@@ -11,7 +11,7 @@
 
 #define QUERIES 4
 
-/* attention.py:_Problem */
+/* same layout as attention.py:_Problem */
 struct tensor { /* [tokens, heads, size], the last dimension contiguous */
     const float *first;
     int64_t token_stride, head_stride;
@@ -25,8 +25,8 @@ struct problem {
     int threads;
 };
 
-/* What one thread needs for its present task; width and depth are the length of the sequence and the
- * size of a head, rounded up to LANES, and what lies behind them is 0. */
+/* Memory of one thread for its current task. width and depth are the length of the sequence and the
+ * size of a head, rounded up to LANES; the padding is 0. */
 struct scratch {
     float *keys_turned;   /* [size, width] */
     float *values_turned; /* [size, width] */
@@ -38,7 +38,7 @@ struct scratch {
     float *d_outs;        /* [QUERIES, depth] */
     float *scores;        /* [QUERIES, width] */
     float *d_scores;      /* [QUERIES, width] */
-    float *memory;        /* all of it */
+    float *memory;        /* one allocation for all of the above */
     int64_t width, depth;
 };
 
@@ -50,7 +50,7 @@ struct task {
 struct block {
     int64_t token, head;
     int64_t begin, num; /* queries of the sequence */
-    int64_t num_keys;   /* that the last of them reads */
+    int64_t num_keys;   /* number of keys that the last query reads */
     int64_t width;      /* num_keys rounded up to LANES */
 };
 
@@ -91,7 +91,7 @@ static void turn_rows(const float *from, int64_t stride, int64_t n, int64_t size
 
 static inline void store(float *p, vf x) { memcpy(p, &x, sizeof x); }
 
-/* c [QUERIES, columns] = a [QUERIES, terms] b [terms, columns], LANES columns of it */
+/* LANES columns of c [QUERIES, columns] = a [QUERIES, terms] b [terms, columns] */
 static inline void narrow_product(const float *a, int64_t a_stride, const float *b,
                                   int64_t b_stride, int64_t terms, float *c, int64_t c_stride) {
     vf sums[QUERIES] = {{0}};
@@ -103,7 +103,7 @@ static inline void narrow_product(const float *a, int64_t a_stride, const float 
     for (int q = 0; q < QUERIES; q++) store(c + q * c_stride, sums[q]);
 }
 
-/* The same for all columns, as many at a time as there are registers. */
+/* The same for all columns, as many at a time as the registers allow. */
 static inline void product(const float *a, int64_t a_stride, const float *b, int64_t b_stride,
                            int64_t terms, int64_t columns, float *c, int64_t c_stride) {
     int64_t at = 0;
@@ -141,9 +141,9 @@ static inline void add_outer(const float *a, int64_t a_stride, const float *b, i
     }
 }
 
-/* scores [width] become e^(score scale - shift) for the first n, 0 behind them; their sum. */
+/* Replace the first n of scores [width] by e^(score scale - shift), the rest by 0; return the sum. */
 static inline float powers(float *scores, int64_t n, int64_t width, float scale, float shift) {
-    for (int64_t j = n; j < width; j++) scores[j] = NEVER;
+    for (int64_t j = n; j < width; j++) scores[j] = MASKED_LOGIT;
     vf sum = {0};
     for (int64_t j = 0; j < width; j += LANES) {
         vf power = exponential(load(scores + j) * scale - shift);
@@ -154,7 +154,7 @@ static inline float powers(float *scores, int64_t n, int64_t width, float scale,
 }
 
 static inline float largest(float *scores, int64_t n, int64_t width) {
-    for (int64_t j = n; j < width; j++) scores[j] = NEVER;
+    for (int64_t j = n; j < width; j++) scores[j] = MASKED_LOGIT;
     vf best = load(scores);
     for (int64_t j = LANES; j < width; j += LANES) best = larger(load(scores + j), best);
     float result = best[0];
@@ -167,7 +167,7 @@ static inline struct block block_of(const struct task *t, int64_t head, int64_t 
     return (struct block){t->first + begin, head, begin, num, begin + num, padded(begin + num)};
 }
 
-/* Runs `work` for every four queries of all heads that read the task's keys. */
+/* Run `work` for every four queries of all heads that read the task's keys. */
 #define FOR_BLOCKS(p, t, b, work)                                                                  \
     for (int64_t b##_head = 0; b##_head < (p)->num_heads / (p)->num_groups; b##_head++)            \
         for (int64_t b##_begin = 0; b##_begin < (t)->length; b##_begin += QUERIES) {               \
@@ -205,7 +205,7 @@ static void attend_all(const struct problem *p, struct scratch *s, const struct 
     FOR_BLOCKS(p, t, b, attend(p, s, &b, out, log_sums))
 }
 
-struct results { /* of the forward pass, and where gradients go; all contiguous */
+struct results { /* results of the forward pass, and buffers for gradients; all contiguous */
     const float *out, *log_sums, *d_out;
     float *d_query, *d_key, *d_value;
 };
@@ -266,7 +266,7 @@ static inline struct task task_of(const struct problem *p, struct scratch *s, in
     return t;
 }
 
-/* Runs `work` for every task t with a scratch s of the thread's own; -1 without memory. */
+/* Run `work` for every task t with a scratch s per thread; return -1 if out of memory. */
 #define FOR_TASKS(p, s, t, work)                                                                   \
     int failures = 0;                                                                              \
     _Pragma("omp parallel num_threads((p)->threads) reduction(+ : failures)") {                    \
@@ -284,7 +284,7 @@ static inline struct task task_of(const struct problem *p, struct scratch *s, in
     }                                                                                              \
     return failures ? -1 : 0;
 
-/* out [tokens, heads, size], and the log of the sum of each query's powers [tokens, heads] */
+/* Write out [tokens, heads, size], and the log of the sum of each query's powers [tokens, heads]. */
 int megadapo_attention(const struct problem *p, float *out, float *log_sums) {
     FOR_TASKS(p, s, t, attend_all(p, &s, &t, out, log_sums))
 }

@@ -1,23 +1,23 @@
 /* RMSNorm, rotary embedding and SwiGLU in fp32 on a CPU, each in one pass over memory; see
  * rmsnorm.py, rotary.py and swiglu.py for what they compute.
  *
- * Compiled at first use by native.py, for the processor it then runs on. A row has the same bits in
- * every batch and on any number of threads.
+ * Compiled at first use by native.py for the processor it runs on. A row has the same bits in every
+ * batch and on any number of threads.
  */
 
 #include "vectors.h"
 
-#define ROWS_OF_SUM 64 /* rows that one sum over rows adds up */
+#define ROWS_OF_SUM 64 /* rows per partial sum over rows */
 
 typedef const float *restrict in;
 typedef float *restrict out;
 
-/* The first `count` of LANES floats: a number that the compiler knows but at the end of a row. */
+/* The first `count` of LANES floats; count is a compile-time constant except at the end of a row. */
 static inline vf get(in p, int64_t count) { return load_some(p, count, 0.0f); }
 
 static inline void put(out p, vf x, int64_t count) { memcpy(p, &x, (size_t)count * sizeof(float)); }
 
-/* In double: the error of a row's sum would be every element's. */
+/* In double: an error of a row's sum would affect every element. */
 static double sum_of_squares(in a, int64_t size) {
     double sums[LANES] = {0};
     int64_t i = 0;
@@ -67,7 +67,7 @@ static void rmsnorm_row_grads(in x, in weight, float inverse, in d_y, int64_t si
     }
 }
 
-/* d_x, and d_weights [ceil(num_rows / ROWS_OF_SUM), size], whose sum is the weight's */
+/* d_x, and d_weights [ceil(num_rows / ROWS_OF_SUM), size], whose sum is the weight's gradient */
 void megadapo_rmsnorm_grads(const float *x, const float *weight, const float *inverse_rms,
                             const float *d_y, int64_t num_rows, int64_t size, float *d_x,
                             float *d_weights, int threads) {
@@ -108,7 +108,7 @@ static inline vf chosen(vi condition, vf yes, vf no) {
     return (vf)(((vi)yes & condition) | ((vi)no & ~condition));
 }
 
-/* 1 / (1 + e^-x); and 1 - that, with all its digits */
+/* 1 / (1 + e^-x), and 1 minus it without cancellation */
 static inline vf sigmoid_of(vf x, vf *rest) {
     vi is_negative = x < all(0.0f);
     vf small = exponential(chosen(is_negative, x, -x)), large = 1.0f / (1.0f + small);

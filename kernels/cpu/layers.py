@@ -1,7 +1,7 @@
-"""RMSNorm, rotary embedding and SwiGLU on a CPU in C, a pass over memory each, for fp32.
+"""RMSNorm, rotary embedding and SwiGLU on a CPU in C, one pass over memory each, for fp32.
 
-Each takes what its file's Triton launcher takes. A row has the same bits in every batch and on any
-number of threads.
+Each function has the arguments of the Triton launcher in the layer's file. A row has the same bits
+in every batch and on any number of threads.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SWIGLU, SWIGLU_GRADS = "megadapo::swiglu", "megadapo::swiglu_grads"
 ROTARY = "megadapo::rotary"
 """Names of the C passes in a profile."""
 
+# ROWS_OF_SUM of layers.c
 _ROWS_OF_SUM = 64
-"""As in layers.c."""
 
 
 def implementation(*tensors: Tensor) -> Literal["triton", "c", "torch"]:
-    """What computes a layer on tensors like these."""
+    """Return which implementation of a layer runs on these tensors."""
     if uses_triton(tensors[0]):
         return "triton"
     fits = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
@@ -37,7 +37,7 @@ def implementation(*tensors: Tensor) -> Literal["triton", "c", "torch"]:
 
 
 def rmsnorm_c(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y [R, H], and 1 / rms(x) [R], of a contiguous x [R, H]."""
+    """Return y [R, H] and 1 / rms(x) [R] for a contiguous x [R, H]."""
     y = torch.empty_like(x)
     inverse_rms = torch.empty(x.shape[0], dtype=torch.float32)
     weight = weight.contiguous()
@@ -53,7 +53,7 @@ def rmsnorm_c(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rmsnorm_grads_c(
     x: Tensor, weight: Tensor, inverse_rms: Tensor, d_y: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """d_x [R, H] and d_weight [H] for contiguous x and d_y [R, H]."""
+    """Return d_x [R, H] and d_weight [H] for contiguous x and d_y [R, H]."""
     d_x, weight = torch.empty_like(x), weight.contiguous()
     d_weights = x.new_empty(-(-x.shape[0] // _ROWS_OF_SUM), x.shape[1])
     moved(RMSNORM_GRADS, x, d_y, d_x)
@@ -66,7 +66,7 @@ def rmsnorm_grads_c(
 
 
 def rotate_c(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """y [T, heads, D] for an x whose last dimension is contiguous, and cos and sin that are."""
+    """Return y [T, heads, D] for x with contiguous last dimension, and contiguous cos and sin."""
     num_tokens, num_heads, size = x.shape
     y = torch.empty(x.shape, dtype=x.dtype)
     moved(ROTARY, x, y)
@@ -80,7 +80,7 @@ def rotate_c(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def swiglu_c(gate_up: Tensor) -> Tensor:
-    """y [R, F] of a contiguous gate_up [R, 2 F]."""
+    """Return y [R, F] for a contiguous gate_up [R, 2 F]."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(num_rows, size)
     moved(SWIGLU, gate_up, y)
@@ -92,7 +92,7 @@ def swiglu_c(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_grads_c(gate_up: Tensor, d_y: Tensor) -> Tensor:
-    """d_gate_up [R, 2 F] for contiguous gate_up [R, 2 F] and d_y [R, F]."""
+    """Return d_gate_up [R, 2 F] for contiguous gate_up [R, 2 F] and d_y [R, F]."""
     d_gate_up = torch.empty_like(gate_up)
     moved(SWIGLU_GRADS, gate_up, d_y, d_gate_up)
     with profiled_range(SWIGLU_GRADS):
@@ -105,5 +105,5 @@ def swiglu_grads_c(gate_up: Tensor, d_y: Tensor) -> Tensor:
 
 def _library() -> ctypes.CDLL:
     library = load_native(SOURCE)
-    assert library is not None, "ask implementation first"
+    assert library is not None, "call implementation() first"
     return library

@@ -1,7 +1,7 @@
-"""C code for the CPU, compiled at first use for the processor it runs on.
+"""Loader of C code for the CPU, compiled at first use for the processor it runs on.
 
-Triton does the same for its launchers. Where no C compiler is found, or compilation fails, the
-callers use their torch operations instead: slower, and with last bits of their own.
+Triton does the same for its launchers. Without a C compiler, or if compilation fails, the callers
+use torch operations instead: slower, and with other last bits.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SWITCH = "MEGADAPO_NATIVE"
-"""Environment variable: "0" keeps the C code out."""
+"""Environment variable; "0" turns the C code off."""
 
 _FLAGS = (
     *("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math"),
-    # z * scale - maximum is 0 at the maximum; the exponential asks for its fusing itself
+    # no implicit fusing, so that z * scale - maximum is exactly 0 at the maximum
     *("-ffp-contract=off", "-fopenmp", "-fPIC", "-Wno-psabi"),
 )
 _TIMEOUT_S = 60
 _PROCESSOR = ("flags", "Features", "model", "stepping", "cpu family", "CPU ")
-"""Lines of /proc/cpuinfo that say what -march=native may use, on x86 and ARM."""
+"""Prefixes of the /proc/cpuinfo lines that decide what -march=native uses, on x86 and ARM."""
 _WRITABLE_BY_OTHERS = 0o022
 
 logger = logging.getLogger(__name__)
@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def load_native(source: Path) -> ctypes.CDLL | None:
-    """The library made from a C file; None where it cannot be had.
+    """Compile and load a C file; None if it is switched off or cannot be compiled.
 
-    Its OpenMP calls are left open at linking and find torch's own threads: a second pool would
-    fight with that one for the cores.
+    OpenMP calls stay unresolved at linking and bind to torch's thread pool: a second pool would
+    compete with it for the cores.
     """
-    import torch  # noqa: F401, its libraries resolve those calls
+    import torch  # noqa: F401, its libraries resolve the OpenMP calls
 
     compiler = find_compiler()
     if os.environ.get(SWITCH) == "0" or compiler is None:
@@ -54,22 +54,22 @@ def load_native(source: Path) -> ctypes.CDLL | None:
         return _load(source, compiler)
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
-        logger.warning("%s was not compiled, torch does its work: %s", source.name, reason)
+        logger.warning("%s was not compiled, using torch instead: %s", source.name, reason)
         return None
 
 
 def address(tensor: Tensor | None) -> ctypes.c_void_p:
-    """Where a tensor's numbers lie, as an argument of a C function; None is a null pointer."""
+    """Return a tensor's data pointer as an argument of a C function; None: a null pointer."""
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def integers(*values: int) -> Iterator[ctypes.c_int64]:
-    """Arguments of type int64_t."""
+    """Return arguments of type int64_t."""
     return map(ctypes.c_int64, values)
 
 
 def find_compiler() -> list[str] | None:
-    """The command of the C compiler: $CC, gcc or cc."""
+    """Return the command of the C compiler: $CC, gcc or cc; None if there is none."""
     for command in (os.environ.get("CC", ""), "gcc", "cc"):
         try:
             words = shlex.split(command)
@@ -91,12 +91,12 @@ def _load(source: Path, compiler: list[str]) -> ctypes.CDLL:
         try:
             return ctypes.CDLL(str(library))
         except OSError:
-            library.unlink(missing_ok=True)  # damaged: made again below
+            library.unlink(missing_ok=True)  # damaged: compile it again
     return ctypes.CDLL(str(_compile(source, library, compiler)))
 
 
 def _compile(source: Path, library: Path, compiler: list[str]) -> Path:
-    """Processes that start together may all compile; each puts a complete file in place."""
+    """Compile into a temporary folder and move the file: processes may compile at the same time."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = Path(folder) / "code.o", Path(folder) / "library.so"
         _run([*compiler, *_FLAGS, "-c", str(source), "-o", str(compiled)])
@@ -111,7 +111,7 @@ def _run(command: list[str]) -> str:
 
 
 def _fingerprint(source: Path, compiler: list[str]) -> str:
-    """Of everything that decides what the compiler makes: source, compiler and processor."""
+    """Return a hash of everything that decides the result: source, compiler and processor."""
     texts = [source.read_text(), *(file.read_text() for file in sorted(source.parent.glob("*.h")))]
     parts = [*texts, *compiler, *_FLAGS, _run([*compiler, "--version"])]
     processor = Path("/proc/cpuinfo")
@@ -122,7 +122,7 @@ def _fingerprint(source: Path, compiler: list[str]) -> str:
 
 
 def _cache_folder() -> Path | None:
-    """A folder that only this user can write; None where there is none."""
+    """Return a cache folder that only this user can write; None if there is none."""
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = root / "megadapo" / "kernels"

@@ -1,23 +1,22 @@
-/* A bf16 product with an fp32 result on a CPU, of which torch has the kernel but no operator.
+/* A bf16 product with an fp32 result on a CPU; torch has the kernel but no operator for it.
  *
- * The multiplying is oneDNN's, through ATen's brgemm, whose address products.py
- * hands in. Every element of the result is one kernel's sum over all of K, in an order that no
- * other size decides: it has the same bits in every tile, on any number of threads and at every
- * split of the columns.
+ * oneDNN multiplies, through ATen's brgemm, whose address products.py passes. Every element of the
+ * result is one kernel's sum over all of K, in an order that depends on no other size: it has the
+ * same bits in every tile, on any number of threads and at every split of the columns.
  */
 
 #include <stdint.h>
 #include <stdlib.h>
 
-#define COLUMNS 64 /* of the result, for which b is packed at once */
-#define ROWS 64    /* of the result in one call: few enough shapes to compile kernels for */
+#define COLUMNS 64 /* columns of the result for which b is packed at once */
+#define ROWS 64    /* rows of the result per call: oneDNN compiles a kernel per shape */
 #define PATCH 16
 
 typedef void (*brgemm_t)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
                          _Bool add, const void *a, const void *b, float *c, _Bool is_packed);
 typedef void (*release_t)(_Bool is_packed);
 
-/* Rows of b, as pairs along K, into columns: the layout of the processor's bf16 instructions. */
+/* Copy rows of b, as pairs along K, into columns: the layout of the processor's bf16 instructions. */
 static void pack(const uint32_t *b, int64_t num_rows, int64_t num_pairs, int64_t stride,
                  uint32_t *packed) {
     for (int64_t row = 0; row < num_rows; row += PATCH)
@@ -30,7 +29,7 @@ static void pack(const uint32_t *b, int64_t num_rows, int64_t num_pairs, int64_t
         }
 }
 
-/* out [m, n] fp32 = a [m, k] b [n, k]^T for an even k and even strides; -1 without memory. */
+/* out [m, n] fp32 = a [m, k] b [n, k]^T for even k and even strides; return -1 if out of memory. */
 int megadapo_product(brgemm_t brgemm, release_t release, const uint16_t *a, const uint16_t *b,
                      float *out, int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb,
                      int64_t ldc, int threads) {

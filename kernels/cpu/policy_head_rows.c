@@ -1,25 +1,25 @@
-/* The row passes of the policy head on a CPU; see policy_head_rows.py for what they compute.
+/* Row passes of the policy head on a CPU; see policy_head/rows.py for their definition.
  *
- * Compiled at first use by native.py, for the processor it then runs on. A row has the same bits in
- * every tile, on every thread and at every tensor-parallel size.
+ * Compiled at first use by native.py for the processor it runs on. A row has the same bits in every
+ * tile, on any number of threads and at every tensor-parallel size.
  */
 
 #include "vectors.h"
 
 #define UNROLL 4
 #define STEP (LANES * UNROLL)
-#define BLOCK (STEP * 32) /* columns that one set of partial sums adds up: keeps fp32 sums exact */
+#define BLOCK (STEP * 32) /* columns per set of partial sums: limits the rounding error in fp32 */
 
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 
 static float maximum_of(const float *z, int64_t n, float scale) {
     vf best[UNROLL];
-    for (int u = 0; u < UNROLL; u++) best[u] = all(NEVER);
+    for (int u = 0; u < UNROLL; u++) best[u] = all(MASKED_LOGIT);
     int64_t i = 0;
     for (; i + STEP <= n; i += STEP)
         for (int u = 0; u < UNROLL; u++) best[u] = larger(load(z + i + u * LANES), best[u]);
     for (; i + LANES <= n; i += LANES) best[0] = larger(load(z + i), best[0]);
-    if (i < n) best[0] = larger(load_some(z + i, n - i, NEVER), best[0]);
+    if (i < n) best[0] = larger(load_some(z + i, n - i, MASKED_LOGIT), best[0]);
     for (int u = 1; u < UNROLL; u++) best[0] = larger(best[u], best[0]);
     float result = best[0][0];
     for (int lane = 1; lane < LANES; lane++) result = best[0][lane] > result ? best[0][lane] : result;
@@ -70,7 +70,7 @@ void megadapo_row_stats(const float *logits, int64_t row_stride, int64_t num_row
             float *out = stats + shard * 4 * num_rows + row;
             out[0] = m;
             out[num_rows] = total;
-            out[2 * num_rows] = target >= 0 && target < valid ? z[target] * scale : NEVER;
+            out[2 * num_rows] = target >= 0 && target < valid ? z[target] * scale : MASKED_LOGIT;
             out[3 * num_rows] = weighted;
         }
 }
@@ -105,12 +105,12 @@ static inline __attribute__((always_inline)) void gradient_row(const float *z, i
     for (; i + LANES <= n; i += LANES)
         store(out, is_bf16, i, gradient(load(z + i), row, has_slope), LANES);
     if (i < n)
-        store(out, is_bf16, i, gradient(load_some(z + i, n - i, NEVER), row, has_slope), n - i);
+        store(out, is_bf16, i, gradient(load_some(z + i, n - i, MASKED_LOGIT), row, has_slope), n - i);
 }
 
 /* d_logits = (onehot - p) d_logprob - p (log p + entropy) d_entropy, times scale.
  *
- * Rows whose coefficients are both 0 become zeros, whatever their logits. out may be logits.
+ * Rows whose coefficients are both 0 become zeros, also if logits are not finite. out may be logits.
  */
 void megadapo_row_grads(const float *logits, int64_t row_stride, int64_t num_rows,
                         int64_t num_columns, int64_t num_valid, float scale, const float *maximum,
@@ -142,7 +142,7 @@ void megadapo_row_grads(const float *logits, int64_t row_stride, int64_t num_row
             gradient_row(z, num_valid, terms, to, 0, 1);
         memset(to + num_valid * itemsize, 0, (size_t)((num_columns - num_valid) * itemsize));
         if (is_here) {
-            /* 1 - p keeps its digits where p is nearly 1 */
+            /* 1 - p without cancellation if p is nearly 1 */
             float through_entropy = expf(log_p) * (fmaxf(log_p, SMALLEST) + entropy[row]);
             vf value = {scale * (-expm1f(log_p) * a - through_entropy * b)};
             store(to, is_bf16, target, value, 1);

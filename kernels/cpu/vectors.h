@@ -1,6 +1,5 @@
-/* As many floats at a time as a register holds, by GCC's vector extensions, so that the source alone
- * fixes the order of every sum on one kind of processor. Plain arithmetic: no library of vector
- * functions.
+/* Vectors of as many floats as a register holds, by GCC's vector extensions: the source alone fixes
+ * the order of every sum on one kind of processor. No library of vector functions is needed.
  */
 
 #pragma once
@@ -18,8 +17,8 @@
 #else
 #define LANES 16
 #endif
-#define SMALLEST (-87.0f) /* e^x is 0 from here down, and stands for x where 0 * x is meant */
-#define NEVER (-1e30f)    /* policy_head_types.NEVER: of what cannot be sampled, or not be read */
+#define SMALLEST (-87.0f)      /* e^x is 0 up to here; replaces x so that 0 * x is 0 */
+#define MASKED_LOGIT (-1e30f) /* policy_head/tiles.py: logit of padding, score of a hidden key */
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
@@ -44,7 +43,7 @@ static inline vf larger(vf a, vf b) {
     return (vf)(((vi)a & is_larger) | ((vi)b & ~is_larger));
 }
 
-/* a b + c, rounded once where the processor can */
+/* a b + c, rounded once if the processor can fuse */
 static inline vf fused(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);

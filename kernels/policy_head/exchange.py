@@ -1,9 +1,9 @@
-"""How hidden rows reach every tensor-parallel rank and how their gradients go back, block by block.
+"""Exchange of hidden rows and their gradients between tensor-parallel ranks, block by block.
 
-Rows are the tokens that enter the head, in order. Without sequence parallelism every rank holds
-them all and the gradient is all-reduced. With it each rank owns a contiguous part of the sequence:
-a block's rows are broadcast by their owners while the block before is computed, and its gradient
-is reduced to the owners while the block after is computed. Blocks hold the same rows either way.
+Rows are the tokens that enter the head, in order. Without sequence parallelism every rank has all
+rows and the gradient is all-reduced. With it each rank owns a contiguous part of the sequence: a
+block's rows are broadcast by their owners while the block before is computed, and its gradient is
+reduced to the owners while the block after is computed. Blocks have the same rows either way.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 Block = tuple[int, int]
-"""Rows start to stop among the selected rows."""
+"""Range (start, stop) of the selected rows."""
 
 
 class RowExchange(Protocol):
-    """Blocks are fetched in order, each once; `slot` then `send` give its gradient back."""
+    """Rows and gradients of the blocks: fetch each block once, in order, then `slot` and `send`."""
 
     def fetch(self, block: Block) -> Tensor: ...
 
@@ -33,7 +33,7 @@ class RowExchange(Protocol):
 
 
 def process_group_size(process_group: dist.ProcessGroup | None) -> int:
-    """Ranks in the tensor-parallel group; no group means one."""
+    """Return the number of ranks in the tensor-parallel group; None: 1."""
     return 1 if process_group is None else dist.get_world_size(process_group)
 
 
@@ -42,7 +42,7 @@ def process_group_rank(process_group: dist.ProcessGroup | None) -> int:
 
 
 def gather_stats(stats: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
-    """Collect stats [S/p, 4, R] of every rank into [S, 4, R], shards in global order."""
+    """Gather stats [S/p, 4, R] of every rank into [S, 4, R], shards in global order."""
     size = process_group_size(process_group)
     if size == 1:
         return stats
@@ -52,7 +52,7 @@ def gather_stats(stats: Tensor, process_group: dist.ProcessGroup | None) -> Tens
 
 
 class ReplicatedRows:
-    """Every rank holds all of hidden [T, H]; `rows` [R] selects, None takes all."""
+    """Exchange for ranks that all have hidden [T, H]; `rows` [R] selects, None: all rows."""
 
     def __init__(
         self, hidden: Tensor, rows: Tensor | None, process_group: dist.ProcessGroup | None
@@ -95,10 +95,10 @@ class _Segment:
 
 
 class ShardedRows:
-    """Each rank holds hidden [T/p, H], its part of the sequence.
+    """Exchange for ranks that each have hidden [T/p, H], their part of the sequence.
 
-    `rows` [R] are the selected rows of the whole sequence and `counts` how many of them each
-    rank owns. `blocks` is the order in which they will be fetched, the same on every rank.
+    `rows` [R] are the selected rows of the whole sequence; `counts` is how many of them each rank
+    owns. `blocks` are fetched in this order on every rank.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ShardedRows:
         self._grad: Tensor | None = None
 
     def fetch(self, block: Block) -> Tensor:
-        # the block after this one travels while this one is computed
+        # the next block is on its way while this one is computed
         while self._num_started < min(len(self._blocks), self._blocks.index(block) + 2):
             self._start_broadcast(self._blocks[self._num_started])
             self._num_started += 1
@@ -165,7 +165,7 @@ class ShardedRows:
         return segments
 
     def _own_rows(self, block: Block, segment: _Segment) -> slice:
-        """The segment's place among this rank's own selected rows."""
+        """Return the segment's range among this rank's own selected rows."""
         first = block[0] - self._edges[self._rank]
         return slice(first + segment.start, first + segment.stop)
 

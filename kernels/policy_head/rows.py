@@ -1,10 +1,10 @@
-"""Row passes over a tile of logits: what happens between the policy head's matrix products.
+"""Row passes over a tile of logits, between the policy head's matrix products.
 
 A row is one token's logits over this rank's part of the vocabulary, cut into equal shards in
-global order. `row_stats` reads a tile once and leaves four numbers per row and shard; merged over
-all shards in a fixed order they give the log-sum-exp, so the result does not depend on how the
-shards are spread over ranks. `policy_rows` and `logprob_rows` turn them into log-probs and
-entropy and overwrite the tile with its gradient. CUDA runs Triton, the CPU compiled C.
+global order. `row_stats` reads a tile once and returns four numbers per row and shard. Merged over
+all shards in a fixed order they give the log-sum-exp, so the result does not depend on how shards
+are spread over ranks. `policy_rows` and `logprob_rows` turn them into log-probs and entropy and
+overwrite the tile with its gradient. CUDA runs Triton, the CPU compiled C.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from megadapo.kernels.policy_head.tiles import PolicyInputs, RowOutputs, Tile
 def merge_stats(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Merge stats [S, 4, R] over the shards, in order.
 
-    Returns (maximum, log of the sum of e^(z - maximum), log-prob, entropy), each fp32 [R].
+    Returns:
+        (maximum, log of the sum of e^(z - maximum), log-prob, entropy), each fp32 [R].
     """
     shard_max, shard_sum, shard_target, shard_weighted = stats.unbind(1)  # [S, R] each
     maximum = shard_max.amax(0)
@@ -42,7 +43,7 @@ def merge_stats(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _sum_in_order(values: Tensor) -> Tensor:
-    """Sum [S, R] over S: sum(0) would add in another order for another number of rows."""
+    """Return the sum of [S, R] over S; the order of sum(0) would depend on the number of rows."""
     total = torch.zeros_like(values[0])
     for value in values.unbind(0):
         total = total + value
@@ -64,7 +65,7 @@ def policy_rows(
 ) -> None:
     """Fill `outputs` from merged stats [S, 4, R] and write dloss/dlogits into `d_logits`.
 
-    `d_logits` [R, V/p] may be the tile's logits themselves; None leaves the gradient out.
+    `d_logits` [R, V/p] may be the tile's logits themselves; None: no gradient.
     """
     if uses_triton(tile.logits):
         policy_rows_triton(tile, stats, inputs, objective, outputs, d_logits)
@@ -112,7 +113,7 @@ def logprob_grad_rows(
 ) -> None:
     """Write d_logits [R, V/p] for gradients of log-probs and entropy, each fp32 [R].
 
-    The tile's logits are fresh from the product and `stats` the merged ones of the forward pass.
+    The tile's logits are recomputed; `stats` are the merged stats of the forward pass.
     """
     if uses_triton(tile.logits):
         logprob_grad_rows_triton(tile, stats, d_logprobs, d_entropy, d_logits)

@@ -1,6 +1,6 @@
-"""The row passes of the policy head on a CPU: C where a compiler is there, torch elsewhere.
+"""Row passes of the policy head on a CPU: C if there is a compiler, else torch.
 
-Both read a tile twice and leave nothing in it between the passes, as the Triton kernels do. A row
+Both read a tile twice and store nothing in it between the passes, as the Triton kernels do. A row
 has the same bits in every tile, on any number of threads and at every tensor-parallel size.
 """
 
@@ -24,15 +24,15 @@ ROW_STATS, ROW_GRADS = "megadapo::row_stats", "megadapo::row_grads"
 """Names of the C passes in a profile."""
 
 SMALLEST = -87.0
-"""Stands for log p where p is 0 and 0 * log p is meant."""
+"""Value of log p if p is 0, so that p * log p is 0."""
 
 _SCRATCH_BYTES = 4 << 20
-"""The torch passes take rows in groups this large, which stay in the last-level cache."""
+"""Size of a group of rows in the torch passes, which stays in the last-level cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowGradients:
-    """What d_logits is made of: d = d_logprob (onehot - p) - d_entropy p (log p + H), each [R]."""
+    """Terms of d_logits = d_logprob (onehot - p) - d_entropy p (log p + H), each [R]."""
 
     maximum: Tensor
     log_total: Tensor
@@ -43,7 +43,7 @@ class RowGradients:
 
 
 def row_stats_cpu(tile: Tile) -> Tensor:
-    """Return the tile's stats [S/p, 4, R]; see policy_head_types.NUM_STATS."""
+    """Return the tile's stats [S/p, 4, R]; see tiles.NUM_STATS."""
     _check(tile)
     native = load_native(SOURCE)
     if native is None:
@@ -66,9 +66,9 @@ def row_stats_cpu(tile: Tile) -> Tensor:
 
 
 def row_grads_cpu(tile: Tile, terms: RowGradients, d_logits: Tensor) -> None:
-    """Write `d_logits` [R, V/p], which may be the tile's logits; else those are used up.
+    """Write `d_logits` [R, V/p], which may be the tile's logits; they are overwritten in any case.
 
-    A row without a gradient gets zeros, whatever its logits are.
+    A row without a gradient gets zeros, also if its logits are not finite.
     """
     _check(tile)
     logits, shards = tile.logits, tile.shards
@@ -79,15 +79,15 @@ def row_grads_cpu(tile: Tile, terms: RowGradients, d_logits: Tensor) -> None:
         return
     is_bf16 = d_logits.dtype == torch.bfloat16
     out = d_logits if is_bf16 or d_logits.dtype == torch.float32 else logits
-    kept = [terms.maximum, terms.log_total, terms.entropy, terms.d_logprobs, terms.d_entropy]
-    kept = [None if value is None else value.contiguous() for value in kept]
+    values = [terms.maximum, terms.log_total, terms.entropy, terms.d_logprobs, terms.d_entropy]
+    values = [None if value is None else value.contiguous() for value in values]
     moved(ROW_GRADS, logits, out)
     with profiled_range(ROW_GRADS):
         native.megadapo_row_grads(
             address(logits),
             *integers(logits.stride(0), *logits.shape, shards.num_valid_columns),
             ctypes.c_float(tile.inverse_temperature),
-            *map(address, kept),
+            *map(address, values),
             address(tile.targets),
             *integers(shards.start),
             address(out),
@@ -100,14 +100,14 @@ def row_grads_cpu(tile: Tile, terms: RowGradients, d_logits: Tensor) -> None:
 
 
 def _check(tile: Tile) -> None:
-    """What the C passes take for granted of the memory they are handed."""
+    """Assert the dtypes and strides that the C passes assume."""
     logits, targets = tile.logits, tile.targets
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, logits.dtype
     assert targets.dtype == torch.int64 and targets.is_contiguous(), targets.dtype
 
 
 def _row_groups(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
-    """Groups of rows that fit the cache, at least two rows each where there are two.
+    """Return groups of rows that fit the cache, of at least two rows each if there are two.
 
     torch splits a sum with a single result over its threads, which would change its bits.
     """
@@ -141,9 +141,9 @@ def _row_stats_torch(tile: Tile) -> Tensor:
 
 
 def _sum_last(x: Tensor) -> Tensor:
-    """Sum [r, S, n] over the last dimension to [r, S], with the same bits for every r and S."""
+    """Return the sum of [r, S, n] over n, [r, S], with the same bits for every r and S."""
     if x.shape[0] * x.shape[1] == 1:
-        # a lone result would be split over threads; two results are not
+        # torch splits the sum of a single result over threads, but not two results
         return x.expand(2, -1, -1).sum(-1)[:1]
     return x.sum(-1)
 

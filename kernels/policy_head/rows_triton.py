@@ -1,7 +1,7 @@
-"""The row passes in Triton, one program a row, or a row and shard for the statistics.
+"""Row passes in Triton: one program per row, or per row and shard for the statistics.
 
-Row offsets are 64-bit, sums are taken in a fixed order within one program: no atomics, the same
-bits on every run. fp32 throughout; only the stored gradient has the hidden states' dtype.
+Row offsets are 64-bit. Sums have a fixed order within one program and use no atomics: the same bits
+on every run. fp32 throughout; only the stored gradient has the hidden states' dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megadapo.kernels.policy_head.tiles import (
 )
 
 # Triton reads globals only as constexpr
-_NEVER = tl.constexpr(MASKED_LOGIT)
+_MASKED_LOGIT = tl.constexpr(MASKED_LOGIT)
 _DROPPED = tl.constexpr(DROPPED)
 
 
@@ -44,18 +44,18 @@ def row_stats_kernel(
     shard = tl.program_id(1).to(tl.int64)
     first = shard * shard_size
     base = LOGITS + row * logits_stride + first
-    # valid columns of this shard; none where the whole shard is padding
+    # valid columns of this shard; not positive if the whole shard is padding
     num_valid = tl.minimum(vocab_size - vocab_start - first, shard_size)
     offsets = tl.arange(0, BLOCK)
 
-    maximum = tl.full((), _NEVER, tl.float32)
+    maximum = tl.full((), _MASKED_LOGIT, tl.float32)
     total = tl.full((), 0.0, tl.float32)
     weighted = tl.full((), 0.0, tl.float32)
     for begin in range(0, num_valid, BLOCK):
         columns = begin + offsets
         inside = columns < num_valid
         z = tl.load(base + columns, mask=inside, other=0.0) * inv_temperature
-        z = tl.where(inside, z, _NEVER)
+        z = tl.where(inside, z, _MASKED_LOGIT)
         new_maximum = tl.maximum(maximum, tl.max(z, 0))
         gap = maximum - new_maximum
         rescale = tl.exp(gap)
@@ -68,7 +68,7 @@ def row_stats_kernel(
     target = tl.load(TARGETS + row) - vocab_start - first
     is_here = (target >= 0) & (target < num_valid)
     target_logit = tl.load(base + target, mask=is_here, other=0.0) * inv_temperature
-    target_logit = tl.where(is_here, target_logit, _NEVER)
+    target_logit = tl.where(is_here, target_logit, _MASKED_LOGIT)
     out = STATS + shard * 4 * num_rows + row
     tl.store(out, maximum)
     tl.store(out + num_rows, total)
@@ -80,13 +80,13 @@ def row_stats_kernel(
 def _merge_row(
     STATS: tl.tensor, row: tl.tensor, num_rows: tl.tensor, num_shards: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """`merge_stats` for one row."""
-    maximum = tl.full((), _NEVER, tl.float32)
+    """Merge the stats of one row, as `rows.merge_stats` does."""
+    maximum = tl.full((), _MASKED_LOGIT, tl.float32)
     for shard in range(num_shards):
         maximum = tl.maximum(maximum, tl.load(STATS + shard * 4 * num_rows + row))
     total = tl.full((), 0.0, tl.float32)
     weighted = tl.full((), 0.0, tl.float32)
-    target = tl.full((), _NEVER, tl.float32)
+    target = tl.full((), _MASKED_LOGIT, tl.float32)
     for shard in range(num_shards):
         stats = STATS + shard * 4 * num_rows + row
         gap = tl.load(stats) - maximum
@@ -118,7 +118,7 @@ def _write_row_grad(
     HAS_ENTROPY_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """d_logits = (d_logprob (onehot - p) - d_entropy p (log p + H)) * inv_temperature, one row."""
+    """Write one row of (d_logprob (onehot - p) - d_entropy p (log p + H)) * inv_temperature."""
     offsets = tl.arange(0, BLOCK)
     source = LOGITS + row * logits_stride
     destination = D_LOGITS + row * d_logits_stride
@@ -268,7 +268,7 @@ def logprob_rows_kernel(
 
 
 def row_stats_triton(tile: Tile) -> Tensor:
-    """Return the tile's stats [S/p, 4, R]; see policy_head_types.NUM_STATS."""
+    """Return the tile's stats [S/p, 4, R]; see tiles.NUM_STATS."""
     logits, shards = tile.logits, tile.shards
     stats = torch.empty(
         shards.num_local, NUM_STATS, tile.num_rows, dtype=torch.float32, device=logits.device
@@ -299,8 +299,8 @@ def policy_rows_triton(
     outputs: RowOutputs,
     d_logits: Tensor | None,
 ) -> None:
-    """`policy_rows` of policy_head_rows.py."""
-    # an absent input is never loaded; any pointer fills its place
+    """Launch `rows.policy_rows`."""
+    # an absent input is never loaded, so any pointer will do
     absent = inputs.logprobs_old
     switches, numbers = describe_terms(
         objective,
@@ -331,7 +331,7 @@ def policy_rows_triton(
 
 
 def logprob_rows_triton(tile: Tile, stats: Tensor, logprobs: Tensor, entropy: Tensor) -> None:
-    """`logprob_rows` of policy_head_rows.py."""
+    """Launch `rows.logprob_rows`."""
     logprob_rows_kernel[(tile.num_rows,)](
         **_row_arguments(tile, stats, None),
         LOGPROBS=logprobs,
@@ -347,7 +347,7 @@ def logprob_rows_triton(tile: Tile, stats: Tensor, logprobs: Tensor, entropy: Te
 def logprob_grad_rows_triton(
     tile: Tile, stats: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None, d_logits: Tensor
 ) -> None:
-    """`logprob_grad_rows` of policy_head_rows.py."""
+    """Launch `rows.logprob_grad_rows`."""
     logprob_rows_kernel[(tile.num_rows,)](
         **_row_arguments(tile, stats, d_logits),
         LOGPROBS=stats,  # not written
@@ -364,7 +364,7 @@ def logprob_grad_rows_triton(
 def _row_arguments(
     tile: Tile, stats: Tensor, d_logits: Tensor | None
 ) -> dict[str, Tensor | int | float]:
-    """What both kernels that take a row with its merged stats [S, 4, R] are launched with."""
+    """Return the launch arguments of both kernels that read merged stats [S, 4, R]."""
     grads = tile.logits if d_logits is None else d_logits
     block = block_size(tile.shards.num_columns)
     return {

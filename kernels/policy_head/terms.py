@@ -1,8 +1,7 @@
-"""The objective for one token: its value and its derivative, in torch and in Triton.
+"""Value and derivative of the objective for one token, in torch and in Triton.
 
-Both say the formulas of `algorithm/reference.py` side by side. What a kernel must know of an
-objective is described once, by `TermSwitches` and `TermNumbers`: a new rule changes this file and
-none of the kernels, their launches or the cases that compile them.
+Both implement the formulas of `algorithm/reference.py`. `TermSwitches` and `TermNumbers` describe
+an objective to a kernel: a new rule changes this file, but no kernel, launch or compile case.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ DROPPED = 8
 """Bits of a token's flags. A dropped token contributes to no sum and no gradient."""
 
 GATES = ("clip", "soft", "weight", "dppo", "ipo", "none", "logprob")
-"""What a kernel can be compiled for; "logprob" is an objective without a ratio."""
+"""Gates that a kernel can be compiled for; "logprob" is an objective without a ratio."""
 
 # Triton reads globals only as constexpr
 _MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
@@ -36,20 +35,20 @@ _DROPPED = tl.constexpr(DROPPED)
 
 
 class TermSwitches(NamedTuple):
-    """What a kernel is compiled for: nothing of another gate or of an absent term is in it."""
+    """Compile-time choices of a kernel, which contains no code of other gates or absent terms."""
 
     gate: str = "clip"
     """One of `GATES`."""
     has_dual_clip: bool = False
     kl_value: str = "none"
-    """Estimator, "none" without a reference."""
+    """Estimator; "none" without a reference policy."""
     kl_gradient: str = "none"
     has_importance_weights: bool = False
     has_entropy: bool = False
 
 
 class TermNumbers(NamedTuple):
-    """The objective's numbers, which a launch passes as one argument."""
+    """Numbers of the objective, one argument of a launch."""
 
     ratio_low: float
     ratio_high: float
@@ -66,7 +65,7 @@ class TermNumbers(NamedTuple):
 def describe_terms(
     objective: PolicyObjective, *, has_reference: bool, has_importance_weights: bool
 ) -> tuple[TermSwitches, TermNumbers]:
-    """What the kernels know of an objective and of which inputs it comes with."""
+    """Return an objective and its optional inputs as a kernel's switches and numbers."""
     gate = "clip" if objective.gate == "bapo" else objective.gate
     switches = TermSwitches(
         gate="logprob" if objective.ratio == "none" else gate,
@@ -93,7 +92,7 @@ def describe_terms(
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTerms:
-    """What the objective says about each token; all fp32 [R] but `flags`."""
+    """The objective's terms of each token; all fp32 [R] but `flags`."""
 
     loss: Tensor
     """l_t, not yet weighted."""
@@ -101,7 +100,7 @@ class TokenTerms:
     """dl_t / dlogprob_t."""
     ratio: Tensor
     kl: Tensor
-    """The KL estimate of the token, 0 without reference log-probs."""
+    """KL estimate of the token, 0 without reference log-probs."""
     flags: Tensor
     """uint8 bits."""
 
@@ -109,7 +108,7 @@ class TokenTerms:
 def policy_terms(
     logprobs: Tensor, entropy: Tensor, inputs: PolicyInputs, objective: PolicyObjective
 ) -> TokenTerms:
-    """Return value and derivative of every token's loss for logprobs and entropy, fp32 [R]."""
+    """Return value and derivative of every token's loss; logprobs and entropy are fp32 [R]."""
     logprobs_ref, importance_weights = inputs.logprobs_ref, inputs.importance_weights
     switches, numbers = describe_terms(
         objective,
@@ -195,8 +194,9 @@ def _kl_terms(
 ) -> tuple[Tensor, Tensor]:
     """Return a KL estimate and its derivative in the log-prob, both [R].
 
-    `raw` is log-prob of the reference less the policy's; `ratio_moves` where the ratio is not
-    clamped.
+    Args:
+        raw: [R] log-prob of the reference policy less the policy's.
+        ratio_moves: [R] whether the ratio is not clamped.
     """
     gap = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     moves = raw.abs() <= MAX_LOG_RATIO
@@ -208,7 +208,7 @@ def _kl_terms(
         value, slope = gap.exp() - gap - 1.0, 1.0 - gap.exp()
     slope = torch.where(moves, slope, torch.zeros_like(slope))
     if estimator == "corrected-k3":
-        # their sum, of which e^gap cancels
+        # the sum of both derivatives, in which e^gap cancels
         both = torch.where(moves, -gap, value)
         value, slope = ratio * value, ratio * torch.where(ratio_moves, both, slope)
     return value, slope
@@ -216,7 +216,7 @@ def _kl_terms(
 
 @triton.jit
 def clamp_log_ratio(x: tl.tensor) -> tl.tensor:
-    # comparisons, not min and max: a NaN must reach the loss, where it is caught
+    # comparisons instead of min and max: a NaN must reach the loss, where it is detected
     x = tl.where(x > _MAX_LOG_RATIO, _MAX_LOG_RATIO, x)
     return tl.where(x < -_MAX_LOG_RATIO, -_MAX_LOG_RATIO, x)
 
@@ -236,7 +236,7 @@ def gate_terms(
     numbers: tl.tuple,
     SWITCHES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """`_gate_terms` for one token."""
+    """Return (policy term, its derivative in the log-prob, flags) of one token."""
     flags = 0
     policy = -ratio * advantage
     slope = tl.where(inside, policy, 0.0)
@@ -285,7 +285,7 @@ def gate_terms(
 def kl_terms(
     raw: tl.tensor, ratio: tl.tensor, ratio_moves: tl.tensor, ESTIMATOR: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`_kl_terms` for one token."""
+    """Return a KL estimate and its derivative in the log-prob for one token."""
     gap = clamp_log_ratio(raw)
     moves = tl.abs(raw) <= _MAX_LOG_RATIO
     if ESTIMATOR == "k1":
@@ -316,7 +316,7 @@ def token_terms(
     numbers: tl.tuple,
     SWITCHES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """`policy_terms` for one token: (loss, d_logprob, ratio, kl, flags)."""
+    """Return (loss, d_logprob, ratio, kl, flags) of one token, as `policy_terms` does."""
     log_ratio = logprob - logprob_old
     inside = tl.abs(log_ratio) <= _MAX_LOG_RATIO
     ratio = tl.exp(clamp_log_ratio(log_ratio))

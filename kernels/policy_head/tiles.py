@@ -1,4 +1,4 @@
-"""What the row passes read and fill: a tile of logits, inputs and outputs of its tokens."""
+"""Inputs and outputs of the row passes: a tile of logits, and values per token."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ import torch
 from torch import Tensor
 
 NUM_STATS = 4
-"""Per row and shard: maximum, sum of e^(z - max), target's logit, sum of e^(z - max) (z - max)."""
+"""Stats per row and shard: max, sum of e^(z - max), target logit, sum of e^(z - max) (z - max)."""
 
 MASKED_LOGIT = -1e30
-"""The logit of a padded vocabulary row: below every real one, and still finite when squared
-differences are not taken, so that 0 * MASKED_LOGIT stays 0 and no NaN appears."""
+"""Logit of a padded vocabulary row: below every real one and finite, so that 0 * it is not NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VocabShards:
-    """How the vocabulary is cut: local column c lies in global shard first + c // size."""
+    """This rank's shards of the vocabulary: local column c is in global shard first + c // size."""
 
     size: int
     num_local: int
     num_total: int
     first: int
     vocab_size: int
-    """True vocabulary size; global columns from here on are padding."""
+    """True vocabulary size; later global columns are padding."""
 
     @property
     def start(self) -> int:
@@ -44,7 +43,7 @@ class VocabShards:
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """The logits of some tokens over this rank's part of the vocabulary."""
+    """Logits of some tokens over this rank's part of the vocabulary."""
 
     logits: Tensor  # [R, V/p] fp32
     targets: Tensor  # [R] int64, ids of the whole vocabulary
@@ -79,13 +78,13 @@ class RowOutputs:
         return cls(**dict(zip(names, values, strict=True)), flags=flags)
 
     def rows(self, rows: slice) -> RowOutputs:
-        """A view of some rows."""
+        """Return a view of some rows."""
         return RowOutputs(**{name: value[rows] for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyInputs:
-    """What the objective needs of each token: [T] from the caller, fp32 [R] in the head."""
+    """Values of each token that the objective reads: [T] from the caller, fp32 [R] in the head."""
 
     logprobs_old: Tensor
     advantages: Tensor
@@ -94,7 +93,7 @@ class PolicyInputs:
     importance_weights: Tensor | None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PolicyInputs:
-        """The same with every tensor changed."""
+        """Return the inputs with `change` applied to every tensor."""
         ref, weights = self.logprobs_ref, self.importance_weights
         return PolicyInputs(
             logprobs_old=change(self.logprobs_old),
@@ -105,5 +104,5 @@ class PolicyInputs:
         )
 
     def rows(self, rows: slice) -> PolicyInputs:
-        """A view of some rows."""
+        """Return a view of some rows."""
         return self.map(lambda value: value[rows])
