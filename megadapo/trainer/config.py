@@ -1,4 +1,4 @@
-"""What is trained and how it is split: the `[model]` and `[trainer]` sections."""
+"""The `[model]`, `[trainer]` and `[critic]` sections: models and their split over ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import (
-    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -24,7 +23,7 @@ class ModelConfig(Section, title="model"):
     path: str
     """Hugging Face model: a folder, or a name on the Hub."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """Whether weights are read from the folder, or drawn at random from its config.json alone."""
+    """Source of the first weights: the folder, or random numbers (only config.json is read)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; logits, statistics, gradients and Adam are always fp32."""
 
@@ -86,103 +85,90 @@ class OptimizerConfig(Section, title="trainer.optimizer"):
 
 
 class OffloadConfig(Section, title="trainer.offload"):
-    """What leaves the trainer's GPUs for pinned main memory while it does not compute, so that
-    engines on the same GPUs have the room (rollout.gpu_memory_utilization); only with
-    cluster.placement = "colocated". Training computes the same bits. Without GPUs it moves from
-    main memory to main memory, which is good for tests only."""
+    """State of the trainer that moves to pinned main memory while engines use the same GPUs
+    (rollout.gpu_memory_utilization); only with cluster.placement = "colocated". Training computes
+    the same bits. Without GPUs it is useful for tests only."""
 
     optimizer: Literal["none", "cpu"] = "none"
-    """Adam's moments and fp32 masters: away except in updates, saves and loads. They come back
-    while a step's old log-probs are computed."""
+    """Adam's moments and fp32 masters: on the GPU only in updates, saves and loads. They are
+    copied back while a step's old log-probs are computed."""
     gradients: Literal["none", "cpu"] = "none"
-    """Gradient buffers: away except in updates, each of which begins with zeros, so that nothing is
+    """Gradient buffers: on the GPU only in updates. Each update starts with zeros, so nothing is
     copied."""
     parameters: Literal["none", "cpu"] = "none"
-    """Weights: away while engines generate. An engine that is started again meanwhile gets them out
-    of main memory."""
+    """Weights: off the GPU while engines generate. An engine that restarts meanwhile gets them from
+    main memory."""
 
     @property
     def is_on(self) -> bool:
         return self != OffloadConfig()
 
 
-def _recompute_of_switch(value: object) -> object:
-    """What earlier runs recorded, and recipes may say: all of each layer, or nothing."""
-    if isinstance(value, bool):
-        return "full" if value else "none"
-    return value
-
-
 class TrainerConfig(Section, title="trainer"):
-    """How the trainer's ranks share the model and the batch."""
+    """Split of the model and the batch over the trainer's ranks."""
 
     tensor_parallel: PositiveInt = 1
     """Ranks that share each weight matrix."""
     pipeline_parallel: PositiveInt = 1
     """Stages that share the layers."""
     virtual_pipeline: PositiveInt = 1
-    """Chunks of layers per stage, which take turns: shorter waits, more messages (interleaved
-    1F1B)."""
+    """Chunks of layers per stage (interleaved 1F1B): shorter waits, more messages."""
     first_stage_layers: NonNegativeInt = 0
-    """Layers of the first stage, which also has the embedding; 0: as many as the other stages."""
+    """Layers of the first stage, which also has the embedding; 0: the same as other stages."""
     last_stage_layers: NonNegativeInt = 0
-    """Layers of the last stage, which also has the policy head; 0: as many as the other stages."""
+    """Layers of the last stage, which also has the policy head; 0: the same as other stages."""
     context_parallel: PositiveInt = 1
-    """Ranks that share the tokens of each sequence, and so the activations of a long one."""
+    """Ranks that share the tokens of each sequence, and so its activations."""
     data_parallel: PositiveInt = 1
     """Copies of the model that share the batch."""
     expert_parallel: PositiveInt = 1
-    """Ranks that share the experts of each layer; they are tensor-, context- and data-parallel
-    ranks of one stage, not further ones."""
+    """Ranks that share the experts of each layer: tensor-, context- and data-parallel ranks of one
+    stage, not additional ones."""
     expert_tensor_parallel: PositiveInt = 1
-    """Ranks that share the matrices of each expert; 1: every expert is whole on some rank."""
+    """Ranks that share the matrices of each expert; 1: experts are not split."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of each layer's router in an update; 0: none. It holds the
-    routers against how the whole step was routed, so the split does not matter for it either."""
+    """Weight of each router's load-balancing loss in an update; 0: none. It uses the routing of the
+    whole step, so it does not depend on the split."""
     router_replay: bool = False
-    """Send each token to the experts that the engine chose for it, in the log-prob passes and in
-    the updates, so that both compute it alike; only models with experts. They take layers x experts
-    per token bytes for each token of a step."""
+    """Send each token to the experts that the engine chose, in log-prob passes and updates; only
+    models with experts. It costs layers x experts per token bytes for each token of a step."""
     sequence_parallel: bool = False
     """Split norms and residuals over the tensor-parallel ranks too, to save activation memory."""
     tokens_per_micro_batch: PositiveInt = 16384
-    """Token budget of one forward pass per copy of the model, whose context-parallel ranks share
-    it; a longer sequence goes alone."""
-    recompute: Annotated[
-        Literal["none", "selective", "full"], BeforeValidator(_recompute_of_switch)
-    ] = "none"
-    """What is computed a second time in place of being kept for the backward pass: the parts of
-    each layer that `recompute_modules` names, or all of a layer but its input, which takes the
-    least memory and a third more work."""
+    """Token budget of one forward pass per copy of the model, shared by its context-parallel ranks;
+    a longer sequence is a micro-batch of its own."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that are computed again for the backward pass instead of being kept: those of
+    `recompute_modules`, or all but each layer's input (least memory, a third more work)."""
     recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = ("mlp",)
-    """Parts of a layer, with recompute = "selective". The MLP holds two thirds of what a layer
-    keeps; attention keeps little of its own where its kernel is fused."""
+    """Parts of a layer, with recompute = "selective". The MLP keeps two thirds of a layer's
+    activations; fused attention keeps few."""
     recompute_layers: NonNegativeInt = 0
-    """Layers of each stage's chunk, from its first on, with recompute = "full"; 0: all."""
+    """Number of first layers of each stage's chunk, with recompute = "full"; 0: all."""
     overlap_grad_reduce: bool = False
-    """Add up gradients over data parallel while the last backward pass runs, not after it."""
+    """Sum gradients over data parallel during the last backward pass, not after it."""
     overlap_param_gather: bool = False
-    """Gather updated weights over data parallel while the next forward pass runs, not before it;
-    pays from two updates a step on, as after the last one all weights are gathered at once."""
+    """Gather updated weights over data parallel during the next forward pass, not before it. It
+    helps with two or more updates a step: after the last, all weights are gathered at once."""
     bucket_parameters: NonNegativeInt = 0
-    """Parameters per message of both overlaps, on the first stage's first chunk (the others send
-    one message each, behind its compute); 0: megatron-core's choice, 40 million or more."""
+    """Parameters per message of both overlaps, on the first stage's first chunk (other chunks send
+    one message each); 0: megatron-core's choice, 40 million or more."""
     deterministic: bool = False
-    """On GPUs, take only algorithms that give the same bits twice, which are slower: the first
-    ratio is then exactly 1, and a step where it is not ends the run instead of being reported."""
+    """Use only deterministic algorithms on GPUs, which are slower. The first ratio is then exactly
+    1, and a step with another ratio ends the run."""
     num_threads: NonNegativeInt = 0
-    """CPU threads of each rank; 0 shares the machine's cores out over its ranks."""
+    """CPU threads of each rank; 0 divides the machine's cores over its ranks."""
     start_timeout_s: Timeout = 1800.0
-    """Seconds the ranks may take to start, form their groups and read the weights."""
+    """Time limit in seconds for ranks to start, form their groups and read the weights."""
     timeout_s: Timeout = 1800.0
-    """Seconds that a save or a load may take, and one collective in them or in an update."""
+    """Time limit in seconds of a save, of a load, and of one collective."""
     progress_timeout_s: Timeout = 600.0
-    """Seconds after which a rank counts as hung, without a sign of life, or in updates and
-    log-probs without a micro-batch; for these ten times the slowest recent one, if that is more."""
+    """Seconds without a heartbeat after which a rank counts as hung. In updates and log-probs, also
+    seconds without a micro-batch; then the limit is at least ten times the slowest recent one."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """The optimizer."""
+    """Optimizer of the policy."""
     offload: OffloadConfig = OffloadConfig()
-    """What leaves the GPUs between updates."""
+    """State that leaves the GPUs between updates."""
 
     def conflicts(self) -> Iterator[str]:
         yield from self._stage_conflicts()
@@ -201,7 +187,7 @@ class TrainerConfig(Section, title="trainer"):
 
     @property
     def num_replicas(self) -> int:
-        """Ranks with the same weights, among which gradients are summed and Adam is sharded."""
+        """Number of ranks with the same weights: they sum gradients and shard Adam."""
         return self.data_parallel * self.context_parallel
 
     def _stage_conflicts(self) -> Iterator[str]:
@@ -257,22 +243,22 @@ class TrainerConfig(Section, title="trainer"):
 
 
 class CriticOptimizerConfig(OptimizerConfig, title="critic.optimizer"):
-    """AdamW of the critic; its steps count like the policy's."""
+    """AdamW of the critic, on the policy's step count."""
 
     lr: NonNegativeFloat = 1e-5
     """Learning rate after warm-up."""
 
 
 class CriticConfig(Section, title="critic"):
-    """The critic of algorithm.advantage = "gae": a model with a value per token in the place of the
-    policy head, in the trainer's ranks, split as the policy is."""
+    """The critic of algorithm.advantage = "gae": a model that gives a value per token. It is on the
+    trainer's ranks and split like the policy."""
 
     path: str | None = None
-    """Hugging Face model it starts from, of the policy's vocabulary: a language model, whose value
-    head starts at 0, or a critic that was exported; none: model.path."""
+    """Hugging Face model to start from, with the policy's vocabulary: a language model (its value
+    head starts at 0) or an exported critic; by default model.path."""
     warmup: NonNegativeInt = 0
-    """First steps of the run, in which the critic alone is trained."""
+    """Number of first steps that train only the critic."""
     value_clip: PositiveFloat | None = 0.2
-    """How far a step may move a token's value before its gradient is cut; none: not at all."""
+    """Largest change of a token's value in a step before its gradient is clipped."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
-    """The critic's own optimizer."""
+    """Optimizer of the critic."""

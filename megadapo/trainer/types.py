@@ -1,4 +1,4 @@
-"""What the driver and the trainer's ranks exchange; importable without torch or Megatron."""
+"""Types that the driver and the trainer's ranks exchange; importable without torch or Megatron."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class UpdateResult:
     num_dropped_tokens: int
     """Response tokens that were left out because the engine gave no finite log-prob."""
     logprob_abs_mean: float
-    """Mean |trainer - engine| log-prob of fresh tokens; NaN if there are none."""
+    """Mean |trainer - engine| log-prob of fresh tokens; NaN without any."""
     logprob_abs_max: float
     tokens_trained: int
     staleness: Staleness = Staleness()
@@ -252,4 +252,4 @@ class RankUpdate:
     """Same on every rank."""
     share: RankShare
     recorded: RecordedTokens | None
-    """None on ranks that compute no log-probs or the same as another rank."""
+    """Recorded tokens; None on ranks that compute no log-probs or the same as another rank."""

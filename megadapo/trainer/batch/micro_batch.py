@@ -1,4 +1,4 @@
-"""One forward pass worth of sequences, as the tensors the model and its head read."""
+"""Sequences of one forward pass, as the tensors that the model and its head read."""
 
 from __future__ import annotations
 
@@ -23,54 +23,56 @@ from megadapo.trainer.batch.packing import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WholeSequences:
-    """The N predicted tokens of a micro-batch's sequences on all context-parallel ranks, which have
-    the same numbers here but for `own`."""
+    """The N predicted tokens of a micro-batch's sequences, on all context-parallel ranks.
 
-    sequences: np.ndarray  # [N] int64, which of the S sequences each token is of; ascending
-    own: np.ndarray  # [R] which of them this rank predicts, ascending
-    is_current: np.ndarray  # [N] bool, sampled from the weights as they are
+    All fields but `own` are the same on these ranks.
+    """
+
+    sequences: np.ndarray  # [N] int64, index among the S sequences of each token's, ascending
+    own: np.ndarray  # [R] indices of the tokens that this rank predicts, ascending
+    is_current: np.ndarray  # [N] bool, sampled from the current weights
     has_stale: bool
-    """Whether some were sampled from other weights."""
+    """Whether some tokens were sampled from other weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """T tokens of S packed sequences, R of which are predicted by the policy head.
 
-    Entry t of a [T] tensor belongs to hidden state t and is about the token behind it, which with
-    context parallelism may be on another rank; outside of `rows` its value means nothing.
+    Entry t of a [T] tensor belongs to hidden state t and describes the next token, which may be on
+    another context-parallel rank. Entries outside of `rows` are not used.
     """
 
     tokens: Tensor  # [1, T] int64
-    is_padding: Tensor  # [T] bool, of no sequence
+    is_padding: Tensor  # [T] bool, tokens of no sequence
     packed: PackedSequences
-    members: np.ndarray  # [S] int64, which of the batch's sequences these are
+    members: np.ndarray  # [S] int64, indices of the sequences in the batch
     lengths: np.ndarray  # [S] int64, their tokens
-    source: np.ndarray  # [R] place of each predicted token in the batch's flat arrays
-    sequences: np.ndarray  # [R] int64, which of the S sequences each predicted token is of
-    rows: Tensor  # [R] int64, ascending: the hidden states that predict them
+    source: np.ndarray  # [R] index of each predicted token in the batch's flat arrays
+    sequences: np.ndarray  # [R] int64, index among the S sequences of each predicted token's
+    rows: Tensor  # [R] int64, ascending: hidden states that predict a token
     targets: Tensor  # [T] int64
     advantages: Tensor  # [T] fp32
     loss_weights: Tensor  # [T] fp32
     logprobs_rollout: Tensor  # [R] fp32
-    is_current: Tensor  # [R] bool, sampled from the weights as they are
+    is_current: Tensor  # [R] bool, sampled from the current weights
     is_stale: Tensor  # [R] bool, sampled from other weights
     num_stale: int
     num_tokens: int
-    """T without its padding."""
+    """T without padding."""
     whole: WholeSequences
-    experts: Tensor | None = None  # [T, layers, K], where routers are told
-    """A token that the engine has none of, as it never read it, takes the token's before it."""
+    experts: Tensor | None = None  # [T, layers, K], with router replay
+    """Experts of each token. A token that the engine never read takes those of the token before."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same with every tensor on the device; itself if that is where they are."""
+        """Return a copy with every tensor on the device; itself if they are there."""
         if self.tokens.device == device:
             return self
         return replace(self, packed=self.packed.to(device), **tensors_on(self, device))
 
 
 class MicroBatchBuilder:
-    """Takes micro-batches out of a packed batch; their tensors are in host memory."""
+    """Builds micro-batches, in main memory, from sequences of a packed batch."""
 
     def __init__(
         self,
@@ -82,11 +84,10 @@ class MicroBatchBuilder:
     ) -> None:
         """
         Args:
-            inverse_frequencies: [D / 2], where our own layers turn queries and keys.
-            token_multiple: T is padded to it, which sequence parallelism needs.
-            part: this rank's of every sequence.
-            takes_experts: whether micro-batches get the experts of their tokens, if a batch has
-                them.
+            inverse_frequencies: [D / 2] of the rotary embedding, for our own layers.
+            token_multiple: T is padded to a multiple of it, for sequence parallelism.
+            part: this rank's part of every sequence.
+            takes_experts: whether micro-batches get the experts of their tokens.
         """
         self._inverse_frequencies = inverse_frequencies
         self._token_multiple = token_multiple
@@ -101,13 +102,12 @@ class MicroBatchBuilder:
         predicted: np.ndarray,
         policy_version: int | None,
     ) -> MicroBatch:
-        """The given sequences in this order; none at all gives padding that predicts nothing.
+        """Pack the given sequences in this order; without any, return only padding.
 
         Args:
             members: sequences of the batch.
-            predicted: [tokens of the batch] bool, which tokens the head predicts.
-            policy_version: which tokens count as sampled from the present weights; None: which
-                did does not matter.
+            predicted: [tokens of the batch] bool, tokens that the head predicts.
+            policy_version: of the current weights; None if stale tokens need not be known.
         """
         starts, stops = batch.cu_seqlens[:-1], batch.cu_seqlens[1:]
         members = np.asarray(members, dtype=np.int64)
@@ -162,11 +162,11 @@ class MicroBatchBuilder:
     def _experts(
         self, batch: PackedBatch, members: np.ndarray, row_of: np.ndarray, *, num_rows: int
     ) -> Tensor | None:
-        """[T, layers, K] of the tokens in their rows; padding goes to the first K experts."""
+        """Return [T, layers, K] in the tokens' rows; padding goes to the first K experts."""
         if not (self._takes_experts and batch.experts):
             return None
         _, num_layers, per_token = batch.experts[0].shape
-        # there is no arithmetic on torch's uint16
+        # torch has no arithmetic on uint16
         dtype = np.uint8 if batch.experts[0].dtype == np.uint8 else np.int32
         spread = np.broadcast_to(
             np.arange(per_token, dtype=dtype), (num_rows, num_layers, per_token)
@@ -182,8 +182,7 @@ class MicroBatchBuilder:
         return _tensor(spread)
 
     def _lay_out(self, lengths: np.ndarray) -> tuple[list[int], np.ndarray]:
-        """Lengths of the padded sequences; and the row of each token among this rank's T, -1 where
-        another rank has it."""
+        """Return padded lengths, and each token's row on this rank (-1: on another rank)."""
         padded = self._padded_lengths(lengths)
         places = self._part.places(padded)
         rows = np.full(sum(padded), -1)
@@ -193,7 +192,7 @@ class MicroBatchBuilder:
         return padded, _concatenate(pieces)
 
     def _padded_lengths(self, lengths: np.ndarray) -> list[int]:
-        """Of sequences that can be cut, and of padding behind them that makes T what it must be."""
+        """Return lengths that context parallelism can divide, and padding to the multiple."""
         chunks, ranks = self._part.chunks_per_sequence, self._part.size
         padded = (-(-lengths // chunks) * chunks).tolist()
         multiple = math.lcm(self._token_multiple, chunks // ranks)
@@ -202,7 +201,7 @@ class MicroBatchBuilder:
 
 
 def response_tokens(batch: PackedBatch) -> np.ndarray:
-    """[T] bool: the tokens behind the prompts."""
+    """Return [T] bool: the tokens after the prompts."""
     assert (batch.prompt_lengths > 0).all(), "the first token of a prompt has no predecessor"
     lengths = np.diff(batch.cu_seqlens)
     starts = np.repeat(batch.cu_seqlens[:-1], lengths)
@@ -212,16 +211,16 @@ def response_tokens(batch: PackedBatch) -> np.ndarray:
 
 
 def trained_tokens(batch: PackedBatch) -> tuple[np.ndarray, int]:
-    """[T] bool: the tokens with a loss; and how many lost theirs for want of an engine log-prob."""
+    """Return [T] bool of tokens with a loss, and the number dropped without an engine log-prob."""
     weighted = batch.loss_weights != 0.0
     scored = np.isfinite(batch.logprobs_rollout)
     return weighted & scored, int((weighted & ~scored).sum())
 
 
 def version_gaps(batch: PackedBatch, policy_version: int) -> np.ndarray:
-    """[T] int32: publications between the sampling of a token and the weights `policy_version`.
+    """Return [T] int32: publications between a token's sampling and `policy_version`.
 
-    0 for tokens that no policy sampled.
+    Tokens that no policy sampled have 0.
     """
     versions = batch.policy_versions
     return np.where(versions == NO_VERSION, 0, policy_version - versions)

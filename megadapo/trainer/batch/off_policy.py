@@ -1,4 +1,4 @@
-"""What an update is held against: old log-probs, and weights of tokens that others sampled."""
+"""The old policy of an update: its log-probs, and importance weights of stale tokens."""
 
 from __future__ import annotations
 
@@ -19,36 +19,33 @@ from megadapo.trainer.model.parallel import add_up_over_context
 
 @dataclass(frozen=True, kw_only=True)
 class OldPolicy:
-    """Of one micro-batch; [T] tensors are fp32 and mean something at its rows only."""
+    """Old policy of one micro-batch; [T] tensors are fp32 and valid at its rows only."""
 
     proximal: Tensor
-    """[T] the trainer's log-probs before the step's first update."""
+    """The trainer's log-probs [T] before the step's first update."""
     logprobs: Tensor
-    """[T] what the ratio is taken against; `proximal` itself unless stale tokens keep the
-    engine's."""
+    """Log-probs [T] in the ratio's denominator: `proximal`, or the engine's for stale tokens."""
     importance_weights: Tensor | None = None
-    """[T], 1 on tokens that are not weighted; None where no token is."""
+    """Weights [T], 1 for other tokens; None if no token is weighted."""
     logprobs_ref: Tensor | None = None
-    """[T] of the reference policy, for the loss; None where that has no KL divergence."""
+    """Reference log-probs [T] for the loss; None if the loss has no KL divergence."""
     kl: Tensor | None = None
-    """[R] float64, estimate of each predicted token's KL divergence before the step's first update;
+    """Estimated KL divergence [R] float64 of each predicted token before the step's first update;
     None without a reference."""
     advantages: Tensor | None = None
-    """[T] of each token, in the place of the batch's; None where those hold."""
+    """Advantages [T] that replace the batch's; None if the batch's are used."""
     num_weighted: int = 0
     num_outside: float = 0.0
-    """Weighted tokens whose ratio is out of bounds."""
+    """Number of weighted tokens whose ratio is out of bounds."""
 
 
 def old_policy(
     micro_batch: MicroBatch, proximal: Tensor, importance: ImportanceConfig
 ) -> OldPolicy:
-    """What one micro-batch's update is held against, from the trainer's log-probs [T].
+    """Return the old policy of one micro-batch, given the trainer's log-probs [T].
 
-    Collective over context-parallel ranks, each of which has some tokens of every sequence.
-
-    Where every token was sampled from the present weights and only stale ones are weighted, that
-    is the log-probs as they are.
+    It is collective over context-parallel ranks, each of which has some tokens of every sequence.
+    Without stale tokens, and if only they are weighted, it is just these log-probs.
     """
     keeps_rollout = importance.stale_logprobs == "rollout" and micro_batch.num_stale > 0
     logprobs = _with_rollout_logprobs(micro_batch, proximal) if keeps_rollout else proximal
@@ -83,12 +80,12 @@ def _with_rollout_logprobs(micro_batch: MicroBatch, proximal: Tensor) -> Tensor:
 
 
 def _weighted_tokens(micro_batch: MicroBatch, importance: ImportanceConfig) -> Tensor | None:
-    """Which of the R predicted tokens are weighted, as indices; None without a look at any."""
+    """Return indices of the weighted tokens among the R predicted; None skips the weighting."""
     recomputes = importance.stale_logprobs == "recompute"
     if importance.scope == "all":
         fresh = micro_batch.is_current
         return torch.nonzero(fresh | micro_batch.is_stale if recomputes else fresh).squeeze(1)
-    # not of this rank's tokens alone: all who share the sequences must go on alike
+    # over all context-parallel ranks, as all of them must take the same branch
     if recomputes and micro_batch.whole.has_stale:
         return torch.nonzero(micro_batch.is_stale).squeeze(1)
     return None

@@ -1,4 +1,4 @@
-"""Where the sequences of a packed micro-batch lie, as attention of our own reads them.
+"""The layout of a packed micro-batch's sequences, for our own attention.
 
 Attention never sees a mask over the whole packed micro-batch: sequences of similar length are
 padded into one causal batch, so memory and work follow the sequences, not their sum squared.
@@ -18,18 +18,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ContextPart:
-    """Of rank `rank` among `size`."""
+    """The part of every sequence that rank `rank` of `size` context-parallel ranks has.
+
+    A sequence is padded to a multiple of 2 x CP tokens and divided into as many equal chunks. Rank
+    r has chunks r and 2 x CP - 1 - r: an early one that attends to few tokens and a late one that
+    attends to many, so all ranks do equal work. megatron-core and Transformer Engine assume this
+    order.
+    """
 
     rank: int
     size: int
 
     @property
     def chunks_per_sequence(self) -> int:
-        """What the length of every packed sequence must be a multiple of."""
+        """Divisor of the length of every packed sequence."""
         return 2 * self.size if self.size > 1 else 1
 
     def places(self, lengths: Sequence[int]) -> np.ndarray:
-        """[T] int64: places of the rank's tokens among those of all ranks, ascending.
+        """Return [T] int64: indices of the rank's tokens among all ranks' tokens, ascending.
 
         Args:
             lengths: of the packed sequences, each a multiple of `chunks_per_sequence`.
@@ -39,7 +45,7 @@ class ContextPart:
         pieces, start = [np.empty(0, dtype=np.int64)], 0
         for length in lengths:
             chunk, rest = divmod(length, self.chunks_per_sequence)
-            assert not rest, "sequences are padded before they are cut"
+            assert not rest, "sequences are padded before they are divided"
             for number in (self.rank, self.chunks_per_sequence - 1 - self.rank):
                 pieces.append(np.arange(start + number * chunk, start + (number + 1) * chunk))
             start += length
@@ -47,7 +53,7 @@ class ContextPart:
 
 
 ALL = ContextPart(0, 1)
-"""Whole sequences, where no other rank shares them."""
+"""Whole sequences, without context parallelism."""
 
 
 SHORT_SEQUENCE = 32
@@ -58,7 +64,7 @@ SHORTEST_OF_BUCKET = 0.75
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length, padded to one length, behind those of the buckets before."""
+    """Sequences of similar length, padded to one length, after the sequences of earlier buckets."""
 
     num_sequences: int
     length: int
@@ -66,25 +72,26 @@ class Bucket:
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
-    """Where sequences begin and end, plus what our own layers need to respect it."""
+    """Bounds of the sequences, plus tensors that our own layers need."""
 
     cos: Tensor | None = None  # [T, D / 2] of the rotary embedding
     sin: Tensor | None = None  # [T, D / 2]
     buckets: tuple[Bucket, ...] = ()
-    padded_rows: Tensor | None = None  # [T] row of the padded buffer that holds token t
+    padded_rows: Tensor | None = None  # [T] row of token t in the padded buffer
     token_of_row: Tensor | None = None  # [padded rows] the token there; 0 in the gaps
     key_rows: Tensor | None = None
-    """[CP x T] as `padded_rows`, of all context-parallel ranks' tokens, one rank's behind
-    another's."""
-    key_of_row: Tensor | None = None  # [padded rows] as `token_of_row`, of these
+    """Rows as in `padded_rows`, [CP x T], of all context-parallel ranks' tokens in rank order."""
+    key_of_row: Tensor | None = (
+        None  # [padded rows] same as `token_of_row`, for the tokens of all ranks
+    )
 
     def to(self, device: torch.device) -> PackedSequences:
-        """The same with every tensor on the device."""
+        """Return a copy with every tensor on the device."""
         return replace(self, **tensors_on(self, device))
 
 
 def tensors_on(holder: Any, device: torch.device) -> dict[str, Any]:
-    """Those fields of a dataclass's object that are tensors, copied to the device."""
+    """Return the tensor fields of a dataclass object, copied to the device."""
     values = {field.name: getattr(holder, field.name) for field in fields(holder) if field.init}
     return {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
 
@@ -97,9 +104,9 @@ def pack_sequences(
     """Lay out sequences of the given lengths (all positive), packed in this order, on the host.
 
     Args:
-        inverse_frequencies: [D / 2] of the rotary embedding; None leaves out what only our own
-            layers read.
-        part: this rank's of every sequence.
+        inverse_frequencies: [D / 2] of the rotary embedding; None omits the tensors for our own
+            layers.
+        part: this rank's part of every sequence.
     """
     cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     packed = PackedSequences(
@@ -143,7 +150,7 @@ def _tokens_of_rows(rows: Tensor, num_padded_rows: int) -> Tensor:
 
 
 def _buckets(lengths: list[int]) -> tuple[tuple[Bucket, ...], np.ndarray]:
-    """The buckets in order, and the row of the padded buffer where each sequence begins."""
+    """Return the buckets in order, and each sequence's first row in the padded buffer."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     members: list[list[int]] = []
     for index in order:
@@ -161,12 +168,12 @@ def _buckets(lengths: list[int]) -> tuple[tuple[Bucket, ...], np.ndarray]:
 
 
 class _ToPadded(torch.autograd.Function):
-    """x [T, ...] to [padded rows, ...]; what a gap holds is not differentiated."""
+    """Maps x [T, ...] to [padded rows, ...]; rows in gaps get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, token_of_row: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
-        # one pass over memory, where zeros in the gaps would take two
+        # one pass over memory; zeros in the gaps would take two
         return x.index_select(0, token_of_row)
 
     @staticmethod
@@ -176,7 +183,7 @@ class _ToPadded(torch.autograd.Function):
 
 
 class _FromPadded(torch.autograd.Function):
-    """The inverse: padded [num_rows, ...] to [T, ...]."""
+    """Maps padded [num_rows, ...] back to [T, ...]."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, rows: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Weights and optimizer state on disk, readable at any other tensor, pipeline or data split.
 
-The learning rate follows from the step number and nothing here draws random numbers after the
-start, so weights, fp32 masters, Adam moments and the count of updates are the trainer's whole
-state. Weights are written for those who read nothing else (exports); loading makes them of the
-masters, as every update does, so each rank reads what it owns and nothing twice.
+The trainer's whole state is weights, fp32 masters, Adam moments and the count of updates: the
+learning rate follows from the step, and no random number is drawn after the start. Weights are
+written for exports only. A load computes them from the masters, as every update does, so each rank
+reads just the elements that it owns.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from megadapo.weights.disk.files import FileEntry, Files, check_files, hashed_fi
 from megadapo.weights.disk.torch_checkpoint import StoredPiece, StoredTensors, Window
 
 OPTIMIZER_FILE = "optimizer.json"
-"""Beside the shards: what is not a tensor, written by the first rank."""
+"""State that is not a tensor, written by the first rank beside the shards."""
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 @dataclass
 class Snapshot:
-    """A copy of what one rank writes, in memory of the host; training may go on."""
+    """A copy in main memory of one rank's part of a checkpoint; training may continue."""
 
     pieces: list[Piece]
     num_updates: int
-    """Of all ranks' optimizers."""
+    """Number of updates that the optimizer has applied, over all ranks."""
     checked: int
     """Index of the piece whose hash was taken from the model itself."""
     checked_hash: str
@@ -66,7 +66,7 @@ def take_snapshot(
     """Copy what this rank owns; collective.
 
     Args:
-        number: of the save, which decides whose hash is compared: in turn, every piece's.
+        number: of the save; it selects the piece whose hash is compared, each in turn.
     """
     live = _written(owned_runs(chunks, optimizer))
     pieces = [
@@ -84,18 +84,18 @@ def take_snapshot(
 
 
 def num_bytes_written(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
-    """Size of what this rank writes into a checkpoint, its files' own structure left out."""
+    """Return the size of this rank's tensors in a checkpoint, without the file format."""
     return sum(piece.data.nbytes for piece in _written(owned_runs(chunks, optimizer)))
 
 
 def write_snapshot(
     snapshot: Snapshot, folder: Path, *, rank: int
 ) -> tuple[Files, list[StoredPiece]]:
-    """Write one file into `folder`, and of the first rank one more; gives the copy's memory back.
+    """Write this rank's files into `folder`, freeing the copy on the way.
 
     Raises:
-        CheckpointError: what lies in the file is not what was trained.
-        OSError: it could not be written.
+        CheckpointError: the file differs from the trained weights.
+        OSError: a file could not be written.
     """
     files: Files = {}
     stored = []
@@ -122,7 +122,7 @@ def load_checkpoint(
     """Read a state that was written at any split; collective over all ranks.
 
     Raises:
-        CheckpointError: the folder cannot be read, or has not exactly this model's state.
+        CheckpointError: the folder cannot be read, or does not fit this model.
     """
     runs = owned_runs(chunks, optimizer)
     stored = StoredTensors(folder)
@@ -137,10 +137,10 @@ def load_checkpoint(
 
 
 def check_across_ranks(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Compare a checkpoint's files with their hashes, each on the rank that will read it.
+    """Compare a checkpoint's files with their hashes, each file on one rank.
 
     Raises:
-        CorruptCheckpointError: on every rank, one or more differ.
+        CorruptCheckpointError: a file differs; raised on every rank.
     """
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     own = {name: files[name] for name in files if reader_of(name, num_ranks) == rank}
@@ -156,7 +156,7 @@ def check_across_ranks(folder: Path, files: Mapping[str, FileEntry]) -> None:
 
 
 def reader_of(file: str, num_ranks: int) -> int:
-    """Which rank looks after a file: its writer, where there are as many ranks as then."""
+    """Return the rank that checks a file: its writer, if the number of ranks is the same."""
     shard = _SHARD.fullmatch(Path(file).name)
     return 0 if shard is None else int(shard[1]) % num_ranks
 
@@ -190,18 +190,18 @@ def _check_live(folder: Path, piece: StoredPiece, expected: str) -> None:
         target.copy_(torch.load(io.BytesIO(file.read(piece.num_bytes)), weights_only=True))
     if _hash_of(target) != expected:
         raise CheckpointError(
-            f"{folder / piece.file}: {piece.key} at {piece.offset} is not what was trained"
+            f"{folder / piece.file}: {piece.key} at {piece.offset} differs from the trained weights"
         )
 
 
 def _hash_of(values: Tensor) -> str:
-    # a copy: memory that numpy has seen cannot be taken away from a tensor, as trainer.offload does
+    # a copy: trainer.offload cannot resize storage that numpy has seen
     flat = values.detach().to("cpu", copy=True).view(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
 def _check_fit(runs: Sequence[OwnedRun], stored: StoredTensors) -> None:
-    """Find out on every rank whether the folder has all of the model and nothing else."""
+    """Raise CheckpointError on every rank unless the folder has exactly the model's tensors."""
     pieces = [piece for run in runs for piece in (*run.weights, *run.state)]
     shapes = {piece.key: (piece.shape, piece.is_flexible) for piece in pieces}
     gathered = [shapes] * torch.distributed.get_world_size()
@@ -222,30 +222,23 @@ def _read_num_updates(folder: Path) -> int:
     path = folder / OPTIMIZER_FILE
     try:
         return int(json.loads(path.read_bytes())["num_updates"])
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{folder} was written by an earlier version, and has no {OPTIMIZER_FILE}: export it, "
-            "and begin a run from the export"
-        ) from error
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
 
 
 WriteOthers = Sequence[Callable[[Path], Files]]
-"""What is not a snapshot: each writes something below a folder."""
-
-
+"""Functions that each write further files below a folder."""
 NICENESS = 15
-"""Of the writing thread: while an update wants the core it is on, it gets 3 percent of it."""
+"""Priority of the writing thread: it gets 3 percent of a core that an update also uses."""
 
 
 class CheckpointWriter:
-    """A thread that writes one snapshot after the other."""
+    """A thread that writes one checkpoint after another."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._executor = ThreadPoolExecutor(
-            1, thread_name_prefix="checkpoint", initializer=_give_way
+            1, thread_name_prefix="checkpoint", initializer=_lower_priority
         )
         self._pending: Future[RankReport] | None = None
         self.num_begun = 0
@@ -256,25 +249,23 @@ class CheckpointWriter:
         snapshots: dict[str, Snapshot],
         others: WriteOthers,
     ) -> None:
-        """Begin to write.
+        """Start to write.
 
         Args:
-            folder: the trainer's, which is there.
-            snapshots: by folder below it.
-            others: is called after them.
+            folder: the trainer's folder of the checkpoint, which exists.
+            snapshots: by folder name below it.
+            others: called after the snapshots are written.
 
         Raises:
-            CheckpointError: the save before is still being written.
+            CheckpointError: the previous save is still being written.
         """
         if self._pending is not None and not self._pending.done():
-            raise CheckpointError(
-                f"trainer rank {self._rank} still writes the save before this one"
-            )
+            raise CheckpointError(f"trainer rank {self._rank} is still writing the previous save")
         self.num_begun += 1
         self._pending = self._executor.submit(self._write, folder, snapshots, others)
 
     def report(self, *, wait: bool = False) -> RankReport | None:
-        """What became of the save; None while it is being written."""
+        """Return the outcome of the save; None while it is being written."""
         assert self._pending is not None, "nothing is being written"
         if not (wait or self._pending.done()):
             return None
@@ -302,7 +293,7 @@ class CheckpointWriter:
         return report
 
 
-def _give_way() -> None:
-    """Let this thread have what the others leave; Linux takes the number of a thread here."""
-    with contextlib.suppress(PermissionError):  # a sandbox that forbids it must not cost the save
+def _lower_priority() -> None:
+    # on Linux, setpriority accepts the number of a thread
+    with contextlib.suppress(PermissionError):  # a sandbox may forbid it; the save still works
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

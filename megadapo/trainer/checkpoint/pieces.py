@@ -1,9 +1,8 @@
-"""What a rank owns of weights, masters and moments, and where it lies in the whole model.
+"""The weights, masters and moments that a rank owns, and their place in the whole model.
 
-The distributed optimizer cuts the parameters of ranks with the same weights into runs of elements,
-one run of each parameter a rank. Such a run is a few boxes of the whole tensor: so every rank
-writes what it owns and no more, nothing is gathered for a checkpoint, and any other split finds the
-boxes that it needs.
+The distributed optimizer divides each parameter into runs of elements, one per rank with the same
+weights. A run is a few boxes of the whole tensor. So every rank writes just its own boxes, nothing
+is gathered for a checkpoint, and any other split finds the boxes that it needs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 from megadapo.trainer.model.megatron_internals import optimizer_state_of
 
 MASTER = "fp32_param"
-"""Name of the fp32 master among a parameter's state."""
+"""Name of the fp32 master in a parameter's state."""
 _STATE_KEY = "optimizer.state.{name}.{key}"
 
 
@@ -34,13 +33,13 @@ class Piece:
     key: str
     """Name of the tensor in checkpoints."""
     shape: tuple[int, ...]
-    """Of the whole tensor; layers and experts are stacked in front."""
+    """Shape of the whole tensor; layers and experts are its leading axes."""
     offset: tuple[int, ...]
-    """Where the box begins in it."""
+    """Start of the box in the whole tensor."""
     data: Tensor
-    """A view: reading into it changes the model. Its shape is the box's."""
+    """View of the box: a write changes the model."""
     is_flexible: bool
-    """Whether the whole tensor may have more or fewer rows elsewhere: a padded vocabulary."""
+    """Whether the number of rows may differ at another split: a padded vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +47,20 @@ class OwnedRun:
     """One parameter's run of elements."""
 
     weight: Tensor
-    """The model's, flat."""
+    """Part of the model's parameter, flat."""
     master: Tensor
-    """The optimizer's, flat; where weights are fp32, the same memory."""
+    """Part of the optimizer's master, flat; fp32 weights are their own masters."""
     weights: tuple[Piece, ...]
     state: tuple[Piece, ...]
     """Boxes of the master and the moments."""
     is_first_replica: bool
-    """False where another tensor-parallel rank or pipeline stage owns the same."""
+    """Whether no lower tensor-parallel rank or pipeline stage owns the same elements."""
 
 
 def owned_runs(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> list[OwnedRun]:
-    """Every run that this rank's optimizer updates."""
+    """Return every run that this rank's optimizer updates."""
     places: dict[Tensor, list[_Place]] = {}
     for chunk in chunks:
         for entry in nested_values(chunk.module.sharded_state_dict(metadata={})):
@@ -75,15 +74,15 @@ def owned_runs(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a contiguous part of a parameter lies in the whole model."""
+    """Place of a contiguous part of a parameter in the whole model."""
 
     start: int
-    """Its first element in the flat parameter."""
+    """First element of the part in the flat parameter."""
     tensor: ShardedTensor
 
 
 def _places(entry: ShardedTensor | ShardedTensorFactory) -> list[_Place]:
-    """Of all parts: gate and up projection are one parameter, whose halves lie apart."""
+    """Return the place of each part: gate and up projection, one parameter, are two tensors."""
     parts: Any = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     whole = entry.data
     assert all(part.data.is_contiguous() for part in parts), "parts are runs of a parameter's rows"
@@ -105,13 +104,13 @@ def _owned_run(
             for name, values in state.items()
             for piece in _pieces(_STATE_KEY.replace("{name}", name), values, start, places)
         ),
-        # the last coordinate is of the ranks that own different runs of it
+        # the last coordinate counts ranks that own different runs
         is_first_replica=replica[:2] == (0, 0),
     )
 
 
 def _pieces(key: str, values: Tensor, first: int, places: Sequence[_Place]) -> Iterator[Piece]:
-    """The boxes of a flat run that begins at the parameter's element `first`."""
+    """Yield the boxes of a flat run that starts at the parameter's element `first`."""
     for place in places:
         tensor = place.tensor
         start = max(first, place.start)
@@ -134,9 +133,9 @@ def _pieces(key: str, values: Tensor, first: int, places: Sequence[_Place]) -> I
 def boxes(
     shape: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offset and sizes of the boxes that elements `start` to `stop` of a row-major tensor fill.
+    """Yield offset and sizes of boxes that cover elements `start` to `stop` of a row-major tensor.
 
-    In the order of the elements; at most 2 n - 1 for n axes, none for an empty run.
+    Boxes are in the order of the elements: at most 2 n - 1 for n axes, 0 for an empty run.
     """
     if start >= stop:
         return
@@ -169,7 +168,7 @@ def _in_row(
 def put_masters_into_weights(
     runs: Sequence[OwnedRun], chunks: Sequence[DistributedDataParallel]
 ) -> None:
-    """Make the weights of all ranks those of the masters, as an update does; collective."""
+    """Set the weights of all ranks from the masters, as an update does; collective."""
     for run in runs:
         run.weight.copy_(run.master)
     for chunk in chunks:

@@ -45,7 +45,7 @@ def wait_for_save(
     """Ask the ranks until all have written; return all files of the checkpoint.
 
     Args:
-        ranks: those that write, though they may have ended since.
+        ranks: writing ranks, which may have ended meanwhile.
         deadline: on the monotonic clock, when every rank must have written.
         watch: raises if a rank hangs.
 
@@ -83,7 +83,7 @@ def complete_save(folder: Path, reports: Sequence[RankReport]) -> Files:
         CheckpointError: a rank could not write, or a piece was written twice or not at all.
         OSError: the metadata could not be written.
     """
-    # it imports torch, which the driver needs not before a save
+    # it imports torch, which the driver does not need before a save
     from megadapo.weights.disk.torch_checkpoint import METADATA_FILE, write_metadata
 
     if errors := [report.error for report in reports if report.error]:

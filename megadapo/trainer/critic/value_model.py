@@ -117,7 +117,7 @@ class ValueTask:
 
     micro_batch: MicroBatch
     targets: ValueTargets | None
-    """None asks for values instead of the loss."""
+    """Targets of the loss; None asks for values instead."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""Lets megatron-core run on the CPU over Gloo, by answering where it asks for CUDA by name.
+"""Runs megatron-core on the CPU over Gloo, by replacing the CUDA functions that it calls.
 
-Everything that differs between the platforms is here; with CUDA present nothing is changed.
+All differences between the platforms are here. With CUDA present, nothing is changed.
 """
 
 from __future__ import annotations
@@ -31,44 +31,44 @@ _FACTORIES = (
 
 
 class _Stream:
-    """Stands for the one order in which a CPU executes, and for an event in it."""
+    """A stand-in for a CUDA stream and for an event: a CPU executes in order."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        """A device and a priority, of which there is one each."""
+        """Ignore device and priority."""
 
     def wait_stream(self, stream: _Stream) -> None:
-        """Work on a CPU is finished when the call returns: nothing to wait for."""
+        """Return at once: work on a CPU is finished when its call returns."""
 
     def record_event(self) -> _Stream:
-        """An event that has happened."""
+        """Return an event that has happened."""
         return self
 
     def synchronize(self) -> None:
-        """Work on a CPU is finished when the call returns: nothing to wait for."""
+        """Return at once: work on a CPU is finished when its call returns."""
 
 
 def install_cpu_platform() -> None:
-    """Answer megatron-core's CUDA questions for the CPU in this process; call before importing it.
+    """Replace the CUDA functions of this process for megatron-core; call before importing it.
 
-    Meant for trainer processes only: torch's own functions are replaced.
+    Call it in trainer processes only, as torch's own functions are replaced.
     """
     assert not torch.cuda.is_available(), "the CPU platform is for processes without CUDA"
     if getattr(torch.cuda, "megadapo_cpu_platform", False):
         return
-    _answer_for_devices()
-    _answer_for_tensors()
+    _replace_devices()
+    _replace_tensor_methods()
     _import_megatron_uncompiled()
-    _answer_for_random_states()
-    _answer_for_experts()
-    _answer_for_gathers()
+    _replace_random_states()
+    _replace_expert_functions()
+    _replace_coalesced_gathers()
     _replace(torch.cuda, megadapo_cpu_platform=True)
 
 
-def _answer_for_devices() -> None:
+def _replace_devices() -> None:
     stream = _Stream()
     _replace(
         torch.cuda,
-        # handed on as `device=torch.cuda.current_device()`, so it may be a device
+        # used as `device=torch.cuda.current_device()`, so a device is fine
         current_device=lambda: CPU,
         synchronize=lambda device=None: None,
         empty_cache=lambda: None,
@@ -77,16 +77,16 @@ def _answer_for_devices() -> None:
         Stream=_Stream,
         stream=nullcontext,
     )
-    # torch notes its factories when a device's context first asks for them: not those put here
+    # a device context caches torch's factories on first use: let it cache the original ones
     with torch.device("meta"):
         torch.empty(0)
     _replace(torch, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
 
 
-def _replace(library: object, **answers: object) -> None:
-    """Put other attributes in the place of a library's own, whose types they need not have."""
-    for name, answer in answers.items():
-        setattr(library, name, answer)
+def _replace(library: object, **replacements: object) -> None:
+    """Replace attributes of a library; their types may differ."""
+    for name, replacement in replacements.items():
+        setattr(library, name, replacement)
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -103,7 +103,7 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, int) or str(device).startswith("cuda")
 
 
-def _answer_for_tensors() -> None:
+def _replace_tensor_methods() -> None:
     cpu_type = torch.Tensor.type
 
     def type_as_cuda(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
@@ -119,9 +119,9 @@ def _answer_for_tensors() -> None:
 
 
 def _import_megatron_uncompiled() -> None:
-    """megatron-core marks its fused GPU functions for torch.compile as it is imported.
+    """Import megatron-core without torch.compile, which it applies to fused GPU functions.
 
-    None of them runs here, and loading the compiler would double the start of every rank.
+    They do not run here, and loading the compiler would double the start time of every rank.
     """
     compiler = torch.compile
     _replace(torch, compile=lambda function: function)
@@ -132,8 +132,8 @@ def _import_megatron_uncompiled() -> None:
         _replace(torch, compile=compiler)
 
 
-def _answer_for_random_states() -> None:
-    """The CPU's generator takes the place of the CUDA generator."""
+def _replace_random_states() -> None:
+    """Use the CPU's generator in place of the CUDA generator."""
     _replace(
         torch.cuda,
         get_rng_state=lambda device=None: torch.get_rng_state(),
@@ -151,8 +151,8 @@ def _answer_for_random_states() -> None:
     )
 
 
-def _answer_for_experts() -> None:
-    """How many tokens go where is numbers in numpy once it has left the GPU."""
+def _replace_expert_functions() -> None:
+    """Return token counts as numpy numbers, as megatron-core does for counts from a GPU."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -160,13 +160,13 @@ def _answer_for_experts() -> None:
 
     _replace(token_dispatcher, maybe_move_tensor_to_cpu=moved)
     if not hasattr(moe_utils, "te_general_gemm"):
-        # 0.16 asks for Transformer Engine's product by a name that it lacks where there is none
+        # 0.16 reads this name also without Transformer Engine, and does not define it then
         _replace(moe_utils, te_general_gemm=None)
 
 
-def _answer_for_gathers() -> None:
-    """Gloo's coalesced gather (torch 2.13) corrupts memory once in some thousand times, which ends
-    the process at any later time; its plain gather does not."""
+def _replace_coalesced_gathers() -> None:
+    """Use plain gathers: Gloo's coalesced gather (torch 2.13) corrupts memory once in some thousand
+    calls, which ends the process at any later time."""
     from megatron.core.distributed import param_and_grad_buffer
     from torch.distributed.distributed_c10d import _coalescing_manager, _world
 

@@ -1,4 +1,11 @@
-"""Layers of experts in megatron-core: their options, and the loss that spreads tokens evenly."""
+"""Layers of experts in megatron-core: their options, and the loss that spreads tokens evenly.
+
+For one layer with E experts the loss is E sum_i f_i P_i. f_i is the share of a step's choices that
+went to expert i when its old log-probs were computed. P_i is the router's mean probability of it
+over the tokens of an update. The loss is 1 if all experts get the same load. f_i is known before
+the first update and the same on every rank, so the loss is a sum over tokens and does not depend
+on the split. Source of the global f_i: Qiu et al., "Demons in the Detail" (arXiv 2501.11873).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +28,7 @@ from megadapo.trainer.types import ExpertResult
 
 
 def expert_options(model: ModelDescription, trainer: TrainerConfig) -> dict[str, Any]:
-    """megatron-core's options of a model with experts; none for others."""
+    """Return megatron-core's options for a model with experts; empty for other models."""
     if model.routing is None:
         return {}
     uses_te = torch.cuda.is_available()
@@ -31,11 +38,11 @@ def expert_options(model: ModelDescription, trainer: TrainerConfig) -> dict[str,
         "expert_model_parallel_size": trainer.expert_parallel,
         "expert_tensor_parallel_size": trainer.expert_tensor_parallel,
         "moe_router_topk": model.routing.experts_per_token,
-        # the softmax over a token's own experts is that over all, divided by its sum over them
+        # a softmax over a token's experts is the softmax over all, divided by its sum over them
         "moe_router_pre_softmax": not model.routing.sums_to_one,
         # in bf16 the scores of many experts would be equal
         "moe_router_dtype": "fp32",
-        # its own losses depend on how a batch is cut into micro-batches
+        # megatron-core's losses depend on the split into micro-batches
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": uses_te,
         "moe_permute_fusion": uses_te,
@@ -43,11 +50,11 @@ def expert_options(model: ModelDescription, trainer: TrainerConfig) -> dict[str,
 
 
 def mark_experts(chunk: GPTModel) -> None:
-    """Have the gradients of experts added up over the ranks that hold the same ones.
+    """Mark experts, so that their gradients are summed over the ranks with the same experts.
 
-    megatron-core 0.16 takes them for ordinary weights where no rank has other experts than the
-    next, and would then leave out the tokens of the other tensor-parallel ranks. It is also what
-    makes the optimizer's state the same at every split.
+    Without expert parallelism, megatron-core 0.16 treats them as ordinary weights and ignores the
+    tokens of the other tensor-parallel ranks. The mark also makes the optimizer's state the same at
+    every split.
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
@@ -55,11 +62,11 @@ def mark_experts(chunk: GPTModel) -> None:
 
 
 def forget_routing(chunk: GPTModel) -> None:
-    """Let no layer keep a micro-batch's graph until the next one comes.
+    """Release each micro-batch's graph after its layer, not at the next micro-batch.
 
-    megatron-core's dispatcher would, by the probabilities it dispatched. Gradient hooks hold the
-    model from inside that graph, where Python's collector does not look: the model, and the threads
-    of its process groups, would live for as long as the process.
+    megatron-core's dispatcher keeps the dispatched probabilities and so the graph. Gradient hooks
+    in the graph refer to the model, and Python's collector does not see them. Otherwise the model
+    and the threads of its process groups would live as long as the process.
     """
     for module in chunk.modules():
         if isinstance(module, MoELayer):
@@ -74,19 +81,21 @@ def _forget(layer: MoELayer, inputs: object, output: object) -> None:
 
 
 class BalancedRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
-    """megatron-core's router, which counts its choices when asked to, and can be pulled."""
+    """megatron-core's router, which can count its choices and has a load-balancing loss."""
 
-    counts: Tensor | None = None  # [2, E] fp64 choices and sums of probabilities; None: not counted
+    counts: Tensor | None = (
+        None  # [2, E] fp64 choices and sums of probabilities; None does not count
+    )
     pull: Tensor | None = None
-    """[E] what a token's probability of each expert adds to the loss; None: nothing."""
+    """Weights [E] of a token's probabilities in the loss; None has no such loss."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights and choices of experts, both [T, E].
+        """Return weights and choices of experts, both [T, E].
 
         Args:
-            logits: [T, 1, E], with sequence parallelism of this rank's tokens.
-            padding_mask: [T, 1] bool of all tokens or of this rank's, which of them are not to be
-                counted; they are routed like any other.
+            logits: [T, 1, E]; with sequence parallelism, of this rank's tokens.
+            padding_mask: [T, 1] bool of all tokens or this rank's: tokens that do not count. They
+                are routed like other tokens.
         """
         weights, chosen = super().routing(logits)
         pull = self.pull if torch.is_grad_enabled() else None
@@ -107,16 +116,16 @@ def _counted(num_tokens: int, padding_mask: Tensor | None) -> Tensor | slice:
         return slice(None)
     mask = padding_mask.flatten()
     if len(mask) > num_tokens:
-        # only the first stage hands on the part of a mask that belongs to this rank's tokens
+        # only the first stage passes on the part of the mask for this rank's tokens
         mask = mask.narrow(0, mpu.get_tensor_model_parallel_rank() * num_tokens, num_tokens)
     return ~mask
 
 
 class ExpertBalance:
-    """The routers of one rank; does nothing for a model without experts."""
+    """Load balancing of one rank's routers; it does nothing for a model without experts."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], *, coef: float) -> None:
-        """`coef`: of the loss, whose layers are added up."""
+        """`coef`: weight of the loss, which is a sum over layers."""
         config = chunks[0].config
         self._coef, self._topk = coef, config.moe_router_topk
         self._size = (config.num_layers, config.num_moe_experts or 0)
@@ -130,7 +139,7 @@ class ExpertBalance:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count what is routed in here, over all ranks; collective at its end."""
+        """Count the routing in this block, over all ranks; the end of the block is collective."""
         for router in self._routers.values():
             router.counts = torch.zeros(
                 2, self._size[1], dtype=torch.float64, device=router.weight.device
@@ -143,7 +152,7 @@ class ExpertBalance:
         device = next(iter(self._routers.values())).weight.device
         counts = torch.zeros(2, *self._size, dtype=torch.float64, device=device)
         for layer, router in self._routers.items():
-            assert router.counts is not None, "a router that has counted"
+            assert router.counts is not None, "set by counted()"
             counts[:, layer] = router.counts
             router.counts = None
         # every token is on one rank of each stage
@@ -153,7 +162,7 @@ class ExpertBalance:
         self._probabilities = counts[1] / num_tokens
 
     def prepare(self, num_tokens: int) -> None:
-        """Pull the routers in the next update; `num_tokens`: of its sequences, on all ranks."""
+        """Set the loss of the next update; `num_tokens`: of its sequences, on all ranks."""
         if self._coef == 0.0:
             return
         for layer, router in self._routers.items():
@@ -161,7 +170,7 @@ class ExpertBalance:
             router.pull = pull.float()
 
     def result(self) -> ExpertResult:
-        """Of what was counted last."""
+        """Return the balance in the last counted block."""
         if not self._routers:
             return ExpertResult()
         num_experts = self._size[1]

@@ -33,7 +33,7 @@ def fill_shards(
 class RandomTensors:
     """A source of full tensors that are drawn on demand.
 
-    Matrices are normal with `std`. Those that write to the residual stream are smaller by
+    Matrices are normal with `std`. Matrices that write to the residual stream are smaller by
     sqrt(2 x layers), GPT-2's rule. Norms are 1 and biases 0. A tensor's seed is made of its name
     and the run's seed.
     """

@@ -1,7 +1,7 @@
-"""Names the parts of layers in a profile, forward and backward; costs nothing where none is made.
+"""Names for the parts of layers in a profile, forward and backward; free without a profiler.
 
-A profiler shows operators. What they belong to is shown by a range around them, which torch's
-profiler writes into its trace and, under `emit_nvtx`, hands to Nsight Systems.
+A profiler shows operators. A range around them shows the part that they belong to: torch's profiler
+writes it into its trace and, under `emit_nvtx`, sends it to Nsight Systems.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FORWARD, BACKWARD = "megadapo::", "megadapo::backward "
 
 @contextmanager
 def layer_ranges(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within, each part of each layer of the rank's model is a range named by its kind.
+    """Record a range for each part of each layer in this block, named by its kind.
 
-    Kinds are embedding, norm, attention, mlp and experts; where Transformer Engine fuses a norm
-    into the product after it, it is part of attention or mlp. The backward pass has them under
-    "backward", from the gradient of a part's result to that of its input.
+    Kinds are embedding, norm, attention, mlp and experts. A norm that Transformer Engine fuses into
+    the next product counts as attention or mlp. Backward ranges reach from the gradient of a part's
+    result to the gradient of its input.
     """
     range_ = _OneRange()
     with ExitStack() as stack:
@@ -39,9 +39,9 @@ def layer_ranges(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class _OneRange:
-    """The range that is open: parts of layers lie beside each other, so one ends the one before.
+    """The open range; parts do not nest, so opening one closes the previous one.
 
-    That makes them nest whatever the order in which the hooks of one tensor are called.
+    So ranges are correct for any order of a tensor's hooks.
     """
 
     def __init__(self) -> None:
@@ -54,14 +54,14 @@ class _OneRange:
         self._range.__enter__()
 
     def close(self, name: str | None = None) -> None:
-        """Close the range that is open, if it has this name."""
+        """Close the open range, if it has this name."""
         if self._range is not None and name in (None, self._name):
             self._range.__exit__(None, None, None)
             self._name = self._range = None
 
 
 def _parts(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Kind and module of each part that computes."""
+    """Yield kind and module of each part that computes."""
     for name, module in chunk.named_modules():
         if isinstance(module, TransformerLayer):
             mlp = "experts" if isinstance(module.mlp, MoELayer) else "mlp"
@@ -93,7 +93,7 @@ def _hook(part: torch.nn.Module, kind: str, range_: _OneRange) -> Iterator[Any]:
         range_.close(forward)
         given = _first_tensor((*args, *kwargs.values()))
         made = _first_tensor(output if isinstance(output, tuple) else (output,))
-        # where only one of the two has a gradient, the range would stay open
+        # with a gradient on only one side, the range would stay open
         if given is not None and made is not None and given.requires_grad and made.requires_grad:
             made.register_hook(_then(range_.open, backward))
             given.register_hook(_then(range_.close, backward))
@@ -103,7 +103,7 @@ def _hook(part: torch.nn.Module, kind: str, range_: _OneRange) -> Iterator[Any]:
 
 
 def _then(call: Callable[[str], None], name: str) -> Callable[[Tensor], None]:
-    """A hook that leaves the gradient as it is."""
+    """Return a hook that does not change the gradient."""
     return lambda _: call(name)
 
 

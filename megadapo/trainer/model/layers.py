@@ -1,4 +1,4 @@
-"""Layer spec for machines without Transformer Engine: RMSNorm, rotary and packed attention."""
+"""Layers for machines without Transformer Engine: RMSNorm, SwiGLU and packed attention."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=device)
         )
-        # its gradient is a partial sum on each tensor-parallel rank, which megatron adds up
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # a mark of megatron-core's
+        # each tensor-parallel rank has a partial gradient; megatron sums those with this mark
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's mark
 
     def forward(self, x: Tensor) -> Tensor:
         return rmsnorm(x, self.weight, self.eps)
 
 
 class SwiGLU(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
-    """silu(gate) * up of the MLP's first product, where both lie beside each other."""
+    """silu(gate) * up, for the MLP's first product, which holds both side by side."""
 
     def forward(self, gate_up: Tensor) -> Tensor:
         return swiglu(gate_up)
@@ -53,9 +53,9 @@ class SwiGLU(MegatronModule):  # type: ignore[misc]  # megatron-core has no type
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each packed sequence, with grouped queries.
 
-    With context parallelism each rank gets all keys and values, and puts its own queries where
-    they are in their whole sequences: the other ranks' rows are computed for nothing, which at two
-    ranks costs what a mask in place of plain causality would.
+    With context parallelism, each rank gets all keys and values and places its own queries at
+    their positions in whole sequences. The other rows are wasted work. With two ranks, that costs
+    as much as a mask instead of plain causality.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Attention output [T, heads * D]."""
+        """Return the attention output [T, heads * D]."""
         packed = packed_seq_params
         assert packed is not None
         assert packed.padded_rows is not None and packed.token_of_row is not None
@@ -104,7 +104,7 @@ class PackedAttention(torch.nn.Module):
             to_padded(key, packed.key_rows, packed.key_of_row),
             to_padded(value, packed.key_rows, packed.key_of_row),
         ]
-        # parts that `split` gives have their gradients put together in one pass over memory
+        # `split` concatenates the parts' gradients in one pass over memory
         rows = [bucket.num_sequences * bucket.length for bucket in packed.buckets]
         parts = zip(*(x.split(rows) for x in padded), strict=True)
         outputs = [
@@ -114,10 +114,10 @@ class PackedAttention(torch.nn.Module):
         return from_padded(torch.cat(outputs), packed.padded_rows).flatten(1)
 
     def _of_all_ranks(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Both of all context-parallel ranks, one rank's behind another's."""
+        """Return keys and values of all context-parallel ranks, in rank order."""
         if self.cp_group is None:
             return key, value
-        # a rank's gradient is of its own queries alone, and gathering adds them up
+        # a rank's gradient covers its own queries only; the gather's backward pass sums them
         both = gather_from_sequence_parallel_region(
             torch.cat([key, value], dim=1), group=self.cp_group
         )
@@ -125,7 +125,7 @@ class PackedAttention(torch.nn.Module):
         return key, value
 
     def _bucket_attention(self, bucket: Bucket, *rows: Tensor) -> Tensor:
-        """[rows, heads, D]; gaps lie behind their sequence, so causality hides them."""
+        """Return [rows, heads, D]; gaps follow their sequence, so causality hides them."""
         query, key, value = (
             x.unflatten(0, (bucket.num_sequences, bucket.length)).transpose(1, 2) for x in rows
         )
@@ -141,10 +141,10 @@ class PackedAttention(torch.nn.Module):
 
 
 def local_block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-    """megatron-core's local layer spec with our norm and attention in it.
+    """Return megatron-core's local layer spec with our own norm, attention and activation.
 
     Args:
-        chunk: of this stage, where the pipeline is interleaved.
+        chunk: index of the stage's chunk, with an interleaved pipeline.
     """
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,

@@ -1,10 +1,10 @@
-"""What of megatron-core is replaced or reached into, in one place; tried on 0.16.1 and 0.19.2.
+"""All uses of megatron-core's internals, tested on 0.16.1 and 0.19.2.
 
-- `GPTModel.output_processor`: there since 0.18, imitated for 0.16.
-- Layer specs: a part is described by a spec or, in later versions, by a partial.
+- `GPTModel.output_processor`: present since 0.18, emulated for 0.16.
+- Layer specs: later versions describe a part by a partial instead of a spec.
 - The distributed optimizer: the runs of elements that a rank owns, and its count of updates.
 
-What megatron-core asks of CUDA by name is answered in `cpu_platform.py`.
+`cpu_platform.py` replaces the CUDA functions that megatron-core calls.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ HookedGPTModel = GPTModel if _HAS_HOOK else _GPTModelWithHook
 
 
 def submodules_of(part: ModuleSpec | partial[Any]) -> Any:
-    """The parts of a part of a layer, which is described by a spec or, later, by a partial."""
+    """Return the submodules of a layer's part, which is a spec or, in later versions, a partial."""
     return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 
 def optimizer_state_of(
     optimizer: MegatronOptimizer,
 ) -> Iterator[tuple[Tensor, int, int, dict[str, Tensor]]]:
-    """Every parameter that this rank updates a run of elements of.
+    """Yield the run of elements that this rank updates, for every parameter that has one.
 
     Yields:
         The parameter, the run's first and last (excluded) element, and flat views of the
@@ -70,7 +70,7 @@ def optimizer_state_of(
         if part.is_stub_optimizer:
             continue
         if not part.optimizer.state:
-            # Transformer Engine's optimizer makes its moments in the first step; this makes them
+            # creates the moments, which Transformer Engine's optimizer does in the first step only
             part.load_state_dict(part.state_dict())
         for buffer in part.gbuf_ranges:
             for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
@@ -85,9 +85,9 @@ def optimizer_state_of(
 
 
 def num_updates(optimizer: MegatronOptimizer) -> int:
-    """How many updates this rank's optimizer has applied; 0 where it owns no parameter.
+    """Return the number of updates that this rank's optimizer has applied; 0 without parameters.
 
-    torch's AdamW counts by parameter, Transformer Engine's by group.
+    torch's AdamW counts per parameter, Transformer Engine's per group.
     """
     counts = [0]
     for part in optimizer.chained_optimizers:
@@ -97,7 +97,7 @@ def num_updates(optimizer: MegatronOptimizer) -> int:
 
 
 def set_num_updates(optimizer: MegatronOptimizer, count: int) -> None:
-    """Go on counting updates from here: the bias of young moments is corrected by it."""
+    """Set the number of updates, which Adam's bias correction uses."""
     for part in optimizer.chained_optimizers:
         states = _torch_states(part)
         for state in states:
@@ -108,14 +108,14 @@ def set_num_updates(optimizer: MegatronOptimizer, count: int) -> None:
 
 
 def _torch_states(part: Any) -> list[dict[str, Tensor]]:
-    """By parameter, where there is a count among them."""
+    """Return the states of parameters that have a count of updates."""
     if part.is_stub_optimizer:
         return []
     return [state for state in part.optimizer.state.values() if "step" in state]
 
 
 def _groups(part: Any) -> list[dict[str, Any]]:
-    """The hybrid optimizer's parts, on the CPU and on the GPU, have groups of their own."""
+    """Return all parameter groups, with those of the hybrid optimizer's CPU and GPU parts."""
     if part.is_stub_optimizer:
         return []
     whole = part.optimizer

@@ -31,10 +31,10 @@ from megadapo.weights.layout.layout import padded_vocab_size
 def transformer_config(
     model: ModelDescription, trainer: TrainerConfig, *, dtype: torch.dtype
 ) -> TransformerConfig:
-    """megatron-core's description of the model.
+    """Return megatron-core's description of the model.
 
     Raises:
-        ConfigError: the architecture, or an option of it, is not one the trainer knows.
+        ConfigError: the trainer does not support the architecture, or an option of it.
     """
     validate_architecture(model)
     shape = model.shape
@@ -70,28 +70,28 @@ def transformer_config(
         sequence_parallel=trainer.sequence_parallel,
         # every micro-batch has its own number of tokens
         variable_seq_lengths=trainer.pipeline_parallel > 1,
-        # loss weights hold the whole reduction, so gradients are plain sums everywhere
+        # loss weights contain the whole reduction, so gradients are plain sums everywhere
         calculate_per_token_loss=True,
-        # data-parallel ranks that share experts have different numbers of tokens; also checked
-        # against variable_seq_lengths where there are no experts
+        # data-parallel ranks that share experts have different numbers of tokens; megatron-core
+        # also checks it against variable_seq_lengths without experts
         moe_token_dispatcher_type="alltoall",
         **expert_options(model, trainer),
         **_recompute_options(model, trainer),
-        # overwritten later, but it also marks which parameters are sharded: the gradient norm
-        # counts unmarked ones on one rank only
+        # the values are overwritten later, but initialization also marks sharded parameters: the
+        # gradient norm counts unmarked ones on one rank only
         perform_initialization=True,
         use_cpu_initialization=not cuda,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        # weight gradients are added up in fp32 without a rounding to bf16 on the way; megatron-core
-        # asks for apex's kernel wherever this is on
+        # sums weight gradients in fp32 without rounding to bf16; megatron-core then needs apex's
+        # kernel
         gradient_accumulation_fusion=uses_te and has_apex_gradient_kernel(),
         apply_rope_fusion=uses_te,
         bias_activation_fusion=uses_te,
-        # megatron-core's name for "take the activation from the layer spec"
+        # makes megatron-core use the layer spec's activation
         use_te_activation_func=not uses_te,
-        # with two stages the interleaved schedule's messages of both directions would meet in one
-        # batch, where nothing tells them apart
+        # with two stages, the interleaved schedule would put messages of both directions into one
+        # batch, where they cannot be told apart
         batch_p2p_comm=cuda and not interleaved,
         overlap_p2p_comm=interleaved,
         deterministic_mode=cuda and trainer.deterministic,
@@ -99,7 +99,7 @@ def transformer_config(
 
 
 def _recompute_options(model: ModelDescription, trainer: TrainerConfig) -> dict[str, Any]:
-    """megadapo's choice in megatron-core's terms."""
+    """Return megatron-core's options for `trainer.recompute`."""
     if trainer.recompute == "none":
         return {}
     if trainer.recompute == "selective":
@@ -120,7 +120,7 @@ def _recompute_options(model: ModelDescription, trainer: TrainerConfig) -> dict[
 def build_chunks(
     config: TransformerConfig, model: ModelDescription, trainer: TrainerConfig
 ) -> list[GPTModel]:
-    """This rank's part of the model, with weights not yet set: its chunks in model order."""
+    """Return this rank's chunks in model order; their weights are not set yet."""
     chunks = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
     return [_build_chunk(config, model, trainer, chunk) for chunk in chunks]
 
@@ -153,22 +153,22 @@ def _build_chunk(
 
 
 def has_apex_gradient_kernel() -> bool:
-    """Whether apex was built with the product that adds into an fp32 weight gradient."""
+    """Return whether apex has the kernel that adds into an fp32 weight gradient."""
     return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def uses_transformer_engine() -> bool:
-    """Whether layers come from Transformer Engine, as they do on every GPU."""
+    """Return whether layers come from Transformer Engine, as on every GPU."""
     return torch.cuda.is_available()
 
 
 def rotary_of_own_layers(model: ModelDescription) -> Tensor | None:
-    """[D / 2] `inverse_frequencies` for the packed batch; None where the model turns by itself."""
+    """Return [D / 2] `inverse_frequencies` for our own layers; None with Transformer Engine."""
     return None if uses_transformer_engine() else inverse_frequencies(model)
 
 
 def inverse_frequencies(model: ModelDescription) -> Tensor:
-    """[D / 2] fp32 angle per position of each rotary pair, scaled as the model's config says."""
+    """Return [D / 2] fp32 angle per position of each rotary pair, with the config's scaling."""
     rope, size = model.rope, model.shape.head_dim
     exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     frequencies = 1.0 / (rope.theta**exponents)
@@ -180,7 +180,7 @@ def inverse_frequencies(model: ModelDescription) -> Tensor:
 
 
 def _llama3_frequencies(frequencies: Tensor, rope: Rope) -> Tensor:
-    """Llama 3.1: slow pairs are slowed by `factor`, fast ones kept, those between are blended."""
+    """Divide slow pairs by `factor`, keep fast ones and blend the others (Llama 3.1)."""
     turns = rope.original_max_positions * frequencies / (2 * math.pi)
     low, high = rope.low_freq_factor, rope.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)

@@ -1,6 +1,6 @@
-"""Which models the trainer can train, and which splits their sizes allow.
+"""Checks that the trainer supports a model, and that its sizes allow the split.
 
-Importable without torch or Megatron, so that a dry run can answer at once.
+Importable without torch or Megatron, so that a dry run is fast.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from megadapo.trainer.config import TrainerConfig
 from megadapo.weights.layout.placement import stage_layers
 
 ROPE_KINDS = ("default", "linear", "llama3")
-"""Rotary scalings that the trainer knows."""
+"""Supported rotary scalings."""
 
 
 def validate_model_layout(model: ModelDescription, trainer: TrainerConfig) -> None:
-    """Refuse a model the trainer does not know, or a split that its sizes do not allow.
+    """Check that the trainer supports the model, and that its sizes allow the split.
 
-    The vocabulary is padded and always divides.
+    The padded vocabulary always divides.
 
     Raises:
-        ConfigError: names every key that does not fit and the sizes that would.
+        ConfigError: it names every key that does not fit, and sizes that fit.
     """
     validate_architecture(model)
     split_by_tensor = {
@@ -65,7 +65,7 @@ def _expert_problems(model: ModelDescription, trainer: TrainerConfig) -> Iterato
     if trainer.router_replay and not shape.num_experts:
         yield "trainer.router_replay is for models with experts, and this one has none"
     if shape.num_experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
-        # else every tensor-parallel rank would send the same tokens to the experts
+        # otherwise every tensor-parallel rank sends the same tokens to the experts
         yield (
             f"trainer.tensor_parallel = {trainer.tensor_parallel} of a model with experts needs "
             "trainer.sequence_parallel = true"
@@ -73,10 +73,10 @@ def _expert_problems(model: ModelDescription, trainer: TrainerConfig) -> Iterato
 
 
 def validate_critic(critic: ModelDescription, policy: ModelDescription) -> None:
-    """Refuse a critic that cannot read the policy's micro-batches.
+    """Check that the critic can read the policy's micro-batches.
 
     Raises:
-        ConfigError: names what differs.
+        ConfigError: vocabulary, rotary embedding or length differ.
     """
     if critic.shape.vocab_size != policy.shape.vocab_size:
         raise ConfigError(
@@ -96,10 +96,10 @@ def validate_critic(critic: ModelDescription, policy: ModelDescription) -> None:
 
 
 def validate_architecture(model: ModelDescription) -> None:
-    """Refuse a model, or an option of one, that the trainer would compute wrongly.
+    """Check that the trainer computes the model and all its options correctly.
 
     Raises:
-        ConfigError: names the key of its config.json.
+        ConfigError: it names the unsupported key of config.json.
     """
     name = model.family.architecture
     if model.hidden_act != "silu":
@@ -133,8 +133,8 @@ def _validate_routing(routing: Routing, num_experts: int) -> None:
 
 
 def layers_of_stages(num_layers: int, trainer: TrainerConfig) -> list[tuple[int, ...]]:
-    """[stage] -> the layers it holds, ascending; the split must have no `stage_problems`."""
-    assert not stage_problems(num_layers, trainer), "the split is validated before it is used"
+    """Return the ascending layers of each stage; the split must have no `stage_problems`."""
+    assert not stage_problems(num_layers, trainer), "the split is checked before"
     return stage_layers(
         num_layers,
         pp_size=trainer.pipeline_parallel,
@@ -145,7 +145,7 @@ def layers_of_stages(num_layers: int, trainer: TrainerConfig) -> list[tuple[int,
 
 
 def stage_problems(num_layers: int, trainer: TrainerConfig) -> list[str]:
-    """What keeps so many layers from being split as the trainer's keys say; empty if nothing."""
+    """Return why the layers cannot be split as configured; an empty list if they can."""
     fixed = _fixed_sizes(trainer)
     num_even = trainer.pipeline_parallel - len(fixed)
     rest = num_layers - sum(fixed.values())
@@ -197,5 +197,5 @@ def _fixed_sizes(trainer: TrainerConfig) -> dict[str, int]:
 
 
 def divisors(number: int) -> str:
-    """ "1, 2, 4" for 4: sizes to suggest where one does not divide."""
+    """Return "1, 2, 4" for 4, as sizes to suggest in an error."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -1,9 +1,9 @@
-"""Routers that take over the experts an engine chose, so that both compute a token alike.
+"""Routers that use the experts an engine chose, so that both compute a token alike.
 
-Where two experts are nearly as good, an engine and a trainer that round differently choose
-differently, and the token's log-probs are then of two models. With the engine's choices replayed
-in the log-prob passes and in the updates, only the weights of a token's experts are the trainer's,
-and gradients reach the routers through those. Source: "rollout routing replay" (R3), Ma et al.,
+If two experts are almost equally good, different rounding makes engine and trainer choose
+different ones, and their log-probs come from different models. Replaying the engine's choices in
+log-prob passes and updates avoids that. The weights of a token's experts are still the trainer's,
+and gradients reach the routers through them. Source: "rollout routing replay" (R3), Ma et al.,
 arXiv 2510.11370.
 """
 
@@ -25,12 +25,15 @@ from megadapo.errors import DataError
 from megadapo.models.description import ModelDescription
 
 Choose = Callable[..., tuple[Tensor, Tensor]]
-"""A router's own choice: from scores [T, E] the best K and their experts, both [T, K]."""
+"""A function from scores [T, E] to the best K scores and their experts, both [T, K]."""
 
 
 class ReplayedChoice:
-    """What one router is told; stands where megatron-core has its own `RouterReplay`, which is told
-    by the caller whether a layer is computed for the first or for the second time."""
+    """The replayed choices of one router.
+
+    It replaces megatron-core's `RouterReplay`, whose caller must say whether a layer is computed
+    for the first or the second time.
+    """
 
     def __init__(self) -> None:
         self._in_forward = self._has_gradient = False
@@ -38,12 +41,12 @@ class ReplayedChoice:
         self._recomputed: deque[Tensor | None] = deque()
 
     def begin(self, experts: Tensor | None) -> None:
-        """A micro-batch's forward pass begins; `experts`: [T, K] of it, None: the router's own."""
+        """Start a micro-batch's forward pass; `experts`: [T, K], None: the router chooses."""
         self._in_forward, self._has_gradient = True, torch.is_grad_enabled()
         self._experts = experts
 
     def end(self) -> None:
-        """It is over: what comes before the next one is computed again for a backward pass."""
+        """End the forward pass; calls before the next one recompute a layer for a backward pass."""
         self._in_forward, self._experts = False, None
 
     def get_replay_topk(
@@ -54,29 +57,29 @@ class ReplayedChoice:
         group_topk: int | None = None,
         default_compute_topk: Choose | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores and experts [T, K], best first: the told experts', or the router's own choice."""
+        """Return scores and experts [T, K], best first: the replayed or the router's own choice."""
         assert default_compute_topk is not None, "megatron-core passes it"
         experts = self._next()
         if experts is None:
             return default_compute_topk(scores, topk, num_groups, group_topk)
         experts = _of_this_rank(experts, len(scores)).to(scores.device, torch.int64)
-        # in the order of a choice of one's own, so that the same experts give the same bits
+        # in the order of the router's own choice, so that the same experts give the same bits
         order = scores.detach().gather(1, experts).argsort(dim=1, descending=True, stable=True)
         experts = experts.gather(1, order)
         return scores.gather(1, experts), experts
 
     def _next(self) -> Tensor | None:
-        """Of the pass that is under way; backward passes come in the order of the forward ones."""
+        """Return the current pass's experts; backward passes have the order of the forward ones."""
         if not self._in_forward:
             return self._recomputed.popleft()
         if self._has_gradient and not torch.is_grad_enabled():
-            # activation checkpointing keeps nothing of this layer, and will compute it again
+            # activation checkpointing will compute this layer again
             self._recomputed.append(self._experts)
         return self._experts
 
 
 def replay_choices(chunk: GPTModel) -> None:
-    """Have the chunk's routers take over the `experts` of the task that each forward pass is of."""
+    """Let the chunk's routers use the `experts` of each forward pass's task."""
     choices: dict[int, ReplayedChoice] = {}
     for module in chunk.modules():
         if isinstance(module, TopKRouter):
@@ -96,16 +99,16 @@ def replay_choices(chunk: GPTModel) -> None:
 
 
 def check_choices(batch: PackedBatch, model: ModelDescription) -> None:
-    """Check that every token that predicts one with a loss has experts, and that they exist.
+    """Check that every token that predicts a trained one has experts of this model.
 
     Raises:
-        DataError: a sequence has none, or not of this model.
+        DataError: a sequence has no experts, or those of another model.
     """
     assert model.routing is not None, "checked with the configuration"
     if not batch.experts:
         raise DataError(
             "trainer.router_replay needs the experts that engines chose, and some responses have "
-            "none: they were sampled without trainer.router_replay"
+            "no experts: they were sampled without trainer.router_replay"
         )
     sizes = (model.shape.num_layers, model.routing.experts_per_token)
     trained = np.flatnonzero(batch.loss_weights)
@@ -128,7 +131,7 @@ def check_choices(batch: PackedBatch, model: ModelDescription) -> None:
 
 
 def _of_this_rank(experts: Tensor, num_tokens: int) -> Tensor:
-    """With sequence parallelism the router has the tokens of one tensor-parallel rank."""
+    """Return this rank's part: with sequence parallelism, a router has one rank's tokens."""
     if len(experts) == num_tokens:
         return experts
     return experts.narrow(0, mpu.get_tensor_model_parallel_rank() * num_tokens, num_tokens)

@@ -15,9 +15,9 @@ from megadapo.errors import CheckpointError
 from megadapo.run.export.export import ExportSource, export_checkpoint
 from megadapo.run.state.checkpoint import Checkpoint
 from megadapo.trainer.types import CRITIC_FOLDER
-from tests.distributed.trainer.test_layouts import assert_close_by_block
 from tests.support.trainer import critics, probes
 from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.gradients import assert_close_by_block
 from tests.support.trainer.ranks import Ranks, settings_for
 
 LAYOUTS = {

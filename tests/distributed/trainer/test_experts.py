@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.trainer.test_layouts import (
+from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.gradients import (
     OVERLAP,
     assert_close_by_block,
     assert_same,
     measure,
 )
-from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.probes import Gradients, build, update
 from tests.support.trainer.ranks import Ranks, settings_for
 

@@ -40,6 +40,7 @@ def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]
     import torch
 
     from megadapo.trainer.checkpoint.save import complete_save
+    from megadapo.trainer.types import UpdateRequest
     from megadapo.trainer.worker import TrainerWorker
 
     seen = []
@@ -51,7 +52,7 @@ def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]
         call = "start"
         worker.start(settings, rendezvous, uses_cuda=False)
         for call, arguments in {
-            "update": (batch, 0, 1, None, None, []),
+            "update": (UpdateRequest(batch=batch, policy_version=0, step=1),),
             "begin_save": (folder,),
             "load": (folder, {}),
         }.items():

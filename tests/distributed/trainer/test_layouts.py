@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.probes import Gradients, gradients, initial_weights, logprobs, train
+from tests.support.trainer.gradients import (
+    OVERLAP,
+    assert_close_by_block,
+    assert_same,
+    measure,
+)
+from tests.support.trainer.probes import Gradients, initial_weights, logprobs, train
 from tests.support.trainer.ranks import Ranks, settings_for
 
-OVERLAP = {"overlap": True, "bucket": 3000}
-"""Buckets of about a matrix, so that a tiny model has several."""
 LAYOUTS = {
     "tp1": {},
     "tp1-small-budget": {"tokens_per_micro_batch": 64},
@@ -60,37 +64,6 @@ def cases(layouts: dict[str, dict], model: str) -> list:
         for kind in ("tied", "untied")
         for marks in [[] if kind == "tied" or layout in BOTH else [pytest.mark.full]]
     ]
-
-
-def measure(ranks: Ranks, folder: Path, batch, **layout) -> Gradients:
-    settings = settings_for(str(folder), **layout)
-    return ranks.run(settings.trainer.num_ranks, gradients, settings, batch)[0]
-
-
-def assert_same(found: Gradients, expected: Gradients) -> None:
-    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
-    assert found.sizes == pytest.approx(expected.sizes, rel=1e-6)
-    assert_close_by_block(found.by_name, expected.by_name, 1e-6)
-
-
-def assert_close_by_block(found: dict, expected: dict, tolerance: float) -> None:
-    """Relative error of the gradient of each decoder layer, of the embedding, final norm and head.
-
-    Not of each tensor: a key bias or a norm gets a difference of nearly equal terms, whose rounding
-    only its layer's size can be held against.
-    """
-    assert found.keys() == expected.keys()
-    squares: dict[str, list[float]] = {}
-    for name, gradient in expected.items():
-        block = ".".join(name.split(".")[:3])
-        error = found[name].astype(np.float64) - gradient
-        sums = squares.setdefault(block, [0.0, 0.0])
-        sums[0] += float((error**2).sum())
-        sums[1] += float((gradient.astype(np.float64) ** 2).sum())
-        assert sums[1] > 0.0, f"{name} gets no gradient, so nothing is compared"
-    errors = {block: (error / size) ** 0.5 for block, (error, size) in squares.items()}
-    assert {block: error for block, error in errors.items() if error > tolerance} == {}
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from megadapo.data.group import NO_VERSION
-from tests.distributed.trainer.test_layouts import OVERLAP, assert_close_by_block, assert_same
 from tests.support.trainer.batches import RAGGED, random_batch, random_texts
 from tests.support.trainer.definition import loss_and_gradients_of
+from tests.support.trainer.gradients import OVERLAP, assert_close_by_block, assert_same
 from tests.support.trainer.probes import (
     Gradients,
     gradients_by_objective,

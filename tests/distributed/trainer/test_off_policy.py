@@ -15,9 +15,9 @@ import pytest
 
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.data.batch import PackedBatch
-from tests.distributed.trainer.test_layouts import assert_close_by_block, assert_same
 from tests.support.trainer.batches import RAGGED, random_batch, stale_batch
 from tests.support.trainer.definition import loss_and_gradients
+from tests.support.trainer.gradients import assert_close_by_block, assert_same
 from tests.support.trainer.probes import Gradients, gradients_by_case, logprobs, train
 from tests.support.trainer.ranks import Ranks, settings_for
 

@@ -20,9 +20,9 @@ from megadapo.algorithm.bapo import BapoConfig
 from megadapo.algorithm.config import ReferenceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
-from tests.distributed.trainer.test_layouts import assert_close_by_block, assert_same
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.definition import loss_and_gradients_of, scaled_model, sequence_logprobs
+from tests.support.trainer.gradients import assert_close_by_block, assert_same
 from tests.support.trainer.probes import Gradients, train
 from tests.support.trainer.ranks import Ranks, settings_for
 from tests.support.trainer.reference_probes import (

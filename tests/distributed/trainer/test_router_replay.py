@@ -19,8 +19,8 @@ from megadapo.data.batch import PackedBatch
 from megadapo.errors import DataError
 from megadapo.models.description import describe_model
 from megadapo.models.folder import read_hf_config
-from tests.distributed.trainer.test_layouts import assert_same, measure
 from tests.support.trainer.batches import RAGGED, random_batch
+from tests.support.trainer.gradients import assert_same, measure
 from tests.support.trainer.probes import Gradients, build, logprobs, update
 from tests.support.trainer.ranks import Ranks, settings_for
 
@@ -148,7 +148,7 @@ def test_choices_of_another_model_are_refused_by_name(models: Path, told: Packed
     first, *others = told.experts
     longest = max(range(len(RAGGED)), key=lambda i: RAGGED[i])
     cases = {
-        "some responses have none": (),
+        "some responses have no experts": (),
         "sequence 0 .* shape": (first[:, 1:], *others),
         "experts per token": (first[..., :1], *others),
         "sequence 0 of the batch goes to expert 200": (np.full_like(first, 200), *others),

@@ -107,12 +107,6 @@ def test_impossible_trainer_values_name_their_key(changes: dict, key: str) -> No
         TrainerConfig(**changes)
 
 
-def test_a_run_that_recorded_a_switch_goes_on() -> None:
-    """Catches a run's own config.json that can no longer be read."""
-    assert TrainerConfig(recompute=True).recompute == "full"  # type: ignore[arg-type]
-    assert TrainerConfig(recompute=False).recompute == "none"  # type: ignore[arg-type]
-
-
 def test_empty_model_path_is_refused() -> None:
     with pytest.raises(ConfigError, match="model.path"):
         ModelConfig(path="")

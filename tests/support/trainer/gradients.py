@@ -1,0 +1,48 @@
+"""Comparisons of loss and gradients between layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megadapo.data.batch import PackedBatch
+from tests.support.trainer.probes import Gradients, gradients
+from tests.support.trainer.ranks import Ranks, settings_for
+
+OVERLAP = {"overlap": True, "bucket": 3000}
+"""Options for buckets of about a matrix, so that a tiny model has several."""
+
+
+def measure(ranks: Ranks, folder: Path, batch: PackedBatch, **layout: Any) -> Gradients:
+    """Return rank 0's loss and gradients of the first mini-batch under a layout."""
+    settings = settings_for(str(folder), **layout)
+    return ranks.run(settings.trainer.num_ranks, gradients, settings, batch)[0]
+
+
+def assert_same(found: Gradients, expected: Gradients) -> None:
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+    assert found.sizes == pytest.approx(expected.sizes, rel=1e-6)
+    assert_close_by_block(found.by_name, expected.by_name, 1e-6)
+
+
+def assert_close_by_block(found: dict, expected: dict, tolerance: float) -> None:
+    """Compare the gradients of each decoder layer, the embedding, the final norm and the head.
+
+    The error is relative to the layer's size, not the tensor's: the gradient of a key bias or a
+    norm is a difference of nearly equal terms, with large rounding.
+    """
+    assert found.keys() == expected.keys()
+    squares: dict[str, list[float]] = {}
+    for name, gradient in expected.items():
+        block = ".".join(name.split(".")[:3])
+        error = found[name].astype(np.float64) - gradient
+        sums = squares.setdefault(block, [0.0, 0.0])
+        sums[0] += float((error**2).sum())
+        sums[1] += float((gradient.astype(np.float64) ** 2).sum())
+        assert sums[1] > 0.0, f"{name} gets no gradient, so nothing is compared"
+    errors = {block: (error / size) ** 0.5 for block, (error, size) in squares.items()}
+    assert {block: error for block, error in errors.items() if error > tolerance} == {}
