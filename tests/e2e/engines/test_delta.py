@@ -1,4 +1,4 @@
-"""Updates that send only what changed, into a real engine of two ranks, and by way of files."""
+"""Delta updates into a real engine of two ranks, directly and through files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.weights.actors import ray_on_this_machine, start_senders, sta
 NUM_UPDATES = 20
 DENSITY = 0.046
 STEP = 1.52e-6
-"""Moves so many elements of weights of 0.02 as 16 updates at a learning rate of 1e-6 do."""
+"""Step that changes as many elements of weights of 0.02 as 16 updates at a rate of 1e-6."""
 CONFIG = RolloutConfig(tensor_parallel=2, max_response_tokens=16, max_num_seqs=8)
 WEIGHTS = WeightsConfig(verify="every", mode="delta", full_every=100)
 SIZES = {
@@ -48,9 +48,8 @@ def peers(tmp_path_factory) -> Iterator[tuple[Engines, list[ActorHandle]]]:
     engines.shutdown()
 
 
-def test_after_many_updates_of_what_changed_the_engine_has_the_bits_of_a_full_one(peers):
-    """Catches an element that an update forgets, changes twice or puts elsewhere, an engine that
-    goes on with the weights it packed before, and one that takes changes of what it has not."""
+def test_delta_updates_give_the_bits_of_a_full_update(peers):
+    """No element is missed, changed twice or misplaced, and no delta applies to other weights."""
     engines, senders = peers
     publisher = Publisher(
         senders, engines, WEIGHTS, tensor_parallel=2, dtype=torch.bfloat16, deltas=True
@@ -74,7 +73,7 @@ def test_after_many_updates_of_what_changed_the_engine_has_the_bits_of_a_full_on
     assert other.publish(0).in_full
     assert call_all(engines, "fingerprints") == after_changes
 
-    # the engine has the right bits, but of a connection that this publisher knows nothing of
+    # the engine has the right bits, but from another publisher
     train(senders, 77)
     again = publisher.publish(NUM_UPDATES + 1)
     (note,) = publisher.drain_warnings()
@@ -82,11 +81,8 @@ def test_after_many_updates_of_what_changed_the_engine_has_the_bits_of_a_full_on
     assert call_all(engines, "fingerprints") != after_changes
 
 
-def test_an_engine_that_reads_files_gets_the_same_bits_and_notices_one_that_is_torn(
-    peers, tmp_path
-):
-    """Catches bytes that take another way than the folder, an update that is half read before it is
-    found to be damaged, and files that pile up."""
+def test_updates_from_files_give_the_same_bits_and_damage_is_found(peers, tmp_path):
+    """A damaged update is found before any part of it is used, and old files are removed."""
     engines, senders = peers
     by_files = WeightsConfig(
         transport="folder", folder=tmp_path, mode="delta", deadline_s=8.0, verify="first"
@@ -101,7 +97,7 @@ def test_an_engine_that_reads_files_gets_the_same_bits_and_notices_one_that_is_t
     read = call_all(engines, "fingerprints")
     assert fingerprints_in_full(senders, engines) == read != []
 
-    # this publisher's last update is not what the engine has now
+    # the engine has another publisher's weights now
     train(senders, 102)
     assert publisher.publish(3).in_full and len(publisher.drain_warnings()) == 1
     train(senders, 103)
@@ -115,7 +111,7 @@ def test_an_engine_that_reads_files_gets_the_same_bits_and_notices_one_that_is_t
 
 
 def fingerprints_in_full(senders, engines):
-    """What the engine has after a full update that goes through memory."""
+    """Return the engine's weights after a full update through memory."""
     config = WeightsConfig(verify="off")
     Publisher(senders, engines, config, tensor_parallel=2, dtype=torch.bfloat16).publish(0)
     return call_all(engines, "fingerprints")

@@ -1,4 +1,4 @@
-"""One real engine, shared by all tests of this file: a start costs 20 seconds of a core."""
+"""One real engine, shared by all tests of this file, since a start costs 20 seconds of a core."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def model(tiny_model, tmp_path_factory):
-    """The tiny model, with a generation config that asks for another way of sampling."""
+    """The tiny model, with a generation config that must be ignored."""
     folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("models") / "model")
     path = folder / "generation_config.json"
     settings = {"do_sample": True, "top_k": 3, "temperature": 0.2, "repetition_penalty": 1.5}
@@ -58,14 +58,14 @@ def reference(model):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_the_models_at_the_sampling_temperature(engines, reference, temperature):
-    """Taken before the temperature, they would be another distribution's than the trainer's."""
+def test_logprobs_match_the_model_at_the_sampling_temperature(engines, reference, temperature):
+    """The trainer scores tokens at this temperature as well."""
     groups = make_requests(12, 3)
     answers = ask(engines, groups, temperature=temperature)
     assert worst_error(reference, groups, answers, temperature) < 1e-5
 
 
-def test_first_tokens_follow_the_models_distribution(engines, reference):
+def test_first_tokens_follow_the_model_distribution(engines, reference):
     """The generation config's top-k, temperature and repetition penalty must not be applied."""
     prompt, num_draws = (7, 9, 11, 30), 4000
     group = group_request(0, prompt, response_seeds(num_draws, "first"))
@@ -76,8 +76,8 @@ def test_first_tokens_follow_the_models_distribution(engines, reference):
     assert ((counts - expected) ** 2 / expected).sum() < 98
 
 
-def test_a_response_does_not_depend_on_its_company(engines):
-    """On order, priority, the rest of the batch, or what is cached: to the last bit."""
+def test_response_is_independent_of_the_batch(engines):
+    """Order, priority, the rest of the batch and the cache change no bit."""
     groups = make_requests(40, 4)
     expected = bits(ask(engines, groups))
     assert bits(ask(engines, groups)) == expected
@@ -88,8 +88,8 @@ def test_a_response_does_not_depend_on_its_company(engines):
         assert bits(ask(engines, some)) == {group.key: expected[group.key] for group in some}
 
 
-def test_groups_come_as_they_finish_and_make_room(engines):
-    """A driver that waits for the whole round, or does not see free slots, keeps engines idle."""
+def test_finished_groups_free_capacity(engines):
+    """Otherwise engines would idle until the whole round is done."""
     slots = engines.capacity
     groups = make_requests(30, 4)
     engines.submit(groups)
@@ -104,8 +104,7 @@ def test_groups_come_as_they_finish_and_make_room(engines):
 
 
 def test_stopped_groups_are_continued(engines, reference):
-    """Catches tokens that are lost or counted twice, log-probs of another position, noise that
-    repeats itself, and a continuation that exceeds the limit or has no end."""
+    """No token is lost, doubled or scored at another position; seeds and limits continue."""
     groups = make_requests(40, 4)
     whole = ask(engines, groups)
     engines.submit(groups)
@@ -135,8 +134,8 @@ def test_stopped_groups_are_continued(engines, reference):
             assert len(full.policy_versions) == len(full.token_ids) == len(full.logprobs)
 
 
-def test_only_the_chosen_groups_are_stopped(engines):
-    """Also catches a stop that loses groups which finished before the engine heard of it."""
+def test_only_chosen_groups_are_stopped(engines):
+    """Groups that finish before the engine receives the stop are not lost."""
     groups = make_requests(30, 4)
     engines.submit(groups)
     stopped = engines.stop({3, 4, 5, 99}, keep=False)
@@ -147,7 +146,7 @@ def test_only_the_chosen_groups_are_stopped(engines):
     assert 0 < activity.mean_running <= 1 and activity.num_tokens > 27 * 4
 
 
-def test_only_a_response_that_ends_itself_has_an_end_token(engines, model):
+def test_end_token_only_with_finish_reason_stop(engines, model):
     answers = ask(engines, make_requests(40, 4))
     tokenizer = AutoTokenizer.from_pretrained(model)
     reasons = set()
@@ -161,7 +160,7 @@ def test_only_a_response_that_ends_itself_has_an_end_token(engines, model):
     assert reasons == {"stop", "length"}
 
 
-def test_the_seed_alone_decides(engines):
+def test_response_depends_on_the_seed_only(engines):
     seeds = response_seeds(6, "seeds")
     groups = [group_request(key, (5, 6, 7), seeds) for key in (0, 1)]
     answers = bits(ask(engines, groups))
@@ -169,7 +168,7 @@ def test_the_seed_alone_decides(engines):
     assert len({tokens for tokens, *_ in answers[0]}) == 6
 
 
-def test_a_prompt_that_does_not_fit_is_an_error_and_not_the_engines_end(engines):
+def test_too_long_prompt_does_not_end_the_engine(engines):
     too_long = group_request(0, (3,) * (MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS + 1), (1,))
     with pytest.raises(InfraError, match="engine 0 failed while generating: .*length"):
         ask(engines, [too_long])
@@ -181,12 +180,11 @@ def test_a_prompt_that_does_not_fit_is_an_error_and_not_the_engines_end(engines)
 CALCULATOR = ToolsConfig(
     tool="calculator", start="1", stop="2", output="<{}1+>", max_calls=2, max_output_tokens=7
 )
-"""Calls that a random model makes often. What is put out holds a call's beginning and is cut."""
+"""A tool that a random model calls often; its output starts a call and is cut off."""
 
 
-def test_a_tools_output_is_in_the_response_and_not_the_models(engines, reference, model):
-    """Catches output with a log-prob or a version, tokens behind it that were not computed from
-    it, calls beyond the limits, and a part of the response that is generated twice."""
+def test_tool_output_is_not_sampled(engines, reference, model):
+    """It has no log-prob and no version, later tokens depend on it, and the limits hold."""
     groups = make_requests(24, 4)
     answers = ask(engines, groups, tools=CALCULATOR)
     assert bits(ask(engines, groups[7:9], tools=CALCULATOR)) == {
@@ -195,7 +193,7 @@ def test_a_tools_output_is_in_the_response_and_not_the_models(engines, reference
     assert worst_error(reference, groups, answers) < 1e-5
     responses = [response for group in answers.values() for response in group]
     num_calls = [len(response.calls) for response in responses]
-    assert min(num_calls) == 0 and max(num_calls) == 2, "else nothing was tested"
+    assert min(num_calls) == 0 and max(num_calls) == 2, "no calls were tested"
     for response in responses:
         is_output = response.policy_versions == NO_VERSION
         assert (np.isnan(response.logprobs) == is_output).all()
@@ -207,8 +205,8 @@ def test_a_tools_output_is_in_the_response_and_not_the_models(engines, reference
     assert all(response.finish_reason == "length" for response in full)
 
 
-def test_stopped_responses_go_on_behind_a_tools_output(engines, reference):
-    """Calls that were made count, and nothing that was put out is taken for the model's."""
+def test_stopped_responses_continue_after_tool_output(engines, reference):
+    """Earlier calls count, and their output is still no sample."""
     groups = make_requests(24, 4)
     settings = replace(SETTINGS, tools=CALCULATOR)
     engines.submit([replace(group, settings=settings) for group in groups])
@@ -234,8 +232,8 @@ def test_stopped_responses_go_on_behind_a_tools_output(engines, reference):
 
 
 @pytest.mark.parametrize("tools", [CALCULATOR, ToolsConfig(tool="mark", stop="2")])
-def test_responses_branch_alike_in_any_company(engines, reference, tools):
-    """The whole tree to the last bit; a branch has its parent's beginning and its own end."""
+def test_branches_are_independent_of_the_batch(engines, reference, tools):
+    """The tree has the same bits; a branch has its parent's prefix and its own end."""
     branching = BranchingConfig(initial_rollouts=3, num_tokens=4, top_logprobs=5)
     groups, settings = make_requests(10, 8), {"tools": tools, "branching": branching}
     slots = engines.capacity
@@ -260,11 +258,13 @@ def test_responses_branch_alike_in_any_company(engines, reference, tools):
             assert response.entropy == parent.entropy > 0.0
         tails = [response.token_ids.tobytes() for response in group]
         assert len(set(tails)) > 5
-    assert False in depths and (True in depths or tools.tool != "mark"), "else less was tested"
+    assert False in depths and (True in depths or tools.tool != "mark"), (
+        "no branch of a branch was tested"
+    )
 
 
-class RightIfOddLength:
-    """Calls a response right where its length is an odd number (the limit is even)."""
+class CorrectIfOddLength:
+    """A verifier that accepts texts of odd length (the limit is even)."""
 
     num_threads = 1
 
@@ -282,7 +282,7 @@ def make_sampler(engines, model, prompts):
     return Sampler(
         engines,
         PromptStream(prompts, 0),
-        RightIfOddLength(),
+        CorrectIfOddLength(),
         SamplingConfig(prompts_per_step=12, responses_per_prompt=4),
         settings=SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_RESPONSE_TOKENS),
         tokenizer=AutoTokenizer.from_pretrained(model),
@@ -291,7 +291,7 @@ def make_sampler(engines, model, prompts):
 
 
 def test_resumed_sampling_equals_uninterrupted_sampling(engines, model, prompts):
-    """Tokens and log-probs, after the state went through JSON; what was surplus is asked again."""
+    """The state passes through JSON; surplus groups are sampled again with equal tokens."""
     sampler = make_sampler(engines, model, prompts)
     sampler.next_batch()
     state = json.loads(json.dumps(sampler.state_dict(), allow_nan=False))
@@ -315,7 +315,7 @@ def held_out(model, prompts):
 
 
 def evaluate(engines, held_out):
-    with EvaluationInProgress(engines, RightIfOddLength(), held_out) as under_way:
+    with EvaluationInProgress(engines, CorrectIfOddLength(), held_out) as under_way:
         return under_way.finish()
 
 
@@ -326,11 +326,11 @@ def test_evaluation_on_a_real_engine(engines, held_out):
     assert result.standard_error == pytest.approx(0.03, rel=0.5)
 
 
-def test_an_evaluation_beside_rollouts_changes_neither(engines, model, prompts, held_out):
-    """In one batch of an engine with answers to other questions, a bit could come out otherwise."""
+def test_interleaved_evaluation_changes_no_result(engines, model, prompts, held_out):
+    """Both share the engine's batches, and neither may change a bit of the other."""
     expected = make_sampler(engines, model, prompts).next_batch()
     shared = InterleavedEngines(engines)
-    with EvaluationInProgress(engines, RightIfOddLength(), held_out) as under_way:
+    with EvaluationInProgress(engines, CorrectIfOddLength(), held_out) as under_way:
         shared.evaluation = under_way
         under_way.submit(8)
         batch = make_sampler(shared, model, prompts).next_batch()

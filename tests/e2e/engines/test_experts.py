@@ -1,8 +1,7 @@
-"""Whole experts on every rank of an engine (expert parallelism), as far as a CPU can show it.
+"""Weight updates of an engine with expert parallelism, as far as a CPU can test them.
 
-vLLM's experts on the CPU ignore which experts a rank holds, so such an engine must not generate
-there. It does load and repack its shards, so what an update leaves in every rank's memory can be
-compared with what vLLM itself puts there from the checkpoint.
+vLLM's CPU experts ignore which experts a rank holds, so such an engine cannot generate there. It
+loads and repacks its shards, so the weights after an update can be compared with vLLM's own load.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ def local_ray() -> Iterator[None]:
     yield from ray_on_this_machine()
 
 
-def test_an_update_leaves_in_every_rank_what_vllm_loads_from_the_checkpoint(tmp_path):
-    """Catches an expert on the wrong rank or in the wrong place, and one that is cut."""
+def test_update_gives_every_rank_what_vllm_loads_from_the_checkpoint(tmp_path):
+    """No expert is on the wrong rank, in the wrong place or split."""
     first, second = [
         make_engine_model(tmp_path / f"model-{seed}", seed=seed, family="Qwen3Moe")
         for seed in (1, 2)

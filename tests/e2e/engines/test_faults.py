@@ -1,4 +1,4 @@
-"""Engines that cannot start, stop answering or are killed: one message, nothing left behind."""
+"""Engines that cannot start, hang or are killed: one message, and no process is left."""
 
 import signal
 import subprocess
@@ -39,16 +39,14 @@ def wait_until(condition, timeout_s: float) -> bool:
         ("tiny", {"max_response_tokens": 4000}, r"could not start: .*rollout\.max_response_tokens"),
     ],
 )
-def test_a_failed_start_is_one_message_with_the_remedy(
-    tiny_model, tmp_path, model, config, message
-):
+def test_failed_start_is_one_message_with_a_remedy(tiny_model, tmp_path, model, config, message):
     folder = tiny_model if model == "tiny" else tmp_path / "nowhere"
     with pytest.raises(InfraError, match=message), running_engines(folder, tmp_path, **config):
         pass
 
 
-def test_with_no_restart_left_the_others_go_on_and_the_last_loss_ends_it(tiny_model, tmp_path):
-    """SIGSTOP is what a hang looks like: only its silence tells."""
+def test_without_restarts_the_last_death_is_an_error(tiny_model, tmp_path):
+    """A process under SIGSTOP is found by its silence, like one that hangs."""
     limits = {"engine_progress_timeout_s": 8.0, "max_engine_restarts": 0}
     with running_engines(tiny_model, tmp_path, num_engines=2, **limits) as engines:
         groups = make_requests(4, 2)
@@ -82,8 +80,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_killed_driver_leaves_no_engine_behind(tiny_model, tmp_path):
-    """vLLM's engine core survives its parent: it would hold the GPU's memory for ever."""
+def test_killed_driver_leaves_no_engine_behind(tiny_model, tmp_path):
+    """vLLM's engine core survives its parent and would keep the GPU's memory."""
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(tiny_model), str(tmp_path)],
         stdout=subprocess.PIPE,

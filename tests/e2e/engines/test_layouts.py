@@ -16,8 +16,8 @@ from tests.support.rollout.engine_checks import (
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
-def test_two_engines_share_a_machine_and_agree(tiny_model, tmp_path):
-    """Pinned to the same core they would be half as fast; here both must at least answer alike."""
+def test_two_engines_on_one_machine_agree(tiny_model, tmp_path):
+    """Both give the same responses; threads pinned to one core would only be slow."""
     with running_engines(tiny_model, tmp_path, num_engines=2) as engines:
         seeds = response_seeds(8, "both")
         twins = [group_request(key, (9, 8, 7, 6), seeds) for key in (0, 1)]
@@ -30,7 +30,7 @@ def test_two_engines_share_a_machine_and_agree(tiny_model, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"engine-0.log", "engine-1.log"}
 
 
-def test_an_engine_over_two_ranks_computes_the_same_model(tiny_model, tmp_path):
+def test_tensor_parallel_engine_computes_the_same_model(tiny_model, tmp_path):
     with running_engines(tiny_model, tmp_path, tensor_parallel=2) as engines:
         groups = make_requests(9, 2)
         answers = ask(engines, groups)
@@ -39,14 +39,11 @@ def test_an_engine_over_two_ranks_computes_the_same_model(tiny_model, tmp_path):
 
 
 BLOCK_TOKENS, TOKEN_BYTES = 128, 1024
-"""Of the CPU's key-value cache, and of the tiny model in it."""
+"""Size of a block of the CPU's key-value cache, and of the tiny model's token in it."""
 
 
-def test_a_cache_that_is_too_small_is_seen_and_changes_no_response(tiny_model, tmp_path):
-    """Catches preemptions that are not counted, and a response that goes on otherwise after one.
-
-    Eight responses begin with one block each, and soon want another.
-    """
+def test_preemptions_are_counted_and_change_no_response(tiny_model, tmp_path):
+    """Eight responses start with one block each and soon need another."""
     cache_gib = 9 * BLOCK_TOKENS * TOKEN_BYTES / 2**30
     prompt = (7,) * (BLOCK_TOKENS - 8)
     seeds = [response_seeds(8, "small", key) for key in range(2)]

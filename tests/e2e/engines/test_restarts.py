@@ -1,6 +1,6 @@
-"""One of three engines is killed or stopped: it comes back, and every answer is what it would be.
+"""One of three vLLM engines is killed or stopped: it restarts, and every response is the same.
 
-Of three, since with two a restart could go unnoticed that takes the other engine along.
+With two engines, a restart that ends the other one as well could stay unnoticed.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def answers(engines: Engines, groups: list[GroupRequest]) -> dict:
 
 
 def disturbed(engines: Engines, groups: list[GroupRequest], process: psutil.Process, how: int):
-    """What is answered when a process gets a signal after the first groups have finished."""
+    """Return the responses if a process gets a signal after the first groups."""
     engines.submit(groups)
     early = engines.finished()
     process.send_signal(how)
@@ -97,16 +97,16 @@ def disturbed(engines: Engines, groups: list[GroupRequest], process: psutil.Proc
 
 
 def wait_for_all(engines: Engines) -> None:
-    """Let small requests pass until every engine serves."""
+    """Send small requests until every engine serves."""
     deadline = time.monotonic() + 300
     slots = 3 * 10
     while engines.capacity < slots:
-        assert time.monotonic() < deadline, "a lost engine did not come back"
+        assert time.monotonic() < deadline, "a dead engine did not restart"
         answers(engines, requests()[:3])
 
 
 def assert_all_agree(engines: Engines) -> None:
-    """Engines with other weights would answer otherwise."""
+    """Check that all engines have the same weights, by their greedy responses."""
     first, *others = greedy(engines)
     for other in others:
         assert [tokens for tokens, _ in other] == [tokens for tokens, _ in first]
@@ -114,7 +114,7 @@ def assert_all_agree(engines: Engines) -> None:
             torch.testing.assert_close(logprobs, expected, rtol=0, atol=0)
 
 
-def test_a_killed_engine_comes_back_and_the_batch_is_the_same(started):
+def test_killed_engine_restarts_and_the_batch_is_the_same(started):
     engines = started.engines
     expected = answers(engines, requests())
     places = [engines.incarnation(index) for index in range(3)]
@@ -133,8 +133,8 @@ def test_a_killed_engine_comes_back_and_the_batch_is_the_same(started):
 
 
 @pytest.mark.parametrize("whom", ["actor", "EngineCore"])
-def test_a_stopped_engine_is_told_by_its_silence(started, whom):
-    """Whichever of its processes hangs. Greedy answers, as an evaluation may ask for."""
+def test_hung_engine_is_found_by_its_silence(started, whom):
+    """Any of its processes may hang. Responses are greedy, as evaluations may request them."""
     engines = started.engines
     groups = requests(temperature=0.0)
     expected = answers(engines, groups)
@@ -152,8 +152,8 @@ def test_a_stopped_engine_is_told_by_its_silence(started, whom):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_an_engine_that_fails_in_an_update_gets_it_again(started, how):
-    """In the middle, at bucket 3: the others keep theirs."""
+def test_engine_that_dies_in_an_update_gets_it_again(started, how):
+    """It dies at bucket 3; the other engines keep their update."""
     engines, publisher, senders, folders = started
     engines.drain_warnings()
     ray.get([sender.load.remote(folders[1]) for sender in senders])
@@ -180,8 +180,8 @@ def test_an_engine_that_fails_in_an_update_gets_it_again(started, how):
     assert answers(engines, requests()) == expected
 
 
-def test_an_engine_that_dies_while_the_trainer_changes_its_weights_waits_for_them(started):
-    """What the trainer has in mid-step are nobody's weights: they must not be published."""
+def test_engine_that_dies_during_training_waits_for_weights(started):
+    """The trainer's weights in mid-step belong to no version and must not be published."""
     engines, publisher, senders, folders = started
     engines.drain_warnings()
     ray.get([sender.load.remote(folders[0]) for sender in senders])

@@ -1,4 +1,4 @@
-"""What the engine tests share: starting engines, asking them, and transformers' own answer."""
+"""Helpers of the engine tests: start engines, generate, and score with transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_RESPONSE_
 
 @contextmanager
 def running_engines(model: Path, log_folder: Path, **config: Any) -> Iterator[Engines]:
-    """Engines on a cluster of their own; all of it ends with the block."""
+    """Start engines on a cluster of their own, and end both with the block."""
     rollout = RolloutConfig(**{"max_response_tokens": MAX_RESPONSE_TOKENS, **config})
     cluster = Cluster.start(
         ClusterConfig(device="cpu"),
@@ -59,7 +59,7 @@ def group_request(key: int, prompt_ids: tuple[int, ...], seeds: tuple[int, ...])
 
 
 def make_requests(num_groups: int, num_responses: int, *, name: str = "test") -> list[GroupRequest]:
-    """Groups with prompts of 1 to 170 tokens, some of them longer than a cache block."""
+    """Return groups with prompts of 1 to 170 tokens, some longer than a cache block."""
     source = np.random.default_rng(5)
     return [
         group_request(
@@ -79,7 +79,7 @@ def ask(
     max_tokens: int = MAX_RESPONSE_TOKENS,
     **tools: Any,
 ) -> dict[int, tuple[Response, ...]]:
-    """The responses of each group, by its key."""
+    """Return the responses of each group by its key."""
     settings = SamplingSettings(temperature=temperature, top_p=1.0, max_tokens=max_tokens, **tools)
     engines.submit([replace(group, settings=settings) for group in groups])
     answers = {answer.key: answer.responses for answer in all_finished(engines)}
@@ -88,13 +88,13 @@ def ask(
 
 
 def all_finished(engines: Engines) -> Iterator[GroupResponse]:
-    """What is in flight, as it finishes."""
+    """Yield the groups in flight when they finish."""
     while engines.num_in_flight:
         yield from engines.finished()
 
 
 def bits(answers: dict[int, tuple[Response, ...]]) -> dict[int, list[tuple[Any, ...]]]:
-    """Everything that was answered, log-probs to their last bit."""
+    """Return all responses in a comparable form, log-probs as bytes."""
     return {
         key: [(r.token_ids.tobytes(), r.logprobs.tobytes(), r.finish_reason, r.text) for r in group]
         for key, group in answers.items()
@@ -102,7 +102,7 @@ def bits(answers: dict[int, tuple[Response, ...]]) -> dict[int, list[tuple[Any, 
 
 
 def call_all(engines: Engines, method: str) -> list[Any]:
-    """The results of a method without arguments, by engine."""
+    """Return the results of a method without arguments, one per engine."""
     refs = engines.call(method, dict.fromkeys(engines.updatable(), ()))
     return list(engines.gather(refs, doing=method, timeout_s=60, forgive=False).values())
 
@@ -115,28 +115,28 @@ def actor_pid(engines: Engines, index: int) -> int:
 
 
 def vllm_process(engines: Engines, index: int, title: str) -> psutil.Process:
-    """The process of vLLM's under an engine's actor whose title contains `title`."""
+    """Return the vLLM process of an engine whose title contains `title`."""
     children = psutil.Process(actor_pid(engines, index)).children(recursive=True)
     (found,) = [child for child in children if title in " ".join(child.cmdline())]
     return found
 
 
 class Reference:
-    """The same model in transformers, fp32."""
+    """The same model in transformers, in fp32."""
 
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.no_grad()
     def distribution(self, token_ids: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
-        """Log-probs of the next token after each position, [n, V]."""
+        """Return the log-probs of the next token after each position, [n, V]."""
         logits = self._model(torch.tensor([list(token_ids)])).logits[0]
         return torch.log_softmax(logits / temperature, dim=-1)
 
     def logprobs(
         self, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
     ) -> np.ndarray:
-        """Log-prob of each response token, [n]."""
+        """Return the log-prob of each response token, [n]."""
         tokens = [*prompt, *response]
         table = self.distribution(tokens[:-1], temperature)[len(prompt) - 1 :]
         return table[torch.arange(len(response)), torch.tensor(response)].numpy()
@@ -148,7 +148,7 @@ def worst_error(
     answers: dict[int, tuple[Response, ...]],
     temperature: float = 1.0,
 ) -> float:
-    """Largest difference of a sampled token's log-prob from the reference's."""
+    """Return the largest difference of a log-prob from the reference."""
     errors = [
         np.abs(
             response.logprobs

@@ -1,6 +1,6 @@
-"""The driver's side of lost engines, with real processes that are killed and stopped.
+"""Dead and hung engines, as real processes without vLLM, which start in a second.
 
-vLLM is not in them (`test_restarts.py` has it): starts take a second.
+test_restarts.py has the same with vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.weights.actors import ray_on_this_machine
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 NUM_SLOTS = 10
-"""Of an engine, with what waits for a slot."""
+"""Capacity of an idle engine."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,20 +46,20 @@ def requests(count: int) -> list[GroupRequest]:
 
 def answers(engines: Engines) -> dict:
     found = list(all_finished(engines))
-    assert len({one.key for one in found}) == len(found), "a group was handed over twice"
+    assert len({one.key for one in found}) == len(found), "a group was returned twice"
     return bits({one.key: one.responses for one in found})
 
 
-def wait_for_room(engines: Engines, num_engines: int) -> None:
+def wait_for_capacity(engines: Engines, num_engines: int) -> None:
     deadline = time.monotonic() + 60
     while engines.capacity < num_engines * NUM_SLOTS:
-        assert time.monotonic() < deadline, "a lost engine did not come back"
+        assert time.monotonic() < deadline, "a dead engine did not restart"
         engines.submit(requests(3))
         answers(engines)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_groups_of_a_lost_engine_are_answered_and_it_comes_back(engines, how):
+def test_dead_engine_restarts_and_its_groups_are_generated(engines, how):
     """No group is lost, doubled or changed, slots become free again, and no process stays."""
     engines.submit(requests(60))
     expected = answers(engines)
@@ -72,7 +72,7 @@ def test_groups_of_a_lost_engine_are_answered_and_it_comes_back(engines, how):
     os.kill(pid, how)
     late = answers(engines)
     assert late | bits({one.key: one.responses for one in early}) == expected
-    wait_for_room(engines, 3)
+    wait_for_capacity(engines, 3)
     assert [engines.incarnation(i) == before[i] for i in range(3)] == [True, False, True]
     (note,) = engines.drain_warnings()
     cause = "died" if how == signal.SIGKILL else "no token for 6 s"
@@ -82,13 +82,13 @@ def test_groups_of_a_lost_engine_are_answered_and_it_comes_back(engines, how):
     assert alive == []
 
 
-def test_an_engine_that_is_stopped_without_work_is_found_and_its_stack_kept(engines, tmp_path):
-    """Catches one that is waited for in the next step, while the trainer works in this one."""
+def test_hung_idle_engine_is_found_and_its_stack_saved(engines, tmp_path):
+    """It is found while the trainer works, before the next step waits for it."""
     place, pid = engines.incarnation(2), actor_pid(engines, 2)
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + 60
     while engines.incarnation(2) == place:
-        assert time.monotonic() < deadline, "a stopped engine was not found"
+        assert time.monotonic() < deadline, "the hung engine was not found"
         engines.check()
         time.sleep(0.5)
     notes = engines.drain_warnings()
@@ -100,8 +100,8 @@ def test_an_engine_that_is_stopped_without_work_is_found_and_its_stack_kept(engi
     assert "most recent call first" in log.read_text()
 
 
-def test_what_is_stopped_is_accounted_for(engines):
-    """Also where its engine dies at that moment: what was begun can be asked for again."""
+def test_stop_reports_every_group(engines):
+    """This holds even if the engine dies at that moment."""
     engines.submit(requests(30))
     report = engines.stop(keep=True)
     assert report.keys == tuple(range(30)) and engines.num_in_flight == 0
@@ -115,21 +115,21 @@ def test_what_is_stopped_is_accounted_for(engines):
     assert {one.key for one in report.unfinished} == set(range(30))
     assert all(len(one.responses) == 4 for one in report.unfinished)
     assert engines.num_in_flight == 0
-    wait_for_room(engines, 3)
+    wait_for_capacity(engines, 3)
 
 
-def test_a_refused_request_is_an_error_and_not_a_loss(engines):
-    """Restarting for it would end all engines, one after the other."""
+def test_refused_request_is_an_error_without_restart(engines):
+    """A restart would repeat the request and end all engines one after another."""
     engines.submit([*requests(3), group_request(9, (1,) * (TOO_LONG + 1), (1, 2))])
     with pytest.raises(InfraError, match="too long"):
         answers(engines)
     engines.stop(keep=False)
     assert engines.drain_warnings() == [] and engines.num_in_flight == 0
-    wait_for_room(engines, 3)
+    wait_for_capacity(engines, 3)
 
 
-def test_no_weights_are_published_while_the_trainer_changes_them(engines):
-    """What it has in mid-step are nobody's weights: a new engine waits for the next update."""
+def test_restarted_engine_waits_for_the_update(engines):
+    """The trainer's weights in mid-step belong to no version and must not be published."""
     engines.on_update_start()
     os.kill(actor_pid(engines, 2), signal.SIGKILL)
     deadline = time.monotonic() + 60
@@ -151,7 +151,7 @@ def test_no_weights_are_published_while_the_trainer_changes_them(engines):
     assert versions == {2}
 
 
-def test_after_the_last_restart_the_others_go_on_and_the_last_loss_is_the_end(tmp_path):
+def test_without_restarts_the_last_death_ends_the_run(tmp_path):
     engines = start_scripted_engines(2, tmp_path, max_engine_restarts=0)
     engines.submit(requests(20))
     os.kill(actor_pid(engines, 1), signal.SIGKILL)
@@ -165,8 +165,8 @@ def test_after_the_last_restart_the_others_go_on_and_the_last_loss_is_the_end(tm
     engines.shutdown()
 
 
-def test_the_driver_looks_at_the_trainer_while_it_waits(engines):
-    """A trainer that dies in a long rollout would be noticed only when it is needed."""
+def test_driver_watches_the_trainer_while_waiting(engines):
+    """Otherwise a trainer that dies in a long rollout is found only at the update."""
 
     def died() -> None:
         raise InfraError("trainer rank 1 died")
