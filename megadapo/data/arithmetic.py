@@ -13,11 +13,7 @@ import random
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from megadapo.errors import DataError
 
@@ -46,7 +42,7 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """The question."""
+        """The text of the question."""
         return f"{_joined(self.terms)}=?"
 
     @property
@@ -169,11 +165,6 @@ def worked_answer(problem: Problem, rng: random.Random, *, kind: Kind, wrong: bo
         steps.append(f"{total:0{digits}}+{term}={result:0{digits}}")
         total = result
     return f"{';'.join(steps)}\nAnswer: {total}"
-
-
-def write_parquet(path: Path, problems: list[Problem]) -> None:
-    """Export problems as a parquet file in the schema of DAPO-Math-17k."""
-    pq.write_table(pa.Table.from_pylist([problem.row() for problem in problems]), path)
 
 
 def _slip(rng: random.Random) -> int:

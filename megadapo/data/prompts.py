@@ -70,8 +70,8 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_prompt_tokens: int | None = None,
     overlong_prompts: Literal["error", "drop"] = "error",
-) -> list[Prompt]:
-    """Load the prompts of a source in order, and log how many were dropped and why.
+) -> tuple[list[Prompt], LoadCounts]:
+    """Load the prompts of a source in order, and return and log how many rows were dropped.
 
     Args:
         source: a parquet or JSONL file or a folder of them, a Hub dataset
@@ -85,28 +85,6 @@ def load_prompts(
     Raises:
         DataError: a row cannot be read or scored, or is too long; the error names file and row.
     """
-    prompts, counts = read_prompts(
-        source,
-        check_gold=check_gold,
-        with_extra_info=with_extra_info,
-        tokenizer=tokenizer,
-        max_prompt_tokens=max_prompt_tokens,
-        overlong_prompts=overlong_prompts,
-    )
-    logger.info("%s: %d prompts; %s", source, len(prompts), counts)
-    return prompts
-
-
-def read_prompts(
-    source: str,
-    *,
-    check_gold: Callable[[object, str], str],
-    with_extra_info: bool = False,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    max_prompt_tokens: int | None = None,
-    overlong_prompts: Literal["error", "drop"] = "error",
-) -> tuple[list[Prompt], LoadCounts]:
-    """Load prompts like `load_prompts`, and return the counts instead of logging them."""
     found = _Collection(source, check_gold, with_extra_info)
     for row in read_rows(source, with_extra_info=with_extra_info):
         found.add(row)
@@ -116,12 +94,14 @@ def read_prompts(
         prompts = _fitting(agreed, tokenizer, max_prompt_tokens, overlong_prompts)
     if not prompts:
         raise DataError(f"{source} has no usable prompt; {found.num_rows} rows were read")
-    return prompts, LoadCounts(
+    counts = LoadCounts(
         num_rows=found.num_rows,
         num_duplicates=found.num_duplicates,
         num_conflicting=len(found.conflicts),
         num_overlong=len(agreed) - len(prompts),
     )
+    logger.info("%s: %d prompts; %s", source, len(prompts), counts)
+    return prompts, counts
 
 
 def render(

@@ -27,7 +27,7 @@ in the fewest digits that restore them, and null if not finite; such a token is 
 Policy versions are runs of tokens, [version, number of tokens].
 
 "advantage", "advantages", "logprobs_old" and "logprobs_update" are null in groups that were not
-trained on. Without a trainer, "trained" groups are those that it would receive; they have an
+trained on. Without a trainer, "trained" groups are the ones it would receive; they have an
 advantage and null log-probs. "advantages" is null if every token has "advantage". A step is its
 end, counted in tokens, and its score. `SavedResponse`, `Response` and `Score` describe the fields.
 """

@@ -75,7 +75,7 @@ class Journal:
             self._open()
 
     def find_group(self, digest: bytes) -> Group | None:
-        """Return the group of the request with this digest; None if there is none."""
+        """Return the group of the request with this digest, or None."""
         entry = self._find(digest)
         if entry is None:
             return None

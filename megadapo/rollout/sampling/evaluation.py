@@ -243,7 +243,7 @@ def _summary(results: Sequence[ProblemResult], samples_per_problem: int) -> Eval
 
 
 class SupportsSharing(SupportsGenerate, Protocol):
-    """The interface of engines that an evaluation can share; `Engines` has it."""
+    """The interface of engines that an evaluation can share, as `Engines` provides it."""
 
     def capacity_without(self, keys: Collection[int]) -> int:
         """Return `capacity` for the case that the groups with these keys were not in flight."""

@@ -35,8 +35,8 @@ class Difficulty:
         """Start without records.
 
         Args:
-            rest_after: number of all-correct groups in a row after which a prompt goes on
-                cooldown; None for no cooldown.
+            rest_after: number of all-correct groups in a row that start a cooldown; None for no
+                cooldown.
             rest_epochs: length of a cooldown.
         """
         self._rest_after = rest_after

@@ -175,7 +175,7 @@ class Sampler:
         return SyncPlan(num_needed, max_asked)
 
     def _take_reserved(self, counters: StepCounters) -> list[Group]:
-        """Return the reserve's first groups, and count those that are too old as dropped."""
+        """Return the reserve's first groups, and count too old ones as dropped."""
         oldest = self._engines.policy_version - self._config.sampler_staleness
         partial = self._config.mode == "partial"
         limit = len(self._reserve) if partial else self._config.prompts_per_step

@@ -22,7 +22,7 @@ SCORING_POLL_S = 0.005
 
 
 class SupportsGenerate(Protocol):
-    """The interface of the engines that sampling uses; `rollout.pool.engines.Engines` has it."""
+    """The interface of the engines for sampling; for example `rollout.pool.engines.Engines`."""
 
     @property
     def policy_version(self) -> int:
@@ -57,7 +57,7 @@ class SupportsGenerate(Protocol):
 
 
 class SupportsScore(Protocol):
-    """The interface of the rewards that sampling uses; `rewards.scorer.Scorer` has it."""
+    """The interface of the rewards that sampling uses, as `rewards.scorer.Scorer` provides it."""
 
     @property
     def num_threads(self) -> int:

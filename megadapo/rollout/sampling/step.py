@@ -46,7 +46,7 @@ class GroupStats:
     num_calls: int = 0
     num_branches: int = 0
     entropy_rises: tuple[float, ...] = ()
-    """Normalised entropy after each tool call less that of the start; NaN if not measured."""
+    """Normalised entropy after each tool call minus the start's; NaN if not measured."""
 
     @classmethod
     def from_group(cls, group: Group, *, is_mixed: bool) -> GroupStats:

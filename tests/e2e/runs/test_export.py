@@ -41,7 +41,7 @@ def score(run_folder: Path, model: Path, log_folder: Path) -> tuple[Evaluation, 
     what they say are from transformers'."""
     config = load_config(run_folder)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    problems = load_prompts(
+    problems, _ = load_prompts(
         config.data.held_out,
         check_gold=config.reward.check_gold,
         tokenizer=tokenizer,

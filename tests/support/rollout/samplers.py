@@ -1,4 +1,4 @@
-"""Samplers over scripted engines, and what their batches are compared by."""
+"""Samplers over scripted engines, and a comparison of their batches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.support.rollout.scripted_engines import (
 
 MAX_TOKENS = 12
 HALF = 28
-"""About every second response has digits that sum to this or more."""
+"""A bound that about half of the responses reach with the sum of their digits."""
 RARE = 58
-"""About one group in seven has a response that does."""
+"""A bound that a response of about one group in seven reaches."""
 
 
 def make_sampler(
@@ -33,7 +33,7 @@ def make_sampler(
 ) -> Sampler:
     named = dict(sampler or {}) | ({} if saved_groups is None else {"saved_groups": saved_groups})
     if config.get("max_staleness"):
-        # which groups come back in time depends on the speed of scoring as well
+        # the speed of scoring decides as well which groups finish in time
         named.setdefault("scoring", AtOnce)
     config = {"prompts_per_step": 8, "responses_per_prompt": 3, **config}
     return Sampler(
@@ -49,7 +49,7 @@ def make_sampler(
 
 
 def take(sampler: Sampler, num_steps: int) -> list[SampledBatch]:
-    """The batches of as many steps, each of which publishes weights."""
+    """Return the batches of a number of steps, each of which publishes weights."""
     batches = []
     for _ in range(num_steps):
         batches.append(sampler.next_batch())
@@ -64,6 +64,5 @@ TIMED = {"reward_seconds", "engines", "group_seconds", "num_stopped", "num_surpl
 
 
 def contents(batches: list[SampledBatch]) -> list[str]:
-    """All that a step trains on and reports, but what follows from the engines' speed; repr, so
-    that NaN equals NaN."""
+    """Return all that does not depend on the engines' speed, as text so that NaN equals NaN."""
     return [repr([v for k, v in vars(b).items() if k not in TIMED]) for b in batches]

@@ -1,5 +1,4 @@
-"""The built-in tasks: the learning curve of the quickstart rests on these properties, and what is
-measured of long tails on those of the chains."""
+"""The built-in tasks, whose properties the quickstart and the measurements of long tails need."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ from megadapo.data import arithmetic
 from megadapo.data.arithmetic import Problem, generate, worked_answer
 from megadapo.errors import DataError
 from megadapo.rewards.dapo_math import score
+from tests.support.parquet import write_parquet
 
 RECORDED_TRAIN = ["81+99+34=?", "53+44+60=?", "82+51+15=?"]
 RECORDED_HELD_OUT = ["88+95+50=?", "31+93+61=?", "77+99+38=?"]
@@ -31,20 +31,20 @@ def sums_in_any_order(problems: Iterable[Problem]) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_no_held_out_sum_can_be_drawn_for_training_even_with_its_terms_reordered(task: str) -> None:
+def test_splits_are_disjoint_in_any_order_of_terms(task: str) -> None:
     train = sums_in_any_order(generate("train", 8192, seed=0, task=task))
     held_out = sums_in_any_order(generate("held_out", 2048, seed=1, task=task))
     assert len(train) > 7000 and len(held_out) > 1500
     assert not train & held_out
 
 
-def test_no_sum_is_held_out_by_one_task_and_trained_on_by_the_other() -> None:
+def test_splits_agree_between_tasks() -> None:
     train = sums_in_any_order(generate("train", 8192, seed=0))
     chains = generate("held_out", 8192, seed=0, task="arithmetic-chain")
     assert not train & sums_in_any_order(chains)
 
 
-def test_the_held_out_share_of_all_sums_is_one_in_ten() -> None:
+def test_held_out_share_is_one_in_ten() -> None:
     # A split that is (nearly) empty or (nearly) everything would still be disjoint.
     sums = [Problem(terms) for terms in itertools.combinations_with_replacement(range(10, 40), 3)]
     share = sum(problem.split == "held_out" for problem in sums) / len(sums)
@@ -52,7 +52,7 @@ def test_the_held_out_share_of_all_sums_is_one_in_ten() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_problems_depend_on_the_seed_alone_and_do_not_repeat(task: str) -> None:
+def test_problems_depend_on_the_seed_alone(task: str) -> None:
     problems = generate("train", 1000, seed=7, task=task)
     assert problems == generate("train", 1000, seed=7, task=task)
     assert problems[:100] == generate("train", 100, seed=7, task=task)
@@ -62,7 +62,7 @@ def test_problems_depend_on_the_seed_alone_and_do_not_repeat(task: str) -> None:
     assert {problem.row()["data_source"] for problem in problems} == {task}
 
 
-def test_problems_are_the_same_on_every_machine_and_python() -> None:
+def test_problems_are_recorded() -> None:
     # Recorded: a changed generator would silently make runs and results incomparable.
     assert [p.text for p in generate("train", 3, seed=0)] == RECORDED_TRAIN
     assert [p.text for p in generate("held_out", 3, seed=0)] == RECORDED_HELD_OUT
@@ -70,7 +70,7 @@ def test_problems_are_the_same_on_every_machine_and_python() -> None:
     assert [p.text for p in chains] == RECORDED_CHAINS
 
 
-def test_three_terms_are_three_and_chains_have_a_long_tail() -> None:
+def test_chain_lengths_have_a_long_tail() -> None:
     assert {len(problem.terms) for problem in generate("train", 1000, seed=0)} == {3}
     chains = generate("train", 16_384, seed=0, task="arithmetic-chain")
     nums = sorted(len(problem.terms) for problem in chains)
@@ -81,7 +81,7 @@ def test_three_terms_are_three_and_chains_have_a_long_tail() -> None:
     assert all(len(set(problem.terms)) == len(problem.terms) for problem in chains)
 
 
-def test_worked_chains_have_about_30_to_500_tokens() -> None:
+def test_worked_chains_have_30_to_500_tokens() -> None:
     # Counted as the shipped tokenizers do: a digit or sign is a token, words are few.
     rng = random.Random(0)
     for num_terms, low, high in ((3, 30, 31), (7, 80, 90), (40, 500, 515)):
@@ -93,7 +93,7 @@ def test_worked_chains_have_about_30_to_500_tokens() -> None:
 
 @pytest.mark.parametrize("kind", ["direct", "steps"])
 @pytest.mark.parametrize("task", TASKS)
-def test_right_answers_score_and_wrong_ones_do_not(kind: arithmetic.Kind, task: str) -> None:
+def test_worked_answers_are_scored_correctly(kind: arithmetic.Kind, task: str) -> None:
     rng = random.Random(0)
     for problem in generate("train", 300, seed=0, task=task):
         gold = problem.row()["reward_model"]["ground_truth"]
@@ -103,7 +103,7 @@ def test_right_answers_score_and_wrong_ones_do_not(kind: arithmetic.Kind, task: 
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_steps_show_every_sum_and_a_slip_is_carried_through(task: str) -> None:
+def test_steps_show_every_sum_and_carry_errors(task: str) -> None:
     rng = random.Random(1)
     slips = set()
     for problem in generate("train", 200, seed=3, task=task):
@@ -121,7 +121,7 @@ def test_steps_show_every_sum_and_a_slip_is_carried_through(task: str) -> None:
     assert slips == set(range(2)) if task == "arithmetic" else len(slips) > 10
 
 
-def test_a_direct_answer_is_shorter_than_a_worked_one() -> None:
+def test_direct_answers_are_shorter() -> None:
     problem, rng = Problem((12, 34, 56)), random.Random(0)
     assert worked_answer(problem, rng, kind="direct") == "Answer: 102"
     assert worked_answer(problem, rng, kind="steps") == "12+34=46;46+56=102\nAnswer: 102"
@@ -130,9 +130,9 @@ def test_a_direct_answer_is_shorter_than_a_worked_one() -> None:
     assert worked_answer(chain, rng, kind="steps") == padded
 
 
-def test_the_export_has_the_columns_of_dapo_math_17k(tmp_path) -> None:
+def test_rows_have_the_columns_of_dapo_math_17k(tmp_path) -> None:
     problems = generate("held_out", 5, seed=0)
-    arithmetic.write_parquet(tmp_path / "sums.parquet", problems)
+    write_parquet(tmp_path / "sums.parquet", problems)
     rows = pq.read_table(tmp_path / "sums.parquet").to_pylist()
     assert rows == [problem.row() for problem in problems]
     assert rows[0]["prompt"] == [{"role": "user", "content": problems[0].text}]
@@ -140,14 +140,14 @@ def test_the_export_has_the_columns_of_dapo_math_17k(tmp_path) -> None:
     assert rows[0]["extra_info"]["index"] == problems[0].text.removesuffix("=?")
 
 
-def test_a_source_names_split_number_and_seed() -> None:
+def test_source_has_split_number_and_seed() -> None:
     assert arithmetic.from_source("arithmetic:train:20") == generate("train", 20, seed=0)
     assert arithmetic.from_source("arithmetic:held_out:20:5") == generate("held_out", 20, seed=5)
     chains = generate("train", 20, seed=5, task="arithmetic-chain")
     assert arithmetic.from_source("arithmetic-chain:train:20:5") == chains
 
 
-def test_a_source_is_built_in_by_the_name_before_its_colon() -> None:
+def test_is_built_in() -> None:
     assert all(map(arithmetic.is_built_in, ("arithmetic:", "arithmetic-chain:train:1")))
     others = ("arithmetic", "arithmetic-chains:train:1", "arithmetic/chain", ":train:1", "")
     assert not any(map(arithmetic.is_built_in, others))
@@ -172,6 +172,6 @@ def test_a_source_is_built_in_by_the_name_before_its_colon() -> None:
         "arithmetic-long:train:10",
     ],
 )
-def test_a_source_that_names_no_task_is_refused(source: str) -> None:
+def test_malformed_source_is_rejected(source: str) -> None:
     with pytest.raises(DataError, match="arithmetic"):
         arithmetic.from_source(source)

@@ -1,5 +1,4 @@
-"""Would catch: a copy of a held-out problem in the training data that nobody is told of, and two
-problems that are taken for one."""
+"""Overlap of training and held-out problems: missed copies, and false positives."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def prompts(*texts: str, system: str | None = None) -> list[Prompt]:
         ("Let x_1 be 3.5.", "Let x_1 be 3.5"),
     ],
 )
-def test_copies_that_look_different_are_found(one: str, other: str) -> None:
+def test_copies_with_other_formatting_are_found(one: str, other: str) -> None:
     assert normalised(one) == normalised(other)
 
 
@@ -46,11 +45,11 @@ def test_copies_that_look_different_are_found(one: str, other: str) -> None:
         ("求 1 的和", "求 2 的和"),
     ],
 )
-def test_other_problems_stay_others(one: str, other: str) -> None:
+def test_different_problems_are_not_copies(one: str, other: str) -> None:
     assert normalised(one) != normalised(other)
 
 
-def test_what_overlaps_is_named_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_lists_the_overlap(caplog: pytest.LogCaptureFixture) -> None:
     training = prompts("A: 1?", "B: 2?", "C: 3?", "D: 4?", "E: 5?", system="Be brief.")
     held_out = prompts("z: 9", "b: 2", "C: 3?", "D:4", "E:5.")
     assert [prompt.id for prompt in overlapping(training, held_out)] == [
@@ -84,23 +83,23 @@ DAPO = "Solve the following math problem step by step.\n\n{}\n\nRemember to writ
         ("{}", "{} Give a fraction."),
     ],
 )
-def test_a_problem_in_another_template_is_found(template: str, other: str) -> None:
-    """As a held-out set is asked in its own words: equal texts alone would find none."""
+def test_copy_in_another_template_is_found(template: str, other: str) -> None:
+    """Held-out sets often have their own template."""
     one = prompts(*(template.format(text) for text in (DICE, CARDS)))
     two = prompts(*(other.format(text) for text in (CHESS, DICE, DICE)))
     assert overlapping(one, two) == two[1:]
     assert overlapping(two, one) == one[:1]
 
 
-def test_short_problems_and_those_of_one_template_stay_others() -> None:
-    """What a template leaves of them may be the same two numbers, asked for something else."""
+def test_short_problems_and_shared_templates_are_not_copies() -> None:
+    """Without their template they may be the same two numbers."""
     sums = prompts("Find the sum of 3 and 5", "Find the sum of 4 and 7")
     products = prompts("Find the product of 3 and 5", "Find the product of 9 and 9")
     assert overlapping(sums, products) == []
     assert overlapping(prompts(*map(DAPO.format, (DICE, CARDS))), prompts(DAPO.format(CHESS))) == []
 
 
-def test_a_template_is_what_all_different_texts_share() -> None:
+def test_without_template() -> None:
     texts = ["Solve:\na b\n c\nEnd.", "Solve:\nb\nEnd.", "Solve:\nb\nEnd."]
     assert without_template(texts) == ["a b\n c", "b", "b"]
     assert without_template(texts, LINE) == ["a b\n c", "b", "b"]
@@ -111,8 +110,8 @@ def test_a_template_is_what_all_different_texts_share() -> None:
 
 
 @pytest.mark.parametrize("task", ["arithmetic", "arithmetic-chain"])
-def test_the_built_in_splits_do_not_overlap(task: str) -> None:
-    """Their sums differ only in signs' places and digits, which must stay."""
+def test_built_in_splits_do_not_overlap(task: str) -> None:
+    """Normalisation must keep the signs and digits that tell them apart."""
     train, held_out = (
         prompts(*(problem.text for problem in generate(split, 2000, 0, task=task)))
         for split in ("train", "held_out")

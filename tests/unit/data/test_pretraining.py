@@ -1,5 +1,4 @@
-"""Would catch: text that is lost, trained on twice or out of order after a resume; weights that
-depend on how many texts an update has; texts that cannot be read and say nothing."""
+"""Pretraining data: lost or repeated text, wrong loss weights, and unreadable files."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ TEXTS = ["abc", "", "defghijklmnop", "q", "rs" * 9]
 
 
 def encode(text: str) -> list[int]:
-    """A letter a token."""
+    """Return one token per letter."""
     return [*map(ord, text), END]
 
 
@@ -31,8 +30,8 @@ def predicted(sequences: list[np.ndarray]) -> list[int]:
     return [token for sequence in sequences for token in sequence[1:].tolist()]
 
 
-def test_every_token_but_a_texts_first_is_predicted_once_an_epoch() -> None:
-    """Also of texts longer than a sequence, and whatever the budget cuts them up in."""
+def test_every_token_is_predicted_once_per_epoch() -> None:
+    """Also in texts longer than a sequence, for any token budget."""
     wanted = sorted(token for text in TEXTS if text for token in encode(text)[1:])
     for num_tokens in (6, 7, 50):
         texts, found = stream(), []
@@ -41,7 +40,7 @@ def test_every_token_but_a_texts_first_is_predicted_once_an_epoch() -> None:
         assert sorted(found[: len(wanted)]) == wanted
 
 
-def test_sequences_keep_to_their_limits() -> None:
+def test_sequences_respect_limits() -> None:
     texts = stream()
     for num_tokens in (6, 9, 31):
         sequences = texts.take(num_tokens)
@@ -49,15 +48,15 @@ def test_sequences_keep_to_their_limits() -> None:
         assert all(2 <= len(sequence) <= 6 for sequence in sequences)
 
 
-def test_the_order_is_the_seeds_and_new_in_each_epoch() -> None:
+def test_order_depends_on_seed_and_epoch() -> None:
     one, same, other = (stream(seed=seed).take(200) for seed in (3, 3, 4))
     assert predicted(one) == predicted(same) != predicted(other)
     epoch = sum(len(text) for text in TEXTS)
     assert predicted(one)[:epoch] != predicted(one)[epoch : 2 * epoch]
 
 
-def test_a_stopped_run_goes_on_where_it_was_in_the_middle_of_a_text() -> None:
-    """Through the JSON of a checkpoint."""
+def test_resume_in_the_middle_of_a_text() -> None:
+    """The state passes through JSON."""
     whole = stream()
     expected = [whole.take(7) for _ in range(12)]
     for stop in (1, 5, 11):
@@ -79,19 +78,18 @@ def test_a_stopped_run_goes_on_where_it_was_in_the_middle_of_a_text() -> None:
         {"texts": TEXTS[::-1]},
     ],
 )
-def test_the_position_in_other_texts_is_refused(changed: dict[str, object]) -> None:
+def test_state_of_other_texts_is_rejected(changed: dict[str, object]) -> None:
     with pytest.raises(DataError, match="have changed since the checkpoint"):
         stream(**changed).load_state_dict(stream().state_dict())
 
 
-def test_texts_without_a_token_to_predict_end_in_an_error() -> None:
-    """And not in a search without an end."""
+def test_texts_without_targets_are_an_error() -> None:
     texts = PretrainingStream(["a", "b"], lambda text: [1], seed=0, max_tokens=8)
     with pytest.raises(DataError, match="nothing to predict"):
         texts.take(8)
 
 
-def test_an_updates_weights_are_one_over_its_own_tokens() -> None:
+def test_weights_normalise_per_update() -> None:
     parts = [np.arange(n, dtype=np.int64) for n in (2, 5, 3)]
     batch = pack_pretraining([parts[:2], parts[2:]], coef=0.5)
     assert batch.tokens.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
@@ -102,8 +100,8 @@ def test_an_updates_weights_are_one_over_its_own_tokens() -> None:
     assert (batch.prompt_lengths == 1).all() and (batch.policy_versions == -1).all()
 
 
-def test_texts_come_from_every_kind_of_file(tmp_path: Path) -> None:
-    """In the order of the files' names; a plain file is one text, lines and all."""
+def test_every_file_type(tmp_path: Path) -> None:
+    """Files are read by name; a .txt file is one text."""
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     (tmp_path / "b.jsonl").write_text('{"text": "three", "id": 1}\n\n{"text": ""}\n')
     pq.write_table(pa.table({"id": [1, 2], "text": ["four", "fünf"]}), tmp_path / "c.parquet")
@@ -112,8 +110,8 @@ def test_texts_come_from_every_kind_of_file(tmp_path: Path) -> None:
     assert read_texts(str(tmp_path / "a.txt")) == ["one\n\ntwo\n"]
 
 
-def test_the_built_in_texts_are_problems_with_right_answers() -> None:
-    """Worked out in about every second one, the same ones each time."""
+def test_built_in_texts() -> None:
+    """About half of them are worked out, always the same ones."""
     texts = read_texts("arithmetic:train:64")
     assert texts == read_texts("arithmetic:train:64") != read_texts("arithmetic:train:64:1")
     assert 16 < sum(";" in text for text in texts) < 48
@@ -137,19 +135,21 @@ def test_the_built_in_texts_are_problems_with_right_answers() -> None:
         ("a.csv", b"x", "neither"),
     ],
 )
-def test_what_is_no_text_is_named(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+def test_malformed_text_is_reported(
+    tmp_path: Path, name: str, content: bytes, problem: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=problem):
         read_texts(str(tmp_path / name))
 
 
-def test_a_parquet_file_without_the_column_is_refused(tmp_path: Path) -> None:
+def test_parquet_without_text_column_is_rejected(tmp_path: Path) -> None:
     pq.write_table(pa.table({"content": ["x"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="has no column text; it has content"):
         read_texts(str(tmp_path / "a.parquet"))
 
 
-def test_a_folder_of_several_splits_is_refused(tmp_path: Path) -> None:
+def test_folder_with_several_splits_is_rejected(tmp_path: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / f"{split}.txt").write_text("x")
     with pytest.raises(DataError, match="name the file to use"):

@@ -1,4 +1,4 @@
-"""Loading prompts: what is dropped is counted, and what is wrong is named before a run starts."""
+"""Loading prompts: rows that are dropped silently, and bad rows without a clear error."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megadapo.data.arithmetic import generate, write_parquet
-from megadapo.data.prompts import LoadCounts, Prompt, load_prompts, read_prompts, render
+from megadapo.data.arithmetic import generate
+from megadapo.data.prompts import LoadCounts, Prompt, load_prompts, render
 from megadapo.errors import DataError
 from megadapo.rewards.dapo_math import validate_ground_truth
+from tests.support.parquet import write_parquet
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
@@ -43,19 +44,19 @@ def write_jsonl(path: Path, rows: list[object]) -> str:
 
 
 def read(source: str, **options) -> tuple[list[Prompt], LoadCounts]:
-    return read_prompts(source, check_gold=check_gold, **options)
+    return load_prompts(source, check_gold=check_gold, **options)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, so that lengths can be counted by eye."""
+    """Return a tokenizer with one token per character."""
     characters = {chr(code): code for code in range(128)}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(characters, unk_token="\x00"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     return PreTrainedTokenizerFast(tokenizer_object=model)
 
 
-def test_parquet_and_jsonl_with_the_same_rows_give_the_same_prompts(tmp_path) -> None:
+def test_parquet_and_jsonl_give_the_same_prompts(tmp_path) -> None:
     problems = generate("train", 50, seed=0)
     write_parquet(tmp_path / "a.parquet", problems)
     jsonl = write_jsonl(tmp_path / "a.jsonl", [problem.row() for problem in problems])
@@ -67,14 +68,14 @@ def test_parquet_and_jsonl_with_the_same_rows_give_the_same_prompts(tmp_path) ->
     )
 
 
-def test_repeated_rows_are_dropped_and_counted_and_the_order_of_the_file_is_kept(tmp_path) -> None:
+def test_duplicates_are_dropped_in_order(tmp_path) -> None:
     rows = [row(f"question {i}") for i in (3, 1, 2)] * 100
     prompts, counts = read(write_jsonl(tmp_path / "a.jsonl", rows))
     assert [p.messages[0][1] for p in prompts] == ["question 3", "question 1", "question 2"]
     assert counts == LoadCounts(300, 297, 0, 0)
 
 
-def test_ids_tell_prompts_apart_and_do_not_depend_on_the_file(tmp_path) -> None:
+def test_ids_are_distinct_and_independent_of_the_file(tmp_path) -> None:
     rows = [row("a"), row("b"), row("ab"), row("c", "7"), row("d", source="other")]
     rows.append(row("a") | {"prompt": [{"role": "system", "content": "a"}]})
     first = read(write_jsonl(tmp_path / "a.jsonl", rows))[0]
@@ -85,13 +86,13 @@ def test_ids_tell_prompts_apart_and_do_not_depend_on_the_file(tmp_path) -> None:
 
 
 def test_prompts_survive_json_exactly() -> None:
-    """A saved reserve and saved rollouts hold prompts."""
+    """Saved groups contain prompts."""
     prompt = Prompt("id", (("system", "Add."), ("user", "1+2=?")), "3", "test")
     assert Prompt.from_json(json.loads(json.dumps(prompt.to_json()))) == prompt
     assert prompt.to_json()["messages"] == [["system", "Add."], ["user", "1+2=?"]]
 
 
-def test_prompts_with_two_gold_answers_are_dropped_counted_and_named(tmp_path, caplog) -> None:
+def test_conflicting_golds_are_dropped(tmp_path, caplog) -> None:
     rows = [row("good"), row("bad", "1"), row("bad", "2"), row("bad", "1"), row("bad", "3")]
     prompts, counts = read(write_jsonl(tmp_path / "a.jsonl", rows))
     assert [p.messages[0][1] for p in prompts] == ["good"]
@@ -99,7 +100,7 @@ def test_prompts_with_two_gold_answers_are_dropped_counted_and_named(tmp_path, c
     assert "a.jsonl, line 3: '2', and before '1'" in caplog.text
 
 
-def test_each_prompt_with_two_golds_is_a_line_of_the_warning(tmp_path, caplog) -> None:
+def test_conflicting_golds_are_listed_in_a_warning(tmp_path, caplog) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [row(t, g) for t in "xyz" for g in "12"][:-1])
     assert len(read(source)[0]) == 1
     assert caplog.messages == [
@@ -108,29 +109,20 @@ def test_each_prompt_with_two_golds_is_a_line_of_the_warning(tmp_path, caplog) -
     ]
 
 
-def test_what_was_dropped_is_logged(tmp_path, caplog) -> None:
+def test_counts_are_logged(tmp_path, caplog) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [row("a"), row("a")])
     with caplog.at_level(logging.INFO):
-        assert len(load_prompts(source, check_gold=check_gold)) == 1
+        assert len(read(source)[0]) == 1
     assert caplog.messages == [f"{source}: 1 prompts; {LoadCounts(2, 1, 0, 0)}"]
 
 
-def test_the_limit_and_what_it_does_reach_the_reader(tmp_path, tokenizer) -> None:
-    """A run whose limit got lost on the way would fail in the engine, hours later."""
-    source = write_jsonl(tmp_path / "a.jsonl", [row("x"), row("xxxx")])
-    limit = {"check_gold": check_gold, "tokenizer": tokenizer, "max_prompt_tokens": 3}
-    assert len(load_prompts(source, **limit, overlong_prompts="drop")) == 1
-    with pytest.raises(DataError, match="has 4 tokens; at most 3"):
-        load_prompts(source, **limit)
-
-
-def test_without_a_tokenizer_or_without_a_limit_nothing_is_measured(tmp_path, tokenizer) -> None:
+def test_limit_needs_tokenizer_and_length(tmp_path, tokenizer) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [row("xxxx")])
     assert len(read(source, max_prompt_tokens=1)[0]) == len(read(source, tokenizer=tokenizer)[0])
 
 
 @pytest.mark.parametrize("num_bad, last", [(5, "line 5"), (6, "... and 1 more")])
-def test_five_bad_golds_are_named_and_the_others_counted(tmp_path, num_bad, last) -> None:
+def test_five_bad_golds_are_listed(tmp_path, num_bad, last) -> None:
     rows = [row(f"question {i}", "units") for i in range(num_bad)]
     with pytest.raises(DataError) as error:
         read(write_jsonl(tmp_path / "a.jsonl", rows))
@@ -138,7 +130,7 @@ def test_five_bad_golds_are_named_and_the_others_counted(tmp_path, num_bad, last
     assert len(lines) == min(num_bad, 6) and last in lines[-1]
 
 
-def test_golds_that_cannot_be_scored_are_named_with_file_row_and_text(tmp_path) -> None:
+def test_bad_gold_error_has_file_row_and_text(tmp_path) -> None:
     rows = [row(f"question {i}", "units" if i >= 2 else "5") for i in range(10)]
     rows[4] = row("question 4", None)
     table = pa.Table.from_pylist(rows)
@@ -151,7 +143,7 @@ def test_golds_that_cannot_be_scored_are_named_with_file_row_and_text(tmp_path) 
     assert "and 3 more" in text and "row 1:" not in text
 
 
-def test_a_bare_integer_is_a_gold_and_a_float_is_not(tmp_path) -> None:
+def test_integer_gold_is_accepted(tmp_path) -> None:
     assert read(write_jsonl(tmp_path / "a.jsonl", [row("a", -7)]))[0][0].ground_truth == "-7"
     for gold in (7.0, True, ["7"], {}):
         with pytest.raises(DataError, match="line 1: the gold answer is not a string"):
@@ -172,12 +164,12 @@ def test_a_bare_integer_is_a_gold_and_a_float_is_not(tmp_path) -> None:
         ({"data_source": None}, "line 2: data_source is not a string"),
     ],
 )
-def test_a_row_without_the_schema_is_named(tmp_path, damage: dict, message: str) -> None:
+def test_malformed_row_is_reported(tmp_path, damage: dict, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(write_jsonl(tmp_path / "a.jsonl", [row("fine"), row("other") | damage]))
 
 
-def test_prompts_above_the_limit_stop_the_run_or_are_dropped_as_chosen(tmp_path, tokenizer) -> None:
+def test_overlong_prompts_are_errors_or_dropped(tmp_path, tokenizer) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [row("x" * n) for n in (3, 10, 11, 12)])
     limit = {"tokenizer": tokenizer, "max_prompt_tokens": 10}
     prompts, counts = read(source, overlong_prompts="drop", **limit)
@@ -192,7 +184,7 @@ def test_prompts_above_the_limit_stop_the_run_or_are_dropped_as_chosen(tmp_path,
         read(source, overlong_prompts="drop", tokenizer=tokenizer, max_prompt_tokens=2)
 
 
-def test_render_without_a_template_is_the_plain_text(tokenizer) -> None:
+def test_render_without_template(tokenizer) -> None:
     prompt = Prompt("id", (("system", "Add."), ("user", "1+2=?")), "3", "test")
     assert render(prompt, tokenizer) == [ord(char) for char in "Add.1+2=?"]
     assert len(render(prompt, tokenizer, max_prompt_tokens=9)) == 9
@@ -202,7 +194,7 @@ def test_render_without_a_template_is_the_plain_text(tokenizer) -> None:
         render(Prompt("id", (("user", ""),), "3", "test"), tokenizer)
 
 
-def test_render_with_a_template_ends_where_the_answer_begins(tokenizer, monkeypatch) -> None:
+def test_render_with_template(tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATE)
     prompt = Prompt("id", (("system", "Add."), ("user", "1+2=?")), "3", "test")
     assert render(prompt, tokenizer) == [ord(char) for char in "<system>Add.<user>1+2=?>"]

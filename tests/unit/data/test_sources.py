@@ -1,4 +1,4 @@
-"""Where rows come from: every way a source can be missing or damaged ends in one clear message."""
+"""Sources of rows: missing or damaged sources without a clear error."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megadapo.data.arithmetic import generate, write_parquet
+from megadapo.data.arithmetic import generate
 from megadapo.data.config import DataConfig
 from megadapo.data.sources import read_rows
 from megadapo.errors import ConfigError, DataError
+from tests.support.parquet import write_parquet
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -28,7 +29,7 @@ def num_rows(source: object) -> int:
     return sum(1 for _ in read_rows(str(source)))
 
 
-def test_a_folder_gives_the_rows_of_all_its_files_in_order(tmp_path) -> None:
+def test_folder_gives_rows_of_all_files_in_order(tmp_path) -> None:
     problems = generate("train", 30, seed=0)
     (tmp_path / "part").mkdir()
     write_parquet(tmp_path / "part" / "b.parquet", problems[10:20])
@@ -42,7 +43,7 @@ def test_a_folder_gives_the_rows_of_all_its_files_in_order(tmp_path) -> None:
     assert rows[21].place == f"{tmp_path}/z.jsonl, line 3"
 
 
-def test_a_folder_with_several_splits_is_not_read_as_one(tmp_path) -> None:
+def test_folder_with_several_splits_is_rejected(tmp_path) -> None:
     for name in ("train-0.parquet", "train-1.parquet", "test-0.parquet"):
         write_parquet(tmp_path / name, generate("train", 2, seed=0))
     with pytest.raises(DataError, match="has the splits train, test; name the file"):
@@ -61,13 +62,13 @@ def test_a_folder_with_several_splits_is_not_read_as_one(tmp_path) -> None:
         ("", "there is no file or folder|has no"),
     ],
 )
-def test_a_missing_source_is_named(tmp_path, monkeypatch, source: str, message: str) -> None:
+def test_missing_source(tmp_path, monkeypatch, source: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=message):
         num_rows(source)
 
 
-def test_files_that_are_not_data_are_refused(tmp_path) -> None:
+def test_other_file_types_are_rejected(tmp_path) -> None:
     (tmp_path / "a.csv").write_text("a,b\n")
     with pytest.raises(DataError, match=r"neither a .parquet nor a .jsonl file"):
         num_rows(tmp_path / "a.csv")
@@ -75,7 +76,7 @@ def test_files_that_are_not_data_are_refused(tmp_path) -> None:
         num_rows(tmp_path)
 
 
-def test_a_damaged_parquet_file_is_named(tmp_path) -> None:
+def test_damaged_parquet(tmp_path) -> None:
     write_parquet(tmp_path / "a.parquet", generate("train", 100, seed=0))
     whole = (tmp_path / "a.parquet").read_bytes()
     middle = bytearray(whole)
@@ -86,7 +87,7 @@ def test_a_damaged_parquet_file_is_named(tmp_path) -> None:
             num_rows(tmp_path / "a.parquet")
 
 
-def test_missing_columns_are_named_beside_those_that_are_there(tmp_path) -> None:
+def test_missing_columns(tmp_path) -> None:
     pq.write_table(pa.table({"question": ["1+1"], "prompt": ["x"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="no column data_source, reward_model; it has question, pr"):
         num_rows(tmp_path / "a.parquet")
@@ -96,7 +97,7 @@ def test_missing_columns_are_named_beside_those_that_are_there(tmp_path) -> None
     "line",
     [b"{", b"not json", b"\xff\xfe", b'{"a": 1} {"b": 2}', b"[" * 100_000, b"[1]", b"null", b'"x"'],
 )
-def test_a_damaged_line_is_named(tmp_path, line: bytes) -> None:
+def test_damaged_line(tmp_path, line: bytes) -> None:
     good = json.dumps(generate("train", 1, seed=0)[0].row()).encode()
     (tmp_path / "a.jsonl").write_bytes(good + b"\n" + line + b"\n")
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: not"):
@@ -104,7 +105,7 @@ def test_a_damaged_line_is_named(tmp_path, line: bytes) -> None:
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the Hub's protocol as fetching a dataset takes."""
+    """The part of the Hub's protocol that downloads a dataset."""
 
     files: dict[str, bytes]
 
@@ -179,7 +180,7 @@ def read_from_hub(endpoint: str, cache: Path, source: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_hub_name_gives_the_whole_dataset_a_folder_or_a_file_of_it(hub: str, tmp_path) -> None:
+def test_hub_dataset_folder_and_file(hub: str, tmp_path) -> None:
     cache = tmp_path / "cache"
     assert read_from_hub(hub, cache, "org/sums") == "8"
     assert read_from_hub(hub, cache, "org/sums/large") == "5"
@@ -187,7 +188,7 @@ def test_a_hub_name_gives_the_whole_dataset_a_folder_or_a_file_of_it(hub: str, t
     assert "has no file or folder medium" in read_from_hub(hub, cache, "org/sums/medium")
 
 
-def test_a_hub_that_does_not_know_the_name_or_is_not_there_is_said_so(hub: str, tmp_path) -> None:
+def test_unknown_dataset_and_unreachable_hub(hub: str, tmp_path) -> None:
     cache = tmp_path / "cache"
     unknown = read_from_hub(hub, cache, "org/other")
     assert "org/other is no local file or folder, and the Hub dataset org/other" in unknown
@@ -203,6 +204,6 @@ def test_a_hub_that_does_not_know_the_name_or_is_not_there_is_said_so(hub: str, 
         ({"max_prompt_tokens": 0}, "data.max_prompt_tokens"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_key(wrong: dict, key: str) -> None:
+def test_wrong_config_value_names_its_key(wrong: dict, key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         DataConfig(**({"train": "arithmetic:train:8"} | wrong))

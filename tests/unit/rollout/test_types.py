@@ -1,3 +1,5 @@
+"""Seeds and log-probs of engine requests."""
+
 import math
 from types import SimpleNamespace
 
@@ -6,20 +8,20 @@ import numpy as np
 from megadapo.rollout.types import continued_seed, response_seeds, sampled_logprobs
 
 
-def test_seeds_are_the_same_on_every_machine():
-    """Python's own hash() changes with every process: resumed runs would draw other responses."""
+def test_seeds_are_portable():
+    """Python's hash() changes with every process."""
     assert response_seeds(2, 7, "train", 12, "id-3") == (
         533624804054033046,
         272604831935903300,
     )
 
 
-def test_every_part_of_the_name_changes_the_seed():
+def test_every_part_changes_the_seed():
     names = [
-        (run_seed, purpose, order, prompt)
+        (run_seed, purpose, index, prompt)
         for run_seed in (0, 1)
         for purpose in ("train", "evaluation")
-        for order in range(20)
+        for index in range(20)
         for prompt in ("a", "b")
     ]
     seeds = [seed for name in names for seed in response_seeds(16, *name)]
@@ -28,7 +30,7 @@ def test_every_part_of_the_name_changes_the_seed():
 
 
 def table(entries):
-    """entries: for each position the (token, log-prob) pairs the engine gave."""
+    """Return a table of (token, log-prob) pairs per position."""
     ends = np.cumsum([len(position) for position in entries]).tolist()
     flat = [pair for position in entries for pair in position]
     return SimpleNamespace(
@@ -39,15 +41,15 @@ def table(entries):
     )
 
 
-def test_the_sampled_tokens_value_is_found_among_others():
-    """Taking the first entry of a position would give the most probable token's log-prob."""
+def test_sampled_token_is_found_among_others():
+    """The first entry of a position is the most probable token."""
     values = sampled_logprobs([5, 9], table([[(5, -0.5)], [(7, -0.1), (9, -3.0)]]))
     assert values.dtype == np.float32
     assert values.tolist() == [-0.5, -3.0]
 
 
-def test_a_missing_value_stays_nan():
-    """0.0 in its place would say that the token was certain."""
+def test_missing_log_prob_is_nan():
+    """A value of 0.0 would mean that the token was certain."""
     values = sampled_logprobs([5, 6, 7, 8], table([[(5, -0.5)], [], [(1, -0.1)], [(8, None)]]))
     assert values[0] == np.float32(-0.5)
     assert all(math.isnan(value) for value in values[1:])
@@ -55,18 +57,18 @@ def test_a_missing_value_stays_nan():
     assert np.isnan(sampled_logprobs([5, 6], table([[(5, -0.5)]]))).tolist() == [False, True]
 
 
-def test_one_entry_a_position_is_read_at_once():
-    """Nothing but the sampled token is asked for; missing values stay NaN there too."""
+def test_one_entry_per_position():
+    """This case has a fast path."""
     values = sampled_logprobs([5, 6, 7], table([[(5, -0.5)], [(6, None)], [(7, -2.0)]]))
     assert values.dtype == np.float32
     assert values[[0, 2]].tolist() == [-0.5, -2.0] and math.isnan(values[1])
-    # as many entries as positions, but not one each
+    # as many entries as positions, but not one per position
     shifted = sampled_logprobs([5, 6], table([[(5, -0.5), (6, -0.1)], []]))
     assert shifted[0] == -0.5 and math.isnan(shifted[1])
 
 
-def test_a_continued_response_has_noise_of_its_own():
-    """With its old seed it would draw the same noise again, for other tokens."""
+def test_continued_response_has_new_noise():
+    """The old seed would repeat the same noise for other tokens."""
     begun = np.array([3, 4, 5], dtype=np.int32)
     seeds = {continued_seed(seed, begun[:n]) for seed in (1, 2) for n in range(4)}
     assert len(seeds) == 8 and all(0 <= seed < 2**63 for seed in seeds)

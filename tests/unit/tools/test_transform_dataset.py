@@ -17,7 +17,7 @@ from types import ModuleType
 
 import pytest
 
-from megadapo.data.prompts import read_prompts
+from megadapo.data.prompts import load_prompts
 from megadapo.errors import ConfigError, DataError, InfraError
 from megadapo.rewards import served
 from megadapo.rewards.dapo_math import validate_ground_truth
@@ -183,7 +183,7 @@ def test_what_is_kept_is_checked_and_what_is_refused_says_why(
     assert [refused[text] for text in both & refused.keys()] == ["a duplicate"]
     assert rows.keys() | refused.keys() == PROBLEMS.keys() - {"What is 1/2+1/3"}
     assert "1 left out: seen before" in capsys.readouterr().out
-    prompts, counts = read_prompts(
+    prompts, counts = load_prompts(
         str(tmp_path / "integers.jsonl"), check_gold=lambda gold, *_: validate_ground_truth(gold)
     )
     assert len(prompts) == len(rows) and counts.num_duplicates == 0

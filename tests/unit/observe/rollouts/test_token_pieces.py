@@ -1,4 +1,4 @@
-"""Would catch: pieces that do not add up to the text, or lie at the wrong token."""
+"""Token pieces: text that is lost, or shown at the wrong token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megadapo.observe.rollouts.token_pieces import token_pieces
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A token per byte, token b being byte b, and a few words; 300 is special."""
+    """Return a tokenizer with token b for byte b, a few words, and a special token 300."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     visible = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     visible.decoder = decoders.ByteLevel()
@@ -38,11 +38,11 @@ def pieces_of(ids: list[int]) -> tuple[str, ...]:
     return token_pieces(decode, ids, decode(ids))
 
 
-def test_no_tokens_have_no_pieces() -> None:
+def test_no_tokens() -> None:
     assert token_pieces(decode, [], "") == ()
 
 
-def test_a_character_of_several_tokens_is_at_the_one_that_completes_it() -> None:
+def test_character_is_at_its_last_token() -> None:
     pieces = ("a", "", "\u00e9", " ", *("", "", "", "\U0001f600"), "!")
     assert pieces_of(encode("".join(pieces))) == pieces
 
@@ -53,8 +53,8 @@ def test_special_tokens_add_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pieces_add_up_to_the_text_whatever_bytes_a_model_writes(seed: int) -> None:
-    """Cut and impossible characters included, which decode to replacement characters."""
+def test_pieces_join_to_the_text(seed: int) -> None:
+    """Incomplete and invalid characters decode to replacement characters."""
     source = random.Random(seed)
     good = encode("x \u00e9\u4e8c\U0001f600\ufffd")
     ids = [source.choice([*good, source.randrange(256)]) for _ in range(source.randrange(200))]
@@ -63,19 +63,19 @@ def test_pieces_add_up_to_the_text_whatever_bytes_a_model_writes(seed: int) -> N
     assert "".join(pieces) == decode(ids)
 
 
-def test_text_of_whole_characters_is_exact() -> None:
+def test_text_of_complete_characters_is_exact() -> None:
     for text in ("plain", " led by a space", "\u4e8c" * 50, "\n\n1\t2\r\n", "e\u0301\u200d"):
         assert "".join(pieces_of(encode(text))) == text
 
 
-def test_ten_thousand_impossible_bytes_take_no_quadratic_time() -> None:
+def test_invalid_bytes_take_linear_time() -> None:
     start = time.perf_counter()
     assert len(pieces_of([200] * 10_000)) == 10_000
     assert time.perf_counter() - start < 5
 
 
-def test_a_decoder_that_drops_the_first_space_is_followed() -> None:
-    """Sentence-piece models strip the space of the first word alone."""
+def test_decoder_that_drops_the_first_space() -> None:
+    """SentencePiece models strip the space of the first word only."""
     words = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581b": 1}, unk_token="\u2581a"))
     words.decoder = decoders.Metaspace()
     ids = [0, 1, 0]

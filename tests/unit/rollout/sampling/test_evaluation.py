@@ -47,8 +47,8 @@ def run(
     **config: object,
 ) -> Evaluation:
     engines, asked = engines or ScriptedEngines(), held_out(prompts, **config)
-    with EvaluationInProgress(engines, RightAtLeast(BOUND), asked, journal) as under_way:
-        return under_way.finish()
+    with EvaluationInProgress(engines, RightAtLeast(BOUND), asked, journal) as running:
+        return running.finish()
 
 
 def test_accuracy_and_standard_error():
@@ -104,8 +104,8 @@ class ThreeAtATime(RightAtLeast):
 def test_groups_are_scored_in_parallel():
     scorer = ThreeAtATime(BOUND)
     engines = ScriptedEngines("at random", at_once=4)
-    with EvaluationInProgress(engines, scorer, held_out(make_prompts(12))) as under_way:
-        found = under_way.finish()
+    with EvaluationInProgress(engines, scorer, held_out(make_prompts(12))) as running:
+        found = running.finish()
     assert scorer.most_in_flight == 3
     assert found == run(make_prompts(12))
 
