@@ -1,4 +1,4 @@
-"""What trainer ranks do together: gathering full tensors, and relaying slices between nodes."""
+"""Collective work of trainer ranks: gathering tensors, and relaying slices between nodes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUCKET = 4096
 
 
 def groups_by(rank: int, positions, *same: str):
-    """The group of ranks that agree with this one on everything but one axis."""
+    """Return the group of ranks that differ from this one on one axis only."""
     keys = [tuple(getattr(position, name) for name in same) for position in positions]
     mine = None
     for key in dict.fromkeys(keys):
@@ -79,8 +79,8 @@ def gather_all(rank: int, folders: list[Path]) -> None:
         gather_and_compare(rank, folder, sizes, folder.with_name(folder.name + "-exported"))
 
 
-def test_ranks_gather_and_export_what_was_imported(tmp_path):
-    """Catches ranks that are out of step, and a tensor put together from the wrong ranks."""
+def test_ranks_gather_and_export_imported_weights(tmp_path):
+    """Catches ranks that are out of step, and tensors assembled from wrong ranks."""
     folders = [
         make_model(tmp_path / str(number), family, **changes)
         for number, (family, changes, _) in enumerate(CASES)
@@ -96,7 +96,7 @@ def test_ranks_gather_and_export_what_was_imported(tmp_path):
 
 
 def relay_and_compare(rank: int, folder: Path, engine: EngineShape, places: list[str]) -> None:
-    """Two nodes of two ranks; engines on the second node, and half of the model on the first."""
+    """Update engines on the second of two nodes; half of the model is on the first."""
     layout = open_layout(folder)
     positions = replica_positions(layout, tp_size=2, pp_size=2)
     hosts = Hosts(["a", "a", "b", "b"], ["b"] * len(engine.nodes))
@@ -145,7 +145,7 @@ def relay_and_compare(rank: int, folder: Path, engine: EngineShape, places: list
 
 
 def record_batches() -> list[list[Message]]:
-    """The messages of every batch that this process enters from now on."""
+    """Record the messages of every batch that this process enters."""
     issue, batches = dist.batch_isend_irecv, []
 
     def record(operations):
@@ -157,7 +157,7 @@ def record_batches() -> list[list[Message]]:
 
 
 def relay_rounds(sender, receiver, inbox, target, schedule, *, version, delta=None) -> None:
-    """One update; with a delta its checksums are compared with the origin's."""
+    """Run one update; a delta's checksums are compared."""
     if receiver is not None:
         receiver.start(target, inbox, with_checksums=False, version=version, delta=delta)
     for number in range(num_rounds(schedule)):
@@ -171,7 +171,7 @@ def relay_rounds(sender, receiver, inbox, target, schedule, *, version, delta=No
 
 
 def send_and_compare(rank: int, folder: Path, engine: EngineShape) -> None:
-    """Two trainer ranks, and an engine of two ranks or two engines of one, joined by messages."""
+    """Update an engine of two ranks, or two engines of one, by messages of two trainer ranks."""
     layout = open_layout(folder)
     positions = replica_positions(layout, pp_size=2)
     plan = make_plan(layout, positions, engine, itemsize=4, max_bundle_bytes=BUCKET)
@@ -189,7 +189,7 @@ def send_and_compare(rank: int, folder: Path, engine: EngineShape) -> None:
             for number in rounds:
                 sender.fill(number)
             dist.barrier()
-        # once for all engines of the node, in each update
+        # each update sends once for all engines of the node
         planned = [plan.bundle(one).num_bytes for one in plan.transfers if one.sender == rank]
         assert sum(sent) == 2 * sum(planned)
         return
@@ -215,7 +215,7 @@ def send_and_compare(rank: int, folder: Path, engine: EngineShape) -> None:
 
 
 def count_sent(outbox) -> list[int]:
-    """Bytes of every message that an outbox sends from now on."""
+    """Record the bytes of every message that an outbox sends."""
     group, sent = outbox._group, []
 
     class Counting:
@@ -230,9 +230,9 @@ def count_sent(outbox) -> list[int]:
 @pytest.mark.parametrize("engine", [
     EngineShape(tp_size=2), EngineShape(copies=(2,)),
 ], ids=["two ranks", "two engines of a node"])  # fmt: skip
-def test_separate_devices_are_joined_by_messages_in_plan_order(tmp_path, engine):
-    """Catches a bucket overwritten before it was received, messages taken for one another, and a
-    second engine of a node that is sent everything again."""
+def test_messages_reach_separate_devices_in_plan_order(tmp_path, engine):
+    """Catches buckets that are overwritten too early, mixed-up messages, and messages to a second
+    engine of a node."""
     run_ranks(send_and_compare, 4, tmp_path, make_model(tmp_path / "model", "Qwen2"), engine)
 
 
@@ -240,8 +240,8 @@ def test_separate_devices_are_joined_by_messages_in_plan_order(tmp_path, engine)
     (EngineShape(tp_size=2, nodes=("b",)), ["a", "a", "b", "b"]),
     (EngineShape(nodes=("engine 0", "engine 1")), ["", "", "engine 0", "engine 1"]),
 ], ids=["one engine", "two engines"])  # fmt: skip
-def test_slices_from_another_node_reach_the_engine_through_a_feeder(tmp_path, engine, places):
-    """Catches a relay that waits for a message nobody sends, or fills the wrong place; and what is
-    handed on to a second engine before it has come, or from the wrong place of a bucket."""
+def test_slices_of_other_node_reach_engine_through_relay(tmp_path, engine, places):
+    """Catches a relay that waits for a missing message or uses a wrong offset, and slices that are
+    forwarded before they arrive."""
     folder = make_model(tmp_path / "model", "Qwen2")
     run_ranks(relay_and_compare, 4, tmp_path, folder, engine, places)

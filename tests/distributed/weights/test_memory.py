@@ -1,4 +1,4 @@
-"""What an update of weights takes of main memory beside the weights: two buckets, no more."""
+"""An update takes no more main memory than two buckets."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.support.weights.ranks import Kept, rank_params, run_ranks
 
 LARGE_BUCKET = 8 << 20
 NOISE = 2 << 20
-"""What a process may grow by beside the buckets: a quarter of one."""
+"""Allowed growth besides the buckets: a quarter of one."""
 
 
 def peak_growth(function) -> int:
-    """Bytes by which this process grows while `function` runs, shared memory included."""
-    # the program itself counts too, page by page as it is used for the first time
+    """Return the growth of this process while `function` runs, shared memory included."""
+    # pages of the program count as well when they are first used
     checksum(torch.ones(4 * CHECKSUM_CHUNK))
     Path("/proc/self/clear_refs").write_text("5")
     before = memory_of_this_process("VmHWM")
@@ -47,7 +47,7 @@ def memory_of_this_process(what: str) -> int:
 
 
 def relay_and_measure(rank: int, folder: Path) -> None:
-    """One rank on one node holds half of the model; the engine and three ranks are on another."""
+    """Relay half of the model from one node to the engine and three ranks on another."""
     layout = open_layout(folder)
     positions = replica_positions(layout, pp_size=4, stages=[(0, 1, 2), (3,), (4,), (5,)])
     plan = make_plan(
@@ -59,7 +59,7 @@ def relay_and_measure(rank: int, folder: Path) -> None:
     staged = sum(plan.bundle(one).num_bytes for one in plan.transfers if one.owner == 0)
     assert staged > 4 * LARGE_BUCKET
 
-    # memory counts when it is first touched, which no bucket is before the first round
+    # memory counts when it is first touched, which is in the first round
     sender.prepare(plan, bucket_bytes=LARGE_BUCKET, dtype=torch.float32, transport="shared_memory")
     sender.opened()
 
@@ -74,7 +74,7 @@ def relay_and_measure(rank: int, folder: Path) -> None:
 
 
 class Live(Kept):
-    """A target whose parameters are there before the update, as on CUDA."""
+    """A target whose parameters exist before the update, as on CUDA."""
 
     def __init__(self, shapes):
         self.done = {name: torch.ones(shape) for name, shape in shapes.items()}
@@ -87,7 +87,7 @@ class Live(Kept):
 
 
 def send_and_measure(rank: int, folder: Path) -> None:
-    """Three replicas, each of which sends to one engine rank whenever it has a bucket full."""
+    """Send from three replicas to one engine rank at once."""
     layout = open_layout(folder)
     positions = replica_positions(layout, num_dp=3)
     engine = EngineShape(nodes=("",))
@@ -139,19 +139,19 @@ def send_and_measure(rank: int, folder: Path) -> None:
 
 @pytest.fixture
 def large_model(tmp_path, monkeypatch) -> Path:
-    """Large beside what a process allocates by the way."""
-    # every tensor is given back to the system when it is freed, so that none hides another
+    """Return a model that is large compared with other allocations."""
+    # freed tensors are returned to the system at once, so that none hides another
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     sizes = {"hidden_size": 512, "head_dim": 64, "intermediate_size": 2048, "num_hidden_layers": 6}
     return make_model(tmp_path / "model", "Llama", **sizes)
 
 
-def test_relaying_to_three_feeders_takes_no_more_than_two_buckets(large_model, tmp_path):
-    """Catches slices that are staged beside the buckets: one rank stages for every feeder."""
+def test_relay_to_three_senders_takes_two_buckets(large_model, tmp_path):
+    """Catches slices that are staged outside of the buckets."""
     run_ranks(relay_and_measure, 4, tmp_path, large_model, fresh=True)
 
 
 @pytest.mark.full
-def test_receiving_from_three_feeders_takes_no_more_than_two_buckets(large_model, tmp_path):
-    """Catches an engine rank that receives whatever all feeders send in a round at once."""
+def test_receiving_from_three_senders_takes_two_buckets(large_model, tmp_path):
+    """Catches an engine rank that receives a whole round at once."""
     run_ranks(send_and_measure, 4, tmp_path, large_model, fresh=True)

@@ -1,4 +1,4 @@
-"""Weights from trainers of every split into real vLLM engines: what the engines then say."""
+"""Weight updates from trainers of every split into real vLLM engines."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind,engine", [
-    # every whole run publishes a tied model, and holds engine against trainer at each step
+    # every whole run publishes a tied model, and compares engine and trainer at each step
     pytest.param("tied", {"num_engines": 2}, marks=pytest.mark.full),
     ("untied", {"tensor_parallel": 2}),
-    # tests/distributed/trainer/test_experts.py puts experts in their places, without engines
+    # tests/distributed/trainer/test_experts.py updates experts without engines
     pytest.param("experts", {}, marks=pytest.mark.full),
     pytest.param("tied", {"pipeline_parallel": 2}, marks=pytest.mark.full),
 ])  # fmt: skip
-def test_engines_answer_as_the_checkpoint_does(folders, trainer_processes, tmp_path, kind, engine):
-    """Catches weights that arrive late, in part, in the wrong place, or beside a stale cache."""
+def test_engines_answer_like_checkpoint(folders, trainer_processes, tmp_path, kind, engine):
+    """Catches late, partial or misplaced weights, and a stale prefix cache."""
     first, second = folders[kind]
     split = {"tensor_parallel": 1, **engine}
     count = split.pop("num_engines", 1)
@@ -82,7 +82,7 @@ def test_engines_answer_as_the_checkpoint_does(folders, trainer_processes, tmp_p
         report = publisher.publish(2 * number + 1)
         assert report.verified and report.num_rounds > 1
         assert report.num_bytes == publisher.plan.num_bytes
-        # What the first weights leave in the prefix cache must not be used with the second.
+        # The prefix cache of the first weights must not be used with the second.
         assert_equal(greedy(engines), expected[0], atol=1e-5)
         ray.get([sender.load.remote(second) for sender in senders])
         publisher.publish(2 * number + 2)
@@ -91,7 +91,7 @@ def test_engines_answer_as_the_checkpoint_does(folders, trainer_processes, tmp_p
         assert_equal(answers[-1], expected[1], atol=1e-5)
         assert_equal(answers[-1], answers[0], atol=0)
     if count > 1:
-        # engines of one node, of which the second gets everything from the first
+        # two engines of one node: the first forwards to the second
         by_messages = SMALL_BUCKETS.model_copy(update={"transport": "nccl"})
         ray.get([sender.load.remote(first) for sender in senders])
         publisher = Publisher(senders, engines, by_messages, **split, dtype=torch.float32)
@@ -104,7 +104,7 @@ def test_engines_answer_as_the_checkpoint_does(folders, trainer_processes, tmp_p
 
 
 def by_transformers(folder):
-    """Greedy tokens and their log-probs for each prompt."""
+    """Return greedy tokens and their log-probs for each prompt."""
     reference, answers = Reference(folder), []
     for prompt in PROMPTS:
         tokens: list[int] = []
@@ -115,7 +115,7 @@ def by_transformers(folder):
 
 
 def loses_its_sender(senders, engines, split) -> None:
-    """Catches an update that waits for a dead process, does not say for which, or counts."""
+    """Catches an update that waits for a dead process, does not name it, or counts as done."""
     publisher = Publisher(senders, engines, SMALL_BUCKETS, **split, dtype=torch.float32)
     publisher.publish(10)
     ray.get(senders[0].signal_at.remote(1, signal.SIGKILL))
@@ -127,7 +127,7 @@ def loses_its_sender(senders, engines, split) -> None:
 
 
 def refuses_another_model(senders, engines, split) -> None:
-    """Catches an engine that takes whatever fits of another model's weights."""
+    """Catches an engine that accepts another model's weights."""
     config = WeightsConfig(bucket_mib=0.05)
     publisher = Publisher(senders, engines, config, **split, dtype=torch.float32)
     with pytest.raises(InfraError, match="Trainer and engine differ in "):

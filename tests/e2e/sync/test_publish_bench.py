@@ -1,4 +1,4 @@
-"""`megadapo bench weights` at a size that a test can afford."""
+"""A small `megadapo bench weights`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megadapo.cli import run_command
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_the_benchmark_moves_a_shard_and_compares_with_gathering(tmp_path, capsys):
-    """Catches a benchmark that cannot run any more, and bytes beyond the engine's shard."""
+def test_weights_benchmark_runs(tmp_path, capsys):
+    """Catches a benchmark that fails, and bytes beyond the engine's shard."""
     sizes = {"layers": "2", "hidden": "128", "vocab": "512", "repeat": "1", "bucket-mib": "0.25"}
     words = [word for name, value in sizes.items() for word in (f"--{name}", value)]
     assert run_command(["bench", "weights", *words, "--json", str(tmp_path / "bench.json")]) == 0

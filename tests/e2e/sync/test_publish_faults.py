@@ -61,10 +61,8 @@ def assert_fails_in_time(publisher: Publisher, message: str) -> None:
     assert time.monotonic() - started < 3 * DEADLINE_S
 
 
-def test_a_stopped_sender_leaves_the_old_weights_then_a_dead_one_takes_the_engine_out(
-    folder, engines
-):
-    """Catches an update that waits for ever, and an engine that serves half of two versions."""
+def test_stopped_sender_keeps_old_weights_and_dead_sender_stops_engine(folder, engines):
+    """Catches an update that waits forever, and an engine that serves a mix of two versions."""
     senders, publisher = connect(folder, engines)
     before = greedy(engines)
 
@@ -85,12 +83,11 @@ def test_a_stopped_sender_leaves_the_old_weights_then_a_dead_one_takes_the_engin
         greedy(engines)
     assert engines.policy_version == 2
 
-    # The trainer starts anew, from its checkpoint; so do its engines, and everything works again.
     for sender in senders:
         ray.kill(sender)
 
 
-def test_a_sender_stopped_in_mid_update_is_named_with_its_bucket(folder, engines):
+def test_sender_stopped_during_update_is_named(folder, engines):
     """Catches a deadline that covers the first bucket only."""
     senders, publisher = connect(folder, engines)
     pid = ray.get(senders[0].pid.remote())
@@ -103,9 +100,8 @@ def test_a_sender_stopped_in_mid_update_is_named_with_its_bucket(folder, engines
         greedy(engines)
 
 
-def test_an_engine_of_two_ranks_that_fails_in_an_update_is_started_again(folder, tmp_path):
-    """Catches answers of one rank that are taken for those of the next call: an update would count
-    as done while a rank still reads it. There is no other engine to go on with."""
+def test_two_rank_engine_restarts_after_failed_update(folder, tmp_path):
+    """Catches an update that counts as done while a rank still reads it."""
     engines = start_engines(folder, tmp_path, tensor_parallel=2)
     senders = start_senders(folder)
     publisher = Publisher(senders, engines, CONFIG, tensor_parallel=2, dtype=torch.float32)
@@ -129,7 +125,7 @@ def test_an_engine_of_two_ranks_that_fails_in_an_update_is_started_again(folder,
 
 
 def engine_processes(engines) -> list[psutil.Process]:
-    """The processes that vLLM runs the model in."""
+    """Return the processes in which vLLM runs the model."""
     (actor,) = engines.actors
     actor_pid = ray.get(actor.__ray_call__.remote(lambda actor: os.getpid()))
     children = psutil.Process(actor_pid).children(recursive=True)

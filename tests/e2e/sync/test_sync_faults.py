@@ -1,4 +1,4 @@
-"""Whole runs whose trainer or engine is killed or stopped in the middle of a weight update."""
+"""Whole runs whose trainer or engine is killed or stopped during a weight update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MANY_BUCKETS = (
     "--trainer.progress_timeout_s=60",
     "--rollout.engine_progress_timeout_s=60",
 )
-"""An update then takes seconds, in hundreds of rounds, each of which has to be done in time."""
+"""Options that make an update take seconds, in hundreds of rounds."""
 SENDER, RECEIVER = "TrainerWorker", "VLLM::EngineCore"
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.full, pytest.mark.timeout(600)]
@@ -41,9 +41,9 @@ def processes_named(folder: Path, name: str) -> list[int]:
 
 
 def wait_for_the_middle_of_an_update(process: subprocess.Popen, sender: int) -> None:
-    """Wait until the sender's bucket has been filled anew a number of times.
+    """Wait until the sender's bucket has been filled several times.
 
-    Its shared memory has no name any more, but it is still to be seen in the process.
+    Its shared memory has no name any more, but is visible in the process's memory map.
     """
     (mapping,) = [
         line for line in Path(f"/proc/{sender}/maps").read_text().splitlines()
@@ -68,11 +68,9 @@ def wait_for_the_middle_of_an_update(process: subprocess.Popen, sender: int) -> 
     ],
     ids=["killed", "stopped"],
 )
-def test_a_run_without_its_sender_ends_with_a_name_and_resumes(
-    uninterrupted, tmp_path, how, message
-):
-    """Catches an update that waits for ever for one process, an error that does not say for which
-    one, processes that outlive the run, and a resumed run that starts from half an update."""
+def test_run_names_lost_sender_and_resumes(uninterrupted, tmp_path, how, message):
+    """Catches an update that waits forever, an error without the process's name, processes that
+    outlive the run, and a resumed run that starts from half an update."""
     folder = tmp_path / "run"
     process = start(folder, *MANY_BUCKETS)
     wait_for_step(process, folder, 2)
@@ -87,7 +85,7 @@ def test_a_run_without_its_sender_ends_with_a_name_and_resumes(
     assert found, output
     assert 0 < int(found[1]) < int(found[2])
     assert descendants(folder) == []
-    # of the step whose weights did not arrive, which the resumed run does again
+    # the third step, whose update failed, is repeated by the resumed run
     assert len(metrics(folder)) == 3
 
     result = run(folder, *MANY_BUCKETS)
@@ -101,11 +99,11 @@ FEW_AT_ONCE = (
     "--rollout.max_num_seqs=2",
     "--rollout.engine_progress_timeout_s=20",
 )
-"""A rollout or an evaluation then takes seconds as well."""
+"""Options that make a rollout or an evaluation take seconds."""
 
 
 def wait_for_the_middle_of_an_evaluation(process: subprocess.Popen, folder: Path, step: int) -> int:
-    """Wait until a first problem is answered; how many are."""
+    """Wait for the first answered problem; return the number of answered ones."""
     path, deadline = evaluation_journal_path(folder, step), time.monotonic() + 120
     while not path.exists() or not path.stat().st_size:
         assert process.poll() is None, process.communicate()[0]
@@ -115,12 +113,9 @@ def wait_for_the_middle_of_an_evaluation(process: subprocess.Popen, folder: Path
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_run_that_loses_each_of_three_engines_has_the_numbers_of_an_undisturbed_one(
-    uninterrupted, tmp_path, how
-):
-    """One in the middle of the update after step 1, one in the evaluation after step 2, one in the
-    rollout of step 4: whether the ones before are back by then or not. The other run has one
-    engine, and other limits."""
+def test_run_that_loses_three_engines_has_same_metrics(uninterrupted, tmp_path, how):
+    """Lose one engine in the update after step 1, one in the evaluation after step 2, and one in
+    the rollout of step 4. The run to compare with has one engine and other limits."""
     folder = tmp_path / "run"
     process = start(folder, *MANY_BUCKETS, *FEW_AT_ONCE)
     wait_for_evaluation(process, folder, 0)
@@ -156,5 +151,5 @@ def wait_for_evaluation(process: subprocess.Popen, folder: Path, step: int) -> N
 
 
 def metrics_so_far(folder: Path) -> int:
-    """Steps that are recorded."""
+    """Return the number of recorded steps."""
     return len(metrics(folder)) if (folder / "metrics.jsonl").exists() else 0

@@ -1,4 +1,4 @@
-"""A trainer rank that only holds and sends weights, and engines that answer for a fixed prompt."""
+"""Trainer ranks that only send weights, and engines that answer fixed prompts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.support.rollout.engine_specs import engine_spec
 
 GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=12)
 PROMPTS = [(2, 3, 4, 5), (7, 7, 9), tuple(number * 7 % 40 + 2 for number in range(200))]
-"""The last one fills blocks of the prefix cache."""
+"""Prompts; the last one fills blocks of the prefix cache."""
 
 
 class SenderRank:
-    """The weights of one trainer rank, in a process of its own."""
+    """The weights of one trainer rank, in its own process."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -40,7 +40,7 @@ class SenderRank:
         self._tear_at: int | None = None
 
     def become(self, folder: Path, position: ShardPosition, rank: int) -> None:
-        """Hold what a rank at `position` holds."""
+        """Load the weights of a rank at `position`."""
         self._layout, self._position = open_layout(folder), position
         self._params = {
             shard.name: torch.nn.Parameter(torch.full(shard.shape, torch.nan))
@@ -50,18 +50,17 @@ class SenderRank:
         self._sender = WeightSender(self._params, self._layout, position, rank)
 
     def load(self, folder: Path) -> None:
-        """Take the weights of another folder, as an optimizer step would change them."""
+        """Load the weights of another folder in place."""
         import_weights(folder, self._params, self._layout, self._position)
 
     def train(self, seed: int, step: float) -> None:
-        """Move every weight a little, replicas alike."""
+        """Change every weight a little, replicas equally."""
         for name, param in sorted(self._params.items()):
-            # ranks that hold a parameter in full must move it alike, and others may
             generator = torch.Generator().manual_seed(seed * 100_003 + zlib.crc32(name.encode()))
             param.data += step * torch.randn(param.shape, generator=generator)
 
     def signal_at(self, round_number: int, signal: int, pid: int | None = None) -> None:
-        """Send a process, or this one, a signal when it is about to fill the bucket of a round."""
+        """Send a signal to a process, or this one, before the bucket of a round is filled."""
         self._signal_at = (round_number, signal, pid or os.getpid())
 
     def tear_at(self, round_number: int) -> None:
@@ -89,7 +88,7 @@ class SenderRank:
 
 
 def ray_on_this_machine() -> Iterator[None]:
-    """Ray with room for several placement groups, one after the other."""
+    """Start Ray with CPUs for several placement groups."""
     import ray
 
     # as in a run: Ray's default lets its processes starve beside any other program
@@ -106,7 +105,7 @@ def ray_on_this_machine() -> Iterator[None]:
 
 
 def start_actors(count: int) -> list[Any]:
-    """Processes for so many trainer ranks."""
+    """Start processes for trainer ranks."""
     import ray
 
     actor = ray.remote(num_cpus=0)(SenderRank)
@@ -114,7 +113,7 @@ def start_actors(count: int) -> list[Any]:
 
 
 def start_senders(folder: Path, actors: list[Any] | None = None, **sizes: int) -> list[Any]:
-    """One trainer rank per position, in `actors` or in processes of their own."""
+    """Start one trainer rank per position, in `actors` or in new processes."""
     import ray
 
     positions = replica_positions(open_layout(folder), **sizes)
@@ -138,7 +137,7 @@ def start_engines(
     weights_from: WeightsFrom = "trainer",
     **settings: Any,
 ) -> Engines:
-    """Engines for the model of `folder`, with its weights or still without."""
+    """Start engines for the model of `folder`, with or without its weights."""
     config = RolloutConfig(
         num_engines=num_engines,
         tensor_parallel=tensor_parallel,
@@ -164,18 +163,18 @@ def start_engines(
 
 
 class SilentEngine(RolloutEngine):
-    """An engine that answers no request, not even the one that ends its start."""
+    """An engine that answers no request, not even the first one at its start."""
 
     def __init__(self, spec: EngineSpec, mark: str) -> None:
-        # lets a function be sent to vLLM's workers; only this test's own is
+        # allows functions to be sent to vLLM's workers; only this test sends one
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         super().__init__(spec, mark)
 
     async def _answer_one(self) -> None:
-        """Not even that."""
+        """Answer nothing."""
 
     async def fingerprints(self) -> list[dict[str, tuple[list[int], int]]]:
-        """Per rank: shape and checksum of every parameter."""
+        """Return shape and checksum of every parameter, per rank."""
         return await self._llm.collective_rpc(fingerprints_of)
 
 
@@ -194,7 +193,7 @@ def start_silent_engine(
     weights_from: WeightsFrom = "trainer",
     dtype: str = "float32",
 ) -> Engines:
-    """One engine, of which a test only sees the weights."""
+    """Start one engine that only loads weights."""
     spec = engine_spec(
         model=str(folder),
         dtype=dtype,
@@ -208,7 +207,7 @@ def start_silent_engine(
 
 
 def greedy(engines: Engines) -> list[list[tuple[tuple[int, ...], torch.Tensor]]]:
-    """Per engine and prompt: greedy tokens and their log-probs."""
+    """Return greedy tokens and their log-probs per engine and prompt."""
     count = len(engines.actors)
     requests = [
         GroupRequest(key=number * count + engine, prompt_ids=prompt, seeds=(0,), settings=GREEDY)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
-from megadapo.weights.sync.buckets import capacity_of, num_rounds, pack, repack
+from megadapo.weights.sync.buckets import Message, capacity_of, num_rounds, pack, repack
 from megadapo.weights.sync.delta.state import combine
 from megadapo.weights.sync.planning import make_plan
 from megadapo.weights.sync.receiver import WeightReceiver
@@ -19,7 +19,7 @@ BUCKET = 4096
 
 
 class Shards:
-    """A target that keeps whole shards, as vLLM's layerwise reload is given them."""
+    """A target that collects whole shards, as vLLM's layerwise reload gets them."""
 
     def __init__(self, dtype):
         self.dtype, self.open, self.done = dtype, set(), {}
@@ -37,12 +37,12 @@ class Shards:
 
 
 class Live:
-    """A target whose parameters stay where they are, as those that vLLM computes with."""
+    """A target whose parameters are written in place, as on CUDA."""
 
     def __init__(self, shapes, dtype):
         self.done = {name: torch.full(shape, torch.nan).to(dtype) for name, shape in shapes.items()}
         for name, shape in shapes.items():
-            # rows with room between them, as kernels like to have them
+            # rows with gaps between them, as some kernels need
             if len(shape) == 2 and name.endswith("proj.weight"):
                 wide = torch.zeros(shape[0], shape[1] + 8, dtype=dtype)
                 self.done[name] = wide[:, : shape[1]]
@@ -53,12 +53,11 @@ class Live:
         return self.done[name]
 
     def complete(self, name, tensor):
-        """Written in place."""
+        """Do nothing: it is written in place."""
 
 
 class Connection:
-    """All trainer ranks and all ranks of one engine, connected through shared memory, or through
-    the files of a folder."""
+    """All trainer ranks and all ranks of one engine, connected by shared memory or by files."""
 
     def __init__(
         self, folder, trainer, engine, dtype=torch.float32, sender=WeightSender, *, deltas=False,
@@ -67,10 +66,11 @@ class Connection:
         self.layout = open_layout(folder)
         self.engine, self.dtype = engine, dtype
         positions = replica_positions(self.layout, **trainer)
-        self.senders = []
+        self.senders, self.params = [], []
         for rank, position in enumerate(positions):
             params = {s.name: torch.empty(s.shape) for s in self.layout.megatron_shards(position)}
             import_weights(folder, params, self.layout, position)
+            self.params.append(params)
             self.senders.append(sender(params, self.layout, position, rank))
         self.plan = make_plan(
             self.layout, positions, engine, itemsize=dtype.itemsize, max_bundle_bytes=BUCKET
@@ -101,7 +101,7 @@ class Connection:
         ]
 
     def run(self, *, with_checksums=None, damage=None, targets=None, version=0, delta=None):
-        """One update, with the sender always one round ahead, as the driver lets it be."""
+        """Run one update, with the senders one round ahead as in a real update."""
         if with_checksums is None:
             with_checksums = delta is None
         targets = targets or [Shards(self.dtype) for _ in self.receivers]
@@ -115,7 +115,7 @@ class Connection:
             if number + 1 < count:
                 sums.append(self.fill(number + 1, with_checksums))
             if damage is not None:
-                damage(number, self.senders)
+                damage(number)
             for receiver in self.receivers:
                 receiver.take(number)
         for receiver in self.receivers:
@@ -124,7 +124,7 @@ class Connection:
         return targets
 
     def begin(self, delta, version=0):
-        """How many rounds the update takes."""
+        """Start an update on all senders; return its number of rounds."""
         for sender in self.senders:
             sender.begin(None if delta is None else delta.sizes, version)
         if delta is None:
@@ -134,7 +134,7 @@ class Connection:
         )
 
     def encode(self, base, version, *, max_share=1.0, with_checksums=False):
-        """What changed since the last update; None where some rank has too much to send."""
+        """Return the delta since the last update; None if it exceeds `max_share` on a rank."""
         encoded = [
             sender.encode(
                 base=base, version=version, max_share=max_share, with_checksums=with_checksums
@@ -143,12 +143,17 @@ class Connection:
         ]
         return None if None in encoded else combine(self.plan, encoded, base)
 
+    def flip_bit(self, rank, number, offset):
+        """Flip a bit in the bucket of a trainer rank."""
+        message = Message(sender=rank, target=0, offset=offset, num_bytes=1)
+        self.inbox.receive(number, [message])[0][0] ^= 4
+
     def fill(self, number, with_checksums):
         return [sender.fill(number, with_checksums=with_checksums) for sender in self.senders]
 
 
 def expected_shards(folder, layout, position, dtype):
-    """Engine parameters cut out of the Hugging Face tensors."""
+    """Return engine parameters, copied from the Hugging Face tensors."""
     hf = load_file(folder / "model.safetensors")
     expected = {}
     for shard in layout.engine_shards(position):

@@ -1,4 +1,4 @@
-"""Whether ranks that send each other messages ever wait for one that does not come."""
+"""A check that ranks never wait for a message that is not sent."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 Message = tuple[int, bool, int]
-"""The other rank, whether this one sends, and bytes."""
+"""Other rank, whether this rank sends, and bytes."""
 
 
 def stuck_ranks(batches: Mapping[int, Sequence[Sequence[Message]]]) -> dict[int, list[Message]]:
-    """Ranks that never get through their batches, and what the first open one waits for.
+    """Return the ranks that never finish their batches, with the messages that they wait for.
 
-    As NCCL does it: a rank issues the messages of a batch together and takes the next batch when
-    all have met. Messages from one rank to another meet in order, and have to be of one size.
+    Like NCCL, a rank issues the messages of a batch together and starts the next batch when all
+    have been matched. Messages of a pair are matched in order and must have equal sizes.
     """
     offered: dict[tuple[int, int, bool], deque[tuple[int, int]]] = defaultdict(deque)
     position = dict.fromkeys(batches, -1)

@@ -1,4 +1,4 @@
-"""Ranks that hold weights without a trainer, and an engine that keeps what it gets."""
+"""Ranks with weights but no trainer, and a target that keeps all shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of models as small as the cuts allow: no file is read and no tensor is made."""
+"""The smallest layouts that can be split; no file is read and no tensor is made."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ SIZES = {
 
 
 def layout_of(family: str = "Qwen2", **changes: object) -> ModelLayout:
-    """The layout of one layer of a family, with other sizes where they are named."""
+    """Return the layout of one layer of a family, with changed sizes."""
     return layout_for(SIZES | {"architectures": [f"{family}ForCausalLM"]} | changes)

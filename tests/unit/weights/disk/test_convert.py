@@ -1,4 +1,4 @@
-"""Conversions through the command's own entry, there and back."""
+"""Conversions between Hugging Face and Megatron folders, through the command."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def all_tensors(folder):
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"tp": 4, "pp": 2}, {"pp": 2, "vpp": 2}])
-def test_there_and_back_is_bitwise(model_folders, tmp_path, family, sizes):
-    """Catches any loss on the way: names, order, padding, files, configuration, type."""
+def test_round_trip_is_bitwise(model_folders, tmp_path, family, sizes):
+    """Catches any loss of names, order, padding, files, configuration or type."""
     source = model_folders[family]
     flags = [word for name, size in sizes.items() for word in (f"--{name}", size)]
     convert("hf-to-megatron", source, tmp_path / "megatron", *flags)
@@ -43,15 +43,15 @@ def test_there_and_back_is_bitwise(model_folders, tmp_path, family, sizes):
     convert("verify", source, tmp_path / "megatron")
 
 
-def test_experts_are_cut_and_put_together(model_folders, tmp_path):
+def test_experts_are_split_and_merged(model_folders, tmp_path):
     source = model_folders["Qwen3Moe"]
     convert("hf-to-megatron", source, tmp_path / "megatron", "--tp", 2, "--ep", 2)
     assert len(list((tmp_path / "megatron").glob("*.safetensors"))) == 4
     convert("verify", source, tmp_path / "megatron")
 
 
-def test_a_converted_folder_is_imported_at_any_other_split(model_folders, tmp_path):
-    """Catches a folder that only loads at the sizes it was written with."""
+def test_converted_folder_loads_at_other_splits(model_folders, tmp_path):
+    """Catches a folder that loads only at its own sizes."""
     source = model_folders["Qwen3"]
     convert("hf-to-megatron", source, tmp_path / "megatron", "--tp", 4, "--pp", 2)
     layout = open_layout(source)
@@ -66,7 +66,7 @@ def test_a_converted_folder_is_imported_at_any_other_split(model_folders, tmp_pa
 
 
 def test_bfloat16_stays_bfloat16_and_files_are_bounded(tmp_path):
-    """Catches a detour over float32, and one file for any model."""
+    """Catches a conversion through float32, and files of unbounded size."""
     source = make_model(tmp_path / "source", "Qwen2")
     tensors = {
         name: one.bfloat16() for name, one in load_file(source / "model.safetensors").items()
@@ -89,8 +89,8 @@ def test_bfloat16_stays_bfloat16_and_files_are_bounded(tmp_path):
     ({"vocab_size": 304}, "vocab_size is"),
     ({"head_dim": 16}, "head_dim is"),
 ])  # fmt: skip
-def test_folders_of_different_models_are_told_apart_by_key(model_folders, tmp_path, changes, key):
-    """Catches a checkpoint converted under another model's configuration."""
+def test_verify_names_config_key_that_differs(model_folders, tmp_path, changes, key):
+    """Catches a checkpoint with another model's configuration."""
     source = model_folders["Llama"]
     config = json.loads((source / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -98,7 +98,7 @@ def test_folders_of_different_models_are_told_apart_by_key(model_folders, tmp_pa
         convert("verify", source, tmp_path)
 
 
-def test_old_and_new_spelling_of_rope_are_the_same_model(model_folders, tmp_path):
+def test_old_and_new_rope_keys_are_equal(model_folders, tmp_path):
     source = model_folders["Llama"]
     config = json.loads((source / "config.json").read_text())
     rope = config.pop("rope_parameters")
@@ -119,7 +119,7 @@ def test_verify_names_the_tensor_that_differs(model_folders, tmp_path):
         convert("verify", source, tmp_path)
 
 
-def test_damage_and_bad_requests_are_named(model_folders, tmp_path):
+def test_damaged_folders_and_bad_requests_are_named(model_folders, tmp_path):
     source = model_folders["Qwen2"]
     with pytest.raises(WeightError, match="cannot be cut into 3 equal parts"):
         convert("hf-to-megatron", source, tmp_path / "three", "--tp", 3)
@@ -145,9 +145,7 @@ def test_damage_and_bad_requests_are_named(model_folders, tmp_path):
     ({"tie_word_embeddings": True}, r"tie_word_embeddings is true, but lm_head.weight != "),
     ({"attention_bias": True}, r"q_proj.bias is missing"),
 ])  # fmt: skip
-def test_a_configuration_that_does_not_fit_its_weights_is_refused(
-    model_folders, tmp_path, changes, message
-):
+def test_config_that_does_not_match_weights_is_refused(model_folders, tmp_path, changes, message):
     """Catches an import of one model's weights under another's configuration."""
     source = model_folders["Llama"]
     config = json.loads((source / "config.json").read_text()) | changes
@@ -157,7 +155,7 @@ def test_a_configuration_that_does_not_fit_its_weights_is_refused(
         convert("hf-to-megatron", tmp_path, tmp_path / "megatron")
 
 
-def test_an_index_cannot_lead_out_of_its_folder(model_folders, tmp_path):
+def test_index_cannot_leave_its_folder(model_folders, tmp_path):
     """Catches path traversal through a downloaded index."""
     source = model_folders["Qwen2"]
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
@@ -167,13 +165,13 @@ def test_an_index_cannot_lead_out_of_its_folder(model_folders, tmp_path):
         convert("inspect", tmp_path)
 
 
-def test_inspect_says_what_is_there(model_folders, capsys):
+def test_inspect_describes_folder(model_folders, capsys):
     convert("inspect", model_folders["Qwen3Moe"])
     text = capsys.readouterr().out
     assert "Qwen3MoeForCausalLM" in text and "4 of 16" in text and "301" in text
 
 
-def test_the_tool_reports_one_message_and_the_kind_of_error(tmp_path):
+def test_tool_reports_one_message_and_exit_code(tmp_path):
     """Catches a traceback, and an exit code of 0 on failure."""
     tool = Path(__file__).parents[4] / "tools" / "convert_checkpoint.py"
     command = [sys.executable, str(tool), "inspect", str(tmp_path / "nowhere")]

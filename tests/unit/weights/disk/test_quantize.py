@@ -1,4 +1,4 @@
-"""FP8 export: what is quantised, how close it stays, and what vLLM is told about it."""
+"""FP8 export: quantised tensors, precision, and the configuration for vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.models.tiny_models import make_model
 from tests.support.runs.commands import convert
 
 
-def test_experts_are_refused_by_name(model_folders, tmp_path):
+def test_quantised_experts_are_refused(model_folders, tmp_path):
     """Catches an export that vLLM cannot read."""
     convert("hf-to-megatron", model_folders["Qwen3Moe"], tmp_path / "megatron")
     with pytest.raises(WeightError, match="dense layers only"):
@@ -22,7 +22,7 @@ def test_experts_are_refused_by_name(model_folders, tmp_path):
 
 
 @pytest.mark.slow
-def test_fp8_weights_are_the_weights_to_e4m3s_precision(tmp_path):
+def test_fp8_weights_have_e4m3_precision(tmp_path):
     """Catches a wrong scale or axis, a quantised embedding, and a forgotten temporary folder."""
     source = make_model(tmp_path / "source", "Qwen2", num_hidden_layers=2)
     (source / "tokenizer.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""The schedule of an update: two buckets are all the memory that any rank needs for it."""
+"""The schedule of an update needs no more memory than two buckets per rank."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def plan_of(case, place, bucket_bytes=BUCKET):
 
 
 def ranges_in_buckets(plan, schedule):
-    """(rank, round) -> every range of bytes that the rank holds in memory for that round."""
+    """Return (rank, round) -> the byte ranges that the rank uses in its bucket."""
     ranges = defaultdict(list)
-    for feeder, rounds in enumerate(schedule):
+    for sender, rounds in enumerate(schedule):
         for number, bucket in enumerate(rounds):
             for one in bucket:
                 size = plan.bundle(one.transfer).num_bytes
-                ranges[feeder, number].append((one.offset, one.offset + size))
-                assert (one.staged_at is None) == (one.transfer.owner == feeder)
+                ranges[sender, number].append((one.offset, one.offset + size))
+                assert (one.staged_at is None) == (one.transfer.owner == sender)
                 if one.staged_at is not None:
                     staged = (one.staged_at, one.staged_at + size)
                     ranges[one.transfer.owner, number].append(staged)
@@ -62,23 +62,22 @@ def ranges_in_buckets(plan, schedule):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", [DENSE, MOE], ids=["32B", "235B"])
-def test_512_ranks_update_64_within_two_buckets_each(case, place):
-    """Catches slices that are staged for other nodes outside of the buckets, one slice on top of
-    another, an engine rank that must take in what many feeders send at once, and buckets that are
-    kept small by leaving them empty."""
+def test_update_of_64_ranks_from_512_fits_in_two_buckets(case, place):
+    """Catches slices staged outside of the buckets, overlapping slices, an engine rank that many
+    senders overload at once, and buckets that are nearly empty."""
     plan = plan_of(case, place)
     schedule = pack(plan, BUCKET)
     placed = [one for rounds in schedule for bucket in rounds for one in bucket]
     assert Counter(one.transfer for one in placed) == Counter(plan.transfers)
 
-    held = ranges_in_buckets(plan, schedule)
-    for ranges in held.values():
+    used = ranges_in_buckets(plan, schedule)
+    for ranges in used.values():
         ranges.sort()
         assert all(stop <= start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
         assert ranges[-1][1] <= BUCKET
     fullest = largest_buckets(plan, schedule)
     assert max(fullest) <= BUCKET
-    assert all(ranges[-1][1] <= fullest[rank] for (rank, _), ranges in held.items())
+    assert all(ranges[-1][1] <= fullest[rank] for (rank, _), ranges in used.items())
 
     received = Counter()
     for rounds in schedule:
@@ -87,17 +86,17 @@ def test_512_ranks_update_64_within_two_buckets_each(case, place):
                 key = (one.transfer.engine, one.transfer.engine_rank, number, one.wave)
                 received[key] += plan.bundle(one.transfer).num_bytes
     assert max(received.values()) == max(largest_waves(schedule).values()) <= BUCKET
-    # many feeders do send to one engine rank in the same round
+    # several senders reach one engine rank in the same round
     assert max(wave for *_, wave in received) > 0
 
     load = Counter()
-    for (rank, _), ranges in held.items():
+    for (rank, _), ranges in used.items():
         load[rank] += sum(stop - start for start, stop in ranges)
     assert num_rounds(schedule) <= 1.2 * max(load.values()) / BUCKET + 1
 
 
-def test_a_rank_that_stages_for_many_feeders_gets_more_rounds_not_more_memory():
-    """Catches a relay that is balanced but not bounded: one origin, seven feeders."""
+def test_relay_to_many_senders_takes_rounds_not_memory():
+    """Catches a relay without a memory bound: one owner, seven senders."""
     layout = layout_for(QWEN_32B | {"num_hidden_layers": 8})
     stages = [tuple(range(8)), *[()] * 7]
     positions = replica_positions(layout, pp_size=8, stages=stages)

@@ -1,4 +1,4 @@
-"""The codec of weight updates that send only what changed: every bit, or an error before any."""
+"""The codec of delta updates reproduces every bit, or fails before any change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sent(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 
 def changed_at_random(before: torch.Tensor, share: float) -> torch.Tensor:
-    """Some elements get any bits whatever, NaN of every payload and infinities among them."""
+    """Give some elements random bits, including NaN payloads and infinities."""
     random = torch.randint(-(2**31), 2**31, (len(before),)).to(torch.int32).view(torch.uint8)
     bits = random[: before.nbytes] if before.itemsize < 4 else random
     return torch.where(torch.rand(len(before)) < share, bits.view(before.dtype), before)
@@ -50,7 +50,7 @@ def changed_at_random(before: torch.Tensor, share: float) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("share", [0.0, 1e-4, 0.002, 0.046, 0.1])
 def test_every_bit_comes_back(dtype, share):
-    """Catches a gap or a step that does not fit in its byte, and bits that pass through a float."""
+    """Catches gaps or steps that overflow their byte, and conversions through a float."""
     before = changed_at_random(weights(dtype), 0.05)
     after = changed_at_random(before, share)
     assert torch.equal(image(decoded(sent(before, after), before)), image(after))
@@ -60,7 +60,7 @@ def test_every_bit_comes_back(dtype, share):
     [], [0], [NUM_ELEMENTS - 1], [0, NUM_ELEMENTS - 1], [254], [255], [256], [0, 255], [0, 256],
     [0, 257], list(range(300)), [5, 300, 301, 39_000],
 ])  # fmt: skip
-def test_gaps_of_every_length_lead_to_the_right_place(places):
+def test_all_gap_lengths_are_decoded(places):
     """Catches a gap of 255, and the first and the last element."""
     before = weights()
     after = before.clone()
@@ -69,8 +69,8 @@ def test_gaps_of_every_length_lead_to_the_right_place(places):
 
 
 @pytest.mark.parametrize("step", [1, -1, 127, -127, 128, -128, 129, 32767, -32768])
-def test_steps_of_every_size_lead_to_the_right_bits(step):
-    """Catches the step that stands for another meaning, and sums that leave the 16 bits."""
+def test_all_step_sizes_are_decoded(step):
+    """Catches the step that is a marker, and sums beyond 16 bits."""
     before = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -1e-40, 3.0], dtype=torch.bfloat16)
     before = before.repeat(200)
     after = before.clone()
@@ -78,8 +78,8 @@ def test_steps_of_every_size_lead_to_the_right_bits(step):
     assert torch.equal(image(decoded(sent(before, after), before)), image(after))
 
 
-def test_signed_zeros_and_payloads_of_nan_count_as_changes():
-    """Catches a comparison of numbers in the place of one of bits."""
+def test_signed_zeros_and_nan_payloads_are_changes():
+    """Catches a comparison of numbers instead of bits."""
     before = torch.zeros(500, dtype=torch.bfloat16)
     before[1] = torch.nan
     after = before.clone()
@@ -89,7 +89,7 @@ def test_signed_zeros_and_payloads_of_nan_count_as_changes():
 
 
 def test_one_unit_in_the_last_place_takes_two_bytes():
-    """Catches a form that costs more than the five percent of a full update that it is for."""
+    """Catches an encoding above five percent of a full update."""
     before = torch.randn(1 << 20).mul_(0.02).bfloat16()
     after = before.clone()
     is_changed = torch.rand(1 << 20) < 0.046
@@ -98,8 +98,8 @@ def test_one_unit_in_the_last_place_takes_two_bytes():
 
 
 @pytest.mark.parametrize("size", [8, 40, 1000])
-def test_what_would_not_be_smaller_is_not_encoded(size):
-    """Catches a delta that takes more room than its bundle has in a bucket."""
+def test_larger_section_is_not_encoded(size):
+    """Catches a delta that is larger than its bundle."""
     before = weights()[:size]
     after = changed_at_random(before, 1.0)
     assert encode(image(before), image(after), STAMP, itemsize=2)[0] is None
@@ -123,8 +123,8 @@ def refused(section: torch.Tensor, message: str = "A delta", *, stamp: Stamp = S
         decode(section, stamp, itemsize=2, num_elements=NUM_ELEMENTS)
 
 
-def test_a_section_that_is_cut_short_or_goes_on_is_refused():
-    """Catches a message that was received in part, and one of another length."""
+def test_section_of_wrong_length_is_refused():
+    """Catches partial messages and messages of another length."""
     _, section = some_section()
     for length in (0, 1, HEADER_BYTES - 1, HEADER_BYTES, len(section) - 16, len(section) - 1):
         refused(section[:length], "A delta")
@@ -135,12 +135,12 @@ def test_a_section_that_is_cut_short_or_goes_on_is_refused():
     Stamp(base=6, version=8, bundle=3), Stamp(base=7, version=7, bundle=3),
     Stamp(base=8, version=9, bundle=3), Stamp(base=7, version=8, bundle=4),
 ])  # fmt: skip
-def test_a_section_from_or_to_other_bits_is_refused(stamp):
-    """Catches an update that is lost, repeated, or of another part of the model."""
+def test_section_with_other_stamp_is_refused(stamp):
+    """Catches a lost or repeated update, and a section of another bundle."""
     refused(some_section()[1], "is to be applied", stamp=stamp)
 
 
-def test_a_section_for_another_shape_or_type_is_refused():
+def test_section_of_other_shape_or_type_is_refused():
     _, section = some_section()
     for itemsize, count in ((4, NUM_ELEMENTS), (2, NUM_ELEMENTS - 1), (1, 2 * NUM_ELEMENTS)):
         with pytest.raises(WeightError, match="is to be applied"):
@@ -157,8 +157,8 @@ def test_any_flipped_bit_is_found():
         refused(damaged)
 
 
-def test_lists_that_do_not_fit_are_refused_however_they_came_about():
-    """Catches a write outside of the parameter: a checksum is no proof of a sound sender."""
+def test_inconsistent_lists_are_refused():
+    """Catches a write outside of the parameter: the checksum is correct here."""
     _, section = some_section()
     words = section[:HEADER_BYTES].clone().view(torch.int64)
     count, num_far, num_replaced = words[6:9].tolist()
@@ -181,8 +181,8 @@ def test_lists_that_do_not_fit_are_refused_however_they_came_about():
         refused(torch.cat([changed.view(torch.uint8), section[HEADER_BYTES:]]))
 
 
-def test_changes_of_a_part_are_counted_from_its_start():
-    """Catches an element that is written into the parameter before or after its own."""
+def test_changes_between_have_indices_from_start():
+    """Catches an element that is written into a neighbouring parameter."""
     before = weights()
     after = before.clone()
     places = [0, 9, 10, 19, 20, 39_999]

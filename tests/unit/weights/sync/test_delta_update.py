@@ -1,4 +1,4 @@
-"""Updates that send only what changed: what engine ranks hold afterwards, and what is refused."""
+"""Delta updates: the weights of engine ranks afterwards, and refused updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRAINER = {"tp_size": 2, "pp_size": 2}
 
 
 class Kept(Live):
-    """Shards in memory of their own, from which the engine's parameters are made anew each time."""
+    """Unpacked shards, from which the engine's parameters are made at each update."""
 
     def __init__(self, shapes, dtype):
         super().__init__(shapes, dtype)
@@ -27,12 +27,12 @@ class Kept(Live):
 
 
 def train(connection, share, *, seed=0):
-    """Change some of every full tensor's elements a little, the same on all ranks that hold them.
+    """Change some elements of every parameter.
 
-    Replicated parameters have equal changes because the generator depends on the name alone.
+    Replicas get equal changes because the generator depends only on the name.
     """
-    for sender in connection.senders:
-        for name, param in sender._params.items():
+    for params in connection.params:
+        for name, param in params.items():
             generator = torch.Generator().manual_seed(seed * 1000 + len(name) + sum(map(ord, name)))
             is_changed = torch.rand(param.shape, generator=generator) < share
             param.mul_(torch.where(is_changed, 1.01, 1.0))
@@ -43,7 +43,7 @@ def live_targets(connection, kind=Live):
 
 
 def in_full(connection):
-    """What another connection's full update of the same weights leads to."""
+    """Return new targets after a full update; versions stay as they are."""
     targets = live_targets(connection)
     before = [receiver.version for receiver in connection.receivers]
     connection.run(targets=targets)
@@ -66,9 +66,9 @@ def assert_same_bits(targets, expected):
     ("Qwen3Moe", {"tp_size": 2, "ep_size": 2, "num_dp": 2}, EngineShape(tp_size=2), torch.bfloat16),
     ("Llama", {"tp_size": 4}, EngineShape(), torch.bfloat16),
 ])  # fmt: skip
-def test_changes_lead_to_the_bits_of_a_full_update(model_folders, family, trainer, engine, dtype):
-    """Catches an element that is lost, misplaced or changed twice, over many updates, with shards
-    that are replicated, cut by columns, stacked and tied."""
+def test_deltas_give_bits_of_full_update(model_folders, family, trainer, engine, dtype):
+    """Catches elements that are lost, misplaced or changed twice, with shards that are replicated,
+    split by columns, stacked and tied."""
     connection = Connection(model_folders[family], trainer, engine, dtype, deltas=True)
     targets = live_targets(connection, Kept)
     connection.run(targets=targets, version=1)
@@ -86,15 +86,15 @@ def test_changes_lead_to_the_bits_of_a_full_update(model_folders, family, traine
         assert all(torch.equal(target.made[name], target.done[name]) for name in target.done)
 
 
-def test_what_is_held_is_what_changes_are_told_from(model_folders):
-    """Catches changes between the present weights and those held, for which nobody asked."""
+def test_delta_compares_with_pinned_weights(model_folders):
+    """Catches a delta from the present weights instead of the pinned ones."""
     connection = Connection(
         model_folders["Qwen2"], {}, EngineShape(), torch.bfloat16, PinnedWeightSender, deltas=True
     )
-    (sender,) = connection.senders
+    (sender,), (params,) = connection.senders, connection.params
     sender.pin()
     (target,) = connection.run(targets=live_targets(connection), version=1)
-    for param in sender._live.values():
+    for param in params.values():
         param.mul_(1.01)
     delta = connection.encode(1, 2)
     before = {name: tensor.clone() for name, tensor in target.done.items()}
@@ -108,7 +108,7 @@ def test_what_is_held_is_what_changes_are_told_from(model_folders):
 
 @pytest.fixture
 def published(model_folders):
-    """A connection over which everything was sent once, as version 1."""
+    """Return a connection after a full update to version 1, and its targets."""
     connection = Connection(
         model_folders["Qwen2"], TRAINER, EngineShape(tp_size=2), torch.bfloat16, deltas=True
     )
@@ -117,10 +117,10 @@ def published(model_folders):
     return connection, targets
 
 
-def test_a_lost_a_repeated_and_an_unfinished_update_are_noticed_before_anything_is_written(
+def test_lost_repeated_and_unfinished_updates_are_refused(
     published,
 ):
-    """Catches changes that are added to other bits than those they were taken from."""
+    """Catches a delta that is applied to other bits than its base."""
     connection, targets = published
     train(connection, 0.02)
     connection.encode(1, 2)  # which never arrives
@@ -147,8 +147,8 @@ def test_a_lost_a_repeated_and_an_unfinished_update_are_noticed_before_anything_
         receiver.start(targets[0], connection.inbox, with_checksums=False, version=5, delta=delta)
 
 
-def test_a_sender_that_connects_anew_sends_everything(published):
-    """Catches a publisher of full updates that is handed the changes of the one before it."""
+def test_reconnected_sender_sends_all_weights(published):
+    """Catches a full update that sends the sections of an earlier delta."""
     connection, targets = published
     train(connection, 0.02)
     connection.run(targets=targets, version=2, delta=connection.encode(1, 2))
@@ -165,8 +165,8 @@ def test_a_sender_that_connects_anew_sends_everything(published):
     assert_same_bits(targets, new)
 
 
-def test_sections_of_another_update_are_refused(published):
-    """Catches a bucket that still holds the round of the update before."""
+def test_section_of_previous_update_is_refused(published):
+    """Catches a bucket that still holds a round of the previous update."""
     connection, targets = published
     train(connection, 0.02)
     first = connection.encode(1, 2)
@@ -175,20 +175,20 @@ def test_sections_of_another_update_are_refused(published):
     connection.begin(again)
     kept = connection.receivers[0]
     kept.start(targets[0], connection.inbox, with_checksums=False, version=3, delta=again)
-    with pytest.raises(WeightError, match=r"A delta has (base version|magic|version|place)"):
+    with pytest.raises(WeightError, match=r"A delta has (base version|magic|version|bundle)"):
         kept.take(0)
 
 
-def test_a_damaged_section_is_refused_and_its_bundle_left_as_it_was(published):
+def test_damaged_section_changes_nothing(published):
     """Catches memory that changes between trainer and engine, and half of a section applied."""
     connection, targets = published
     train(connection, 0.02)
     delta = connection.encode(1, 2)
     before = [one.clone() for target in targets for one in target.done.values()]
 
-    def damage(number, senders):
-        for sender in senders:
-            sender._ready.outbox.bucket(number)[100] ^= 4
+    def damage(number):
+        for rank in range(len(connection.senders)):
+            connection.flip_bit(rank, number, 100)
 
     with pytest.raises(WeightError, match="differs from its checksum"):
         connection.run(targets=targets, version=2, delta=delta, damage=damage)
@@ -196,8 +196,8 @@ def test_a_damaged_section_is_refused_and_its_bundle_left_as_it_was(published):
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
 
-def test_an_engine_whose_bits_differ_is_found_by_the_checksums(published):
-    """Catches changes that are right, added to parameters that something else has changed."""
+def test_checksums_find_engine_with_other_bits(published):
+    """Catches a correct delta on parameters that were changed by something else."""
     connection, targets = published
     train(connection, 0.02)
     delta = connection.encode(1, 2, with_checksums=True)
@@ -206,8 +206,8 @@ def test_an_engine_whose_bits_differ_is_found_by_the_checksums(published):
         connection.run(targets=targets, version=2, delta=delta)
 
 
-def test_an_update_that_changes_nearly_everything_is_for_a_full_one(published, monkeypatch):
-    """Catches a rank that holds more than its share of the model in encoded form."""
+def test_too_many_changes_need_full_update(published, monkeypatch):
+    """Catches sections that need more memory than `max_share`."""
     connection, targets = published
     monkeypatch.setattr("megadapo.weights.sync.delta.state.ALWAYS_ENCODED", 0)
     train(connection, 1.0)

@@ -1,4 +1,4 @@
-"""Updates as files: what arrives, and that nothing else is ever taken for it."""
+"""Updates as files: their content, and refused files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAINER = {"tp_size": 2, "pp_size": 2}
 
 
 class Files(Connection):
-    """Trainer ranks that write into a folder, and engine ranks that read there."""
+    """Trainer ranks that write into a folder, and engine ranks that read it."""
 
     def __init__(self, folder, files, dtype=torch.bfloat16):
         super().__init__(
@@ -57,8 +57,8 @@ class Files(Connection):
         self.read(version, self.write(version, delta), delta)
 
     def train(self):
-        for sender in self.senders:
-            for param in sender._params.values():
+        for params in self.params:
+            for param in params.values():
                 param.view(-1)[::20] *= 1.01
 
 
@@ -67,8 +67,8 @@ def files(model_folders, tmp_path):
     return Files(model_folders["Qwen2"], tmp_path / "files")
 
 
-def test_engines_get_the_bits_of_full_updates_and_of_changes(files, model_folders):
-    """Catches a tensor under another's name, and changes of other bits than the engine has."""
+def test_engines_read_full_updates_and_deltas(files, model_folders):
+    """Catches a tensor under another name, and a delta from other bits."""
     files.update(5)
     for rank, target in enumerate(files.targets):
         position = files.engine.position(rank)
@@ -93,8 +93,8 @@ def folder_bytes(folder):
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def test_lost_repeated_and_later_updates_are_refused_before_anything_is_read(files):
-    """Catches changes that are added twice, or to weights that miss the changes before."""
+def test_lost_repeated_and_later_files_are_refused(files):
+    """Catches a delta that is applied twice, or to weights without the previous one."""
     files.update(5)
     files.train()
     six = files.encode(5, 6)
@@ -114,8 +114,8 @@ def test_lost_repeated_and_later_updates_are_refused_before_anything_is_read(fil
         inbox.open(9, current=6, wait_s=0)
 
 
-def test_torn_files_are_refused_before_anything_is_read(files):
-    """Catches a file that storage shows in part, and a manifest that came before its files."""
+def test_torn_files_are_refused(files):
+    """Catches an incomplete file, and a manifest without its files."""
     files.write(5)
     inbox, folder = files.inboxes[0], files.files / "v5"
     path = sorted(folder.glob("rank-*"))[0]
@@ -138,8 +138,8 @@ def test_torn_files_are_refused_before_anything_is_read(files):
         inbox.open(5, current=None, wait_s=0)
 
 
-def test_other_bytes_than_those_written_are_never_handed_on(tmp_path):
-    """Catches a page that storage lost, a file of another update, and a header that lies."""
+def test_changed_files_are_refused(tmp_path):
+    """Catches a lost page, a file of another update, and a damaged header."""
     outbox = FolderOutbox(tmp_path, 64, CPU, rank=3)
     outbox.begin(1)
     message = Message(sender=3, target=4, offset=16, num_bytes=32)
@@ -163,8 +163,8 @@ def test_other_bytes_than_those_written_are_never_handed_on(tmp_path):
         list(inbox.receive(0, [Message(sender=2, target=4, offset=16, num_bytes=32)]))
 
 
-def test_a_file_that_shows_late_is_waited_for(tmp_path, monkeypatch):
-    """Catches storage that shows the manifest before a file, which is there a moment later."""
+def test_inbox_waits_for_late_file(tmp_path, monkeypatch):
+    """Catches storage that shows the manifest before a file."""
     outbox = FolderOutbox(tmp_path, 64, CPU, rank=0)
     outbox.begin(1)
     outbox.post(0, [Message(sender=0, target=1, offset=0, num_bytes=16)])
@@ -180,7 +180,7 @@ def test_a_file_that_shows_late_is_waited_for(tmp_path, monkeypatch):
 
 
 def test_only_updates_are_pruned(tmp_path):
-    """Catches a folder of the user's that is removed with what lies in it."""
+    """Catches the removal of the user's own folders."""
     for name in ("v1", "v20", "v3", "value", "v3.old"):
         (tmp_path / name).mkdir()
     (tmp_path / "v1" / "file").write_text("x")

@@ -1,4 +1,4 @@
-"""The plan: everything exactly once, to exactly its place, evenly, and fast."""
+"""The plan copies every element once, to its position, evenly, and is made fast."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.support.models.tiny_models import FAMILY_NAMES
 
 
 def engine_names(shard):
-    """One key per parameter, or per expert of a stacked one."""
+    """Return one key per parameter, or per expert of a stacked one."""
     return shard.name if shard.expert is None else (shard.name, shard.expert)
 
 
 def copied_ranges(plan, engine, engine_rank):
-    """Parameter -> the ranges along its cut axis that its copies fill."""
+    """Return parameter -> the ranges along its split axis that its copies fill."""
     ranges = {}
     for transfer in plan.transfers:
         if (transfer.engine, transfer.engine_rank) == (engine, engine_rank):
@@ -56,8 +56,8 @@ def assert_filled_exactly_once(ranges, length):
     EngineShape(), EngineShape(tp_size=2, nodes=("", "")), EngineShape(tp_size=4),
     EngineShape(tp_size=2, pp_size=2), EngineShape(tp_size=2, expert_parallel=True),
 ])  # fmt: skip
-def test_every_engine_position_is_copied_exactly_once(model_folders, family, trainer, engine):
-    """Catches a gap, an overlap and a copy beyond the shard, for every parameter of every rank."""
+def test_every_position_is_copied_once(model_folders, family, trainer, engine):
+    """Catches gaps, overlaps and copies beyond the shard."""
     layout = open_layout(model_folders[family])
     positions = replica_positions(layout, **trainer)
     plan = make_plan(layout, positions, engine, itemsize=4, max_bundle_bytes=4096)
@@ -74,7 +74,7 @@ def test_every_engine_position_is_copied_exactly_once(model_folders, family, tra
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_copies_carry_the_bytes_they_claim(model_folders, family):
-    """Catches a right place filled from a wrong one: every element is numbered and followed."""
+    """Catches copies from a wrong source: every element has its own number."""
     layout = open_layout(model_folders[family])
     positions = replica_positions(layout, tp_size=4, pp_size=2, num_dp=2)
     engine = EngineShape(tp_size=2)
@@ -136,8 +136,8 @@ def shard_bytes(layout, position):
                             [(0, 23), (23, 47), (47, 71), (71, 94)]]},
      {"tp_size": 8, "expert_parallel": True}),
 ], ids=["32B", "235B EP32", "235B EP16 to EP8"])  # fmt: skip
-def test_512_ranks_are_planned_in_3_seconds_and_evenly(model, trainer, engine):
-    """Catches a plan that is quadratic in ranks, and one rank that sends for all its replicas."""
+def test_512_ranks_are_planned_evenly_in_3_seconds(model, trainer, engine):
+    """Catches planning time quadratic in ranks, and one replica that sends everything."""
     layout = layout_for(model)
     positions = replica_positions(layout, **trainer)
     assert len(positions) == 512
@@ -155,7 +155,7 @@ def test_512_ranks_are_planned_in_3_seconds_and_evenly(model, trainer, engine):
 
 @pytest.mark.parametrize("trainer", [{}, {"tp_size": 4, "pp_size": 2, "num_dp": 2}])
 def test_bytes_received_are_the_bytes_of_the_shard(model_folders, trainer):
-    """Catches whole tensors sent for fused parameters, as gathering does."""
+    """Catches whole tensors sent for fused parameters."""
     layout = open_layout(model_folders["Llama"])
     positions = replica_positions(layout, **trainer)
     engine = EngineShape(tp_size=4)
@@ -167,15 +167,15 @@ def test_bytes_received_are_the_bytes_of_the_shard(model_folders, trainer):
         assert received[rank] == shard_bytes(layout, engine.position(rank))
 
 
-def test_a_plan_survives_being_written_down(model_folders):
+def test_plan_round_trips_through_json(model_folders):
     layout = open_layout(model_folders["Qwen3Moe"])
     positions = replica_positions(layout, tp_size=2, ep_size=2, num_dp=2)
     plan = make_plan(layout, positions, EngineShape(tp_size=2), itemsize=2, max_bundle_bytes=999)
     assert plan_from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
-def test_buckets_hold_what_the_plan_sends_without_overlap(model_folders):
-    """Catches a slice that overwrites another, and a bucket that is larger than allowed."""
+def test_buckets_hold_all_transfers_without_overlap(model_folders):
+    """Catches overlapping slices and buckets above the limit."""
     layout = open_layout(model_folders["Qwen2"])
     positions = replica_positions(layout, tp_size=2, num_dp=2)
     plan = make_plan(layout, positions, EngineShape(tp_size=2), itemsize=4, max_bundle_bytes=4096)
@@ -194,7 +194,7 @@ def test_buckets_hold_what_the_plan_sends_without_overlap(model_folders):
                 assert offset + copy.numel * 4 <= end
 
 
-def test_a_slice_that_no_trainer_rank_holds_is_named(model_folders):
+def test_slice_without_owner_is_named(model_folders):
     layout = open_layout(model_folders["Qwen2"])
     positions = replica_positions(layout, tp_size=2)
     with pytest.raises(WeightError, match=r"embed_tokens.*ranks hold 160 of 301 positions"):
@@ -204,14 +204,14 @@ def test_a_slice_that_no_trainer_rank_holds_is_named(model_folders):
         make_plan(layout, short, EngineShape(), itemsize=4, max_bundle_bytes=4096)
 
 
-def test_a_bucket_smaller_than_a_row_is_refused(model_folders):
+def test_bucket_smaller_than_row_is_refused(model_folders):
     layout = open_layout(model_folders["Qwen2"])
     with pytest.raises(WeightError, match=r"weights.bucket_mib is too small"):
         make_plan(layout, replica_positions(layout), EngineShape(), itemsize=4, max_bundle_bytes=64)
 
 
-def test_an_engine_is_fed_from_its_own_node(model_folders):
-    """Catches shared memory planned across machines; the slices cross over to a feeder there."""
+def test_sender_is_on_engine_node(model_folders):
+    """Catches shared memory across machines: slices are relayed to a sender on the node."""
     layout = open_layout(model_folders["Qwen2"])
     positions = replica_positions(layout, tp_size=2, pp_size=2)
     nodes = ["a", "a", "b", "b"]
@@ -225,8 +225,8 @@ def test_an_engine_is_fed_from_its_own_node(model_folders):
             assert transfer.owner == transfer.sender
 
 
-def test_kv_heads_fewer_than_engine_ranks_are_repeated(model_folders):
-    """Catches an even cut of 2 KV heads over 4 ranks, where vLLM gives each rank a whole one."""
+def test_few_kv_heads_are_repeated(model_folders):
+    """Catches an even split of 2 KV heads over 4 ranks; vLLM gives each rank a whole head."""
     layout = open_layout(model_folders["Llama"])
     heads = []
     for rank in range(4):
@@ -236,9 +236,11 @@ def test_kv_heads_fewer_than_engine_ranks_are_repeated(model_folders):
     assert heads == [[(0, 8)], [(0, 8)], [(8, 16)], [(8, 16)]]
 
 
-def test_what_comes_from_another_node_comes_to_each_node_once():
-    """Catches engines of one node that are each sent the same bytes over the network: 16 nodes, on
-    each of them two engines and half of the tensor-parallel ranks of two stages."""
+def test_bytes_cross_to_each_node_once():
+    """Catches engines of one node that each get the same bytes over the network.
+
+    Each of 16 nodes has two engines, and half of the tensor-parallel ranks of two stages.
+    """
     layout = layout_for(QWEN_32B | {"num_hidden_layers": 8})
     positions = replica_positions(layout, tp_size=8, pp_size=2, num_dp=8)
     ranks = [(f"node {rank // 8}", str(rank % 8)) for rank in range(128)]
@@ -260,7 +262,7 @@ def test_what_comes_from_another_node_comes_to_each_node_once():
         elif one.relay != one.sender:
             in_node += size
     assert max(came.values()) == 1
-    # every node holds one of the two stages, and needs the other one
+    # every node has one of the two stages, and needs the other one
     full = sum(2 * torch.Size(shape).numel() for shape in layout.hf_shapes.values())
     assert crossed < 1.01 * 16 * full / 2
     assert in_node > 0
@@ -276,7 +278,7 @@ def test_what_comes_from_another_node_comes_to_each_node_once():
     for one in plan.transfers:
         if one.is_forwarded:
             number, placed = at[one.sender, one.block, one.bundle]
-            # it is handed on in the round in which it came, from where it lies
+            # forwarded in the same round, from the same offset
             its_number, its_placed = at[one.relay, one.block, one.bundle]
             assert (number, placed.staged_at) == (its_number, its_placed.offset)
             assert its_placed.transfer.sender == one.relay

@@ -1,4 +1,4 @@
-"""`megadapo weights plan` on a recipe, without starting anything."""
+"""The report of `megadapo weights plan`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def plan(tmp_path, *words, placement="separate", model=True, split="", engine=""
     return run_command(["weights", "plan", str(recipe), *words])
 
 
-def test_the_report_counts_every_byte_of_every_engine(tmp_path, capsys):
-    """Catches bytes counted per receiver only once, or whole tensors."""
+def test_report_counts_bytes_of_every_engine(tmp_path, capsys):
+    """Catches bytes that are counted for one engine only, or whole tensors."""
     plan(tmp_path, "--links", "3")
     text = capsys.readouterr().out
     assert "512 trainer ranks to 8 receiver(s) of TP 8" in text
@@ -54,7 +54,7 @@ def test_the_report_counts_every_byte_of_every_engine(tmp_path, capsys):
     assert "(1.000 x)" in text and text.count(" -> ") == 3 + 1
 
 
-def test_colocated_engines_are_fed_within_their_node(tmp_path, capsys):
+def test_report_of_colocated_engines(tmp_path, capsys):
     plan(tmp_path, placement="colocated")
     text = capsys.readouterr().out
     assert "512 trainer ranks to 8 receiver(s) of TP 8" in text
@@ -62,22 +62,22 @@ def test_colocated_engines_are_fed_within_their_node(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
-def test_the_report_shows_the_memory_of_an_update_and_its_bound(tmp_path, capsys, placement):
-    """Catches what is staged for other nodes left out: two buckets of 64 MiB hold everything."""
+def test_report_shows_memory_of_update(tmp_path, capsys, placement):
+    """Catches staged slices left out: two buckets of 64 MiB hold everything."""
     plan(tmp_path, placement=placement)
     text = capsys.readouterr().out
     trainer, engine = re.findall(r"memory, (?:trainer|engine) rank +([\d.]+) MiB at most", text)
     assert 100 < float(trainer) <= 128 and 50 < float(engine) <= 64
 
 
-def test_the_split_of_the_recipe_is_the_one_that_is_planned(tmp_path, capsys):
-    """Catches a plan for even stages and whole engines, whatever the recipe says."""
+def test_report_uses_recipe_split(tmp_path, capsys):
+    """Catches a plan that ignores the recipe's stages and engines."""
     plan(tmp_path, split="virtual_pipeline = 2", engine="pipeline_parallel = 2")
     text = capsys.readouterr().out
     assert "512 trainer ranks to 8 receiver(s) of TP 8 x PP 2" in text
     assert "(1.000 x)" in text
 
 
-def test_a_model_that_is_not_at_hand_is_named(tmp_path):
+def test_missing_model_is_named(tmp_path):
     with pytest.raises(DataError, match="--model-config"):
         plan(tmp_path, model=False)

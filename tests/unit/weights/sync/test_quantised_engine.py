@@ -1,7 +1,7 @@
-"""Would catch: a quantised engine that goes on with old weights, or with other weights' scales.
+"""Catches a quantised engine that keeps old weights or scales after an update.
 
-vLLM quantises while it loads, at its start and in every update. Its product in 8 bits needs a GPU
-and is left out here; what it would compute with is held against the definition.
+vLLM quantises while it loads, at its start and in every update. Its 8-bit product needs a GPU and
+is left out; its operands are compared with the definition.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FP8_MAX = 448.0
 
 
 class NoKernel:
-    """In place of the product."""
+    """A stand-in for the product."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing is laid out anew."""
+        """Do nothing: no repacking."""
 
 
 class Model(torch.nn.Module):
@@ -52,7 +52,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    """Loaded with zeros, as a start without weights leaves it."""
+    """Return a model loaded with zeros, as at a start without weights."""
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers.quantization.online import fp8
     from vllm.model_executor.model_loader.reload import (
@@ -69,7 +69,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     arguments = spec.engine_arguments()
     model = Model(arguments["quantization"])
     record_metadata_for_reloading(model)
-    # compiling what quantises takes seconds, and a compiler
+    # compiling the quantisation takes seconds, and needs a compiler
     with torch.compiler.set_stance("force_eager"):
         for name, size in (("weight", (ROWS, COLUMNS)), ("bias", (ROWS,))):
             parameter = getattr(model.proj, name)
@@ -96,7 +96,7 @@ def random_weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block by block: the largest element becomes the largest number of 8 bits."""
+    """Quantise block by block: the largest element becomes the largest 8-bit number."""
     found = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(-(-ROWS // BLOCK), -(-COLUMNS // BLOCK))
     for i in range(scales.shape[0]):
@@ -108,11 +108,11 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return found, scales
 
 
-def test_an_update_quantises_what_it_brings(model: Model) -> None:
-    """Twice, since the first reload also has the start's state to undo; in place, since graphs of
-    CUDA hold the addresses."""
+def test_update_quantises_new_weights(model: Model) -> None:
+    """Update twice, since the first reload also undoes the start's state; in place, since CUDA
+    graphs keep the addresses."""
     assert model.proj.weight.dtype == torch.float8_e4m3fn
-    places = [one.data_ptr() for one in model.parameters()]
+    addresses = [one.data_ptr() for one in model.parameters()]
     for seed in (1, 2):
         weights = random_weights(seed)
         update(model, weights)
@@ -121,11 +121,11 @@ def test_an_update_quantises_what_it_brings(model: Model) -> None:
         assert model.proj.weight_scale_inv.equal(scales)
         assert model.proj.bias.equal(weights["proj.bias"])
         assert model.norm.weight.equal(weights["norm.weight"])
-    assert [one.data_ptr() for one in model.parameters()] == places
+    assert [one.data_ptr() for one in model.parameters()] == addresses
 
 
-def test_the_error_is_that_of_three_bits_of_mantissa(model: Model) -> None:
-    """Scales that are applied the wrong way round, or to the wrong block."""
+def test_quantisation_error_fits_three_mantissa_bits(model: Model) -> None:
+    """Catches inverted scales, and scales of another block."""
     weights: dict[str, Any] = random_weights(3)
     update(model, weights)
     scales = model.proj.weight_scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)

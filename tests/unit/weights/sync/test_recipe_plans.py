@@ -1,4 +1,4 @@
-"""Updates of the shipped recipes: what goes between nodes, and who waits for whom."""
+"""Updates of the shipped recipes: bytes between nodes, and message order."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ from tests.support.weights.message_order import stuck_ranks
 
 CONFIGS = Path(megadapo.__file__).parents[1] / "configs"
 NUM_LAYERS = 4
-"""Layers are alike, and one of each stage shows what all do."""
+"""One layer per stage; all layers have the same transfers."""
 RECIPES = sorted(path.stem for path in CONFIGS.glob("qwen*.toml"))
 GPUS_PER_NODE = 8
 
 
 @cache
 def planned(name: str, placement: str) -> SimpleNamespace:
-    """A recipe's plan on nodes of eight GPUs, its nodes, and its schedules: of a full update, and
-    of one that sends only what changed."""
+    """Plan a recipe on nodes of eight GPUs; schedule a full update and a delta update."""
     config = load_config(CONFIGS / f"{name}.toml", [f"cluster.placement={placement}"])
     layout = layout_for(find_hf_config(config.model.path) | {"num_hidden_layers": NUM_LAYERS})
     cluster = config.cluster.model_copy(update={"device": "cuda"})
@@ -54,9 +53,9 @@ def planned(name: str, placement: str) -> SimpleNamespace:
 
 @pytest.mark.parametrize("placement", ["colocated", "separate"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_each_byte_comes_to_a_node_at_most_once(name, placement):
-    """Catches engines of one node that are each sent the same weights over the network, and bytes
-    that cross although a rank of the node has them."""
+def test_recipe_sends_each_byte_to_a_node_once(name, placement):
+    """Catches engines of one node that each get the weights over the network, and bytes that cross
+    although a rank of the node has them."""
     case = planned(name, placement)
     plan, hosts = case.plan, case.hosts
     came: Counter[tuple[str, int, int]] = Counter()
@@ -69,7 +68,7 @@ def test_each_byte_comes_to_a_node_at_most_once(name, placement):
     assert max(came.values(), default=1) == 1
     sizes = {name: 2 * torch.Size(shape).numel() for name, shape in case.layout.hf_shapes.items()}
     model = sum(sizes.values())
-    # every rank of an engine has norms and routers in full, and is sent them
+    # every rank of an engine receives all norms and routers
     repeated = sum(size for name, size in sizes.items() if "norm" in name or ".gate." in name)
     most = model + (plan.engine.tp_size - 1) * repeated
     assert repeated < 0.002 * model
@@ -80,13 +79,13 @@ def test_each_byte_comes_to_a_node_at_most_once(name, placement):
         assert plan.engine.num_engines() == case.config.rollout.num_engines
 
 
-@pytest.mark.parametrize("what", ["full", "delta"])
+@pytest.mark.parametrize("kind", ["full", "delta"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_rank_enters_each_relay_that_another_waits_in(name, what):
-    """Catches a rank that is left out of a round, or that comes to it in another order."""
+def test_relay_never_blocks(name, kind):
+    """Catches a rank that misses a round, or enters it in another order."""
     case = planned(name, "colocated")
     ranks = range(case.plan.num_sources)
-    relays = {rank: relay_batches(case.schedules[what], rank) for rank in ranks}
+    relays = {rank: relay_batches(case.schedules[kind], rank) for rank in ranks}
     batches = {
         rank: [
             [message_of(placed, rank) for placed in batch]
@@ -100,33 +99,32 @@ def test_every_rank_enters_each_relay_that_another_waits_in(name, what):
     assert_every_rank_is_missed(batches)
 
 
-@pytest.mark.parametrize("what", ["full", "delta"])
+@pytest.mark.parametrize("kind", ["full", "delta"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_rank_enters_each_wave_that_another_waits_in(name, what, monkeypatch):
-    """Catches engines that hand on in another order than they are sent, and a wave that an engine
-    rank expects and nobody sends."""
+def test_waves_never_block(name, kind, monkeypatch):
+    """Catches engines that forward in another order, and a wave that no rank sends."""
     case = planned(name, "separate")
-    batches = message_batches(case, case.schedules[what], monkeypatch)
+    batches = message_batches(case, case.schedules[kind], monkeypatch)
     assert len(batches) == case.plan.num_ranks
     assert stuck_ranks(batches) == {}
     assert_every_rank_is_missed(batches)
 
 
 def message_of(placed, rank):
-    feeder, passer = placed.transfer.sender, placed.transfer.relay
-    sends = rank != feeder
-    return (feeder if sends else passer, sends, placed.num_bytes)
+    sender, relay = placed.transfer.sender, placed.transfer.relay
+    sends = rank != sender
+    return (sender if sends else relay, sends, placed.num_bytes)
 
 
 def assert_every_rank_is_missed(batches):
-    """Leave some ranks out of their last batch: somebody waits for each."""
+    """Check that other ranks block if a rank skips its last batch."""
     ranks = [rank for rank, own in batches.items() if own]
     for rank in ranks[:: max(1, len(ranks) // 5)]:
         assert stuck_ranks({**batches, rank: batches[rank][:-1]}) != {}, rank
 
 
 class Recorder:
-    """In the place of a process group: messages, in the batches that they are issued in."""
+    """A process group that only records messages, batch by batch."""
 
     def __init__(self):
         self.batches = []
@@ -146,7 +144,7 @@ def issue_together(group, device, operations):
 
 
 def message_batches(case, schedule, monkeypatch):
-    """Rank -> its messages of an update, by the transport's own code on memory without bytes."""
+    """Run the transport on meta tensors; return rank -> its batches of messages."""
     monkeypatch.setattr(point_to_point, "issue_together", issue_together)
     groups: dict[int, Recorder] = {}
 
@@ -172,8 +170,8 @@ def message_batches(case, schedule, monkeypatch):
     for number in range(len(engine.nodes)):
         for copy in range(plan.num_copies(number)):
             for engine_rank in range(engine.num_ranks):
-                seat = plan.chain_position(number, engine_rank, copy)
-                inbox = point_to_point.PointToPointInbox([], num_bytes, device, seat)
+                position = plan.chain_position(number, engine_rank, copy)
+                inbox = point_to_point.PointToPointInbox([], num_bytes, device, position)
                 for round_number in range(num_rounds(schedule)):
                     own = arriving.get((number, engine_rank, round_number), [])
                     messages = [placed.message(plan) for placed in own]

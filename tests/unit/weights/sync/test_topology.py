@@ -1,4 +1,4 @@
-"""Who reads where, for the placements a cluster makes."""
+"""Receivers and transports for the placements of a cluster."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ def on_gpus(nodes: int, per_node: int) -> list[tuple[str, str]]:
     return [(f"n{node}", str(gpu)) for node in range(nodes) for gpu in range(per_node)]
 
 
-def test_engines_on_one_machine_read_the_same_memory():
-    """Catches every engine being sent its own copy over shared memory."""
+def test_engines_of_one_node_share_memory():
+    """Catches a copy per engine in shared memory."""
     places = find_topology("auto", [("n0", None)] * 4, ["n0", "n0"], [(), ()])
     assert places.transport == "shared_memory"
     assert places.receiver_of == [0, 0] and places.receivers == ["n0"]
     assert places.sources == ["n0"] * 4 and places.copies == ()
 
 
-def test_cpu_engines_read_memory_of_their_own_node_and_get_messages_where_there_is_none():
-    """Catches an engine that looks for a bucket in the memory of another machine."""
+def test_cpu_engines_use_memory_of_own_node_or_messages():
+    """Catches an engine that opens the memory of another machine."""
     ranks = [("n0", None), ("n1", None)]
     spread = find_topology("auto", ranks, ["n1", "n0"], [(), ()])
     assert spread.transport == "shared_memory" and spread.sources == ["n0", "n1"]
@@ -27,8 +27,8 @@ def test_cpu_engines_read_memory_of_their_own_node_and_get_messages_where_there_
     assert apart.transport == "nccl" and apart.sources is None
 
 
-def test_an_engine_opens_only_memory_on_gpus_it_sees():
-    """Catches a handle of a GPU that is hidden from the engine's process."""
+def test_engine_opens_only_visible_gpus():
+    """Catches a handle of a GPU that the engine's process does not see."""
     gpus = [tuple("0123"), tuple("4567")] * 2
     nodes = ["n0", "n0", "n1", "n1"]
     places = find_topology("auto", on_gpus(2, 8), nodes, gpus)
@@ -36,9 +36,8 @@ def test_an_engine_opens_only_memory_on_gpus_it_sees():
     assert places.sources == [f"engine {rank // 4}" for rank in range(16)]
 
 
-def test_engines_on_other_gpus_are_sent_messages_once_for_each_node():
-    """Catches CUDA IPC to an engine that shares no GPU with the trainer, and engines of one node
-    that are each sent the same bytes."""
+def test_engines_on_other_gpus_get_messages_once_per_node():
+    """Catches CUDA IPC without a shared GPU, and messages to each engine of a node."""
     nodes, gpus = ["n1", "n2", "n1", "n1"], [(gpu,) for gpu in "0012"]
     places = find_topology("auto", on_gpus(1, 4), nodes, gpus)
     assert places.transport == "nccl" and places.sources is None

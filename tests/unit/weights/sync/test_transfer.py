@@ -1,4 +1,4 @@
-"""Senders, buckets and receivers together, without vLLM: what an engine rank ends up with."""
+"""Senders, buckets and receivers together, without vLLM."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from tests.support.weights.connection import BUCKET, Connection, Shards, expecte
     ({"pp_size": 2, "vpp_size": 2}, EngineShape(tp_size=2, pp_size=2), torch.float32),
     ({"tp_size": 2}, EngineShape(tp_size=2, expert_parallel=True), torch.float32),
 ])  # fmt: skip
-def test_engine_ranks_get_exactly_their_shards(model_folders, family, trainer, engine, dtype):
-    """Catches any byte that is lost, misplaced, stale or sent for nothing."""
+def test_engine_ranks_receive_exactly_their_shards(model_folders, family, trainer, engine, dtype):
+    """Catches bytes that are lost, misplaced, stale or unnecessary."""
     connection = Connection(model_folders[family], trainer, engine, dtype)
     assert connection.num_rounds > 1
     targets = connection.run()
@@ -61,9 +61,8 @@ def test_engine_ranks_get_exactly_their_shards(model_folders, family, trainer, e
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3Moe"])
 @pytest.mark.parametrize("engine", [EngineShape(tp_size=2), EngineShape(pp_size=2)])
-def test_interleaved_stages_send_each_layer_from_where_it_is(tmp_path, family, engine):
-    """Catches a stage taken for a range of layers: of two stages with two chunks each, the first
-    has layers 0 and 2."""
+def test_interleaved_stages_send_own_layers(tmp_path, family, engine):
+    """Catches a stage taken for a contiguous range: with two chunks it has layers 0 and 2."""
     stages = stage_layers(4, pp_size=2, vpp_size=2)
     assert stages == [(0, 2), (1, 3)]
     folder = make_model(tmp_path / "model", family, num_hidden_layers=4)
@@ -80,13 +79,13 @@ def test_interleaved_stages_send_each_layer_from_where_it_is(tmp_path, family, e
 
 
 @pytest.mark.parametrize("trainer", [{"tp_size": 2, "pp_size": 2}, {"num_dp": 2}])
-def test_what_is_held_is_sent_however_the_weights_change(model_folders, trainer):
-    """An engine that came back would else score the weights of another step."""
+def test_pinned_weights_do_not_change(model_folders, trainer):
+    """Catches a restarted engine that scores the weights of another step."""
     folder, engine = model_folders["Qwen3"], EngineShape(tp_size=2)
     connection = Connection(folder, trainer, engine, sender=PinnedWeightSender)
-    for sender in connection.senders:
+    for sender, params in zip(connection.senders, connection.params, strict=True):
         sender.pin()
-        for param in sender._live.values():
+        for param in params.values():
             param.fill_(torch.nan)
     for _ in range(2):
         for rank, target in enumerate(connection.run()):
@@ -100,51 +99,50 @@ def test_what_is_held_is_sent_however_the_weights_change(model_folders, trainer)
     assert connection.senders[0].fingerprint() != fingerprints[0]
 
 
-def test_a_fingerprint_shows_a_change_of_a_single_bit(model_folders):
-    """Answers of other weights would else be taken over into an evaluation."""
+def test_fingerprint_shows_single_bit(model_folders):
+    """Catches an evaluation that reuses results of other weights."""
     one, other = (Connection(model_folders["Qwen2"], {}, EngineShape()) for _ in range(2))
     (sender,), (same,) = one.senders, other.senders
     assert sender.fingerprint() == same.fingerprint()
-    for param in same._params.values():
+    for param in other.params[0].values():
         before = same.fingerprint()
         words = param.data.view(-1).view(torch.int32)
         words[len(words) // 2] ^= 1
         assert same.fingerprint() != before
 
 
-def test_a_second_update_sends_the_weights_as_they_are_then(model_folders):
-    """Catches senders that keep a copy of the first weights."""
+def test_second_update_sends_present_weights(model_folders):
+    """Catches senders that copy the first weights."""
     connection = Connection(model_folders["Qwen2"], {"tp_size": 2}, EngineShape())
     (before,) = connection.run()
-    for sender in connection.senders:
-        for param in sender._params.values():
+    for params in connection.params:
+        for param in params.values():
             param.mul_(2)
     (after,) = connection.run()
     assert all(torch.equal(after.done[name], 2 * before.done[name]) for name in before.done)
 
 
-def test_layers_arrive_in_order_so_few_shards_are_open_at_once(model_folders):
-    """Catches a schedule that touches every layer before it completes one: the engine would hold
-    a second copy of the model."""
+def test_few_shards_are_open_at_once(model_folders):
+    """Catches a schedule that mixes all layers: the engine would need a second model copy."""
     connection = Connection(model_folders["Llama"], {"tp_size": 2}, EngineShape())
     (target,) = connection.run()
     assert target.most_open < len(target.done) / 3
 
 
-def test_a_damaged_slice_is_found_by_its_checksum_and_named(model_folders):
+def test_checksum_names_damaged_slice(model_folders):
     """Catches memory that changes between trainer and engine."""
     connection = Connection(model_folders["Qwen2"], {}, EngineShape())
 
-    def flip_a_bit(number, senders):
+    def flip_a_bit(number):
         if number == 1:
-            senders[0]._ready.outbox.bucket(1)[17] ^= 4
+            connection.flip_bit(0, number, 17)
 
     with pytest.raises(WeightError, match=r"differ for model\..*from trainer rank 0, bucket 1"):
         connection.run(damage=flip_a_bit)
 
 
-def test_an_update_that_stops_early_is_not_finished(model_folders):
-    """Catches an engine that serves a mixture of two versions."""
+def test_incomplete_update_is_refused(model_folders):
+    """Catches an engine that serves a mix of two versions."""
     connection = Connection(model_folders["Qwen2"], {}, EngineShape())
     receiver = connection.receivers[0]
     receiver.start(Shards(torch.float32), connection.inbox, with_checksums=False)
@@ -154,8 +152,8 @@ def test_an_update_that_stops_early_is_not_finished(model_folders):
         receiver.finish()
 
 
-def test_a_rank_with_nothing_but_padding_still_gets_its_vocabulary(tmp_path):
-    """Catches a parameter that is never completed because nothing is copied into it."""
+def test_rank_with_only_padding_completes_vocabulary(tmp_path):
+    """Catches a parameter that never completes because it has no copies."""
     folder = make_model(tmp_path / "small", "Qwen2", vocab_size=20)
     connection = Connection(folder, {}, EngineShape(tp_size=4))
     *_, last = connection.run()
@@ -179,9 +177,9 @@ def test_shared_memory_leaves_no_file_behind():
 
 
 @pytest.mark.parametrize("can_reach", [True, False])
-def test_buckets_of_other_gpus_are_mapped_on_the_own_one(monkeypatch, can_reach):
-    """Catches an engine rank that takes a context, 0.5 GiB, on every GPU of its engine, and one
-    that waits for what its buckets held when they were opened."""
+def test_buckets_of_other_gpus_are_mapped_on_own_gpu(monkeypatch, can_reach):
+    """Catches an engine rank that creates a context (0.5 GiB) on every GPU of its engine, and one
+    that waits for the events of buckets that it opens."""
     opened = []
 
     def open_storage(device, handle, *rest):
@@ -207,8 +205,8 @@ def test_buckets_of_other_gpus_are_mapped_on_the_own_one(monkeypatch, can_reach)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc"])
-def test_a_receiver_opens_no_bucket_that_it_does_not_read(transport, model_folders):
-    """Catches an engine that opens memory of another node, or of a GPU that it does not see."""
+def test_receiver_opens_only_buckets_it_reads(transport, model_folders):
+    """Catches an engine that opens memory of another node or of a hidden GPU."""
     layout = open_layout(model_folders["Qwen2"])
     positions = replica_positions(layout, num_dp=3)
     engine = EngineShape(nodes=("engine 0", "engine 1"))
@@ -234,15 +232,15 @@ def test_a_receiver_opens_no_bucket_that_it_does_not_read(transport, model_folde
         outbox.close()
 
 
-def test_buckets_larger_than_the_shared_memory_are_refused():
-    """Catches a process that dies at the first page the file system cannot give."""
+def test_buckets_beyond_shared_memory_are_refused():
+    """Catches a process that dies at the first page that cannot be allocated."""
     with pytest.raises(InfraError, match="lower weights.bucket_mib"):
         SharedMemoryOutbox(1 << 55)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checksums_see_every_bit_and_every_exchange(dtype):
-    """Catches a checksum that a swap of rows, a zeroed row or a flipped bit leaves unchanged."""
+def test_checksum_sees_flips_and_swaps(dtype):
+    """Catches a checksum that ignores swapped rows, order or a flipped bit."""
     torch.manual_seed(0)
     tensor = torch.randn(700, 3001).to(dtype)
     value = checksum(tensor)
@@ -254,8 +252,8 @@ def test_checksums_see_every_bit_and_every_exchange(dtype):
     assert len({value, checksum(swapped), checksum(flipped), checksum(tensor.T)}) == 4
 
 
-def test_the_meeting_point_of_messages_listens_on_the_nodes_address_alone():
-    """Catches a store that whoever reaches any of the node's interfaces can write to."""
+def test_store_listens_on_node_address_only():
+    """Catches a store that is open on other interfaces of the node."""
     outbox = PointToPointOutbox(8, torch.device("cpu"), rank=0, num_ranks=2)
     offer = outbox.offer()
     at_port = [

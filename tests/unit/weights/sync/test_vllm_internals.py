@@ -1,4 +1,4 @@
-"""vLLM without the functions that are reached into: a message, not a traceback of an import."""
+"""The uses of vLLM beyond its documented interfaces."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megadapo.weights.sync import vllm_internals
 from megadapo.weights.sync.vllm_plugin import NAME, register
 
 
-def test_a_vllm_without_layerwise_reload_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ImportError inside vLLM's worker would end the engine with vLLM's own message."""
+def test_missing_layerwise_reload_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a bare ImportError in vLLM's worker."""
     monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", None)
     with pytest.raises(WeightError, match=r"cannot replace weights .* vLLM 0\.32 can"):
         vllm_internals.layerwise_reload()
 
 
-def test_a_wrapped_loader_is_unwrapped_down_to_the_models_own() -> None:
-    """One wrapper too many would put off every later load; one too few loses the model's loader."""
+def test_loader_is_unwrapped_to_model_loader() -> None:
+    """Catches a wrapper that is left, which delays loads, and the loss of the model's loader."""
     from functools import wraps
 
     def own(param: torch.Tensor, loaded: torch.Tensor) -> None:
@@ -32,15 +32,15 @@ def test_a_wrapped_loader_is_unwrapped_down_to_the_models_own() -> None:
 
     @wraps(models_own, assigned=("__doc__",))
     def online_process_loader(*args: object) -> None:
-        raise AssertionError("put off")
+        raise AssertionError("delayed")
 
     param = torch.zeros(2)
     param.weight_loader = online_process_loader
     assert vllm_internals._original_loader(param) is models_own
 
 
-def test_registering_twice_is_no_error() -> None:
-    """vLLM loads its plugins in each process, and some processes more than once."""
+def test_plugin_can_be_registered_twice() -> None:
+    """Catches an error in processes that load vLLM's plugins more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     register()
