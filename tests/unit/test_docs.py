@@ -29,8 +29,8 @@ from megadapo.observe.metrics.names import METRIC_NAMES
 from megadapo.observe.oracles import BOUNDED
 
 ROOT = Path(__file__).parents[2]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/faults.md")), *DOCS]
 MAX_README_LINES = 130
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -74,8 +74,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_pages_are_found_from_the_readme() -> None:
-    linked = {Path(target).name for target in _LINK.findall((ROOT / "README.md").read_text())}
-    assert {page.name for page in DOCS} <= linked
+    found, queue = set(), [ROOT / "README.md"]
+    while queue:
+        page = queue.pop()
+        found.add(page)
+        targets = [t.partition("#")[0] for t in _LINK.findall(page.read_text())]
+        pages = {(page.parent / t).resolve() for t in targets if t.endswith(".md")}
+        queue += [page for page in pages - found if page.exists()]
+    assert set(PAGES) <= found
 
 
 @per_page
