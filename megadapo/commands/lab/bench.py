@@ -1,4 +1,4 @@
-"""`megadapo bench`: measure against the baselines that are installed."""
+"""`megadapo bench`: measure against installed baselines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(commands, "bench", "measure against the baselines that are installed")
+    parser = add_command(commands, "bench", "measure against installed baselines")
     benches = parser.add_subparsers(metavar="BENCH", required=True)
     _add_head(benches)
     _add_weights(benches)
@@ -26,26 +26,26 @@ def add(commands: Commands) -> None:
 
 
 def _add_head(benches: Commands) -> None:
-    summary = "the policy head: time, memory and error of every baseline"
+    summary = "time, memory and error of the policy head and its baselines"
     parser = add_command(benches, "head", summary)
     parser.add_argument(
         "--shape",
         action="append",
         metavar="T,H,V,DTYPE",
-        help="a shape such as 20480,5120,152064,bfloat16; may be given again",
+        help="a shape such as 20480,5120,152064,bfloat16; repeatable",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there")
     parser.add_argument("--threads", type=int, default=2, help="threads on the CPU (default 2)")
     parser.add_argument("--repeats", type=int, default=20, help="timed rounds (default 20)")
     parser.add_argument(
         "--clock",
         choices=("wall", "cpu"),
         default="wall",
-        help="cpu counts computing time only: for a busy machine, with --threads 1",
+        help="cpu counts CPU time only: for a busy machine, with --threads 1",
     )
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument(
-        "--only", action="append", default=[], metavar="TEXT", help="baselines whose name has TEXT"
+        "--only", action="append", default=[], metavar="TEXT", help="only baselines with TEXT in their name"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=_run_head)
@@ -68,7 +68,7 @@ def _run_head(arguments: argparse.Namespace) -> int:
 
 
 def _add_weights(benches: Commands) -> None:
-    summary = "a weight update, shard to shard and gathering everything"
+    summary = "time and memory of a weight update, shard to shard and by gathering full tensors"
     parser = add_command(benches, "weights", summary)
     parser.add_argument("--layers", type=int, default=8, help="decoder layers of the model")
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model")
@@ -78,7 +78,7 @@ def _add_weights(benches: Commands) -> None:
     parser.add_argument("--engine-tp", type=int, default=1, help="engine tensor parallelism")
     parser.add_argument("--bucket-mib", type=float, default=16.0, help="weights.bucket_mib")
     parser.add_argument("--repeat", type=int, default=5, help="repetitions; the best counts")
-    parser.add_argument("--json", type=Path, help="write the measurements to this file too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=_run_weights)
 
 
@@ -102,10 +102,10 @@ def _run_weights(arguments: argparse.Namespace) -> int:
 
 
 def _add_rollout(benches: Commands) -> None:
-    summary = "time to a full batch on real engines: rounds, and streaming"
+    summary = "time to a full batch on real engines, in rounds and by streaming"
     parser = add_command(benches, "rollout", summary, takes_overrides=True)
     parser.add_argument("config", help="recipe (TOML), or the folder of a run")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of each (default 8)")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each mode (default 8)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=_run_rollout, resume=None)
 
@@ -128,21 +128,21 @@ def _run_rollout(arguments: argparse.Namespace) -> int:
 
 
 def _add_step(benches: Commands) -> None:
-    summary = "whole training steps of a recipe, in turn with TRL's"
+    summary = "time of whole training steps, alternating with TRL's"
     parser = add_command(benches, "step", summary, takes_overrides=True)
     parser.add_argument("config", help="recipe (TOML)")
     parser.add_argument(
-        "--trl-python", type=Path, metavar="PATH", help="python of an environment with TRL"
+        "--trl-python", type=Path, metavar="PATH", help="Python of an environment with TRL"
     )
     parser.add_argument(
         "--trl",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a setting of TRL's GRPOConfig, the value as JSON or bare text; may be given again",
+        help="a setting of TRL's GRPOConfig, its value as JSON or bare text; repeatable",
     )
-    parser.add_argument("--steps", type=int, default=16, help="steps that count (default 16)")
-    parser.add_argument("--warmup", type=int, default=4, help="steps before them (default 4)")
+    parser.add_argument("--steps", type=int, default=16, help="measured steps (default 16)")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before the measured ones (default 4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=_run_step)
 
@@ -153,13 +153,12 @@ def _run_step(arguments: argparse.Namespace) -> int:
 
     from megadapo.config import load_config
     from megadapo.lab.bench import step
-    from megadapo.lab.bench.step_rival import check_python, parse_arguments
-    from megadapo.run.sampling import load_training_prompts
+        from megadapo.run.sampling import load_training_prompts
 
     if arguments.steps < 1 or arguments.warmup < 1:
-        raise ConfigError("--steps and --warmup must be at least 1: the first step starts it all")
+        raise ConfigError("--steps and --warmup must be at least 1: the first step includes the start")
     num_steps = arguments.warmup + arguments.steps
-    python = check_python(arguments.trl_python)
+    python = step.check_python(arguments.trl_python)
     with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:
         fixed = [
             f"run.folder={folder}/run",
@@ -173,7 +172,7 @@ def _run_step(arguments: argparse.Namespace) -> int:
                 records,
                 load_training_prompts(config),
                 trl_python=python,
-                trl_arguments=parse_arguments(arguments.trl),
+                trl_arguments=step.parse_arguments(arguments.trl),
                 warmup=arguments.warmup,
                 num_steps=num_steps,
                 json_file=arguments.json,
@@ -182,7 +181,7 @@ def _run_step(arguments: argparse.Namespace) -> int:
 
 
 def _add_soak(benches: Commands) -> None:
-    summary = "many steps of a recipe: growth of every process and of the time of a step"
+    summary = "growth of memory and of step time over many steps of a recipe"
     parser = add_command(benches, "soak", summary, takes_overrides=True)
     parser.add_argument("config", help="recipe (TOML)")
     parser.add_argument("--steps", type=int, default=500, help="steps (default 500)")
@@ -214,7 +213,7 @@ def _run_soak(arguments: argparse.Namespace) -> int:
 
 
 def _steps(config: RunConfig) -> Generator[MetricRecord, None, None]:
-    """The steps of a run; each is taken when it is asked for."""
+    """Train a recipe; yield the record of each step."""
     from megadapo.run.launch import start_workers
     from megadapo.run.run import Run
     from megadapo.train import training_steps

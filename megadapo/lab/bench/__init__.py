@@ -1,1 +1,1 @@
-"""Benchmarks against baselines that are installed: same inputs, same run, checked against fp64."""
+"""Benchmarks against installed baselines: same inputs, same run, checked against fp64."""

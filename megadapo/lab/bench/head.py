@@ -1,9 +1,7 @@
-"""The policy head against its baselines and against its three bare products, in one run."""
+"""Benchmark of the policy head against its baselines and its three matrix products."""
 
 from __future__ import annotations
 
-import json
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,9 +10,16 @@ import torch
 from torch import Tensor
 
 from megadapo.errors import ConfigError
-from megadapo.lab.bench.head_baselines import BASELINES, OURS, PRODUCTS, Absent, Loss
-from megadapo.lab.bench.head_inputs import HeadAnswer, HeadInputs, HeadShape, make_inputs, reference
+from megadapo.lab.bench.head_baselines import BASELINES, OURS, PRODUCTS, AbsentError, Loss
+from megadapo.lab.bench.head_inputs import (
+    ExactResult,
+    HeadInputs,
+    HeadShape,
+    compute_exact,
+    make_inputs,
+)
 from megadapo.lab.bench.measure import Clock, Timing, peak_extra_mib, time_together
+from megadapo.lab.record import write_record
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -48,15 +53,15 @@ class HeadResult:
     best_ms: float | None = None
     median_ms: float | None = None
     ratio_to_products: float | None = None
-    """Best time over the best time of the three bare products."""
+    """Best time over the best time of the three products."""
     useful_tflops: float | None = None
     peak_extra_mib: float | None = None
-    """Beyond the inputs; loss and gradients are included."""
+    """Peak memory beyond the inputs, with loss and gradients."""
     loss_error: float | None = None
     d_hidden_error: float | None = None
     d_weight_error: float | None = None
     absent: str | None = None
-    """Why it did not run."""
+    """Reason if it did not run."""
 
 
 def bench_head(
@@ -70,10 +75,11 @@ def bench_head(
 ) -> list[HeadResult]:
     """Run every installed baseline at one shape, all on the same inputs in the same rounds.
 
-    `only` keeps baselines whose name contains one of its texts; ours and the bare products stay.
+    Args:
+        only: texts that select baselines by name; ours and the three products always run.
     """
     inputs = make_inputs(shape, device)
-    answer = reference(inputs)
+    exact = compute_exact(inputs)
     absent: list[HeadResult] = []
     calls: dict[str, Callable[[], object]] = {PRODUCTS: lambda: _products(inputs)}
     checks: dict[str, HeadResult] = {}
@@ -83,20 +89,20 @@ def bench_head(
             continue
         try:
             loss = baseline.prepare(device)
-            checks[baseline.name] = _check(baseline.name, loss, inputs, answer)
-        except Absent as reason:
+            checks[baseline.name] = _check(baseline.name, loss, inputs, exact)
+        except AbsentError as reason:
             absent.append(HeadResult(name=baseline.name, shape=str(shape), absent=str(reason)))
         except torch.OutOfMemoryError:
             absent.append(HeadResult(name=baseline.name, shape=str(shape), absent="out of memory"))
         else:
             calls[baseline.name] = _step(loss, inputs)
-    del answer
+    del exact
     timings = time_together(calls, device, warmup=warmup, repeats=repeats, clock=clock)
     return [*_results(calls, checks, timings, shape, device), *absent]
 
 
 def _step(loss: Loss, inputs: HeadInputs) -> Callable[[], object]:
-    """One forward and backward pass that leaves no gradient behind."""
+    """Return a forward and backward pass that stores no gradient."""
 
     def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(loss(inputs), (inputs.hidden, inputs.weight))
@@ -105,28 +111,28 @@ def _step(loss: Loss, inputs: HeadInputs) -> Callable[[], object]:
 
 
 def step_of_ours(inputs: HeadInputs) -> Callable[[], object]:
-    """One forward and backward pass of our head, for a profiler."""
+    """Return a forward and backward pass of our head."""
     ours = next(baseline for baseline in BASELINES if baseline.name == OURS)
     return _step(ours.prepare(inputs.hidden.device), inputs)
 
 
 def _products(inputs: HeadInputs) -> tuple[Tensor, Tensor]:
-    """Logits, d_hidden and d_weight of the same size by the vendor library: the roofline."""
+    """Compute products of the sizes of logits, d_hidden and d_weight: the roofline."""
     hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
     logits = torch.mm(hidden, weight.t())
     return torch.mm(logits, weight), torch.mm(logits.t(), hidden)
 
 
-def _check(name: str, loss: Loss, inputs: HeadInputs, answer: HeadAnswer) -> HeadResult:
+def _check(name: str, loss: Loss, inputs: HeadInputs, exact: ExactResult) -> HeadResult:
     value = loss(inputs)
     d_hidden, d_weight = torch.autograd.grad(value, (inputs.hidden, inputs.weight))
     scale = (inputs.loss_weights * inputs.advantages).abs().sum()
     return HeadResult(
         name=name,
         shape=str(inputs.shape),
-        loss_error=((value.detach().double() - answer.loss).abs() / scale).item(),
-        d_hidden_error=_relative(d_hidden, answer.d_hidden),
-        d_weight_error=_relative(d_weight, answer.d_weight),
+        loss_error=((value.detach().double() - exact.loss).abs() / scale).item(),
+        d_hidden_error=_relative(d_hidden, exact.d_hidden),
+        d_weight_error=_relative(d_weight, exact.d_weight),
     )
 
 
@@ -161,13 +167,13 @@ def _results(
 
 
 def _peak_extra_mib(call: Callable[[], object], device: torch.device) -> float | None:
-    """The smaller of two peaks: what the first call of a size leaves behind is not its need."""
+    """Return the smaller of two peaks: the first call of a size also fills caches."""
     peaks = [peak_extra_mib(call, device) for _ in range(2)]
     return min((peak for peak in peaks if peak is not None), default=None)
 
 
 def format_table(results: Sequence[HeadResult]) -> str:
-    """The results of one shape as text."""
+    """Format the results of one shape."""
     lines = [
         results[0].shape,
         f"  {'':36}{'best ms':>9}{'median':>9}{'x products':>11}{'TFLOP/s':>9}{'MiB':>9}"
@@ -201,7 +207,7 @@ def run(
     only: Sequence[str],
     json_file: Path | None,
 ) -> None:
-    """Run the benchmark, print one table a shape, write JSON where asked."""
+    """Run the benchmark, print one table per shape, and write JSON if requested."""
     device = choose_device(device_name)
     torch.set_num_threads(num_threads)
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
@@ -220,10 +226,12 @@ def run(
         every += results
     if json_file is not None:
         report = {
-            "machine": _machine(device) | {"clock": clock},
+            "device": _device_name(device),
+            "threads": torch.get_num_threads(),
+            "clock": clock,
             "results": [asdict(result) for result in every],
         }
-        json_file.write_text(json.dumps(report, indent=1) + "\n")
+        write_record(json_file, report)
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -239,7 +247,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def parse_shape(text: str, temperature: float) -> HeadShape:
-    """Read T,H,V,DTYPE."""
+    """Parse T,H,V,DTYPE."""
     try:
         tokens, hidden, vocab, dtype = text.split(",")
         shape = HeadShape(
@@ -258,11 +266,5 @@ def parse_shape(text: str, temperature: float) -> HeadShape:
     return shape
 
 
-def _machine(device: torch.device) -> dict[str, str | int]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {
-        "device": name,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-    }
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,7 +1,7 @@
-"""The policy head's baselines, each called as its authors mean it, on the same inputs.
+"""Baselines of the policy head, each called as its authors intend, on the same inputs.
 
 A baseline is a function from inputs to the scalar loss; the benchmark calls backward. Baselines are
-optional packages (requirements/bench.txt): what is not installed is listed as absent.
+optional packages (requirements/bench.txt); missing ones are listed as absent.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ PRODUCTS = "three products alone"
 Loss = Callable[[HeadInputs], Tensor]
 
 
-class Absent(Exception):
-    """A baseline cannot run here; the message says why."""
+class AbsentError(Exception):
+    """A baseline cannot run here; the message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """`prepare` imports it and returns its loss, or raises Absent."""
+    """A baseline; `prepare` imports it and returns its loss, or raises AbsentError."""
 
     name: str
     prepare: Callable[[torch.device], Loss]
 
 
 def policy_loss(logprobs: Tensor, inputs: HeadInputs) -> Tensor:
-    """DAPO's loss from log-probs in plain torch, for baselines that stop at log-probs."""
+    """Compute DAPO's loss from log-probs in plain torch, for baselines without a loss."""
     losses = token_losses(
         logprobs.float(), inputs.logprobs_old, inputs.advantages, objective=inputs.objective
     )
@@ -48,7 +48,7 @@ def policy_loss(logprobs: Tensor, inputs: HeadInputs) -> Tensor:
 
 
 def eager_loss(inputs: HeadInputs) -> Tensor:
-    """All logits in the inputs' dtype, then fp32: what a trainer without a fused head does."""
+    """Compute the loss as trainers without a fused head do: all logits, widened to fp32."""
     logits = (inputs.hidden @ inputs.weight.t()).float() / inputs.shape.temperature
     logprobs = logits.gather(1, inputs.targets[:, None])[:, 0] - logits.logsumexp(-1)
     return policy_loss(logprobs, inputs)
@@ -81,15 +81,15 @@ def _torch_linear_cross_entropy(_: torch.device) -> Loss:
 def _torch_chunked_linear_cross_entropy(_: torch.device) -> Loss:
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if options is None:
-        raise Absent(f"torch {torch.__version__} has no LinearCrossEntropyOptions")
+        raise AbsentError(f"torch {torch.__version__} has no LinearCrossEntropyOptions")
     return _linear_cross_entropy_loss(options())
 
 
 def _linear_cross_entropy_loss(options: object | None) -> Loss:
-    """torch's own head: with `options` in chunks, without them all logits at once."""
+    """Return torch's own head: with `options` in chunks, otherwise with all logits at once."""
     function = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if function is None:
-        raise Absent(f"torch {torch.__version__} has no F.linear_cross_entropy")
+        raise AbsentError(f"torch {torch.__version__} has no F.linear_cross_entropy")
 
     def loss(inputs: HeadInputs) -> Tensor:
         _require_temperature_one(inputs)
@@ -158,7 +158,7 @@ def _liger_triton_grpo(device: torch.device) -> Loss:
 
     def loss(inputs: HeadInputs) -> Tensor:
         targets = inputs.targets.view(NUM_SEQUENCES, -1)
-        # it wants one more position per sequence than it scores
+        # it takes one more position per sequence than it scores
         hidden = inputs.hidden.view(*targets.shape, -1)
         hidden = torch.cat([hidden, hidden[:, -1:]], dim=1)
         value: Tensor
@@ -202,7 +202,7 @@ def _verl_torch(_: torch.device) -> Loss:
 def _verl_triton(device: torch.device) -> Loss:
     folder = _package_folder("verl")
     _require_cuda(device)
-    _pretend_verl_device_module()
+    _stub_verl_device_module()
     for name in ("kernels", "linear_cross_entropy"):
         module = _load_file(f"verl.utils.kernel.{name}", folder, "utils/kernel", f"{name}.py")
 
@@ -254,31 +254,31 @@ def _require(distribution: str) -> None:
     try:
         importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        raise Absent(f"{distribution} is not installed") from None
+        raise AbsentError(f"{distribution} is not installed") from None
 
 
 def _require_cuda(device: torch.device) -> None:
     if device.type != "cuda":
-        raise Absent("needs CUDA")
+        raise AbsentError("needs CUDA")
 
 
 def _require_temperature_one(inputs: HeadInputs) -> None:
     if inputs.shape.temperature != 1.0:
-        raise Absent("has no temperature")
+        raise AbsentError("has no temperature")
 
 
 def _package_folder(name: str) -> Path:
-    """Where a package lies, without importing it and all that it needs."""
+    """Return a package's folder without importing it and its dependencies."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
-        raise Absent(f"{name} is not installed")
+        raise AbsentError(f"{name} is not installed")
     return Path(spec.submodule_search_locations[0])
 
 
 def _load_file(name: str, folder: Path, *parts: str) -> types.ModuleType:
     path = folder.joinpath(*parts)
     if not path.exists():
-        raise Absent(f"the installed package has no {'/'.join(parts)}")
+        raise AbsentError(f"the installed package has no {'/'.join(parts)}")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -287,8 +287,8 @@ def _load_file(name: str, folder: Path, *parts: str) -> types.ModuleType:
     return module
 
 
-def _pretend_verl_device_module() -> None:
-    """verl's kernel asks verl.utils.device for the device; importing that needs all of verl."""
+def _stub_verl_device_module() -> None:
+    """Replace verl.utils.device, which verl's kernel imports and which needs all of verl."""
     device = types.ModuleType("verl.utils.device")
     vars(device).update(
         is_cuda_available=True,

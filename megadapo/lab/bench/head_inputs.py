@@ -1,4 +1,4 @@
-"""One batch for every baseline of the policy head, and its answer in fp64."""
+"""One batch for every baseline of the policy head, and its exact result in fp64."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megadapo.algorithm.objective import PolicyObjective
 from megadapo.kernels.policy_head.head import policy_head_loss_definition
 
 NUM_SEQUENCES = 8
-"""Responses in the batch; an advantage belongs to one, as some baselines require."""
+"""Responses in the batch, each with one advantage, as some baselines require."""
 LOGIT_STD = 3.0
 RATIO_STD = 0.1
-_REFERENCE_ROWS = 512
+_CHUNK_ROWS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShape:
-    """num_tokens divides into 8 responses; every token is a response token."""
+    """Sizes of a batch: 8 responses of equal length, without prompt tokens."""
 
     num_tokens: int
     hidden_size: int
@@ -34,13 +34,13 @@ class HeadShape:
 
     @property
     def useful_tflop(self) -> float:
-        """Three products: what any exact head has to multiply."""
+        """TFLOP of the three products that every exact head computes."""
         return 6e-12 * self.num_tokens * self.hidden_size * self.vocab_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadInputs:
-    """What every baseline is given."""
+    """The inputs of every baseline."""
 
     shape: HeadShape
     hidden: Tensor  # [T, H], requires grad
@@ -61,14 +61,16 @@ class HeadInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadAnswer:
+class ExactResult:
+    """Loss and gradients in fp64."""
+
     loss: Tensor
     d_hidden: Tensor
     d_weight: Tensor
 
 
 def make_inputs(shape: HeadShape, device: torch.device, seed: int = 42) -> HeadInputs:
-    """Targets are drawn from the model's own softmax: random ones would have log-probs of -30."""
+    """Draw a batch; targets come from the softmax, as random ones would have log-probs of -30."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -78,7 +80,7 @@ def make_inputs(shape: HeadShape, device: torch.device, seed: int = 42) -> HeadI
     weight = normal(shape.vocab_size, shape.hidden_size) * LOGIT_STD / shape.hidden_size**0.5
     weight = weight.to(shape.dtype)
     targets, logprobs = [], []
-    for rows in hidden.split(_REFERENCE_ROWS):
+    for rows in hidden.split(_CHUNK_ROWS):
         logits = (rows @ weight.t()).float() / shape.temperature
         drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
         targets.append(drawn[:, 0])
@@ -95,13 +97,13 @@ def make_inputs(shape: HeadShape, device: torch.device, seed: int = 42) -> HeadI
     )
 
 
-def reference(inputs: HeadInputs) -> HeadAnswer:
-    """The loss and its gradients in fp64, a few rows at a time."""
+def compute_exact(inputs: HeadInputs) -> ExactResult:
+    """Compute the loss and its gradients in fp64, a few rows at a time."""
     weight = inputs.weight.detach().double().requires_grad_()
     loss = torch.zeros((), dtype=torch.float64, device=weight.device)
     d_hidden = []
-    for start in range(0, inputs.shape.num_tokens, _REFERENCE_ROWS):
-        rows = slice(start, start + _REFERENCE_ROWS)
+    for start in range(0, inputs.shape.num_tokens, _CHUNK_ROWS):
+        rows = slice(start, start + _CHUNK_ROWS)
         hidden = inputs.hidden.detach()[rows].double().requires_grad_()
         part = policy_head_loss_definition(
             hidden,
@@ -118,4 +120,4 @@ def reference(inputs: HeadInputs) -> HeadAnswer:
         assert hidden.grad is not None
         d_hidden.append(hidden.grad)
     assert weight.grad is not None
-    return HeadAnswer(loss=loss, d_hidden=torch.cat(d_hidden), d_weight=weight.grad)
+    return ExactResult(loss=loss, d_hidden=torch.cat(d_hidden), d_weight=weight.grad)

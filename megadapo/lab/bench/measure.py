@@ -34,7 +34,7 @@ def time_together(
     repeats: int,
     clock: Clock = "wall",
 ) -> dict[str, Timing]:
-    """Time all calls in turn, round after round, so that a slow minute hits each of them."""
+    """Time all calls in turn, round by round, so that a slow minute affects all of them."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for round_number in range(warmup + repeats):
         for name, call in calls.items():
@@ -48,10 +48,10 @@ def time_together(
 
 
 def time_once(call: Callable[[], object], device: torch.device, clock: Clock = "wall") -> float:
-    """Milliseconds of one call, by the device's own clock where it has one.
+    """Return the milliseconds of one call, by CUDA's own clock on a GPU.
 
-    The "cpu" clock counts what this process computed, over all its threads: with one thread it
-    says the same on a busy machine as on a quiet one.
+    The "cpu" clock counts the CPU time of all threads of this process: with one thread it does not
+    depend on the machine's other load.
     """
     if device.type == "cuda":
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -69,9 +69,9 @@ def time_once(call: Callable[[], object], device: torch.device, clock: Clock = "
 
 
 def peak_extra_mib(call: Callable[[], object], device: torch.device) -> float | None:
-    """Most memory in use during a call beyond what was before it, results included, in MiB.
+    """Return the peak memory of a call in MiB, results included, above the memory before it.
 
-    On the CPU the kernel's high-water mark of this process; None where it cannot be reset.
+    On the CPU this is the kernel's high-water mark of the process; None if it cannot be reset.
     """
     gc.collect()
     if device.type == "cuda":
@@ -81,19 +81,31 @@ def peak_extra_mib(call: Callable[[], object], device: torch.device) -> float | 
         call()
         torch.cuda.synchronize(device)
         return (torch.cuda.max_memory_allocated(device) - before) / MIB
-    # or the call could hide in another's leavings
+    # otherwise the call could reuse freed memory that is still resident
     return_freed_memory()
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        before = reset_resident_peak()
     except OSError:
         return None
-    before = _status_kib("VmRSS")
     call()
-    return (_status_kib("VmHWM") - before) / 1024
+    return (resident_peak() - before) / MIB
 
 
-def _status_kib(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1])
-    raise OSError(f"/proc/self/status has no {name}")
+def reset_resident_peak() -> int:
+    """Reset this process's peak of resident memory; return the present resident bytes.
+
+    Raises:
+        OSError: the kernel does not allow it.
+    """
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
+def resident_peak() -> int:
+    """Return the peak of this process's resident memory in bytes since the reset."""
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name + ":"))

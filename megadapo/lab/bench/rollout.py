@@ -1,25 +1,23 @@
-"""Filling batches on real engines: rounds that wait for their longest answer, and streaming.
+"""Benchmark of sampling modes on real engines: time to a full batch.
 
-Same engines, prompts, seeds and weights; the ways take turns, step by step, so that a slow minute
-hits each of them. Groups are dealt out to the engines by load for all of them.
+All modes use the same engines, prompts, seeds, weights and dispatch. They alternate step by step,
+so that a slow minute affects all of them.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadapo.config import RunConfig, to_dict
+from megadapo.lab.record import write_record
 from megadapo.rollout.config import SamplingConfig
 
 if TYPE_CHECKING:
@@ -31,27 +29,27 @@ if TYPE_CHECKING:
 
 
 SECTIONS = ("model", "data", "rollout", "sampling")
-"""Of the configuration, what decides a measurement."""
+"""Sections of the configuration in the JSON file."""
 
 
 @dataclass(kw_only=True)
-class Way:
-    """One way of filling batches, and what its steps came to."""
+class SamplingMode:
+    """One way to fill batches, and the measurements of its steps."""
 
     name: str
     settings: dict[str, Any]
-    """Keys of [sampling]."""
+    """Keys in [sampling]."""
     seconds: list[float] = field(default_factory=list)
     tokens_generated: int = 0
     tokens_kept: int = 0
-    """Response tokens of the groups in the batches."""
+    """Response tokens of the batches' groups."""
     num_sampled: int = 0
     lengths: list[float] = field(default_factory=list)
     """Mean response length of each batch."""
     slot_use: list[float] = field(default_factory=list)
 
     def count(self, batch: SampledBatch, seconds: float) -> None:
-        """Take in one step."""
+        """Add one step."""
         self.seconds.append(seconds)
         self.num_sampled += batch.num_sampled
         self.tokens_generated += sum(engine.num_tokens for engine in batch.engines)
@@ -63,7 +61,7 @@ class Way:
         self.slot_use.append(running / total if total else math.nan)
 
     def result(self) -> dict[str, Any]:
-        """Means over the steps, as JSON holds them."""
+        """Return means over the steps as JSON values."""
         spread = statistics.stdev(self.seconds) if len(self.seconds) > 1 else math.nan
         return {
             "name": self.name,
@@ -77,16 +75,16 @@ class Way:
         }
 
 
-def ways(prompts_per_step: int) -> list[Way]:
-    """The ways that are compared; the first is what ratios are of."""
+def sampling_modes(prompts_per_step: int) -> list[SamplingMode]:
+    """Return the compared modes; ratios refer to the first."""
     return [
-        Way(
+        SamplingMode(
             name="rounds of three batches (verl)",
             settings={"mode": "rounds", "prompts_per_round": 3 * prompts_per_step},
         ),
-        Way(name="rounds of one batch", settings={"mode": "rounds"}),
-        Way(name="sync", settings={"mode": "sync"}),
-        Way(name="partial", settings={"mode": "partial", "max_staleness": 1}),
+        SamplingMode(name="rounds of one batch", settings={"mode": "rounds"}),
+        SamplingMode(name="sync", settings={"mode": "sync"}),
+        SamplingMode(name="partial", settings={"mode": "partial", "max_staleness": 1}),
     ]
 
 
@@ -98,39 +96,40 @@ def run(
     phases: Phases,
     json_file: Path | None,
 ) -> None:
-    """Measure `num_steps` steps of each way, print a table, and write it down if asked to."""
+    """Measure `num_steps` steps of each mode, print a table, and write JSON if requested."""
     from rich.progress import track
 
-    compared = ways(config.sampling.prompts_per_step)
+    modes = sampling_modes(config.sampling.prompts_per_step)
     with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder, ExitStack() as stack:
-        samplers = _start(config, compared, Path(folder), stack, phases)
-        # the first turn fills caches and estimates, and the second begins with them
+        samplers = _start(config, modes, Path(folder), stack, phases)
+        # two turns warm up: the first fills caches and estimates, the second starts with them
         for turn in track(range(2 + num_steps), description="steps", console=console):
-            for way, sampler in zip(compared, samplers, strict=True):
+            for mode, sampler in zip(modes, samplers, strict=True):
                 started = time.perf_counter()
                 batch = sampler.next_batch()
                 if turn >= 2:
-                    way.count(batch, time.perf_counter() - started)
-    results = [way.result() for way in compared]
+                    mode.count(batch, time.perf_counter() - started)
+    results = [mode.result() for mode in modes]
     _print_table(results, console)
     if json_file is not None:
-        json_file.write_text(json.dumps(_report(config, num_steps, results), indent=2) + "\n")
+        sections = {name: to_dict(config)[name] for name in SECTIONS}
+        write_record(json_file, {"steps": num_steps, "config": sections, "modes": results})
 
 
 def _start(
-    config: RunConfig, compared: list[Way], folder: Path, stack: ExitStack, phases: Phases
+    config: RunConfig, modes: list[SamplingMode], folder: Path, stack: ExitStack, phases: Phases
 ) -> list[Sampler]:
-    """Engines with the weights of model.path, and a sampler for each way."""
+    """Start engines with the weights of model.path, and a sampler for each mode."""
     from megadapo.run.processes import start_engines_alone
     from megadapo.run.sampling import SamplingInputs
 
     inputs = SamplingInputs.start(config, phases, stack)
     engines = start_engines_alone(config, phases, stack, log_folder=folder)
-    return [inputs.sampler(_with(config, way.settings), engines) for way in compared]
+    return [inputs.sampler(_with(config, mode.settings), engines) for mode in modes]
 
 
 def _with(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """The configuration with other ways of sampling, all else equal."""
+    """Return the configuration with other sampling keys."""
     plain = config.sampling.model_dump(
         exclude={"mode", "prompts_per_round", "max_staleness", "reserve_limit"}
     )
@@ -142,8 +141,16 @@ def _print_table(results: list[dict[str, Any]], console: Console) -> None:
     from rich.table import Table
 
     table = Table(title="time to a full batch")
-    for column in ("way", "seconds", "ratio", "groups", "generated / kept", "length", "slots used"):
-        table.add_column(column, justify="left" if column == "way" else "right")
+    for column in (
+        "mode",
+        "seconds",
+        "ratio",
+        "groups",
+        "generated / kept",
+        "length",
+        "slots used",
+    ):
+        table.add_column(column, justify="left" if column == "mode" else "right")
     base = results[0]["seconds"]
     for one in results:
         table.add_row(
@@ -156,16 +163,3 @@ def _print_table(results: list[dict[str, Any]], console: Console) -> None:
             f"{one['slot_use']:.2f}",
         )
     console.print(table)
-
-
-def _report(config: RunConfig, num_steps: int, results: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "cores": os.cpu_count(),
-        "versions": {name: metadata.version(name) for name in ("torch", "ray")},
-        "steps": num_steps,
-        "config": {
-            name: to_dict(config)[name] for name in ("model", "data", "rollout", "sampling")
-        },
-        "ways": results,
-    }

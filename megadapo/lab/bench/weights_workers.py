@@ -1,9 +1,8 @@
-"""The processes of `megadapo bench weights`: ranks that only hold weights, and an engine."""
+"""Processes of `megadapo bench weights`: trainer ranks with weights only, and an engine."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megadapo.cluster.this_node import node_address
+from megadapo.lab.bench.measure import reset_resident_peak, resident_peak
 from megadapo.weights.disk.gather import ProcessGroups, gather_weights
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.sources import open_layout
@@ -31,18 +31,18 @@ TIMEOUT_S = 600.0
 
 
 def start_ranks(model: Path, folder: Path, *, tp_size: int, pp_size: int) -> list[Any]:
-    """Trainer ranks with the weights of `model`, joined by Gloo."""
+    """Start trainer ranks with the weights of `model`, connected by Gloo."""
     import ray
 
     positions = replica_positions(open_layout(model), tp_size=tp_size, pp_size=pp_size)
-    actor: Any = ray.remote(num_cpus=0)(HoldingRank)
+    actor: Any = ray.remote(num_cpus=0)(WeightsRank)
     ranks = [actor.remote(model, position, rank) for rank, position in enumerate(positions)]
     ray.get([rank.join.remote(folder / "meeting", len(ranks)) for rank in ranks])
     return ranks
 
 
-class HoldingRank:
-    """One trainer rank without a model around its weights."""
+class WeightsRank:
+    """A trainer rank with weights only, without a model."""
 
     def __init__(self, model: Path, position: ShardPosition, rank: int) -> None:
         torch.set_num_threads(1)
@@ -58,7 +58,7 @@ class HoldingRank:
         self._next: tuple[str, torch.Tensor] | None = None
 
     def join(self, meeting: Path, num_ranks: int) -> None:
-        """Form the tensor- and pipeline-parallel groups that gathering needs."""
+        """Create the tensor- and pipeline-parallel groups for gathering."""
         dist.init_process_group("gloo", f"file://{meeting}", rank=self._rank, world_size=num_ranks)
         at, tp, pp = self._position, self._position.tp_size, self._position.pp_size
         tp_groups = [dist.new_group([s * tp + t for t in range(tp)]) for s in range(pp)]
@@ -69,9 +69,9 @@ class HoldingRank:
         return getattr(self._sender, method)(*args, **kwargs)
 
     def gather_bucket(self, bucket_bytes: int) -> dict[str, Any]:
-        """Gather full tensors on all ranks until a bucket is full; rank 0 puts them into it.
+        """Gather full tensors on all ranks until a bucket is full; rank 0 copies them into it.
 
-        Returns names, types and places of the tensors; none after the last.
+        The result has the tensors' names, shapes and offsets; an empty list after the last.
         """
         if self._gathering is None:
             self._gathering = gather_weights(
@@ -104,17 +104,16 @@ class HoldingRank:
         return self._outbox.bucket(0)
 
     def reset_peak_memory(self) -> None:
-        """Forget the highest resident memory so far, and remember the present one."""
-        Path("/proc/self/clear_refs").write_text("5")
-        self._resident = _status_bytes("VmRSS")
+        """Reset the peak of resident memory."""
+        self._resident = reset_resident_peak()
 
     def extra_memory(self) -> int:
-        """Highest resident memory since, beyond what was resident then."""
-        return max(0, _status_bytes("VmHWM") - self._resident)
+        """Return the peak of resident memory since the reset, above the memory then."""
+        return max(0, resident_peak() - self._resident)
 
 
 class GatheredLoad:
-    """What vLLM's worker is extended by, to load full tensors as baselines do."""
+    """An extension of vLLM's worker that loads full tensors as the baselines do."""
 
     vllm_config: VllmConfig
     model_runner: GPUModelRunner
@@ -135,7 +134,7 @@ class GatheredLoad:
         weights = []
         for name, shape, offset in bucket["tensors"]:
             num_bytes = torch.Size(shape).numel() * DTYPE.itemsize
-            # vLLM keeps what it is given until a layer is complete, longer than the bucket lasts.
+            # vLLM keeps tensors until a layer is complete, longer than the bucket exists
             tensor = data[offset : offset + num_bytes].clone()
             weights.append((name, tensor.view(DTYPE).view(shape)))
         model: Any = self.model_runner.get_model()
@@ -151,7 +150,7 @@ class GatheredLoad:
 
 
 class Engine:
-    """A vLLM engine that is only ever updated."""
+    """A vLLM engine that only receives updates."""
 
     def __init__(self, model: str, tensor_parallel: int) -> None:
         os.environ |= {
@@ -179,7 +178,7 @@ class Engine:
         )
 
     def node(self) -> str:
-        """Address of the node."""
+        """Return the address of the node."""
         return node_address()
 
     def call(self, method: str, *args: Any) -> None:
@@ -188,7 +187,7 @@ class Engine:
 
 
 class Engines:
-    """One engine behind what `Publisher` asks of an engine group."""
+    """One engine with the interface that `Publisher` expects of an engine pool."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -231,11 +230,11 @@ class Engines:
 
 
 def start_engine(model: Path, *, tensor_parallel: int) -> Engines:
-    """One vLLM engine with random weights."""
+    """Start one vLLM engine with random weights."""
     import ray
 
     if not ray.is_initialized():
-        # without "local" Ray would join any cluster that this machine happens to be a node of
+        # without "local" Ray would join any cluster that this machine is a node of
         ray.init(
             address="local",
             include_dashboard=False,
@@ -245,10 +244,3 @@ def start_engine(model: Path, *, tensor_parallel: int) -> Engines:
     actor: Any = ray.remote(num_cpus=0)(Engine).remote(str(model), tensor_parallel)
     ray.get(actor.__ray_ready__.remote())
     return Engines(actor)
-
-
-def _status_bytes(key: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    match = re.search(rf"^{key}:\s+(\d+) kB", status, re.MULTILINE)
-    assert match is not None, f"Linux says {key} of every process"
-    return 1024 * int(match[1])

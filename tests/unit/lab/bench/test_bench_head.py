@@ -1,4 +1,4 @@
-"""The head's benchmark: it must measure what it says, and notice a baseline that is wrong."""
+"""The head's benchmark measures time, memory and errors, and notices a wrong baseline."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megadapo.cli import run_command
 from megadapo.errors import ConfigError
 from megadapo.lab.bench import head
 from megadapo.lab.bench.head import HeadShape, bench_head, format_table, parse_shape
-from megadapo.lab.bench.head_baselines import OURS, PRODUCTS, Absent, eager_loss
-from megadapo.lab.bench.head_inputs import make_inputs, reference
+from megadapo.lab.bench.head_baselines import OURS, PRODUCTS, AbsentError, Baseline, eager_loss
+from megadapo.lab.bench.head_inputs import make_inputs
 from megadapo.lab.bench.measure import peak_extra_mib, time_together
 
 CPU = torch.device("cpu")
@@ -35,17 +35,18 @@ def test_ours_and_eager_agree_with_fp64_and_products_are_the_floor() -> None:
     assert str(SHAPE) in table and OURS in table
 
 
-def test_a_wrong_rival_shows_in_its_errors() -> None:
-    inputs = make_inputs(SHAPE, CPU)
-    wrong = head._check("wrong", lambda i: 1.01 * eager_loss(i), inputs, reference(inputs))
-    assert wrong.d_hidden_error == pytest.approx(0.01, rel=1e-3)
+def test_wrong_baseline_shows_in_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Baseline(name="wrong", prepare=lambda _: lambda inputs: 1.01 * eager_loss(inputs))
+    monkeypatch.setattr(head, "BASELINES", (head.BASELINES[0], wrong))
+    results = {one.name: one for one in bench_head(SHAPE, CPU, warmup=0, repeats=1)}
+    assert results["wrong"].d_hidden_error == pytest.approx(0.01, rel=1e-3)
 
 
-def test_absent_rival_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_baseline_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(device: torch.device):
-        raise Absent("needs a moon")
+        raise AbsentError("needs a moon")
 
-    baseline = head.BASELINES[1].__class__(name="lunar", prepare=prepare)
+    baseline = Baseline(name="lunar", prepare=prepare)
     monkeypatch.setattr(head, "BASELINES", (head.BASELINES[0], baseline))
     results = bench_head(SHAPE, CPU, warmup=0, repeats=1)
     assert results[-1].absent == "needs a moon"
@@ -62,7 +63,7 @@ def test_targets_come_from_the_model() -> None:
     assert abs(drawn.item() + entropy.item()) < 0.5
 
 
-def test_peak_memory_sees_what_a_call_holds_at_most() -> None:
+def test_peak_memory_of_a_call_is_measured() -> None:
     def call() -> torch.Tensor:
         torch.ones(48 * 2**18)
         return torch.ones(16 * 2**18)
@@ -95,5 +96,5 @@ def test_command_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         torch.set_num_threads(threads)
     written = json.loads(path.read_text())
     assert [result["name"] for result in written["results"]] == [PRODUCTS, OURS, "eager torch"]
-    assert written["machine"]["torch"] == torch.__version__
+    assert written["machine"]["versions"]["torch"] == torch.__version__
     assert "T=16 H=8 V=104" in capsys.readouterr().out

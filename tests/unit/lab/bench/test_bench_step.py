@@ -1,8 +1,4 @@
-"""The step benchmark: both sides get the same task, take turns, and say what they measured.
-
-Would catch: a rival with other prompts, sizes or learning rate than ours; a ratio the wrong way
-round; a missing environment that ends in a traceback.
-"""
+"""The step benchmark gives both sides the same task, alternates, and reports the ratio."""
 
 from __future__ import annotations
 
@@ -14,9 +10,17 @@ import pytest
 from megadapo.config import RunConfig, load_config
 from megadapo.data.prompts import PromptStream
 from megadapo.errors import ConfigError, InfraError
-from megadapo.lab.bench.step import OVERRIDES, Side, in_turn, table
-from megadapo.lab.bench.step_rival import Rival, check_python, parse_arguments, rival_settings
-from megadapo.lab.bench.step_settings import RivalSettings, StepTime
+from megadapo.lab.bench.step import (
+    OVERRIDES,
+    Side,
+    TrlBaseline,
+    alternate,
+    check_python,
+    parse_arguments,
+    table,
+    trl_settings,
+)
+from megadapo.lab.bench.trl_settings import StepTime, TrlSettings
 from tests.support.rollout.scripted_engines import make_prompts
 
 QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.toml"
@@ -27,8 +31,8 @@ def quickstart(*overrides: str) -> RunConfig:
     return load_config(QUICKSTART, ["run.num_steps=5", *OVERRIDES, *overrides])
 
 
-def settings_in(folder: Path, *overrides: str) -> RivalSettings:
-    return rival_settings(quickstart(*overrides), PROMPTS, folder, {"top_k": 0})
+def settings_in(folder: Path, *overrides: str) -> TrlSettings:
+    return trl_settings(quickstart(*overrides), PROMPTS, folder, {"top_k": 0})
 
 
 def step_time(seconds: float, *, num_answers: int = 256, num_tokens: int = 5000) -> StepTime:
@@ -41,23 +45,11 @@ def step_time(seconds: float, *, num_answers: int = 256, num_tokens: int = 5000)
     )
 
 
-class Scripted:
-    """Takes steps at once, and writes down whose turn it was."""
-
-    def __init__(self, name: str, turns: list[str]) -> None:
-        self._name = name
-        self._turns = turns
-
-    def step(self) -> StepTime:
-        self._turns.append(self._name)
-        return step_time(1.0)
-
-
-def test_the_rival_gets_the_recipes_step(tmp_path: Path) -> None:
+def test_baseline_gets_the_recipes_step(tmp_path: Path) -> None:
     config, settings = quickstart(), settings_in(tmp_path)
     stream = PromptStream(PROMPTS, config.run.seed)
-    asked = [stream.at(order) for order in range(5 * 32)]
-    assert settings.prompts == [(list(p.messages), p.ground_truth) for p in asked]
+    used = [stream.at(index) for index in range(5 * 32)]
+    assert settings.prompts == [(list(p.messages), p.ground_truth) for p in used]
     assert settings.updates_per_step == 4 and settings.responses_per_mini_batch == 64
     assert settings.lr == config.trainer.optimizer.lr == 3e-5
     assert (settings.clip_low, settings.clip_high) == (0.2, 0.28)
@@ -66,36 +58,41 @@ def test_the_rival_gets_the_recipes_step(tmp_path: Path) -> None:
     assert config.sampling.selection == "all", "every sampled answer is trained on, as TRL does"
 
 
-def test_steps_are_taken_in_turn_and_none_is_always_first() -> None:
+def test_sides_alternate_and_neither_is_always_first() -> None:
     turns: list[str] = []
-    steps = in_turn(Scripted("ours", turns), Scripted("theirs", turns), 3)
+
+    def side(name: str) -> StepTime:
+        turns.append(name)
+        return step_time(1.0)
+
+    steps = alternate(lambda: side("ours"), lambda: side("theirs"), 3)
     assert turns == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
     assert len(steps) == 3
 
 
-def test_the_ratio_is_of_answers_a_second() -> None:
+def test_ratio_compares_answers_per_second() -> None:
     ours = Side(name="ours", steps=[step_time(s) for s in (0.5, 0.5, 9.0)])
     theirs = Side(name="theirs", steps=[step_time(s, num_answers=128) for s in (1.0, 0.5, 0.5)])
     assert ours.answers_per_s == pytest.approx(512.0)
     assert theirs.answers_per_s == pytest.approx(256.0)
-    assert "ours trains on 2.00 x the answers a second of theirs" in table(ours, theirs)
+    assert "ours trains on 2.00 x the answers per second of theirs" in table(ours, theirs)
 
 
-def test_a_missing_environment_is_told_with_how_to_make_it() -> None:
+def test_missing_environment_is_explained() -> None:
     with pytest.raises(ConfigError, match=r"no --trl-python is given(.|\n)*pip install trl"):
         check_python(None)
-    with pytest.raises(ConfigError, match="/nowhere/python: not there"):
+    with pytest.raises(ConfigError, match="/nowhere/python: not found"):
         check_python(Path("/nowhere/python"))
     with pytest.raises(ConfigError, match=r"No module named 'trl'(.|\n)*python -m venv"):
         check_python(Path(sys.executable))
 
 
-def test_a_rival_that_ends_says_why(tmp_path: Path) -> None:
+def test_failed_baseline_is_explained(tmp_path: Path) -> None:
     with pytest.raises(InfraError, match="TRL ended with status 1(.|\n)*No module named 'trl'"):
-        Rival(Path(sys.executable), settings_in(tmp_path), tmp_path / "log.txt")
+        TrlBaseline(Path(sys.executable), settings_in(tmp_path), tmp_path / "log.txt")
 
 
-def test_settings_of_trl_are_read_as_json_or_text() -> None:
+def test_trl_arguments_are_json_or_text() -> None:
     assert parse_arguments(["a=1", "b=true", "c=static", 'd={"x": 2}']) == {
         "a": 1,
         "b": True,

@@ -1,7 +1,7 @@
-"""TRL's half of `megadapo bench step`: GRPOTrainer(loss_type="dapo"), one step whenever it is told.
+"""TRL's side of `megadapo bench step`: GRPOTrainer(loss_type="dapo"), one step per request.
 
-Runs in an environment of its own, which has TRL and of megadapo this package alone. Settings come
-as one JSON file; then every line on stdin is one step, answered by one JSON line.
+The process has its own environment with TRL and only this package of ours. Settings come as one
+JSON file; then every line on stdin requests one step, answered by one JSON line.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 
 from megadapo.algorithm.shaping import overlong_penalty
-from megadapo.lab.bench.step_settings import RivalSettings, StepTime
+from megadapo.lab.bench.trl_settings import StepTime, TrlSettings
 from megadapo.rewards.dapo_math import score
 
 
 class _StepCounts:
-    """What the present step has cost and brought so far."""
+    """Counters of the current step."""
 
     def __init__(self) -> None:
-        self.begun = time.perf_counter()
+        self.start = time.perf_counter()
         self.rollout_s = 0.0
         self.num_answers = self.num_tokens = self.num_correct = 0
 
     def finish(self) -> StepTime:
         return StepTime(
-            seconds=time.perf_counter() - self.begun,
+            seconds=time.perf_counter() - self.start,
             rollout_s=self.rollout_s,
             num_answers=self.num_answers,
             num_tokens=self.num_tokens,
@@ -44,11 +44,11 @@ class _StepCounts:
 
 
 class _Reward:
-    """The run's rule and overlong punishment, as TRL calls a reward function."""
+    """The run's rule and overlong penalty as a reward function of TRL."""
 
     __name__ = "rule"
 
-    def __init__(self, settings: RivalSettings) -> None:
+    def __init__(self, settings: TrlSettings) -> None:
         self._settings = settings
         self.counts = _StepCounts()
 
@@ -60,7 +60,7 @@ class _Reward:
         ground_truth: Sequence[str],
         **others: object,
     ) -> list[float]:
-        """Rewards of TRL's batch, whose plain completions are texts and chat ones messages."""
+        """Return the rewards of a batch; completions are texts, or chat messages."""
         settings, counts = self._settings, self.counts
         texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
         scores = [
@@ -83,19 +83,19 @@ class _Reward:
 
 
 class _Trainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is not in this environment
-    """GRPOTrainer whose rollouts are timed."""
+    """A GRPOTrainer that measures the time of its rollouts."""
 
     counts: _Reward
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         batch = super()._generate_and_score_completions(inputs)
-        self.counts.counts.rollout_s += time.perf_counter() - begun
+        self.counts.counts.rollout_s += time.perf_counter() - start
         return batch
 
 
 class _Turns(TrainerCallback):
-    """Stops after every whole step until it is told to go on."""
+    """A callback that waits after every whole step for the next request."""
 
     def __init__(self, reward: _Reward, updates_per_step: int, replies: TextIO) -> None:
         self._reward = reward
@@ -117,9 +117,9 @@ class _Turns(TrainerCallback):
 
 
 def main() -> None:
-    """Train for as many steps as there are lines on stdin."""
-    settings = RivalSettings(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    # what libraries print must not come between the replies
+    """Train one step per line on stdin."""
+    settings = TrlSettings(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    # output of libraries must not mix with the replies
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     torch.set_num_threads(settings.num_threads)
@@ -148,8 +148,8 @@ def main() -> None:
     trainer.train()
 
 
-def grpo_config(settings: RivalSettings) -> Any:
-    """TRL's settings for the same step, with nothing on that only costs time."""
+def grpo_config(settings: TrlSettings) -> Any:
+    """Return TRL's settings for the same step, without options that only cost time."""
     return trl.GRPOConfig(
         output_dir=settings.folder,
         loss_type="dapo",

@@ -1,4 +1,4 @@
-"""What both sides of `megadapo bench step` know; importable in the rival's environment."""
+"""Types that both processes of `megadapo bench step` use; importable in TRL's environment."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megadapo.rewards.dapo_math import Rule
 
 
 @dataclass(frozen=True, kw_only=True)
-class RivalSettings:
-    """One step of a run, as the rival is to take it."""
+class TrlSettings:
+    """A recipe's step in terms of TRL."""
 
     model: str
     folder: str
     prompts: list[tuple[list[tuple[str, str]], str]]
-    """((role, content) of each message, gold answer), in the order they are asked."""
+    """Messages as (role, content) and gold answer of each prompt, in the recipe's order."""
     rule: Rule
     responses_per_prompt: int
     responses_per_mini_batch: int
@@ -38,18 +38,18 @@ class RivalSettings:
     seed: int
     num_threads: int
     trl_arguments: dict[str, Any]
-    """More of TRL's own settings."""
+    """Additional settings of GRPOConfig."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """One whole step of one side: rollout, scoring, all updates, and new weights for the next."""
+    """One whole step of one side: rollout, scoring, updates, and new weights for the next step."""
 
     seconds: float
     rollout_s: float
-    """The part before the first update; TRL's old log-probs are in it, ours are not."""
+    """Time before the first update; it includes TRL's old log-probs, but not ours."""
     num_answers: int
-    """Trained on."""
+    """Answers trained on."""
     num_tokens: int
-    """Generated."""
+    """Generated tokens."""
     accuracy: float
