@@ -1,15 +1,15 @@
-"""Rewrite problems so that their answers are integers, which a rule can score without doubt.
+"""Rewrite problems so that their answers are integers, which a rule can score reliably.
 
-DAPO made its training data in this way (arXiv 2503.14476, section 3.5). A model behind an
-OpenAI-compatible address rewrites each problem, and solves the rewritten one again k times: only
-where enough solutions agree with the new answer it is kept. Any model that vLLM serves will do:
+DAPO made its training data this way (arXiv 2503.14476, section 3.5). A model behind an
+OpenAI-compatible address rewrites each problem, then solves the rewritten one k times. A rewritten
+problem is kept if enough solutions agree with the new answer. Any model that vLLM serves will do:
 
     vllm serve MODEL --host 127.0.0.1 --port 8000
     python tools/transform_dataset.py problems.parquet integers.jsonl \\
         --address http://127.0.0.1:8000/v1 --model MODEL --held-out aime-2024.parquet
 
-What is refused goes to OUTPUT.refused.jsonl with its reason. Both files name each problem's origin,
-so that the same command goes on where it was stopped. A key is read from OPENAI_API_KEY.
+Refused problems and the reasons are in OUTPUT.refused.jsonl. Both files name each problem's origin,
+so that the same command can continue after a stop. The key is read from OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from megadapo.data.overlap import LINE, Problems, normalised, without_template
 from megadapo.data.sources import Row, read_rows
 from megadapo.errors import ConfigError, DataError, InfraError, MegadapoError
+from megadapo.observe.files import append_line, replace_text
 from megadapo.rewards.dapo_math import score
 from megadapo.rewards.served import Client, NoAnswer
 
@@ -58,11 +59,11 @@ integer.
 """
 TEMPERATURE = 1.0
 RETRIES = 6
-"""Of one request, over about ten seconds, before an address that does not answer, or is too busy,
-ends the program."""
+"""Retries of a request, over about ten seconds, before the program ends with an error."""
 MIN_IN_TEMPLATE = 8
-"""Different problems that all begin or end with the same lines: those are a template."""
-
+"""Minimum of different problems with common first or last lines that count as a template."""
+MAX_REPLY = 2000
+"""Limit of a reply in the refusals, in characters."""
 HELD_OUT = "among the held-out problems"
 
 _PROBLEM = re.compile(r"<problem>(.*?)</problem>", re.DOTALL)
@@ -72,7 +73,7 @@ _INTEGER = re.compile(r"[+-]?\d{1,18}")
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One problem as its source has it, without the template of that."""
+    """One problem of the source, without its template."""
 
     id: str
     text: str
@@ -82,30 +83,30 @@ class Problem:
 
     @classmethod
     def of(cls, row: Row, text: str) -> Problem:
-        """`text`: what the row asks, without its template."""
-        asked, gold = row.messages[-1][1], str(row.ground_truth)
-        digest = hashlib.sha256(json.dumps([row.data_source, asked, gold]).encode()).hexdigest()
+        """Return a row's problem; `text` is its question without the template."""
+        question, gold = row.messages[-1][1], str(row.ground_truth)
+        digest = hashlib.sha256(json.dumps([row.data_source, question, gold]).encode()).hexdigest()
         return cls(
             id=digest[:16], text=text, gold=gold, data_source=row.data_source, place=row.place
         )
 
 
 def read_problems(source: str) -> list[Problem]:
-    """Read a source; lines that all of a data_source's problems share are no part of them."""
-    of_source: dict[str, list[Row]] = {}
+    """Read a source; remove the lines that all problems of a data_source share."""
+    by_source: dict[str, list[Row]] = {}
     for row in read_rows(source):
-        of_source.setdefault(row.data_source, []).append(row)
-    found = []
-    for rows in of_source.values():
+        by_source.setdefault(row.data_source, []).append(row)
+    problems = []
+    for rows in by_source.values():
         texts = [row.messages[-1][1] for row in rows]
         bare = without_template(texts, LINE, min_texts=MIN_IN_TEMPLATE)
-        found += [Problem.of(row, text.strip()) for row, text in zip(rows, bare, strict=True)]
-    return found
+        problems += [Problem.of(row, text.strip()) for row, text in zip(rows, bare, strict=True)]
+    return problems
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transformed:
-    """What became of a problem: a row of the new data, or a reason why there is none."""
+    """The result for a problem: a new row, or the reason of a refusal."""
 
     problem: Problem
     text: str = ""
@@ -114,27 +115,51 @@ class Transformed:
     num_agreed: int = 0
     refusal: str | None = None
     reply: str = ""
-    """Of the model, where it was refused for that."""
+    """Reply of the model, if that is the reason of the refusal."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """A model behind an OpenAI-compatible address."""
+class Transformer:
+    """A model that rewrites problems and solves the rewritten ones."""
 
     client: Client
-    name: str
+    model: str
     max_tokens: int
+    num_checks: int
+    min_agreed: int
 
-    def ask(self, prompt: str) -> str:
+    def __call__(self, problem: Problem) -> Transformed:
+        if (gold := as_integer(problem.gold)) is not None:
+            return Transformed(problem=problem, text=problem.text, answer=gold, method="unchanged")
+        reply = self._chat(REWRITE.format(problem=problem.text, answer=problem.gold))
+        texts, answers = _PROBLEM.findall(reply), _ANSWER.findall(reply)
+        answer = as_integer(answers[-1]) if answers else None
+        if not texts or not texts[-1].strip() or answer is None:
+            return Transformed(problem=problem, refusal="not rewritten", reply=reply)
+        text = texts[-1].strip()
+        if normalised(text) == normalised(problem.text):
+            return Transformed(problem=problem, refusal="not changed", reply=reply)
+        solutions = [self._chat(SOLVE.format(problem=text)) for _ in range(self.num_checks)]
+        agreed = sum(score(solution, answer).correct for solution in solutions)
+        if agreed < self.min_agreed:
+            reason = f"only {agreed} of {self.num_checks} solutions agree with {answer}"
+            return Transformed(
+                problem=problem, text=text, num_agreed=agreed, refusal=reason, reply=reply
+            )
+        return Transformed(
+            problem=problem, text=text, answer=answer, method="rewritten", num_agreed=agreed
+        )
+
+    def _chat(self, prompt: str) -> str:
         """Return one sampled reply.
 
         Raises:
             ConfigError: the address refuses the request.
-            InfraError: it does not answer, or not with what such an address answers.
+            InfraError: the address does not answer, or not in the protocol's form.
         """
         try:
             reply, _ = self.client.chat(
-                prompt, model=self.name, temperature=TEMPERATURE, max_tokens=self.max_tokens
+                prompt, model=self.model, temperature=TEMPERATURE, max_tokens=self.max_tokens
             )
         except NoAnswer as error:
             kind = ConfigError if error.is_refused else InfraError
@@ -142,72 +167,36 @@ class Model:
         return reply
 
 
-@dataclass(frozen=True, kw_only=True)
-class Transformer:
-    """Rewrites problems, and checks what was rewritten."""
-
-    model: Model
-    num_checks: int
-    min_agreed: int
-
-    def __call__(self, problem: Problem) -> Transformed:
-        if (gold := _integer(problem.gold)) is not None:
-            return Transformed(problem=problem, text=problem.text, answer=gold, method="unchanged")
-        reply = self.model.ask(REWRITE.format(problem=problem.text, answer=problem.gold))
-        texts, answers = _PROBLEM.findall(reply), _ANSWER.findall(reply)
-        answer = _integer(answers[-1]) if answers else None
-        if not texts or not texts[-1].strip() or answer is None:
-            return Transformed(problem=problem, refusal="not rewritten", reply=reply)
-        text = texts[-1].strip()
-        if normalised(text) == normalised(problem.text):
-            return Transformed(problem=problem, refusal="not changed", reply=reply)
-        solutions = [self.model.ask(SOLVE.format(problem=text)) for _ in range(self.num_checks)]
-        agreed = sum(score(solution, answer).correct for solution in solutions)
-        if agreed < self.min_agreed:
-            why = f"only {agreed} of {self.num_checks} solutions agree with {answer}"
-            return Transformed(
-                problem=problem, text=text, num_agreed=agreed, refusal=why, reply=reply
-            )
-        return Transformed(
-            problem=problem, text=text, answer=answer, method="rewritten", num_agreed=agreed
-        )
-
-
-class HeldOut:
-    """Problems that must not be trained on."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._problems = Problems(texts, without_template(texts))
-
-    def has(self, text: str) -> bool:
-        """Whether a problem is one of them, or one lies within the other."""
-        return bool(self._problems.copies_of(text, text))
-
-
 @dataclass
 class Output:
-    """The two files, and what is in them."""
+    """The file of rows and the file of refusals."""
 
     path: Path
+    held_out: list[str]
+    """Problems that must not be trained on."""
     model: str
     num_checks: int
     done: set[str] = field(default_factory=set)
-    """Problems that need not be asked again."""
+    """Ids of finished problems."""
     keys: set[str] = field(default_factory=set)
     """Normalised texts of the rows."""
     counts: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def refused_path(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.refused.jsonl")
+    def __post_init__(self) -> None:
+        self.refused_path = self.path.with_name(f"{self.path.name}.refused.jsonl")
+        self._held_out = Problems(self.held_out, without_template(self.held_out))
 
-    def open(self, held_out: HeldOut) -> None:
-        """Take over what an earlier run wrote; a line that was cut off is dropped.
+    def is_held_out(self, text: str) -> bool:
+        """Return whether a problem is held out, or contains a held-out one, or is part of one."""
+        return bool(self._held_out.copies_of(text, text))
 
-        Rows of problems that are held out by now become refusals.
+    def open(self) -> None:
+        """Read an earlier run's files; drop an incomplete last line.
+
+        Rows of problems that are held out now become refusals.
 
         Raises:
-            DataError: a file holds something else.
+            DataError: a file has other contents.
         """
         for path in (self.path, self.refused_path):
             for entry in list(_read_whole_lines(path)):
@@ -218,28 +207,27 @@ class Output:
                 except (LookupError, TypeError):
                     raise DataError(f"{path} holds rows of another program") from None
                 self.keys.add(normalised(origin["rewritten"]))
-                if path == self.path and any(map(held_out.has, texts)):
-                    self._take_back(entry, origin)
+                if path == self.path and any(map(self.is_held_out, texts)):
+                    # first the refusal: after a kill the row is in both files, and removed again
+                    self._refuse(HELD_OUT, origin | {"rewritten": ""})
+                    kept = [other for other in _read_whole_lines(path) if other != entry]
+                    replace_text(path, "".join(json.dumps(other) + "\n" for other in kept))
 
-    def _take_back(self, entry: dict[str, Any], origin: dict[str, Any]) -> None:
-        """Make a refusal of a row."""
-        # this one first: a row that is in both files after a kill is taken back again
-        self._refuse(HELD_OUT, origin | {"rewritten": ""})
-        kept = [other for other in _read_whole_lines(self.path) if other != entry]
-        beside = self.path.with_name(f"{self.path.name}.partial")
-        beside.write_text("".join(json.dumps(other) + "\n" for other in kept), encoding="utf-8")
-        beside.replace(self.path)
-
-    def _refuse(self, refusal: str, origin: dict[str, Any], **reply: str) -> None:
-        entry = {"refusal": refusal, "extra_info": {"transformed_from": origin}, **reply}
-        _append(self.refused_path, entry)
-        self.counts[f"refused: {_kind(refusal)}"] += 1
+    def _refuse(self, refusal: str, origin: dict[str, Any], reply: str = "") -> None:
+        entry = {"refusal": refusal, "extra_info": {"transformed_from": origin}}
+        if reply:
+            entry["reply"] = reply[:MAX_REPLY]
+        append_line(self.refused_path, json.dumps(entry) + "\n")
+        kind = "solutions do not agree" if refusal.startswith("only") else refusal
+        self.counts[f"refused: {kind}"] += 1
 
     def write(self, found: Transformed) -> None:
-        """Append a row or a refusal; it is on the disk when this returns."""
+        """Append a row or a refusal, and flush it to disk."""
         problem, key = found.problem, normalised(found.text)
         refusal = found.refusal
-        if refusal is None and key in self.keys:
+        if refusal is None and self.is_held_out(found.text):
+            refusal = HELD_OUT
+        elif refusal is None and key in self.keys:
             refusal = "a duplicate"
         origin = {
             "id": problem.id,
@@ -253,42 +241,50 @@ class Output:
             "num_agreed": found.num_agreed,
         }
         if refusal is not None:
-            self._refuse(refusal, origin, **({"reply": found.reply[:2000]} if found.reply else {}))
+            self._refuse(refusal, origin, found.reply)
             return
         self.keys.add(key)
-        _append(self.path, _row(problem, found, origin))
+        row = {  # in the schema of DAPO-Math-17k
+            "data_source": problem.data_source,
+            "prompt": [{"role": "user", "content": SOLVE.format(problem=found.text)}],
+            "ability": "MATH",
+            "reward_model": {"style": "rule", "ground_truth": found.answer},
+            "extra_info": {"index": problem.id, "transformed_from": origin},
+        }
+        append_line(self.path, json.dumps(row) + "\n")
         self.counts[found.method] += 1
 
 
 def transform(
     problems: Iterable[Problem],
-    transformer: Transformer,
+    transformer: Callable[[Problem], Transformed],
     output: Output,
-    held_out: HeldOut,
     *,
     concurrency: int,
 ) -> Counter[str]:
-    """Transform what is not done yet, several problems at a time, and return what became of them.
+    """Transform unfinished problems, several at a time, and return the counts of results.
 
     Raises:
-        MegadapoError: the address cannot be used; what was finished is written.
+        MegadapoError: the address cannot be used; finished problems are written.
     """
-    open_futures: set[Future[Transformed]] = set()
+    unfinished, lock = list(_unfinished(problems, output)), Lock()
+
+    def work(problem: Problem) -> None:
+        found = transformer(problem)
+        with lock:
+            output.write(found)
+
     with ThreadPoolExecutor(concurrency) as executor:
         try:
-            for problem in _new(problems, output, held_out):
-                open_futures.add(executor.submit(transformer, problem))
-                if len(open_futures) >= 2 * concurrency:
-                    open_futures = _write_finished(open_futures, output, held_out)
-            while open_futures:
-                open_futures = _write_finished(open_futures, output, held_out)
+            for future in as_completed([executor.submit(work, one) for one in unfinished]):
+                future.result()
         finally:
-            executor.shutdown(wait=False, cancel_futures=True)
+            executor.shutdown(cancel_futures=True)
     return output.counts
 
 
-def _new(problems: Iterable[Problem], output: Output, held_out: HeldOut) -> Iterator[Problem]:
-    """Problems to be asked: each once, and none that is held out."""
+def _unfinished(problems: Iterable[Problem], output: Output) -> Iterator[Problem]:
+    """Yield each unfinished problem once, without held-out ones."""
     seen: set[str] = set()
     for problem in problems:
         key = normalised(problem.text)
@@ -296,53 +292,21 @@ def _new(problems: Iterable[Problem], output: Output, held_out: HeldOut) -> Iter
             output.counts["left out: seen before"] += 1
         elif problem.id in output.done:
             output.counts["done before"] += 1
-        elif held_out.has(problem.text):
+        elif output.is_held_out(problem.text):
             output.write(Transformed(problem=problem, refusal=HELD_OUT))
         else:
             yield problem
         seen.add(key)
 
 
-def _write_finished(
-    futures: set[Future[Transformed]], output: Output, held_out: HeldOut
-) -> set[Future[Transformed]]:
-    """Wait for one or more, write them, and return the others.
-
-    Raises:
-        MegadapoError: one of them failed; the others are written.
-    """
-    done, others = wait(futures, return_when=FIRST_COMPLETED)
-    # those that failed last
-    for future in sorted(done, key=lambda one: one.exception() is not None):
-        found = future.result()
-        if found.refusal is None and held_out.has(found.text):
-            found = Transformed(problem=found.problem, refusal=HELD_OUT)
-        output.write(found)
-    return others
-
-
-def _row(problem: Problem, found: Transformed, origin: dict[str, Any]) -> dict[str, Any]:
-    """A row in the schema of DAPO-Math-17k."""
-    return {
-        "data_source": problem.data_source,
-        "prompt": [{"role": "user", "content": SOLVE.format(problem=found.text)}],
-        "ability": "MATH",
-        "reward_model": {"style": "rule", "ground_truth": found.answer},
-        "extra_info": {"index": problem.id, "transformed_from": origin},
-    }
-
-
-def _integer(text: str) -> str | None:
-    """An integer as it is always written; None where the text is none."""
+def as_integer(text: str) -> str | None:
+    """Return an integer in its usual form, or None for other texts."""
     plain = text.strip().strip("$").replace(",", "").replace("\u2212", "-")
     return str(int(plain)) if _INTEGER.fullmatch(plain) else None
 
 
-def _kind(refusal: str) -> str:
-    return "solutions do not agree" if refusal.startswith("only") else refusal
-
-
 def _read_whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file without an incomplete last line, which is removed from it."""
     if not path.exists():
         return
     content = path.read_bytes()
@@ -356,35 +320,24 @@ def _read_whole_lines(path: Path) -> Iterator[dict[str, Any]]:
             raise DataError(f"{path}, line {number}: not JSON: {error}") from None
 
 
-def _append(path: Path, entry: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Transform a data set; return the exit code."""
-    try:
-        return _run(_parser().parse_args(argv))
-    except MegadapoError as error:
-        print(f"transform_dataset: {error}", file=sys.stderr)
-        return error.exit_code
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", help="parquet or JSONL file, folder, or Hub dataset")
-    parser.add_argument("output", type=Path, help="JSONL to write, or to go on with")
+    parser.add_argument("output", type=Path, help="JSONL file to write or to continue")
     parser.add_argument("--address", required=True, help="such as http://127.0.0.1:8000/v1")
     parser.add_argument("--model", required=True, help="its name at the address")
     parser.add_argument("--held-out", action="append", default=[], metavar="SOURCE")
-    parser.add_argument("--checks", type=int, default=4, help="solutions of each (default 4)")
+    parser.add_argument("--checks", type=int, default=4, help="solutions per problem (default 4)")
     parser.add_argument("--min-agreed", type=int, default=2, help="that must agree (default 2)")
     parser.add_argument("--concurrency", type=int, default=32, help="problems at a time")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="of a reply")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="of a reply")
-    return parser
+    parser.add_argument("--max-tokens", type=int, default=8192, help="limit of a reply")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="limit of a reply")
+    try:
+        return _run(parser.parse_args(argv))
+    except MegadapoError as error:
+        print(f"transform_dataset: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -400,21 +353,24 @@ def _run(arguments: argparse.Namespace) -> int:
         request_timeout_s=arguments.timeout_s,
         key_variable="OPENAI_API_KEY",
     )
-    model = Model(client=client, name=arguments.model, max_tokens=arguments.max_tokens)
-    output = Output(path=arguments.output, model=model.name, num_checks=arguments.checks)
-    held_out = HeldOut(
-        [problem.text for source in arguments.held_out for problem in read_problems(source)]
+    transformer = Transformer(
+        client=client,
+        model=arguments.model,
+        max_tokens=arguments.max_tokens,
+        num_checks=arguments.checks,
+        min_agreed=arguments.min_agreed,
     )
-    output.open(held_out)
-    counts = transform(
-        read_problems(arguments.source),
-        Transformer(model=model, num_checks=arguments.checks, min_agreed=arguments.min_agreed),
-        output,
-        held_out,
-        concurrency=arguments.concurrency,
+    output = Output(
+        path=arguments.output,
+        held_out=[one.text for source in arguments.held_out for one in read_problems(source)],
+        model=arguments.model,
+        num_checks=arguments.checks,
     )
-    for what, count in sorted(counts.items()):
-        print(f"{count:>8,} {what}")
+    output.open()
+    problems = read_problems(arguments.source)
+    counts = transform(problems, transformer, output, concurrency=arguments.concurrency)
+    for result, count in sorted(counts.items()):
+        print(f"{count:>8,} {result}")
     return 0
 
 

@@ -45,7 +45,11 @@ def _add_head(benches: Commands) -> None:
     )
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument(
-        "--only", action="append", default=[], metavar="TEXT", help="only baselines with TEXT in their name"
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only baselines with TEXT in their name",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=_run_head)
@@ -142,7 +146,9 @@ def _add_step(benches: Commands) -> None:
         help="a setting of TRL's GRPOConfig, its value as JSON or bare text; repeatable",
     )
     parser.add_argument("--steps", type=int, default=16, help="measured steps (default 16)")
-    parser.add_argument("--warmup", type=int, default=4, help="steps before the measured ones (default 4)")
+    parser.add_argument(
+        "--warmup", type=int, default=4, help="steps before the measured ones (default 4)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=_run_step)
 
@@ -153,10 +159,12 @@ def _run_step(arguments: argparse.Namespace) -> int:
 
     from megadapo.config import load_config
     from megadapo.lab.bench import step
-        from megadapo.run.sampling import load_training_prompts
+    from megadapo.run.sampling import load_training_prompts
 
     if arguments.steps < 1 or arguments.warmup < 1:
-        raise ConfigError("--steps and --warmup must be at least 1: the first step includes the start")
+        raise ConfigError(
+            "--steps and --warmup must be at least 1: the first step includes the start"
+        )
     num_steps = arguments.warmup + arguments.steps
     python = step.check_python(arguments.trl_python)
     with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:

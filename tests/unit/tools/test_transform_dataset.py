@@ -1,5 +1,4 @@
-"""Would catch: a rewritten problem whose answer nobody checked, a held-out or repeated problem in
-the new data, an origin that is lost, a stop that asks or writes something twice."""
+"""New rows are checked, unique and not held out, keep their origin, and survive a stop."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,14 +27,14 @@ PROBLEMS = {
     "What is 1/2+1/3": "5/6",
     "Find the root of 2 x = 1.": "1/2",
     "Prove that 1 + 1 = 2.": "proof",
-    "Find x with 3 x = 1, which nobody can.": "1/3",
+    "Find x with 3 x = 1, which is impossible.": "1/3",
     "Find the half of one.": "1/2",
     "The held-out problem about a fair die and its mean.": "7/2",
 }
 
 
 def reply(prompt: str) -> str:
-    """What the model behind the address says: a chat model's replies to these few problems."""
+    """Return the model's reply to one of these few problems."""
     rewrites = "Rewrite the problem" in prompt
     if "1/2 + 1/3" in prompt:
         if rewrites:
@@ -47,20 +45,20 @@ def reply(prompt: str) -> str:
         return "5 + 6\nAnswer: 11"
     if rewrites and ("half of one" in prompt or "root of 2 x" in prompt):
         return "<problem>Let x be half of one. Find 2 x.</problem><answer>1</answer>"
-    if "nobody can" in prompt and rewrites:
-        return "<problem>Find m + n for that nobody can.</problem><answer>4</answer>"
+    if "impossible" in prompt and rewrites:
+        return "<problem>Find m + n for the impossible.</problem><answer>4</answer>"
     if "2 x" in prompt:
         return "Answer: 1"
     return "REFUSED: no" if rewrites else "Answer: 5"
 
 
 class Address:
-    """A server that speaks the protocol, and counts what it was asked."""
+    """A server of the protocol that counts its requests."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self.failures: list[int] = []
-        """Status codes of the next replies, as far as there are any."""
+        """Status codes of the next replies; 200 after them."""
         self.keys: list[str | None] = []
         self.url = ""
 
@@ -83,7 +81,7 @@ def serve() -> Iterator[Address]:
             self.wfile.write(text)
 
         def log_message(self, *_: object) -> None:
-            """Nothing on the screen."""
+            """Print nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -152,7 +150,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_what_is_kept_is_checked_and_what_is_refused_says_why(
+def test_rows_are_checked_and_refusals_give_the_reason(
     tool: ModuleType, tmp_path: Path, address: Address, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tool, tmp_path, address) == 0
@@ -173,7 +171,7 @@ def test_what_is_kept_is_checked_and_what_is_refused_says_why(
         for line in lines(tmp_path / "integers.jsonl.refused.jsonl")
     }
     assert refused["Prove that 1 + 1 = 2."] == "not rewritten"
-    assert refused["Find x with 3 x = 1, which nobody can."].startswith("only 0 of 4")
+    assert refused["Find x with 3 x = 1, which is impossible."].startswith("only 0 of 4")
     held_out = "The held-out problem about a fair die and its mean."
     assert refused[held_out] == "among the held-out problems"
     assert not any(held_out in prompt for prompt in address.asked)
@@ -189,10 +187,10 @@ def test_what_is_kept_is_checked_and_what_is_refused_says_why(
     assert len(prompts) == len(rows) and counts.num_duplicates == 0
 
 
-def test_a_second_run_asks_and_writes_nothing_again(
+def test_second_run_requests_and_writes_nothing_again(
     tool: ModuleType, tmp_path: Path, address: Address
 ) -> None:
-    """Among what is there is a line that a kill cut off: its problem is done anew."""
+    """The problem of a line that a kill truncated is transformed again."""
     assert run(tool, tmp_path, address) == 0
     path = tmp_path / "integers.jsonl"
     whole, asked = path.read_text(), address.asked.total()
@@ -205,7 +203,7 @@ def test_a_second_run_asks_and_writes_nothing_again(
     }
 
 
-def test_a_busy_address_is_asked_again_and_a_refusing_one_is_not(
+def test_only_busy_addresses_are_retried(
     tool: ModuleType,
     tmp_path: Path,
     address: Address,
@@ -225,10 +223,10 @@ def test_a_busy_address_is_asked_again_and_a_refusing_one_is_not(
     assert run(tool, tmp_path, address) == InfraError.exit_code
 
 
-def test_rows_that_are_held_out_by_now_are_taken_back(
+def test_rows_that_become_held_out_are_removed(
     tool: ModuleType, tmp_path: Path, address: Address
 ) -> None:
-    """By their problem or by what was made of it; else the second run's file holds them still."""
+    """Both the original and the rewritten problem count."""
     assert run(tool, tmp_path, address) == 0
     more = source(
         tmp_path / "more.jsonl",
@@ -247,28 +245,32 @@ def test_rows_that_are_held_out_by_now_are_taken_back(
     assert taken <= refused and address.asked.total() == asked
 
 
-def test_what_was_finished_is_written_although_another_one_failed(
+def test_finished_problems_are_written_although_another_one_failed(
     tool: ModuleType, tmp_path: Path
 ) -> None:
-    """Of several that are finished at once, those behind the first failure would be asked again."""
-    failed: Future[object] = Future()
-    failed.set_exception(InfraError("gone"))
-    finished: list[Future[object]] = [failed]
-    for number in range(4):
-        problem = tool.Problem(id=str(number), text="t", gold="1", data_source="test", place="")
-        future: Future[object] = Future()
-        future.set_result(tool.Transformed(problem=problem, text=f"p {number}", answer="1"))
-        finished.append(future)
-    output = tool.Output(path=output_in(tmp_path), model="m", num_checks=1)
+    """All end at the same time; otherwise the next run would request the others again."""
+    together = threading.Barrier(5)
+
+    def transformer(problem: object) -> object:
+        together.wait(timeout=20)
+        if problem.id == "0":
+            raise InfraError("gone")
+        return tool.Transformed(problem=problem, text=f"p {problem.id}", answer="1")
+
+    problems = [
+        tool.Problem(id=str(number), text=f"t {number}", gold="1", data_source="test", place="")
+        for number in range(5)
+    ]
+    output = tool.Output(path=output_in(tmp_path), held_out=[], model="m", num_checks=1)
     with pytest.raises(InfraError, match="gone"):
-        tool._write_finished(set(finished), output, tool.HeldOut([]))
+        tool.transform(problems, transformer, output, concurrency=5)
     assert len(lines(output_in(tmp_path))) == 4
 
 
-def test_a_sources_template_is_no_part_of_its_problems(
+def test_template_of_a_source_is_removed(
     tool: ModuleType, tmp_path: Path, address: Address
 ) -> None:
-    """Rows would ask in two templates, one within the other."""
+    """Otherwise rows would have two nested templates."""
     template = "Solve this:\n{}\n\nEnd with Answer: and the integer."
     texts = [f"What is {n} plus {n} apples?\nShow {n} of them." for n in range(8)]
     problems = source(tmp_path / "p.jsonl", {template.format(text): "1" for text in texts})
@@ -279,7 +281,7 @@ def test_a_sources_template_is_no_part_of_its_problems(
     assert asked == {tool.SOLVE.format(problem=text) for text in texts if text != texts[3]}
 
 
-def test_wrong_arguments_and_foreign_files_are_refused(
+def test_invalid_arguments_and_foreign_files_are_refused(
     tool: ModuleType, tmp_path: Path, address: Address
 ) -> None:
     assert run(tool, tmp_path, address, "--min-agreed", "5") == ConfigError.exit_code
@@ -294,4 +296,4 @@ def test_wrong_arguments_and_foreign_files_are_refused(
     + [("3.0", None), ("5/6", None), ("", None), ("x", None), ("9" * 30, None), ("1e3", None)],
 )
 def test_integers_have_one_spelling(tool: ModuleType, text: str, integer: str | None) -> None:
-    assert tool._integer(text) == integer
+    assert tool.as_integer(text) == integer
