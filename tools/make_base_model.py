@@ -1,8 +1,8 @@
-"""Make the base model of a built-in task: a tiny model that answers sums in two ways.
+"""Make the base model of a built-in task: a tiny model that answers sums in two styles.
 
-A short supervised run of the same Megatron trainer that DAPO uses, on generated worked answers.
-Some answers are direct, short and usually wrong; the others go step by step and are right. The
-model learns both ways, so that an outcome reward alone can make it prefer the longer one.
+It is trained on generated worked answers, in a short supervised run of DAPO's Megatron trainer.
+Some answers are direct, short and usually wrong; the others go step by step and are correct. The
+model learns both styles, so that an outcome reward alone can make it prefer the longer one.
 
     python tools/make_base_model.py configs/quickstart-base
     python tools/make_base_model.py configs/chain-base --task arithmetic-chain
@@ -35,27 +35,27 @@ from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import UpdateRequest
 
 DIRECT_WRONG_SHARE = 0.75
-"""Share of the direct answers that are wrong on purpose."""
+"""Share of deliberately wrong answers among the direct ones."""
 NUM_PROBLEMS = 30_000
 WARMUP_STEPS = 50
 ROUTER_AUX_LOSS_COEF = 0.01
-"""Without it a router learns to send most tokens to the experts that are good first."""
+"""Coefficient that keeps the router from sending most tokens to the first good experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How the base model of a task is taught."""
+    """Settings of the supervised run of a task."""
 
     direct_share: float
-    """Share of direct answers in the data; the others go step by step."""
+    """Share of direct answers in the data."""
     batch_size: int
-    """Answers of a step."""
+    """Number of answers in a step."""
     num_steps: int
-    """Supervised steps, unless told otherwise."""
+    """Default number of steps."""
     max_positions: int
-    """Longest prompt and response together, in tokens."""
+    """Limit of prompt and response together, in tokens."""
     short_first: float
-    """Over this share of the steps the problems grow from the shortest ones to all."""
+    """Share of the steps in which the set of problems grows from the shortest to all."""
 
 
 RECIPES = {
@@ -73,16 +73,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="where the Hugging Face folder is written")
-    parser.add_argument("--task", choices=RECIPES, default="arithmetic", help="what it answers")
-    parser.add_argument("--start", type=Path, help="go on from this model (default: none)")
-    parser.add_argument("--experts", type=int, default=0, help="of each layer (default 0: an MLP)")
+    parser.add_argument("folder", type=Path, help="Hugging Face folder to write")
+    parser.add_argument("--task", choices=RECIPES, default="arithmetic", help="built-in task")
+    parser.add_argument("--start", type=Path, help="model to continue from (default: none)")
+    parser.add_argument(
+        "--experts", type=int, default=0, help="experts per layer (default 0: an MLP)"
+    )
     parser.add_argument("--steps", type=int, help="supervised steps (default: the task's)")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default 2e-3)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default 0)")
     options = parser.parse_args()
     if options.folder.exists():
-        parser.error(f"{options.folder} exists already; name a new folder")
+        parser.error(f"{options.folder} exists: choose a new folder")
     losses = make_base_model(
         options.folder,
         task=options.task,
@@ -105,27 +107,27 @@ def make_base_model(
     lr: float,
     seed: int,
 ) -> list[float]:
-    """Train for `num_steps` and export to `folder`; returns the loss of each step in nats.
+    """Train for `num_steps`, export to `folder`, and return the loss of each step in nats.
 
     Args:
-        num_experts: of each layer; 0: it has an MLP.
-        start: a base model of the same shape to go on from; none: random weights.
+        num_experts: experts per layer; 0 for an MLP.
+        start: base model of the same shape to continue from; None for random weights.
     """
     recipe = RECIPES[task]
     problems = generate("train", NUM_PROBLEMS, seed, task=task)
     problems.sort(key=lambda problem: len(problem.terms))
     with tempfile.TemporaryDirectory() as temporary:
-        blank = Path(temporary)
+        model = Path(temporary)
         tokenizer = make_tokenizer(problems)
-        tokenizer.save_pretrained(blank)
-        model_config(tokenizer, recipe, num_experts).save_pretrained(blank)
+        tokenizer.save_pretrained(model)
+        model_config(tokenizer, recipe, num_experts).save_pretrained(model)
         if start is not None:
-            shutil.copy(start / "model.safetensors", blank)
+            shutil.copy(start / "model.safetensors", model)
         config = supervised_config(
-            blank, recipe, num_experts=num_experts, num_steps=num_steps, lr=lr, seed=seed
+            model, recipe, num_experts=num_experts, num_steps=num_steps, lr=lr, seed=seed
         )
         cluster = Cluster.start(config.cluster, num_trainer_ranks=1, num_engines=0, engine_ranks=1)
-        trainer = Trainer.start(trainer_settings(config), cluster, log_folder=blank / "logs")
+        trainer = Trainer.start(trainer_settings(config), cluster, log_folder=model / "logs")
         losses = []
         with Progress() as progress:
             batches = progress.track(
@@ -143,10 +145,10 @@ def make_base_model(
 
 
 def make_tokenizer(problems: list[Problem]) -> Qwen2Tokenizer:
-    """Qwen2's byte-level BPE, in which every digit stands alone, with merges for these answers."""
+    """Train Qwen2's byte-level BPE, with one token per digit, on these answers."""
     rng = random.Random(0)
     texts = (worked_answer(problem, rng, kind="steps") for problem in problems[:500])
-    # Qwen2's own class: AutoTokenizer picks it by the model's type and would split otherwise
+    # Qwen2's own class, which AutoTokenizer selects by the model's type; others split differently
     tokenizer: Qwen2Tokenizer = Qwen2Tokenizer().train_new_from_iterator(
         texts, vocab_size=512, show_progress=False
     )
@@ -156,8 +158,10 @@ def make_tokenizer(problems: list[Problem]) -> Qwen2Tokenizer:
 def model_config(
     tokenizer: Qwen2Tokenizer, recipe: Recipe, num_experts: int = 0
 ) -> PreTrainedConfig:
-    """About 0.8 million parameters, with 8 experts 1.1 million, of which a token uses half; every
-    size divides by 2 for tensor and pipeline parallel."""
+    """Return a configuration with about 0.8 million parameters, 1.1 million with 8 experts.
+
+    Every size is divisible by 2 for tensor and pipeline parallelism.
+    """
     sizes = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
@@ -186,7 +190,7 @@ def model_config(
 def supervised_config(
     model: Path, recipe: Recipe, *, num_experts: int, num_steps: int, lr: float, seed: int
 ) -> RunConfig:
-    """A run whose trainer does maximum likelihood: one update a step, cosine learning rate."""
+    """Return the configuration of a maximum likelihood run: one update a step, cosine schedule."""
     init = "pretrained" if (model / "model.safetensors").exists() else "random"
     return from_dict(
         {
@@ -219,12 +223,12 @@ def supervised_batches(
     num_steps: int,
     seed: int,
 ) -> Iterator[PackedBatch]:
-    """Batches of worked answers whose advantage is 1 and whose old policy is the current one.
+    """Yield batches of worked answers with advantage 1 and the current policy as the old one.
 
-    The ratio is then exactly 1 and unclipped, so the policy gradient is that of the likelihood.
+    The ratio is then exactly 1 and unclipped: the policy gradient is the likelihood's gradient.
 
     Args:
-        problems: the shortest first.
+        problems: problems sorted by length.
     """
     rng = random.Random(f"base-model/{seed}")
     for step in range(num_steps):
@@ -244,7 +248,7 @@ def supervised_batches(
 
 
 def _share_of_problems(progress: float, recipe: Recipe) -> float:
-    """The share that a step draws from; it begins at a tenth where the short ones come first."""
+    """Return the share of problems that a step draws from; it grows from a tenth."""
     grown = progress >= recipe.short_first
     return 1.0 if grown else 0.1 + 0.9 * progress / recipe.short_first
 

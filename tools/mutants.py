@@ -1,8 +1,7 @@
-"""Mutation testing of the pure packages: small wrong changes that no test notices.
+"""Mutation testing of the pure packages: find small wrong changes that no test notices.
 
-mutmut makes the changes and runs the tests on each; tests/mutants.toml says which modules are
-changed, which tests judge them, and which survivors are accepted for what reason. Everything
-happens in a copy of the working tree.
+mutmut makes the changes and runs the tests on each. tests/mutants.toml lists the modules, their
+tests, and the accepted survivors with reasons. Everything happens in a copy of the working tree.
 
     python tools/mutants.py [--module GLOB] [--jobs N]
 """
@@ -27,12 +26,12 @@ COPY = REPOSITORY / "build" / "mutants"
 SETTINGS = REPOSITORY / "tests" / "mutants.toml"
 CAUGHT = {"killed", "timeout"}
 SKIPPED_LINES = [r"^\s*raise ", r"^\s*assert "]
-"""Wording of errors is not arithmetic, and an assertion is a test of its own."""
+"""Lines without mutations: error messages are not arithmetic, and assertions are tests."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """Modules that are changed, and the tests that must notice."""
+    """Modules to change, and the tests that must notice."""
 
     modules: list[str]
     tests: list[str]
@@ -50,7 +49,7 @@ class Survivor:
 
 @dataclass
 class Accepted:
-    """A survivor with a reason; the texts are regular expressions for whole strings."""
+    """An accepted survivor; the texts are regular expressions for whole strings."""
 
     function: str
     becomes: str
@@ -68,7 +67,7 @@ class Accepted:
 
 
 def main() -> int:
-    """Run all packages or one module; the number of unexplained survivors decides the status."""
+    """Run all packages or one module; return 1 if survivors have no accepted reason."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--module", default="*", help="glob of file names below the repository")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -82,7 +81,7 @@ def main() -> int:
             num_unexplained += _judge(modules, package.tests, accepted, args.jobs)
     unused = [entry for entry in accepted if not entry.used] if args.module == "*" else []
     for entry in unused:
-        print(f"accepted but not seen: {entry.function}: {entry.becomes}")
+        print(f"accepted but not found: {entry.function}: {entry.becomes}")
     return 1 if num_unexplained or unused else 0
 
 
@@ -92,7 +91,7 @@ def _files(patterns: list[str]) -> list[str]:
 
 
 def _judge(modules: list[str], tests: list[str], accepted: list[Accepted], jobs: int) -> int:
-    """Run mutmut on some modules, print what survives, and count what has no reason."""
+    """Run mutmut on some modules, print survivors, and count those without a reason."""
     _make_copy()
     _configure(modules, tests)
     statuses = _run_mutmut(jobs)
@@ -125,7 +124,7 @@ def _is_accepted(survivor: Survivor, accepted: list[Accepted]) -> bool:
 
 
 def _make_copy() -> None:
-    """Copy the working tree as git sees it, links followed."""
+    """Copy the files of the working tree that git does not ignore, following links."""
     shutil.rmtree(COPY, ignore_errors=True)
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listing, cwd=REPOSITORY, stdout=subprocess.PIPE, check=True, text=True)
@@ -139,7 +138,7 @@ def _make_copy() -> None:
 
 
 def _configure(modules: list[str], tests: list[str]) -> None:
-    """mutmut reads setup.cfg where pyproject.toml says nothing of it."""
+    """Write setup.cfg, which mutmut reads if pyproject.toml has no section for it."""
     settings = {
         "source_paths": ["megadapo"],
         "only_mutate": modules,
@@ -154,11 +153,11 @@ def _configure(modules: list[str], tests: list[str]) -> None:
 
 
 def _run_mutmut(jobs: int) -> dict[str, str]:
-    """Status of every change by its name."""
+    """Run mutmut; return the status of every change by its name."""
     mutmut = [sys.executable, "-m", "mutmut"]
-    # one thread each: the changes are tried in forks of a process that has loaded torch
+    # one thread each: changes are tested in forks of a process that has loaded torch
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    # the copy's modules must be found, not those of the repository
+    # tests must import the copy, not the repository
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     kept = [path for path in paths if path and Path(path).resolve() != REPOSITORY]
     environment["PYTHONPATH"] = os.pathsep.join(kept)
@@ -182,7 +181,7 @@ def _run_mutmut(jobs: int) -> dict[str, str]:
 
 
 def _survivor(module: str, name: str, status: str) -> Survivor:
-    """What a change did, from the original and the changed function that mutmut wrote."""
+    """Compare the original and the changed function in mutmut's output."""
     source = (COPY / "mutants" / module).read_text()
     original = re.sub(r"__mutmut_\d+$", "__mutmut_orig", name)
     bodies = {
@@ -206,7 +205,7 @@ def _changed(lines: list[str], mark: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """The function's own name: mutmut puts x_ or x and the class before it, and a number behind."""
+    """Return the function's own name, without mutmut's prefix, class and number."""
     name = re.sub(r"__mutmut_\d+$", "", name)
     return name.removeprefix("x_") if name.startswith("x_") else ".".join(name.split("\u01c1")[1:])
 

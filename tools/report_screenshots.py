@@ -1,6 +1,8 @@
-"""Pictures of `megadapo report RUN` for benchmarks/results: python tools/report_screenshots.py RUN
+"""Take pictures of `megadapo report RUN` for benchmarks/results.
 
-Needs chromium on the PATH, and saved responses in the run.
+    python tools/report_screenshots.py RUN
+
+This needs chromium on the PATH, and saved responses in the run.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from tests.support.processes.chromium import Page, chromium  # noqa: E402 - need
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 SIZE = (1440, 1080)
-# Charts and tooltips are drawn some frames after what causes them.
+# Charts and tooltips are drawn some frames after their cause.
 SETTLE_S = 0.7
 CHANGED = ".response-text .token[style*=ratio-high]"
-"""A token that is coloured because its probability rose."""
+"""Selector of a token that is coloured because its probability rose."""
 
 
 def main(run: Path) -> None:
@@ -51,7 +53,7 @@ def picture_distributions(page: Page, path: Path) -> None:
 
 
 def picture_responses(page: Page, path: Path) -> None:
-    """A trained group with a token that the updates changed much, which is explained."""
+    """Show the tooltip of a token that the updates changed much, in a trained group."""
     page.choose("[name=fate]", "trained")
     _choose_changed_group(page)
     show(page, "#responses")
@@ -60,7 +62,7 @@ def picture_responses(page: Page, path: Path) -> None:
 
 
 def _choose_changed_group(page: Page) -> None:
-    """The first update of a step changes no token that it looks at, the later ones do."""
+    """Choose a group with a token that updates changed; not every step has one."""
     for step in page.js("[...document.querySelector('[name=step]').options].map((o) => o.value)"):
         page.choose("[name=step]", step)
         time.sleep(SETTLE_S)

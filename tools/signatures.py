@@ -1,9 +1,9 @@
-"""Renew requirements/signatures.json: how what we call on CUDA machines is called there.
+"""Update requirements/signatures.json: signatures of the functions we call on CUDA machines.
 
-Without a GPU there may be another megatron-core, and there is no Transformer Engine. So the
-signatures of what we use are kept, of the versions that requirements/gpu.in and the Dockerfile pin;
-a test holds our calls against them. vLLM and torch have types, and the same sources for CPU and
-CUDA: mypy holds our calls against those.
+A machine without a GPU may have another megatron-core, and has no Transformer Engine. So this file
+has the signatures in the versions that requirements/gpu.in and the Dockerfile pin, and a test
+checks our calls against them. vLLM and torch have types and the same sources for CPU and CUDA, so
+mypy checks those calls.
 
     python tools/signatures.py
 """
@@ -28,10 +28,10 @@ SIGNATURES = ROOT / "requirements" / "signatures.json"
 MODULES = sorted((ROOT / "megadapo").rglob("*.py"))
 
 Signatures = dict[str, str | None]
-"""Full name -> its parameters as Python writes them, with 0 for every default; None of what is not
-called, or does not tell how."""
+"""Parameters by full name, as Python writes them, with 0 for every default; None if unknown or not
+callable."""
 
-OF_TRANSFORMER_ENGINE = {
+TRANSFORMER_ENGINE = {
     "attention/dot_product_attention/dot_product_attention.py": ["DotProductAttention"],
     "attention/rope.py": ["apply_rotary_pos_emb"],
     "module/grouped_linear.py": ["GroupedLinear"],
@@ -46,18 +46,18 @@ OF_TRANSFORMER_ENGINE = {
         "moe_unpermute",
     ],
 }
-"""File -> what megatron-core builds our layers from."""
+"""Names by file that megatron-core builds our layers from."""
 
 
 def main() -> None:
-    """Read the pinned versions and write their signatures down."""
+    """Download the pinned versions and write their signatures."""
     versions = pinned_versions()
     found: dict[str, Signatures] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for package, read in (
-            ("megatron-core", of_megatron),
-            ("transformer-engine", of_transformer_engine),
+            ("megatron-core", read_megatron),
+            ("transformer-engine", read_transformer_engine),
         ):
             pin = f"{package}=={versions[package]}"
             unpack(pin, folder / package)
@@ -66,13 +66,13 @@ def main() -> None:
 
 
 def pinned_versions() -> dict[str, str]:
-    """Package -> version that CUDA machines have."""
+    """Return the versions on CUDA machines by package."""
     text = (ROOT / "requirements" / "gpu.in").read_text() + (ROOT / "Dockerfile").read_text()
     return dict(re.findall(r"([a-z-]+)(?:\[[\w,]+\])?==([\d.]+)", text))
 
 
 def unpack(pin: str, folder: Path) -> None:
-    """The sources of a package as Python 3.12 would get them."""
+    """Download and unpack a package as Python 3.12 would install it."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", pin]
     command += ["--only-binary=:all:", "--python-version=3.12", f"--dest={folder}"]
     subprocess.run(command, check=True)
@@ -80,27 +80,27 @@ def unpack(pin: str, folder: Path) -> None:
         zipfile.ZipFile(wheel).extractall(folder)
 
 
-def of_megatron(folder: Path) -> Signatures:
-    """Of everything that our modules import from it, or call."""
+def read_megatron(folder: Path) -> Signatures:
+    """Return the signatures of all names that our modules import or call."""
     sys.path.insert(0, str(folder))
     return {name: parameters_of(resolve(name)) for name in sorted(used_of("megatron"))}
 
 
 def resolve(name: str) -> object:
-    """What lies at "package.module.name".
+    """Return the object with the name "package.module.name".
 
     Raises:
-        ModuleNotFoundError: nothing does.
+        ModuleNotFoundError: there is no such object.
     """
     owner, _, attribute = name.rpartition(".")
-    # a function may have the name of its own module
+    # a function may have the same name as its module
     if owner and hasattr(found := resolve(owner), attribute):
         return getattr(found, attribute)
     return importlib.import_module(name)
 
 
 def parameters_of(found: object) -> str | None:
-    """How something is called, for `Signatures`."""
+    """Return an object's parameters for `Signatures`."""
     if not (inspect.isclass(found) or inspect.isroutine(found)):
         return None
     try:
@@ -115,10 +115,10 @@ def parameters_of(found: object) -> str | None:
     return str(inspect.Signature(plain))[1:-1]
 
 
-def of_transformer_engine(folder: Path) -> Signatures:
-    """Of its classes, their forward methods and its functions; it cannot be imported here."""
+def read_transformer_engine(folder: Path) -> Signatures:
+    """Return the signatures from the sources, as the package cannot be imported here."""
     found: Signatures = {}
-    for file, names in OF_TRANSFORMER_ENGINE.items():
+    for file, names in TRANSFORMER_ENGINE.items():
         tree = ast.parse((folder / "transformer_engine" / "pytorch" / file).read_text())
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name in names:
@@ -134,7 +134,7 @@ def of_transformer_engine(folder: Path) -> Signatures:
 
 
 def written(args: ast.arguments) -> str:
-    """A definition's parameters, for `Signatures`."""
+    """Return a definition's parameters for `Signatures`."""
     for argument in ast.walk(args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
@@ -145,18 +145,18 @@ def written(args: ast.arguments) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of ours of what a library has."""
+    """A call of a library's function in our code."""
 
     name: str
-    """Full name, by our imports."""
+    """Full name, resolved by the imports."""
     num_positional: int
     keywords: tuple[str, ...]
     is_complete: bool
-    """Whether that is all, as it is not with `**options`."""
+    """Whether all arguments are known: no `*` or `**`."""
     place: str
 
     def problem(self, parameters: str) -> str | None:
-        """Why it cannot be called like this, if so."""
+        """Describe why the call does not fit the parameters; None if it fits."""
         signature = inspect.signature(eval(f"lambda {parameters}: None"))
         bind = signature.bind if self.is_complete else signature.bind_partial
         try:
@@ -167,7 +167,7 @@ class Call:
 
 
 def calls_of(path: Path) -> Iterator[Call]:
-    """Every call of something imported in one of our modules."""
+    """Yield every call of an imported name in one of our modules."""
     tree = ast.parse(path.read_text())
     imports = imports_of(tree)
     for node in ast.walk(tree):
@@ -176,7 +176,7 @@ def calls_of(path: Path) -> Iterator[Call]:
 
 
 def call_from(node: ast.Call, name: str, place: str) -> Call:
-    """A call as it is written."""
+    """Return the call of a syntax node."""
     plain = [one for one in node.args if not isinstance(one, ast.Starred)]
     keywords = [keyword.arg for keyword in node.keywords]
     return Call(
@@ -189,7 +189,7 @@ def call_from(node: ast.Call, name: str, place: str) -> Call:
 
 
 def imports_of(tree: ast.Module) -> dict[str, str]:
-    """Name in a module -> full name of what is imported by it."""
+    """Return the full names of a module's imports by local name."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -208,7 +208,7 @@ def _full_name(node: ast.expr, imports: dict[str, str]) -> str | None:
 
 
 def used_of(package: str) -> set[str]:
-    """Everything of a package that our modules import or call."""
+    """Return the names of a package that our modules import or call."""
     names: set[str] = set()
     for path in MODULES:
         names |= set(imports_of(ast.parse(path.read_text())).values())
