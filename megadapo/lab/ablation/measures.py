@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megadapo.observe.metrics.records import (
     EvaluationRecord,
@@ -40,8 +41,7 @@ class RunRecords:
         return [float(value) for value in found if value is not None and math.isfinite(value)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measure:
+class Measure(NamedTuple):
     """A measure: one number per run."""
 
     name: str
@@ -81,7 +81,7 @@ def _mean_share(
 def share_without_signal(record: MetricRecord) -> float | None:
     """Return the share of a step's sampled groups that are all correct or all incorrect.
 
-    Their advantages are 0 except for a length penalty. The result is None without groups.
+    Their advantages are 0 except for a length penalty. Without groups there is no result.
     """
     sampled = record.get("groups/sampled")
     counts = [record.get(f"groups/{name}") for name in ("all_correct", "all_wrong")]
@@ -98,50 +98,23 @@ def share_trained_without_signal(record: MetricRecord) -> float | None:
 
 
 MEASURES = (
-    Measure(name="held_out_before", label="held-out before", form="{:.3f}", of=_held_out(0)),
-    Measure(name="held_out_after", label="held-out after", form="{:.3f}", of=_held_out(-1)),
+    Measure("held_out_before", "held-out before", "{:.3f}", _held_out(0)),
+    Measure("held_out_after", "held-out after", "{:.3f}", _held_out(-1)),
+    Measure("steps_to_accuracy", "steps to accuracy", "{:.1f}", _steps_to_accuracy),
+    Measure("entropy", "entropy", "{:.4f}", _at_end("policy/entropy")),
+    Measure("response_length", "length", "{:.1f}", _at_end("response_length/mean")),
+    Measure("truncated", "truncated", "{:.3%}", _over_run("response_length/truncated_fraction")),
+    Measure("no_signal", "no signal", "{:.1%}", _mean_share(share_without_signal)),
     Measure(
-        name="steps_to_accuracy",
-        label="steps to accuracy",
-        form="{:.1f}",
-        of=_steps_to_accuracy,
+        "no_signal_trained",
+        "no signal, trained",
+        "{:.1%}",
+        _mean_share(share_trained_without_signal),
     ),
-    Measure(name="entropy", label="entropy", form="{:.4f}", of=_at_end("policy/entropy")),
-    Measure(
-        name="response_length",
-        label="length",
-        form="{:.1f}",
-        of=_at_end("response_length/mean"),
-    ),
-    Measure(
-        name="truncated",
-        label="truncated",
-        form="{:.3%}",
-        of=_over_run("response_length/truncated_fraction"),
-    ),
-    Measure(
-        name="no_signal", label="no signal", form="{:.1%}", of=_mean_share(share_without_signal)
-    ),
-    Measure(
-        name="no_signal_trained",
-        label="no signal, trained",
-        form="{:.1%}",
-        of=_mean_share(share_trained_without_signal),
-    ),
-    Measure(
-        name="clip_low",
-        label="clipped low",
-        form="{:.3%}",
-        of=_over_run("policy/clip_low_fraction"),
-    ),
-    Measure(
-        name="clip_high",
-        label="clipped high",
-        form="{:.3%}",
-        of=_over_run("policy/clip_high_fraction"),
-    ),
-    Measure(name="tokens", label="tokens generated", form="{:,.0f}", of=_total("tokens/generated")),
-    Measure(name="seconds", label="seconds", form="{:.1f}", of=_total("time/step_s")),
+    Measure("clip_low", "clipped low", "{:.3%}", _over_run("policy/clip_low_fraction")),
+    Measure("clip_high", "clipped high", "{:.3%}", _over_run("policy/clip_high_fraction")),
+    Measure("tokens", "tokens generated", "{:,.0f}", _total("tokens/generated")),
+    Measure("seconds", "seconds", "{:.1f}", _total("time/step_s")),
 )
 """Measures of every run, in the order of the table's columns."""
 

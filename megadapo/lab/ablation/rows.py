@@ -52,7 +52,7 @@ class Expectation(Section, title="row.expects"):
 
 
 class Row(Section, title="row"):
-    """One variant."""
+    """A variant of the recipe."""
 
     name: str
     config: str | None = None

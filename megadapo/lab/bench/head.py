@@ -83,19 +83,17 @@ def bench_head(
     absent: list[HeadResult] = []
     calls: dict[str, Callable[[], object]] = {PRODUCTS: lambda: _products(inputs)}
     checks: dict[str, HeadResult] = {}
-    for baseline in BASELINES:
-        wanted = baseline.name == OURS or not only or any(text in baseline.name for text in only)
-        if not wanted:
+    for name, loss in BASELINES.items():
+        if name != OURS and only and not any(text in name for text in only):
             continue
         try:
-            loss = baseline.prepare(device)
-            checks[baseline.name] = _check(baseline.name, loss, inputs, exact)
+            checks[name] = _check(name, loss, inputs, exact)
         except AbsentError as reason:
-            absent.append(HeadResult(name=baseline.name, shape=str(shape), absent=str(reason)))
+            absent.append(HeadResult(name=name, shape=str(shape), absent=str(reason)))
         except torch.OutOfMemoryError:
-            absent.append(HeadResult(name=baseline.name, shape=str(shape), absent="out of memory"))
+            absent.append(HeadResult(name=name, shape=str(shape), absent="out of memory"))
         else:
-            calls[baseline.name] = _step(loss, inputs)
+            calls[name] = _step(loss, inputs)
     del exact
     timings = time_together(calls, device, warmup=warmup, repeats=repeats, clock=clock)
     return [*_results(calls, checks, timings, shape, device), *absent]
@@ -112,8 +110,7 @@ def _step(loss: Loss, inputs: HeadInputs) -> Callable[[], object]:
 
 def step_of_ours(inputs: HeadInputs) -> Callable[[], object]:
     """Return a forward and backward pass of our head."""
-    ours = next(baseline for baseline in BASELINES if baseline.name == OURS)
-    return _step(ours.prepare(inputs.hidden.device), inputs)
+    return _step(BASELINES[OURS], inputs)
 
 
 def _products(inputs: HeadInputs) -> tuple[Tensor, Tensor]:
@@ -247,7 +244,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def parse_shape(text: str, temperature: float) -> HeadShape:
-    """Parse T,H,V,DTYPE."""
+    """Parse a shape T,H,V,DTYPE."""
     try:
         tokens, hidden, vocab, dtype = text.split(",")
         shape = HeadShape(

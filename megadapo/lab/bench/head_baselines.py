@@ -1,7 +1,7 @@
 """Baselines of the policy head, each called as its authors intend, on the same inputs.
 
-A baseline is a function from inputs to the scalar loss; the benchmark calls backward. Baselines are
-optional packages (requirements/bench.txt); missing ones are listed as absent.
+A baseline is a function from inputs to the scalar loss; the benchmark calls backward. It raises
+AbsentError if its package (requirements/bench.txt) or device is missing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -31,14 +31,6 @@ class AbsentError(Exception):
     """A baseline cannot run here; the message gives the reason."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Baseline:
-    """A baseline; `prepare` imports it and returns its loss, or raises AbsentError."""
-
-    name: str
-    prepare: Callable[[torch.device], Loss]
-
-
 def policy_loss(logprobs: Tensor, inputs: HeadInputs) -> Tensor:
     """Compute DAPO's loss from log-probs in plain torch, for baselines without a loss."""
     losses = token_losses(
@@ -54,202 +46,174 @@ def eager_loss(inputs: HeadInputs) -> Tensor:
     return policy_loss(logprobs, inputs)
 
 
-def _ours(_: torch.device) -> Loss:
-    def loss(inputs: HeadInputs) -> Tensor:
-        return policy_head_loss(
-            inputs.hidden,
-            inputs.weight,
-            inputs.targets,
-            logprobs_old=inputs.logprobs_old,
-            advantages=inputs.advantages,
-            loss_weights=inputs.loss_weights,
-            objective=inputs.objective,
-            temperature=inputs.shape.temperature,
-        ).loss
-
-    return loss
+def ours(inputs: HeadInputs) -> Tensor:
+    return policy_head_loss(
+        inputs.hidden,
+        inputs.weight,
+        inputs.targets,
+        logprobs_old=inputs.logprobs_old,
+        advantages=inputs.advantages,
+        loss_weights=inputs.loss_weights,
+        objective=inputs.objective,
+        temperature=inputs.shape.temperature,
+    ).loss
 
 
-def _compiled(_: torch.device) -> Loss:
+def compiled_loss(inputs: HeadInputs) -> Tensor:
+    return _compiled()(inputs)
+
+
+@cache
+def _compiled() -> Loss:
     return torch.compile(eager_loss, dynamic=False)
 
 
-def _torch_linear_cross_entropy(_: torch.device) -> Loss:
-    return _linear_cross_entropy_loss(None)
+def torch_loss(inputs: HeadInputs) -> Tensor:
+    """Compute the loss with torch's own head and all logits at once."""
+    return _linear_cross_entropy(inputs, None)
 
 
-def _torch_chunked_linear_cross_entropy(_: torch.device) -> Loss:
+def torch_chunked_loss(inputs: HeadInputs) -> Tensor:
+    """Compute the loss with torch's own head in chunks."""
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if options is None:
         raise AbsentError(f"torch {torch.__version__} has no LinearCrossEntropyOptions")
-    return _linear_cross_entropy_loss(options())
+    return _linear_cross_entropy(inputs, options())
 
 
-def _linear_cross_entropy_loss(options: object | None) -> Loss:
-    """Return torch's own head: with `options` in chunks, otherwise with all logits at once."""
+def _linear_cross_entropy(inputs: HeadInputs, options: object | None) -> Tensor:
     function = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if function is None:
         raise AbsentError(f"torch {torch.__version__} has no F.linear_cross_entropy")
-
-    def loss(inputs: HeadInputs) -> Tensor:
-        _require_temperature_one(inputs)
-        nll = function(
-            inputs.hidden, inputs.weight, inputs.targets, reduction="none", options=options
-        )
-        return policy_loss(-nll, inputs)
-
-    return loss
+    _require_temperature_one(inputs)
+    nll = function(inputs.hidden, inputs.weight, inputs.targets, reduction="none", options=options)
+    return policy_loss(-nll, inputs)
 
 
-def _liger_grpo(device: torch.device) -> Loss:
+def liger_grpo_loss(inputs: HeadInputs) -> Tensor:
     _require("liger-kernel")
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    def loss(inputs: HeadInputs) -> Tensor:
-        objective = inputs.objective
-        head = LigerFusedLinearGRPOLoss(
-            beta=0.0,
-            use_ref_model=False,
-            loss_type="dapo",
-            epsilon_low=objective.clip_low,
-            epsilon_high=objective.clip_high,
-            chunk_size=1,
-            compiled=device.type == "cuda",
-            temperature=inputs.shape.temperature,
-        )
-        targets = inputs.targets.view(NUM_SEQUENCES, -1)
-        value: Tensor
-        value, _ = head(
-            inputs.hidden.view(*targets.shape, -1),
-            inputs.weight,
-            targets,
-            torch.ones_like(targets, dtype=torch.float32),
-            inputs.sequence_advantages,
-            old_per_token_logps=inputs.logprobs_old.view(targets.shape),
-        )
-        return value
-
-    return loss
+    head = LigerFusedLinearGRPOLoss(
+        beta=0.0,
+        use_ref_model=False,
+        loss_type="dapo",
+        epsilon_low=inputs.objective.clip_low,
+        epsilon_high=inputs.objective.clip_high,
+        chunk_size=1,
+        compiled=inputs.hidden.is_cuda,
+        temperature=inputs.shape.temperature,
+    )
+    targets = inputs.targets.view(NUM_SEQUENCES, -1)
+    value: Tensor
+    value, _ = head(
+        inputs.hidden.view(*targets.shape, -1),
+        inputs.weight,
+        targets,
+        torch.ones_like(targets, dtype=torch.float32),
+        inputs.sequence_advantages,
+        old_per_token_logps=inputs.logprobs_old.view(targets.shape),
+    )
+    return value
 
 
-def _liger_scaled_cross_entropy(_: torch.device) -> Loss:
+def liger_scaled_loss(inputs: HeadInputs) -> Tensor:
     _require("liger-kernel")
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Function
 
-    def loss(inputs: HeadInputs) -> Tensor:
-        nll, _ = Function.apply(
-            inputs.hidden,
-            inputs.weight,
-            inputs.targets,
-            inputs.shape.temperature,
-            -100,
-            1,
-            True,
-        )
-        return policy_loss(-nll, inputs)
-
-    return loss
+    temperature = inputs.shape.temperature
+    nll, _ = Function.apply(
+        inputs.hidden, inputs.weight, inputs.targets, temperature, -100, 1, True
+    )
+    return policy_loss(-nll, inputs)
 
 
-def _liger_triton_grpo(device: torch.device) -> Loss:
+def liger_triton_loss(inputs: HeadInputs) -> Tensor:
     _require("liger-kernel")
-    _require_cuda(device)
+    _require_cuda(inputs)
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    def loss(inputs: HeadInputs) -> Tensor:
-        targets = inputs.targets.view(NUM_SEQUENCES, -1)
-        # it takes one more position per sequence than it scores
-        hidden = inputs.hidden.view(*targets.shape, -1)
-        hidden = torch.cat([hidden, hidden[:, -1:]], dim=1)
-        value: Tensor
-        value, *_ = triton_grpo_loss(
-            hidden @ inputs.weight.t(),
-            inputs.logprobs_old.view(targets.shape),
-            None,
-            targets,
-            inputs.sequence_advantages,
-            torch.ones_like(targets),
-            inputs.shape.temperature,
-            beta=0.0,
-            eps_low=inputs.objective.clip_low,
-            eps_high=inputs.objective.clip_high,
-            inplace=True,
-            loss_type="dapo",
-            reduce=True,
-        )
-        return value
-
-    return loss
-
-
-def _verl_torch(_: torch.device) -> Loss:
-    module = _load_file(
-        "bench_verl_torch_functional",
-        _package_folder("verl"),
-        "utils/experimental",
-        "torch_functional.py",
+    targets = inputs.targets.view(NUM_SEQUENCES, -1)
+    # it takes one more position per sequence than it scores
+    hidden = inputs.hidden.view(*targets.shape, -1)
+    hidden = torch.cat([hidden, hidden[:, -1:]], dim=1)
+    value: Tensor
+    value, *_ = triton_grpo_loss(
+        hidden @ inputs.weight.t(),
+        inputs.logprobs_old.view(targets.shape),
+        None,
+        targets,
+        inputs.sequence_advantages,
+        torch.ones_like(targets),
+        inputs.shape.temperature,
+        beta=0.0,
+        eps_low=inputs.objective.clip_low,
+        eps_high=inputs.objective.clip_high,
+        inplace=True,
+        loss_type="dapo",
+        reduce=True,
     )
-
-    def loss(inputs: HeadInputs) -> Tensor:
-        logprobs, _ = module.FusedLinearForPPOFunction.apply(
-            inputs.hidden, inputs.weight, inputs.targets, inputs.shape.temperature, 512
-        )
-        return policy_loss(logprobs, inputs)
-
-    return loss
+    return value
 
 
-def _verl_triton(device: torch.device) -> Loss:
-    folder = _package_folder("verl")
-    _require_cuda(device)
+def verl_torch_loss(inputs: HeadInputs) -> Tensor:
+    module = _load_file("bench_verl_torch_functional", "utils/experimental/torch_functional.py")
+    logprobs, _ = module.FusedLinearForPPOFunction.apply(
+        inputs.hidden, inputs.weight, inputs.targets, inputs.shape.temperature, 512
+    )
+    return policy_loss(logprobs, inputs)
+
+
+def verl_triton_loss(inputs: HeadInputs) -> Tensor:
+    linear_cross_entropy = _verl_triton(inputs.hidden.is_cuda)
+    temperature = float(inputs.shape.temperature)
+    logprobs, _ = linear_cross_entropy(
+        inputs.hidden, inputs.weight, inputs.targets, temperature, "none", None
+    )
+    return policy_loss(logprobs, inputs)
+
+
+@cache
+def _verl_triton(has_cuda: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return verl's Triton head; its module needs a stub of verl.utils.device."""
+    _verl_folder()
+    if not has_cuda:
+        raise AbsentError("needs CUDA")
     _stub_verl_device_module()
     for name in ("kernels", "linear_cross_entropy"):
-        module = _load_file(f"verl.utils.kernel.{name}", folder, "utils/kernel", f"{name}.py")
-
-    def loss(inputs: HeadInputs) -> Tensor:
-        logprobs, _ = module.linear_cross_entropy(
-            inputs.hidden,
-            inputs.weight,
-            inputs.targets,
-            float(inputs.shape.temperature),
-            "none",
-            None,
-        )
-        return policy_loss(logprobs, inputs)
-
-    return loss
+        module = _load_file(f"verl.utils.kernel.{name}", f"utils/kernel/{name}.py")
+    function: Callable[..., tuple[Tensor, Tensor]] = module.linear_cross_entropy
+    return function
 
 
-def _cut_cross_entropy(device: torch.device) -> Loss:
+def cut_cross_entropy_loss(inputs: HeadInputs) -> Tensor:
     _require("cut-cross-entropy")
-    _require_cuda(device)
+    _require_cuda(inputs)
     from cut_cross_entropy import linear_cross_entropy
 
-    def loss(inputs: HeadInputs) -> Tensor:
-        _require_temperature_one(inputs)
-        nll = linear_cross_entropy(
-            inputs.hidden, inputs.weight, inputs.targets, reduction="none", impl="cce_exact"
-        )
-        return policy_loss(-nll, inputs)
-
-    return loss
+    _require_temperature_one(inputs)
+    nll = linear_cross_entropy(
+        inputs.hidden, inputs.weight, inputs.targets, reduction="none", impl="cce_exact"
+    )
+    return policy_loss(-nll, inputs)
 
 
-BASELINES = (
-    Baseline(name=OURS, prepare=_ours),
-    Baseline(name="eager torch", prepare=lambda _: eager_loss),
-    Baseline(name="torch.compile", prepare=_compiled),
-    Baseline(name="F.linear_cross_entropy", prepare=_torch_linear_cross_entropy),
-    Baseline(name="F.linear_cross_entropy chunked", prepare=_torch_chunked_linear_cross_entropy),
-    Baseline(name="Liger LigerFusedLinearGRPOLoss", prepare=_liger_grpo),
-    Baseline(name="Liger FusedLinearScaledCrossEntropy", prepare=_liger_scaled_cross_entropy),
-    Baseline(name="Liger triton_grpo_loss", prepare=_liger_triton_grpo),
-    Baseline(name="verl FusedLinearForPPO", prepare=_verl_torch),
-    Baseline(name="verl Triton linear_cross_entropy", prepare=_verl_triton),
-    Baseline(name="CCE exact", prepare=_cut_cross_entropy),
-)
+BASELINES: dict[str, Loss] = {
+    OURS: ours,
+    "eager torch": eager_loss,
+    "torch.compile": compiled_loss,
+    "F.linear_cross_entropy": torch_loss,
+    "F.linear_cross_entropy chunked": torch_chunked_loss,
+    "Liger LigerFusedLinearGRPOLoss": liger_grpo_loss,
+    "Liger FusedLinearScaledCrossEntropy": liger_scaled_loss,
+    "Liger triton_grpo_loss": liger_triton_loss,
+    "verl FusedLinearForPPO": verl_torch_loss,
+    "verl Triton linear_cross_entropy": verl_triton_loss,
+    "CCE exact": cut_cross_entropy_loss,
+}
 
 
+@cache
 def _require(distribution: str) -> None:
     try:
         importlib.metadata.version(distribution)
@@ -257,8 +221,8 @@ def _require(distribution: str) -> None:
         raise AbsentError(f"{distribution} is not installed") from None
 
 
-def _require_cuda(device: torch.device) -> None:
-    if device.type != "cuda":
+def _require_cuda(inputs: HeadInputs) -> None:
+    if not inputs.hidden.is_cuda:
         raise AbsentError("needs CUDA")
 
 
@@ -267,18 +231,20 @@ def _require_temperature_one(inputs: HeadInputs) -> None:
         raise AbsentError("has no temperature")
 
 
-def _package_folder(name: str) -> Path:
-    """Return a package's folder without importing it and its dependencies."""
-    spec = importlib.util.find_spec(name)
+def _verl_folder() -> Path:
+    """Return verl's folder without importing it and its dependencies."""
+    spec = importlib.util.find_spec("verl")
     if spec is None or not spec.submodule_search_locations:
-        raise AbsentError(f"{name} is not installed")
+        raise AbsentError("verl is not installed")
     return Path(spec.submodule_search_locations[0])
 
 
-def _load_file(name: str, folder: Path, *parts: str) -> types.ModuleType:
-    path = folder.joinpath(*parts)
+@cache
+def _load_file(name: str, file: str) -> types.ModuleType:
+    """Import one file of verl as a module of this name."""
+    path = _verl_folder() / file
     if not path.exists():
-        raise AbsentError(f"the installed package has no {'/'.join(parts)}")
+        raise AbsentError(f"the installed package has no {file}")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

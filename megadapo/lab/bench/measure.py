@@ -23,7 +23,6 @@ class Timing:
 
     best_ms: float
     median_ms: float
-    repeats: int
 
 
 def time_together(
@@ -42,7 +41,7 @@ def time_together(
             if round_number >= warmup:
                 samples[name].append(elapsed)
     return {
-        name: Timing(best_ms=min(ms), median_ms=statistics.median(ms), repeats=repeats)
+        name: Timing(best_ms=min(ms), median_ms=statistics.median(ms))
         for name, ms in samples.items()
     }
 

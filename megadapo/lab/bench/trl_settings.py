@@ -51,5 +51,5 @@ class StepTime:
     num_answers: int
     """Answers trained on."""
     num_tokens: int
-    """Generated tokens."""
+    """Number of generated tokens."""
     accuracy: float

@@ -52,7 +52,7 @@ class LayerWidths:
 
     @property
     def gathered(self) -> float:
-        """Width of a copy of the whole residual; 0 if the rank has it already."""
+        """Width of a copy of the whole residual; 0 without sequence parallelism."""
         return self.hidden if self.residual < self.hidden else 0.0
 
 

@@ -33,12 +33,7 @@ class RankKind:
     num_parameters: int
     num_expert_parameters: int
     """Number of parameters in experts (included above), which fewer ranks replicate."""
-    has_embedding: bool
     has_head: bool
-
-    @property
-    def num_layers(self) -> int:
-        return sum(self.chunk_layers)
 
     @property
     def name(self) -> str:
@@ -77,10 +72,6 @@ class EngineBytes:
     """Cache of one token."""
 
     @property
-    def budget(self) -> int:
-        return self.weights + self.workspace + self.cache
-
-    @property
     def cache_tokens(self) -> int:
         """Tokens in the cache, prompts included."""
         return max(0, self.cache // self.token)
@@ -112,7 +103,6 @@ def rank_kinds(layout: ModelLayout, trainer: TrainerConfig) -> list[RankKind]:
             chunk_layers=tuple(len(chunk) for chunk in chunks[position.pp_rank]),
             num_parameters=_num_parameters(layout, position),
             num_expert_parameters=_num_expert_parameters(layout, position),
-            has_embedding=position.has_embedding,
             has_head=position.has_head,
         )
         for position in firsts

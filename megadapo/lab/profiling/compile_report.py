@@ -77,20 +77,35 @@ _EVERY_OPTION = TermSwitches(
     has_entropy=True,
 )
 
+
+def _pointers(**names: str) -> dict[str, str | int | TermNumbers]:
+    """Return pointer types by argument name, from names by element type."""
+    return {name: f"*{dtype}" for dtype, words in names.items() for name in words.split()}
+
+
+_TILE = {
+    "logits_stride": _VOCAB_SIZE,
+    "num_rows": _TILE_ROWS,
+    "vocab_start": 0,
+    "inv_temperature": "fp32",
+}
+_GRAD_TILE = {
+    **_TILE,
+    "d_logits_stride": _VOCAB_SIZE,
+    "num_shards": 8,
+    "num_columns": _VOCAB_SIZE,
+    "num_valid": _VOCAB_SIZE,
+}
+
 POLICY_HEAD_CASES = (
     CompileCase(
         kernel=row_stats_kernel,
         label="[2560, 152064] in 8 shards",
         values={
-            "LOGITS": "*fp32",
-            "TARGETS": "*i64",
-            "STATS": "*fp32",
-            "logits_stride": _VOCAB_SIZE,
-            "num_rows": _TILE_ROWS,
+            **_pointers(fp32="LOGITS STATS", i64="TARGETS"),
+            **_TILE,
             "shard_size": _VOCAB_SIZE // 8,
-            "vocab_start": 0,
             "vocab_size": _VOCAB_SIZE,
-            "inv_temperature": "fp32",
         },
         constants={"BLOCK": 4096},
         num_warps=warps_for(4096),
@@ -100,29 +115,14 @@ POLICY_HEAD_CASES = (
             kernel=policy_rows_kernel,
             label=f"{dtype} gradient [2560, 152064], {words}",
             values={
-                "LOGITS": "*fp32",
+                **_pointers(
+                    fp32="LOGITS STATS LOGPROBS_OLD ADVANTAGES LOSS_WEIGHTS LOGPROBS_REF "
+                    "IMPORTANCE_WEIGHTS LOGPROBS ENTROPY LOSS RATIO KL",
+                    i64="TARGETS",
+                    u8="FLAGS",
+                ),
                 "D_LOGITS": f"*{dtype}",
-                "TARGETS": "*i64",
-                "STATS": "*fp32",
-                "LOGPROBS_OLD": "*fp32",
-                "ADVANTAGES": "*fp32",
-                "LOSS_WEIGHTS": "*fp32",
-                "LOGPROBS_REF": "*fp32",
-                "IMPORTANCE_WEIGHTS": "*fp32",
-                "LOGPROBS": "*fp32",
-                "ENTROPY": "*fp32",
-                "LOSS": "*fp32",
-                "RATIO": "*fp32",
-                "KL": "*fp32",
-                "FLAGS": "*u8",
-                "logits_stride": _VOCAB_SIZE,
-                "d_logits_stride": _VOCAB_SIZE,
-                "num_rows": _TILE_ROWS,
-                "num_shards": 8,
-                "num_columns": _VOCAB_SIZE,
-                "num_valid": _VOCAB_SIZE,
-                "vocab_start": 0,
-                "inv_temperature": "fp32",
+                **_GRAD_TILE,
                 "numbers": TermNumbers._make(["fp32"] * len(TermNumbers._fields)),
             },
             constants={"SWITCHES": switches, "WRITES_GRAD": True, "BLOCK": 4096},
@@ -140,22 +140,12 @@ POLICY_HEAD_CASES = (
         kernel=logprob_rows_kernel,
         label="bf16 gradient [2560, 152064]",
         values={
-            "LOGITS": "*fp32",
-            "D_LOGITS": "*bf16",
-            "TARGETS": "*i64",
-            "STATS": "*fp32",
-            "LOGPROBS": "*fp32",
-            "ENTROPY": "*fp32",
-            "D_LOGPROBS": "*fp32",
-            "D_ENTROPY": "*fp32",
-            "logits_stride": _VOCAB_SIZE,
-            "d_logits_stride": _VOCAB_SIZE,
-            "num_rows": _TILE_ROWS,
-            "num_shards": 8,
-            "num_columns": _VOCAB_SIZE,
-            "num_valid": _VOCAB_SIZE,
-            "vocab_start": 0,
-            "inv_temperature": "fp32",
+            **_pointers(
+                fp32="LOGITS STATS LOGPROBS ENTROPY D_LOGPROBS D_ENTROPY",
+                bf16="D_LOGITS",
+                i64="TARGETS",
+            ),
+            **_GRAD_TILE,
         },
         constants={
             "WRITES_OUTPUTS": False,
@@ -172,10 +162,7 @@ LAYER_CASES = (
         kernel=rmsnorm_fwd_kernel,
         label="bf16 [T, 5120]",
         values={
-            "X": "*bf16",
-            "WEIGHT": "*bf16",
-            "Y": "*bf16",
-            "INVERSE_RMS": "*fp32",
+            **_pointers(bf16="X WEIGHT Y", fp32="INVERSE_RMS"),
             "num_columns": 5120,
             "eps": "fp32",
         },
@@ -186,12 +173,7 @@ LAYER_CASES = (
         kernel=rmsnorm_bwd_kernel,
         label="bf16 [T, 5120]",
         values={
-            "X": "*bf16",
-            "WEIGHT": "*bf16",
-            "D_Y": "*bf16",
-            "INVERSE_RMS": "*fp32",
-            "D_X": "*bf16",
-            "PARTIAL": "*fp32",
+            **_pointers(bf16="X WEIGHT D_Y D_X", fp32="INVERSE_RMS PARTIAL"),
             "num_rows": 20480,
             "num_columns": 5120,
         },
@@ -201,14 +183,14 @@ LAYER_CASES = (
     CompileCase(
         kernel=swiglu_fwd_kernel,
         label="bf16 [T, 2 x 27648]",
-        values={"GATE_UP": "*bf16", "Y": "*bf16", "size": 27648},
+        values={**_pointers(bf16="GATE_UP Y"), "size": 27648},
         constants={"BLOCK": 2048},
         num_warps=warps_for(2048),
     ),
     CompileCase(
         kernel=swiglu_bwd_kernel,
         label="bf16 [T, 2 x 27648]",
-        values={"GATE_UP": "*bf16", "D_Y": "*bf16", "D_GATE_UP": "*bf16", "size": 27648},
+        values={**_pointers(bf16="GATE_UP D_Y D_GATE_UP"), "size": 27648},
         constants={"BLOCK": 2048},
         num_warps=warps_for(2048),
     ),
@@ -216,10 +198,7 @@ LAYER_CASES = (
         kernel=rotary_kernel,
         label="bf16 [T, 40, 128]",
         values={
-            "X": "*bf16",
-            "COS": "*fp32",
-            "SIN": "*fp32",
-            "Y": "*bf16",
+            **_pointers(bf16="X Y", fp32="COS SIN"),
             "token_stride": 5120,
             "head_stride": 128,
             "num_heads": 40,

@@ -70,7 +70,7 @@ class Updates:
 def profile_training_step(trainer: Trainer, updates: Updates) -> StepProfile | None:
     """Profile updates of a running trainer: old log-probs, gradients and optimizer.
 
-    The result is None with `updates.nvtx`.
+    With `updates.nvtx` there is no result.
     """
     answers: list[StepProfile | None] = trainer.call_all("apply", _profile_updates, updates)
     return next((answer for answer in answers if answer is not None), None)

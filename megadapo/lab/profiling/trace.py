@@ -1,6 +1,6 @@
 """One trace of a run's step, merged from the traces of the driver, trainer ranks and engines.
 
-The format is that of Chrome's trace viewer, which Perfetto reads: times in microseconds.
+The format is for Chrome's trace viewer, which Perfetto also reads: times in microseconds.
 """
 
 from __future__ import annotations

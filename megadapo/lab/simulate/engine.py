@@ -80,6 +80,20 @@ class VirtualResponse:
         self.rank = (self.priority, self.key, self.index)
 
 
+@dataclass(kw_only=True)
+class EngineCounters:
+    """Counters of an engine since its start."""
+
+    num_tokens: float = 0.0
+    """Tokens generated."""
+    busy_seconds: float = 0.0
+    running_seconds: float = 0.0
+    """Integral of running responses over time."""
+    num_preemptions: int = 0
+    max_waiting: int = 0
+    num_context_max: float = 0.0
+
+
 WATERMARK = 0.01
 """Share of the cache that stays free when a response starts, so that it is not full at once."""
 
@@ -98,14 +112,7 @@ class VirtualEngine:
         """Create an idle engine; where `kv_tokens` of cache are too few, the last in rank waits."""
         self.load = 0
         """Responses that run or wait."""
-        self.num_tokens = 0.0
-        """Tokens generated so far."""
-        self.busy_seconds = 0.0
-        self.running_seconds = 0.0
-        """Integral of running responses over time."""
-        self.num_preemptions = 0
-        self.max_waiting = 0
-        self.num_context_max = 0.0
+        self.counters = EngineCounters()
         self._speed = speed
         self._num_slots = num_slots
         self._kv_tokens = kv_tokens
@@ -121,7 +128,7 @@ class VirtualEngine:
             heapq.heappush(self._waiting, (response.rank, response))
         self.load += len(responses)
         self._fill()
-        self.max_waiting = max(self.max_waiting, len(self._waiting))
+        self.counters.max_waiting = max(self.counters.max_waiting, len(self._waiting))
 
     def next_event(self) -> float:
         """Return the time at which a response ends or the cache is full; inf if idle."""
@@ -184,10 +191,10 @@ class VirtualEngine:
         num_running = len(self._running)
         self._progress += steps
         self._context += steps * num_running
-        self.num_tokens += steps * num_running
-        self.busy_seconds += seconds
-        self.running_seconds += seconds * num_running
-        self.num_context_max = max(self.num_context_max, self._context)
+        self.counters.num_tokens += steps * num_running
+        self.counters.busy_seconds += seconds
+        self.counters.running_seconds += seconds * num_running
+        self.counters.num_context_max = max(self.counters.num_context_max, self._context)
 
     def _fill(self) -> None:
         """Start waiting responses while slots and cache are free."""
@@ -199,7 +206,7 @@ class VirtualEngine:
             heapq.heappop(self._waiting)
             seconds = self._speed.prefill_s * (num_context - response.num_cached)
             self._now += seconds
-            self.busy_seconds += seconds
+            self.counters.busy_seconds += seconds
             self._context += num_context
             start = self._progress - response.num_done
             end = start + response.num_tokens
@@ -212,7 +219,7 @@ class VirtualEngine:
         heapq.heapify(self._running)
         self._pause(last)
         heapq.heappush(self._waiting, (last[1], last[3]))
-        self.num_preemptions += 1
+        self.counters.num_preemptions += 1
 
     def _pause(self, entry: Running) -> None:
         """Record a running response's progress and take it out of the cache."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from megadapo.data.group import Response
-from megadapo.lab.simulate.engine import EngineSpeed, VirtualEngine, VirtualResponse
+from megadapo.lab.simulate.engine import EngineCounters, EngineSpeed, VirtualEngine, VirtualResponse
 from megadapo.lab.simulate.task import CORRECT, INCORRECT, Draw, Task
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.pool.engines import AHEAD
@@ -76,7 +76,8 @@ class VirtualEngines:
         # (time, engine, number): only the entry with an engine's latest number counts
         self._events: list[tuple[float, int, int]] = []
         self._numbers = [0] * settings.num_engines
-        self._reported = [_Totals()] * settings.num_engines
+        self._reported = [(0.0, EngineCounters())] * settings.num_engines
+        """Time and counters of each engine at the last report."""
         self._zeros = np.zeros(task.settings.max_tokens, dtype=np.int32)
         self._logprobs = np.zeros(task.settings.max_tokens, dtype=np.float32)
         self._versions = self._zeros
@@ -97,12 +98,12 @@ class VirtualEngines:
     @property
     def num_tokens(self) -> float:
         """Tokens generated so far by all engines."""
-        return sum(engine.num_tokens for engine in self._engines)
+        return sum(engine.counters.num_tokens for engine in self._engines)
 
     @property
     def running_seconds(self) -> float:
         """Integral of all running responses over time."""
-        return sum(engine.running_seconds for engine in self._engines)
+        return sum(engine.counters.running_seconds for engine in self._engines)
 
     def publish(self) -> None:
         """Give the engines new weights."""
@@ -167,14 +168,26 @@ class VirtualEngines:
 
     def activity(self) -> list[EngineActivity]:
         """Return each engine's activity since the last call."""
-        for engine in self._engines:
+        activities = []
+        for index, engine in enumerate(self._engines):
             engine.advance(self.now)
-        totals = [_Totals.of(engine, self.now) for engine in self._engines]
-        reported, self._reported = self._reported, totals
-        return [
-            total.since(before, self._settings)
-            for total, before in zip(totals, reported, strict=True)
-        ]
+            then, before = self._reported[index]
+            totals = replace(engine.counters)
+            self._reported[index] = (self.now, totals)
+            busy = totals.busy_seconds - before.busy_seconds
+            running = totals.running_seconds - before.running_seconds
+            activities.append(
+                EngineActivity(
+                    num_tokens=round(totals.num_tokens - before.num_tokens),
+                    seconds=self.now - then,
+                    busy_seconds=busy,
+                    mean_running=running / busy / self._settings.num_slots if busy else 0.0,
+                    max_waiting=totals.max_waiting,
+                    num_preemptions=totals.num_preemptions - before.num_preemptions,
+                    max_kv_use=totals.num_context_max / self._settings.kv_tokens,
+                )
+            )
+        return activities
 
     def _next_engine(self, loads: Sequence[int]) -> int:
         if self._dispatch == "in_turn":
@@ -257,44 +270,6 @@ class VirtualEngines:
             finish_reason=("length" if is_truncated else "stop") if is_complete else "unfinished",
             text=CORRECT if draw.correct[place] else INCORRECT,
             policy_versions=versions,
-        )
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """An engine's counters since its start."""
-
-    now: float = 0.0
-    num_tokens: float = 0.0
-    busy_seconds: float = 0.0
-    running_seconds: float = 0.0
-    num_preemptions: int = 0
-    max_waiting: int = 0
-    num_context_max: float = 0.0
-
-    @classmethod
-    def of(cls, engine: VirtualEngine, now: float) -> _Totals:
-        return cls(
-            now=now,
-            num_tokens=engine.num_tokens,
-            busy_seconds=engine.busy_seconds,
-            running_seconds=engine.running_seconds,
-            num_preemptions=engine.num_preemptions,
-            max_waiting=engine.max_waiting,
-            num_context_max=engine.num_context_max,
-        )
-
-    def since(self, before: _Totals, settings: EngineSettings) -> EngineActivity:
-        busy = self.busy_seconds - before.busy_seconds
-        running = self.running_seconds - before.running_seconds
-        return EngineActivity(
-            num_tokens=round(self.num_tokens - before.num_tokens),
-            seconds=self.now - before.now,
-            busy_seconds=busy,
-            mean_running=running / busy / settings.num_slots if busy else 0.0,
-            max_waiting=self.max_waiting,
-            num_preemptions=self.num_preemptions - before.num_preemptions,
-            max_kv_use=self.num_context_max / settings.kv_tokens,
         )
 
 

@@ -100,10 +100,10 @@ class PolicyResult:
     kept_tokens_trained: float
     """Share trained on, of the tokens generated for mixed groups."""
     length_bias: float
-    """Mean response length of the trained groups, divided by that of all mixed groups requested
-    between the first and the last of them (finished or not), minus 1."""
+    """Mean response length of the trained groups over all mixed groups requested between the first
+    and the last of them (finished or not), minus 1."""
     staleness_mean: float
-    """Publications between the weights that sampled a token and those that train on it."""
+    """Publications between sampling a token and training on it."""
     staleness_max: int
     stale_token_share: float
     """Share of trained tokens from earlier weights."""
@@ -150,11 +150,10 @@ def simulate(
     _run(source, engines, num_warm_up)
     while max(engines.requested, default=0) < policy.warm_up_epochs * task.settings.num_prompts:
         _run(source, engines, 1)
-    before = _Counters.of(engines)
+    before = _counters(engines)
     steps = _run(source, engines, num_steps)
-    return _result(
-        policy, steps, _Counters.of(engines).since(before), engine_settings, engines.requested
-    )
+    counters = _counters(engines) - before
+    return _result(policy, steps, counters, engine_settings, engines.requested)
 
 
 def pooled(results: Sequence[PolicyResult]) -> PolicyResult:
@@ -193,27 +192,12 @@ class _Step:
     groups: Sequence[TrainedGroup]
 
 
-@dataclass(frozen=True)
-class _Counters:
-    """The engines' counters at one time, or their increase over a period."""
-
-    seconds: float
-    num_tokens: float
-    mixed_tokens: float
-    running_seconds: float
-
-    @classmethod
-    def of(cls, engines: VirtualEngines) -> _Counters:
-        engines.activity()  # advances every engine to the present
-        return cls(engines.now, engines.num_tokens, engines.mixed_tokens, engines.running_seconds)
-
-    def since(self, before: _Counters) -> _Counters:
-        return _Counters(
-            self.seconds - before.seconds,
-            self.num_tokens - before.num_tokens,
-            self.mixed_tokens - before.mixed_tokens,
-            self.running_seconds - before.running_seconds,
-        )
+def _counters(engines: VirtualEngines) -> np.ndarray:
+    """Return seconds, tokens, tokens of mixed groups, and seconds of running responses."""
+    engines.activity()  # advances every engine to the present
+    return np.array(
+        [engines.now, engines.num_tokens, engines.mixed_tokens, engines.running_seconds]
+    )
 
 
 def _run(source: BatchSource, engines: VirtualEngines, num_steps: int) -> list[_Step]:
@@ -229,10 +213,11 @@ def _run(source: BatchSource, engines: VirtualEngines, num_steps: int) -> list[_
 def _result(
     policy: Policy,
     steps: Sequence[_Step],
-    counters: _Counters,
+    counters: np.ndarray,
     engine_settings: EngineSettings,
     requested: Mapping[int, Draw],
 ) -> PolicyResult:
+    seconds, num_tokens, mixed_tokens, running_seconds = counters.tolist()
     groups = [group for step in steps for group in step.groups]
     num_trained = sum(group.num_tokens for group in groups)
     # number of tokens by their staleness
@@ -248,16 +233,16 @@ def _result(
     return PolicyResult(
         name=policy.name,
         description=policy.description,
-        seconds_per_batch=counters.seconds / len(steps),
+        seconds_per_batch=seconds / len(steps),
         seconds_error=_standard_error([step.seconds for step in steps]),
         seconds=tuple(step.seconds for step in steps),
-        generated_per_trained=counters.num_tokens / num_trained,
-        kept_tokens_trained=min(1.0, num_trained / counters.mixed_tokens),
+        generated_per_trained=num_tokens / num_trained,
+        kept_tokens_trained=min(1.0, num_trained / mixed_tokens),
         length_bias=_length_bias(groups, requested),
         staleness_mean=sum(age * number for age, number in ages.items()) / num_trained,
         staleness_max=max(age for age, number in ages.items() if number),
         stale_token_share=1.0 - ages[0] / num_trained,
-        slot_use=counters.running_seconds / counters.seconds / num_slots,
+        slot_use=running_seconds / seconds / num_slots,
     )
 
 

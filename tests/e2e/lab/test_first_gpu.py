@@ -1,4 +1,4 @@
-"""The script for the first GPU, as far as a machine without one can go."""
+"""The parts of the script for the first GPU that run without one."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_results_of_an_earlier_run_are_not_written_over(tmp_path: Path) -> None:
-    """Catches an hour of a rented machine lost to a second start."""
+def test_earlier_results_are_not_overwritten(tmp_path: Path) -> None:
+    """Overwriting would lose an hour of a rented machine."""
     result = run("--rehearse", str(tmp_path))
     assert result.returncode == 2 and "name another folder" in result.stderr
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.full
-def test_every_part_that_needs_no_gpu_passes(tmp_path: Path) -> None:
-    """Catches a command of the script that is not there any more, before a GPU is paid for."""
+def test_parts_without_a_gpu_pass(tmp_path: Path) -> None:
+    """A missing command shows up before a GPU is paid for."""
     result = run("--rehearse", str(tmp_path / "results"))
     report = (tmp_path / "results" / "report.md").read_text()
     assert result.returncode == 0, report

@@ -1,4 +1,4 @@
-"""The base models of the built-in tasks: their tool learns, and what is shipped is small."""
+"""The tool for base models of built-in tasks learns, and the shipped models are small."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def load_tool():
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_the_tool_still_learns_and_exports_what_it_learned(tmp_path):
-    """An export of the initial weights, or of wrongly laid out ones, would have a loss near 5.6."""
+def test_tool_learns_and_exports_its_weights(tmp_path):
+    """Initial or wrongly arranged weights would have a loss near 5.6."""
     tool = load_tool()
     losses = tool.make_base_model(tmp_path / "model", num_steps=40, lr=2e-3, seed=3)
     assert losses[0] > 5.0
@@ -49,8 +49,8 @@ def test_the_tool_still_learns_and_exports_what_it_learned(tmp_path):
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_the_shipped_model_is_small_and_its_tokenizer_is_the_tools(name: str):
-    """A tokenizer that changed under the weights would turn the base model into noise."""
+def test_shipped_model_is_small_and_has_the_tools_tokenizer(name: str):
+    """With another tokenizer the base model would be noise."""
     folder = REPOSITORY / "configs" / name
     assert sum(p.stat().st_size for p in folder.iterdir()) < 4_200_000
     tool = load_tool()
@@ -61,8 +61,8 @@ def test_the_shipped_model_is_small_and_its_tokenizer_is_the_tools(name: str):
     assert shipped.encode(answer) == made.encode(answer)
 
 
-def test_the_problems_of_a_step_grow_from_the_shortest_to_all():
-    """A step that begins with long sums learns nothing, one that never meets them cannot add up."""
+def test_problems_grow_from_the_shortest_to_all():
+    """A start with long sums learns nothing, and without them the model cannot add them."""
     tool = load_tool()
     problems = [tool.Problem((1,) * num_terms) for num_terms in range(1, 101)]
     recipe = tool.RECIPES["arithmetic-chain"]

@@ -1,7 +1,4 @@
-"""tools/launch: a script and a manifest that would be found wrong on a rented cluster first.
-
-The Slurm script is really run, by bash, with stand-ins for Slurm's and Ray's programs on PATH.
-"""
+"""tools/launch: the Slurm script runs in bash with stand-ins for Slurm's and Ray's programs."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ DOCKERFILE = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")
 ADDRESS = "10.0.0.1"
 
 PROGRAMS = {
-    # after its options it becomes the command, as a task of srun does
+    # like a task of srun it becomes the command after its options
     "srun": """
         echo "srun $*" >>"$LOG"
         while [[ ${1:-} == --* ]]; do shift; done
@@ -96,7 +93,7 @@ class Job:
             time.sleep(0.02)
 
     def ray_has_ended(self) -> bool:
-        """Whether what stands in for Ray's nodes is gone."""
+        """Return whether the stand-ins for Ray's nodes have ended."""
         pids = [int(line) for line in (self.folder / "log.pids").read_text().split()]
         deadline = time.monotonic() + 5
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -107,16 +104,15 @@ class Job:
 
 
 def documented(beginning: str) -> str:
-    """A command of docs/clusters.md, which tests/e2e/test_cluster.py runs as it stands there."""
+    """Return a command of docs/clusters.md; tests/e2e/test_cluster.py runs it unchanged."""
     (command,) = re.findall(rf"^({beginning}.*)$", CLUSTERS, re.MULTILINE)
     return command.replace("HEAD", ADDRESS)
 
 
-def test_a_job_starts_ray_as_documented_and_a_signal_reaches_the_driver_alone(
+def test_job_starts_ray_as_documented_and_only_the_driver_gets_a_signal(
     tmp_path: Path,
 ) -> None:
-    """A signal that Ray gets too, or that ends the script before the run is saved, loses the run:
-    the nodes are taken away as soon as the script has ended."""
+    """The run must be saved before Ray or the script ends: Slurm takes the nodes at its end."""
     job = Job(tmp_path)
     process = job.start("recipe.toml", "--run.folder=/shared/a b", MEGADAPO_REQUEUE="1")
     job.wait_for("megadapo <train>")
@@ -143,8 +139,8 @@ def test_a_job_starts_ray_as_documented_and_a_signal_reaches_the_driver_alone(
     assert "ray start --address=" in workers
 
 
-def test_the_drivers_exit_code_is_the_jobs_and_its_token_is_kept(tmp_path: Path) -> None:
-    """An error that Slurm takes for success, and a token that other clusters of the user have."""
+def test_job_has_the_drivers_exit_code_and_keeps_the_token(tmp_path: Path) -> None:
+    """Slurm must see errors, and other clusters of the user have the same token."""
     token = tmp_path / "home" / ".ray" / "auth_token"
     token.parent.mkdir(parents=True)
     token.write_text("mine")
@@ -167,7 +163,7 @@ def test_the_drivers_exit_code_is_the_jobs_and_its_token_is_kept(tmp_path: Path)
     assert not any("ray start --address" in line or "requeue" in line for line in job.log)
 
 
-def test_a_job_without_a_recipe_starts_nothing(tmp_path: Path) -> None:
+def test_job_without_a_recipe_starts_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path)
     process = job.start()
     assert process.wait(timeout=20) == 2
@@ -175,14 +171,14 @@ def test_a_job_without_a_recipe_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_slurm_leaves_the_driver_time_to_save() -> None:
-    """Without "B:" every step would get the signal, Ray's nodes among them."""
+    """Without "B:" every step would get the signal, also Ray's nodes."""
     options = re.findall(r"^#SBATCH (\S+)", (LAUNCH / "slurm.sh").read_text(), re.MULTILINE)
     assert "--signal=B:TERM@600" in options and "--ntasks-per-node=1" in options
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "kuberay.yaml"])
 def test_commands_in_the_comments_are_commands(name: str) -> None:
-    """Options and keys that are not there any more."""
+    """Options and keys must exist."""
     text = re.sub(r"\\\n#\s+", "", (LAUNCH / name).read_text())
     lines = [line.removeprefix("# ").strip() for line in text.splitlines() if line.startswith("# ")]
     commands = [line for line in lines if line.startswith("megadapo ")]
@@ -208,9 +204,9 @@ def manifest() -> dict[str, Any]:
     return {document["kind"]: document for document in documents}
 
 
-def test_the_pods_of_a_cluster_share_a_token_a_folder_and_memory(manifest: dict[str, Any]) -> None:
-    """A pod without the token does not join; 64 MiB of /dev/shm are too little for Ray; a recipe
-    for 128 GPUs waits for ever for those of a pod that hands out none."""
+def test_pods_share_a_token_a_folder_and_memory(manifest: dict[str, Any]) -> None:
+    """A pod without the token cannot join, Ray needs more than 64 MiB of /dev/shm, and a recipe for
+    128 GPUs waits forever for missing ones."""
     cluster = manifest["RayCluster"]["spec"]
     (workers,) = cluster["workerGroupSpecs"]
     for group in (cluster["headGroupSpec"], workers):
@@ -234,9 +230,11 @@ def test_the_pods_of_a_cluster_share_a_token_a_folder_and_memory(manifest: dict[
     assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"]
 
 
-def test_a_pod_that_is_to_go_lets_its_driver_save(manifest: dict[str, Any]) -> None:
-    """Kubernetes tells the container's first process only, which is Ray's. The image must have what
-    the hook and KubeRay's own probes run."""
+def test_terminated_pod_lets_its_driver_save(manifest: dict[str, Any]) -> None:
+    """Kubernetes signals only the container's first process, Ray's, so a hook does the rest.
+
+    The image must have the programs of the hook and of KubeRay's probes.
+    """
     pod = manifest["RayCluster"]["spec"]["headGroupSpec"]["template"]["spec"]
     hook = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     assert hook[:2] == ["bash", "-c"]
@@ -244,7 +242,7 @@ def test_a_pod_that_is_to_go_lets_its_driver_save(manifest: dict[str, Any]) -> N
     (pattern, same) = re.findall(r'-f "([^"]+)"', hook[2])
     assert pattern == same
     assert re.search(pattern, "/opt/venv/bin/python /opt/venv/bin/megadapo train a.toml")
-    assert not re.search(pattern, " ".join(hook)), "it would find itself, and wait for ever"
+    assert not re.search(pattern, " ".join(hook)), "the hook must not find itself"
     assert pod["terminationGracePeriodSeconds"] >= 600
     (installed,) = re.findall(r"--no-install-recommends(.*?)&&", DOCKERFILE, re.DOTALL)
     assert {"procps", "wget"} <= set(installed.split())

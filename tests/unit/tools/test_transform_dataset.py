@@ -81,7 +81,7 @@ def serve() -> Iterator[Address]:
             self.wfile.write(text)
 
         def log_message(self, *_: object) -> None:
-            """Print nothing."""
+            """Print no line per request."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

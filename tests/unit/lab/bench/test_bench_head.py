@@ -13,8 +13,8 @@ from megadapo.cli import run_command
 from megadapo.errors import ConfigError
 from megadapo.lab.bench import head
 from megadapo.lab.bench.head import HeadShape, bench_head, format_table, parse_shape
-from megadapo.lab.bench.head_baselines import OURS, PRODUCTS, AbsentError, Baseline, eager_loss
-from megadapo.lab.bench.head_inputs import make_inputs
+from megadapo.lab.bench.head_baselines import OURS, PRODUCTS, AbsentError, eager_loss
+from megadapo.lab.bench.head_inputs import HeadInputs, make_inputs
 from megadapo.lab.bench.measure import peak_extra_mib, time_together
 
 CPU = torch.device("cpu")
@@ -36,19 +36,19 @@ def test_ours_and_eager_agree_with_fp64_and_products_are_the_floor() -> None:
 
 
 def test_wrong_baseline_shows_in_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Baseline(name="wrong", prepare=lambda _: lambda inputs: 1.01 * eager_loss(inputs))
-    monkeypatch.setattr(head, "BASELINES", (head.BASELINES[0], wrong))
-    results = {one.name: one for one in bench_head(SHAPE, CPU, warmup=0, repeats=1)}
+    wrong = {"wrong": lambda inputs: 1.01 * eager_loss(inputs)}
+    monkeypatch.setattr(head, "BASELINES", head.BASELINES | wrong)
+    only = ["wrong"]
+    results = {one.name: one for one in bench_head(SHAPE, CPU, only=only, warmup=0, repeats=1)}
     assert results["wrong"].d_hidden_error == pytest.approx(0.01, rel=1e-3)
 
 
 def test_absent_baseline_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(device: torch.device):
+    def lunar(inputs: HeadInputs) -> torch.Tensor:
         raise AbsentError("needs a moon")
 
-    baseline = Baseline(name="lunar", prepare=prepare)
-    monkeypatch.setattr(head, "BASELINES", (head.BASELINES[0], baseline))
-    results = bench_head(SHAPE, CPU, warmup=0, repeats=1)
+    monkeypatch.setattr(head, "BASELINES", head.BASELINES | {"lunar": lunar})
+    results = bench_head(SHAPE, CPU, only=["lunar"], warmup=0, repeats=1)
     assert results[-1].absent == "needs a moon"
     assert "needs a moon" in format_table(results)
 

@@ -59,14 +59,24 @@ def test_missing_cuda_is_a_message() -> None:
         run_command(["profile", "--head=16,8,104,float32", "--device=cuda"])
 
 
-@pytest.mark.parametrize("option", ["--memory=there", "--nvtx"])
-def test_gpu_options_are_refused_on_a_cpu(option: str) -> None:
+HEAD = "--head=16,8,104,float32"
+ON_CPU = ("--step=configs/quickstart.toml", "--cluster.device=cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((*ON_CPU, "--memory=there"), "needs GPUs"),
+        ((*ON_CPU, "--nvtx"), "needs GPUs"),
+        ((HEAD, "--memory=there"), "need --step"),
+        ((HEAD, "--nvtx"), "need --step"),
+        ((HEAD, "--trainer.recompute=full"), "only --step has a configuration"),
+    ],
+)
+def test_unusable_options_are_refused(options: tuple[str, ...], message: str) -> None:
     """The refusal precedes the start of the trainer, which takes minutes for a large model."""
-    step = ["profile", "--step=configs/quickstart.toml", option, "--cluster.device=cpu"]
-    with pytest.raises(ConfigError, match="needs GPUs"):
-        run_command(step)
-    with pytest.raises(ConfigError, match="need --step"):
-        run_command(["profile", "--head=16,8,104,float32", option])
+    with pytest.raises(ConfigError, match=message):
+        run_command(["profile", *options])
 
 
 def test_memory_is_recorded_for_one_update_only(tmp_path: Path, monkeypatch) -> None:
@@ -104,11 +114,6 @@ def test_gpu_is_compared_with_its_own_data_sheet() -> None:
     assert card_of("NVIDIA H100 PCIe") is None
     roofline = Roofline(tflops=700.0, gb_per_s=4000.0, sheet_tflops=989.0, sheet_gb_per_s=4800.0)
     assert "700.00 of the data sheet's 989 TFLOP/s" in format_profile([], roofline)
-
-
-def test_overrides_without_a_recipe_are_refused() -> None:
-    with pytest.raises(ConfigError, match="only --step has a configuration"):
-        run_command(["profile", "--head=16,8,104,float32", "--trainer.recompute=full"])
 
 
 def test_bytes_are_counted_and_views_move_none() -> None:

@@ -1,5 +1,4 @@
-"""One trace of many: rows that fall together, arrows between processes that have nothing to do with
-each other, and clocks that are not compared."""
+"""A merged trace keeps rows, arrows and clocks of its processes apart."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ def merged(path: Path) -> list[dict[str, Any]]:
     return json.loads(gzip.decompress(content) if is_packed else content)["traceEvents"]
 
 
-def test_each_process_keeps_its_row_and_all_have_one_clock(tmp_path: Path) -> None:
-    """Both processes have number 7 on their nodes, and use GPU 0 there."""
+def test_processes_keep_their_rows_and_share_one_clock(tmp_path: Path) -> None:
+    """Both processes have pid 7 and use GPU 0, on different nodes."""
     name = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 21, "ts": 0}
     stream = {**name, "args": {"name": "stream 21"}}
     arrow = {"ph": "s", "cat": "ac2g", "name": "ac2g", "id": 3, "pid": 7, "tid": 7, "ts": 2.0}
@@ -62,16 +61,16 @@ def test_each_process_keeps_its_row_and_all_have_one_clock(tmp_path: Path) -> No
     assert len(arrows) == 2, "an arrow would go from one process to the other"
 
 
-def test_a_process_that_saw_nothing_does_no_harm(tmp_path: Path) -> None:
+def test_empty_trace_is_merged(tmp_path: Path) -> None:
     empty = write(tmp_path / "empty", 0, [])
     merge_traces([TracePart(name="driver", file=empty)], tmp_path / "all.json")
     assert [e["ph"] for e in merged(tmp_path / "all.json")] == ["M", "M"]
 
 
-def test_clocks_of_one_machine_are_one_and_others_are_held_against_the_quickest_answer(
+def test_clock_offset_uses_the_quickest_answer_and_is_zero_on_one_machine(
     monkeypatch,
 ) -> None:
-    """A guess from a slow answer would move a node's row by milliseconds."""
+    """An offset from a slow answer would shift a node's row by milliseconds."""
     assert clock_offset(this_node.read_clock).ahead_ns == 0
     now = [0]
     delays = iter([50, 10, 200, *[80] * this_node.CLOCK_READINGS])

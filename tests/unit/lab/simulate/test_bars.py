@@ -90,7 +90,7 @@ def test_memory_of_solved_prompts_saves_requests() -> None:
         pytest.param(0.55, 128, 32, 24, 1.0, 0.78, id="tail, many kept"),
     ],
 )
-def test_the_bars(
+def test_sampler_meets_its_bars(
     keep_rate: float, size: int, num_engines: int, num_steps: int, sync: float, partial: float
 ) -> None:
     """Rounds of three batches sometimes need a second round, which decides their time.
@@ -119,7 +119,7 @@ def test_the_bars(
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_bar_with_solved_prompts_resting() -> None:
+def test_memory_of_solved_prompts_meets_its_bar() -> None:
     """Lengths do not depend on difficulty here; with short solved answers less is saved."""
     task = TaskSettings(keep_rate=0.35, solved_share=0.4, length_difficulty=0.0)
     found = pooled_results(

@@ -60,7 +60,9 @@ def test_lowest_rank_takes_a_free_slot() -> None:
     engine.add([response(3, 5), response(1, 7)])
     engine.add([response(2, 2)])
     assert run(engine) == [(7.0, 1), (9.0, 2), (14.0, 3)]
-    assert engine.load == 0 and engine.num_tokens == 14 and engine.max_waiting == 2
+    assert (
+        engine.load == 0 and engine.counters.num_tokens == 14 and engine.counters.max_waiting == 2
+    )
 
 
 def test_stopped_responses_continue_where_they_were() -> None:
@@ -84,16 +86,18 @@ def test_full_cache_preempts_the_last_and_loses_nothing() -> None:
     engine = started(responses, kv_tokens=150)
     ends = run(engine)
     assert sorted(key for _, key in ends) == [0, 1, 2, 3, 4]
-    assert engine.num_preemptions > 0 and engine.num_context_max <= 150 + 1e-6
+    assert engine.counters.num_preemptions > 0 and engine.counters.num_context_max <= 150 + 1e-6
     assert ends[0][1] == 0 and ends[-1][1] == 4
     # a preempted response keeps whole tokens: at most one is generated twice each time
     total = sum(60 + key for key in range(5))
-    assert total <= engine.num_tokens + 1e-6 <= total + engine.num_preemptions + 1e-6
+    assert (
+        total <= engine.counters.num_tokens + 1e-6 <= total + engine.counters.num_preemptions + 1e-6
+    )
 
 
 def test_utilisation_is_the_integral_of_running_responses() -> None:
     engine = VirtualEngine(FLAT, num_slots=2)
     engine.add([response(0, 10), response(1, 30)])
     run(engine)
-    assert engine.running_seconds == pytest.approx(10 + 30)
-    assert engine.busy_seconds == pytest.approx(30)
+    assert engine.counters.running_seconds == pytest.approx(10 + 30)
+    assert engine.counters.busy_seconds == pytest.approx(30)
