@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# What only a GPU can tell, measured in one go on the first machine that has one: no network needed.
+# Run all checks and benchmarks that need a GPU, on the first machine with one; no network needed.
 #
 #   tools/first_gpu.sh [--rehearse] [FOLDER]
 #
-# The parts run one after the other, and each may fail alone. FOLDER (default: first-gpu) gets a log
-# of each, their results and report.md; the exit code is 0 if every part passed. --rehearse does on a
-# CPU whatever needs no GPU, in small.
+# The parts run in sequence, and a failed part does not stop the others. FOLDER (default: first-gpu)
+# gets their logs, results and report.md; the exit code is 0 if every part passed. --rehearse runs
+# small versions of the parts that work on a CPU.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,7 +21,7 @@ folder=$(cd "$folder" && pwd)
 report=$folder/report.md
 failed=0
 
-# part NAME COMMAND...: run it, keep what it says, go on whatever comes of it
+# part NAME COMMAND...: run it, keep its output, continue after a failure
 part() {
     local name=$1 started=$SECONDS result=passed
     shift
@@ -32,7 +32,7 @@ part() {
     echo "| $name | $result | $((SECONDS - started)) | \`$*\` |" >>"$report"
 }
 
-# weights of a 0.5B model's shape, drawn at random, with the quickstart's alphabet
+# random weights in the shape of a 0.5B model, with the quickstart's tokenizer
 make_model() {
     python - "$folder/model" "${rehearse:+small}" <<'PYTHON'
 import json, shutil, sys
@@ -51,8 +51,8 @@ if not is_small:
 PYTHON
 }
 
-# train_bf16 NAME ARGUMENTS...: random weights are never right, so every group is trained on; old and
-# new log-probs, the engine's and the trainer's, weight updates, sleep and wake are those of any run
+# train_bf16 NAME ARGUMENTS...: random weights are never correct, so train on every group; log-probs,
+# weight updates, sleep and wake are the same as in any run
 train_bf16() {
     local name=$1 memory=
     shift
@@ -95,7 +95,7 @@ else
 fi
 offload=(--trainer.offload.optimizer=cpu --trainer.offload.gradients=cpu --trainer.offload.parameters=cpu)
 
-# one engine in a rehearsal too
+# also one engine in a rehearsal
 short=(--rollout.num_engines=1 --run.num_steps="$steps" --trainer.optimizer.warmup_steps=1 --evaluation.every=0)
 
 part doctor megadapo doctor
@@ -126,7 +126,7 @@ for line in open(sys.argv[1], encoding="utf-8"):
     record = json.loads(line)
     print({name: value for name, value in record.items() if name.startswith(words) or "logprob" in name})
 PYTHON
-        # the most memory in use on each GPU
+        # peak memory of each GPU
         [ ! -s "$folder/$name.memory.csv" ] || awk -F', ' '
             NR > 1 && $3 + 0 > most[$2] { most[$2] = $3 + 0 }
             END { for (gpu in most) print "GPU " gpu ": at most " most[gpu] " MiB in use" }

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Make a virtual environment with torch, of the newest Python that torch's CPU build is there for.
+# Make a virtual environment with torch and the newest Python that its CPU build supports.
 #
 #     tools/make_venv.sh VENV [PYTHON]
 #
-# Without PYTHON it keeps that of VENV, or takes the newest of 3.11 to 3.13 on the PATH; where the
-# package index has no torch for it, the next older one. TORCH_INDEX names one more index to ask.
-# Plain sh, as nothing can be said of the Pythons of a machine before they are tried.
+# Without PYTHON it keeps the Python of VENV, or takes the newest of 3.11 to 3.13 on the PATH for which
+# the package index has torch. TORCH_INDEX is an additional index. This is plain sh, as the machine's
+# Pythons are unknown before they are tried.
 set -eu
 
 venv=$1

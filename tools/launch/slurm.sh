@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# A run on the nodes of one Slurm job: Ray with a token on every node, then the driver on the first.
+# Run on the nodes of one Slurm job: Ray with a token on every node, then the driver on the first.
 #
 #   sbatch --nodes=16 tools/launch/slurm.sh configs/qwen2.5-32b.toml \
 #       --model.path=/shared/models/Qwen2.5-32B --run.folder=/shared/runs/32b
 #
-# What follows the script's name is given to `megadapo train`. The home folder, the model and
-# run.folder must be on storage that all nodes see. From the environment of sbatch:
+# `megadapo train` gets the script's arguments. The home folder, the model and run.folder must be on
+# storage that all nodes share. Variables in the environment of sbatch:
 #
-#   MEGADAPO_IMAGE    image of a container (pyxis: srun --container-image); none: what is on PATH
-#   MEGADAPO_MOUNTS   what the container sees besides ~/.ray, as /shared:/shared,/models:/models
-#   MEGADAPO_HEAD     the first node's address in the private network; none: what its name means
-#   MEGADAPO_PORT     Ray's port there (6379)
-#   MEGADAPO_REQUEUE  1: a run that was stopped and saved is queued again, and goes on
+#   MEGADAPO_IMAGE    image of a container (pyxis: srun --container-image); default: programs on PATH
+#   MEGADAPO_MOUNTS   mounts besides ~/.ray, such as /shared:/shared,/models:/models
+#   MEGADAPO_HEAD     the first node's address in the private network; default: from its name
+#   MEGADAPO_PORT     Ray's port on that node (6379)
+#   MEGADAPO_REQUEUE  1: queue a stopped and saved run again, which resumes it
 #
-# Ten minutes before the time limit the driver, and it alone, gets SIGTERM: it saves the run and
-# ends. To stop a run so that it is saved: scancel --batch --signal=TERM JOB
+# Ten minutes before the time limit only the driver gets SIGTERM: it saves the run and ends. To save
+# and stop a run at any time: scancel --batch --signal=TERM JOB
 #SBATCH --job-name=megadapo
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -33,7 +33,7 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${nodes[0]}
 port=${MEGADAPO_PORT:-6379}
 token=$HOME/.ray/auth_token
-# Ray's default of 15 leaves its processes what other programs of a node do not use
+# with Ray's default of 15 its processes get only what other programs of a node leave
 export RAY_AUTH_MODE=token RAY_worker_niceness=0
 
 container=()
@@ -42,8 +42,8 @@ if [ -n "${MEGADAPO_IMAGE:-}" ]; then
     container=(--container-image="$MEGADAPO_IMAGE" --container-mounts="$mounts")
 fi
 
-# on NODES COMMAND...: one process on each of the nodes, which may use all that the job has there.
-# It takes the place of its shell: call it as (on ...), or as on ... &, whose $! is then srun's.
+# on NODES COMMAND...: run one process on each node, with all resources of the job there.
+# It replaces its shell: call it as (on ...), or as on ... &, so that $! is the process of srun.
 on() {
     local list=$1 commas
     shift
@@ -54,7 +54,7 @@ on() {
 
 (umask 077 && mkdir -p "$HOME/.ray")
 if [ ! -s "$token" ]; then
-    # a container has another home
+    # the home folder in a container is different
     (on "$first" env HOME="$HOME" ray get-auth-token --generate) >/dev/null
 fi
 chmod 600 "$token"
@@ -62,7 +62,7 @@ export RAY_AUTH_TOKEN_PATH=$token
 
 address=${MEGADAPO_HEAD:-$(on "$first" hostname --ip-address)}
 address=${address%% *}
-# whatever ends the script ends Ray
+# end Ray at any end of the script
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 on "$first" ray start --head --node-ip-address="$address" --port="$port" --include-dashboard=false --block &
 for _ in {1..60}; do
@@ -77,11 +77,11 @@ fi
 # the driver waits for all GPUs of the recipe: cluster.start_timeout_s
 on "$first" env RAY_ADDRESS="$address:$port" megadapo train "$@" --cluster.address=auto &
 driver=$!
-# srun hands the signal on to what it runs
+# srun forwards the signal to the driver
 trap 'kill -TERM $driver' TERM INT
 code=0
 wait "$driver" || code=$?
-# a wait that a signal ended is not the end of the driver
+# a signal ends the wait, but not the driver
 while kill -0 "$driver" 2>/dev/null; do
     code=0
     wait "$driver" || code=$?
