@@ -85,7 +85,7 @@ class EngineCounters:
     """Counters of an engine since its start."""
 
     num_tokens: float = 0.0
-    """Tokens generated."""
+    """Number of generated tokens."""
     busy_seconds: float = 0.0
     running_seconds: float = 0.0
     """Integral of running responses over time."""

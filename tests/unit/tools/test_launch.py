@@ -112,7 +112,7 @@ def documented(beginning: str) -> str:
 def test_job_starts_ray_as_documented_and_only_the_driver_gets_a_signal(
     tmp_path: Path,
 ) -> None:
-    """The run must be saved before Ray or the script ends: Slurm takes the nodes at its end."""
+    """The run must be saved before Ray or the script ends: then Slurm takes the nodes."""
     job = Job(tmp_path)
     process = job.start("recipe.toml", "--run.folder=/shared/a b", MEGADAPO_REQUEUE="1")
     job.wait_for("megadapo <train>")
