@@ -65,9 +65,7 @@ def test_loading_at_another_split_continues_the_training(
         np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
-def test_moments_that_ranks_with_the_same_weights_share_are_saved_whole(
-    ranks: Ranks, models: Path, tmp_path: Path
-) -> None:
+def test_sharded_moments_are_saved_whole(ranks: Ranks, models: Path, tmp_path: Path) -> None:
     """Each such rank holds a slice of every moment, and a tied embedding a bucket of its own:
     megatron-core alone would save masters and moments behind that bucket shifted."""
     batch = random_batch(RAGGED, num_mini_batches=2)
@@ -85,7 +83,7 @@ def test_moments_that_ranks_with_the_same_weights_share_are_saved_whole(
 def test_bf16_weights_continue_from_their_fp32_masters(
     ranks: Ranks, models: Path, tmp_path: Path
 ) -> None:
-    """Masters made anew from bf16 weights would lose every update smaller than a rounding step."""
+    """Masters rebuilt from bf16 weights would lose every update smaller than a rounding step."""
     tensor = settings_for(str(models / "qwen2-tied"), dtype="bfloat16", lr=1e-4, **TP2)
     batch = random_batch(RAGGED)
     ranks.run(2, _train_and_save, tensor, batch, tmp_path / "saved")
@@ -108,7 +106,7 @@ def test_bf16_weights_continue_from_their_fp32_masters(
         pytest.param(UNEVEN, id="uneven", marks=[pytest.mark.full, pytest.mark.slow]),
     ],
 )
-def test_stages_of_chunks_or_of_unequal_size_leave_no_trace_in_a_checkpoint(
+def test_checkpoint_does_not_depend_on_stages(
     ranks: Ranks, models: Path, tmp_path: Path, origin: dict
 ) -> None:
     """Moments and layers under the numbers of their chunk would come back to other layers."""
@@ -127,7 +125,7 @@ def test_stages_of_chunks_or_of_unequal_size_leave_no_trace_in_a_checkpoint(
             np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
-def test_a_checkpoint_of_one_rank_is_read_into_chunks(
+def test_checkpoint_of_one_rank_loads_into_chunks(
     ranks: Ranks, models: Path, tmp_path: Path
 ) -> None:
     batch = random_batch(RAGGED, num_mini_batches=2)
@@ -142,7 +140,7 @@ def test_a_checkpoint_of_one_rank_is_read_into_chunks(
             np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
-def test_experts_are_saved_once_and_read_at_another_split(
+def test_experts_are_saved_once_and_load_at_another_split(
     ranks: Ranks, models: Path, tmp_path: Path
 ) -> None:
     """Catches moments of one rank's experts that are lost, or come back to another's."""
@@ -161,9 +159,7 @@ def test_experts_are_saved_once_and_read_at_another_split(
             np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
-def test_damage_of_any_file_is_named_and_the_ranks_look_at_each(
-    ranks: Ranks, models: Path, tmp_path: Path
-) -> None:
+def test_damage_of_any_file_is_named(ranks: Ranks, models: Path, tmp_path: Path) -> None:
     """torch reads a flipped byte, and another step's file, without an error."""
     settings = settings_for(str(models / "qwen2-tied"), tensor=2, data=2)
     files = ranks.run(4, _save_twice, settings, tmp_path)[0]
@@ -192,7 +188,7 @@ def test_damage_of_any_file_is_named_and_the_ranks_look_at_each(
     assert all(str(victim) in refusal for refusal in refusals)
 
 
-def test_a_rank_that_cannot_write_is_named_and_the_next_save_is_whole(
+def test_failed_write_names_the_rank_and_next_save_works(
     ranks: Ranks, models: Path, tmp_path: Path
 ) -> None:
     """One rank's disk may be full, or its folder another's; the others must not wait for it."""
@@ -234,7 +230,7 @@ def _check(rendezvous, settings, folder, files):
 
 
 @pytest.mark.parametrize("damage", ["deleted", "truncated", "other model"])
-def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
+def test_checkpoint_that_does_not_fit_names_the_tensor(
     ranks: Ranks,
     models: Path,
     checkpoint: tuple[Path, dict[str, np.ndarray]],
@@ -262,12 +258,12 @@ def _refusal(rendezvous, settings, folder):
     return "loaded"
 
 
-def test_ranks_write_equal_parts_and_training_does_not_reach_them(
+def test_ranks_write_equal_parts_while_training_continues(
     ranks: Ranks, models: Path, tmp_path: Path
 ) -> None:
     """One rank that gathers and writes all would take as long as one disk, and as much memory.
 
-    The third save is begun before an update and written after it, so a save that kept the first
+    The third save starts before an update and written after it, so a save that kept the first
     one's tensors, or looked at the live ones, would come back as another step.
     """
     settings = settings_for(str(models / "qwen2-untied"), data=4)

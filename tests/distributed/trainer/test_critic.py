@@ -66,9 +66,7 @@ def alone(ranks: Ranks, models: Path) -> dict[str, Any]:
     return _observe(ranks, models / "deep-tied", tokens_per_micro_batch=100_000)
 
 
-def test_each_token_pays_for_its_own_divergence_and_is_credited_with_those_behind_it(
-    ranks: Ranks, models: Path
-) -> None:
+def test_advantages_count_the_divergence_of_later_tokens(ranks: Ranks, models: Path) -> None:
     """GAE is linear in the rewards, so what a KL divergence changes is its own discounted sum."""
     batch = _batch()
     kl = np.where(batch.loss_weights != 0, np.sin(np.arange(len(batch.tokens))), 0.0)
@@ -83,7 +81,7 @@ def test_each_token_pays_for_its_own_divergence_and_is_credited_with_those_behin
             assert found[t] == pytest.approx(behind, abs=1e-6)
 
 
-def test_advantages_loss_and_gradients_are_those_of_the_definition(
+def test_advantages_loss_and_gradients_equal_the_definition(
     models: Path, alone: dict[str, Any]
 ) -> None:
     """All layouts could agree on a wrong number: a transformers model and plain loops in fp64."""
@@ -95,7 +93,7 @@ def test_advantages_loss_and_gradients_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_changes_neither_advantages_nor_the_critics_gradient(
+def test_layout_keeps_advantages_and_the_critics_gradient(
     ranks: Ranks, models: Path, alone: dict[str, Any], layout: str
 ) -> None:
     """Whitening over one rank's tokens, or a value head whose gradient counts twice."""
@@ -106,9 +104,7 @@ def test_layout_changes_neither_advantages_nor_the_critics_gradient(
     assert_close_by_block(found["gradients"], alone["gradients"], 1e-6)
 
 
-def test_a_step_is_made_of_advantages_of_tokens_and_improves_the_critic(
-    ranks: Ranks, models: Path
-) -> None:
+def test_step_uses_token_advantages_and_improves_the_critic(ranks: Ranks, models: Path) -> None:
     """The first ratio is 1, values begin at 0, the policy is trained on other numbers than the
     batch's, and the value loss falls."""
     settings = critics.with_critic(settings_for(str(models / "qwen2-tied")))
@@ -126,7 +122,7 @@ def test_a_step_is_made_of_advantages_of_tokens_and_improves_the_critic(
     assert plain[0]["critic"]["loss"] is None
 
 
-def test_the_policy_stays_bit_equal_while_the_critic_warms_up(
+def test_critic_warm_up_changes_no_bit_of_the_policy(
     ranks: Ranks, models: Path, tmp_path: Path
 ) -> None:
     """Moments that had moved, too, would show in the first step behind the warm-up."""
@@ -148,7 +144,7 @@ def test_the_policy_stays_bit_equal_while_the_critic_warms_up(
     )
 
 
-def test_saved_critics_go_on_at_every_split(
+def test_saved_critics_resume_at_every_split(
     ranks: Ranks, models: Path, saved: tuple[Path, dict[str, Any], dict[str, np.ndarray]]
 ) -> None:
     """One update moves a weight by about the learning rate, 1e-3: without its moments, or with
@@ -168,7 +164,7 @@ def test_saved_critics_go_on_at_every_split(
             assert again[0] == result
 
 
-def test_a_state_without_a_critic_is_refused(
+def test_state_without_a_critic_is_refused(
     ranks: Ranks, models: Path, saved: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
     """A new critic beside an old policy would train on noise."""
@@ -177,7 +173,7 @@ def test_a_state_without_a_critic_is_refused(
     assert "without a critic" in ranks.run(1, _refusal, settings, tmp_path / "copy")[0]
 
 
-def test_an_exported_critic_is_a_classifier_that_a_run_can_begin_from(
+def test_exported_critic_can_start_a_run(
     ranks: Ranks, models: Path, saved: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForSequenceClassification

@@ -69,7 +69,7 @@ def reference(ranks: Ranks, models: Path) -> dict[float, Gradients]:
 @pytest.mark.parametrize(
     "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in FURTHER)]
 )
-def test_layout_changes_neither_loss_nor_gradient(
+def test_layout_keeps_loss_and_gradient(
     ranks: Ranks, models: Path, reference: dict[float, Gradients], layout: str
 ) -> None:
     found = measure(
@@ -93,7 +93,7 @@ def test_layout_does_not_change_the_load_balancing_loss(
 
 
 @pytest.mark.parametrize("coef", [0.0, AUX_LOSS])
-def test_gradients_are_those_of_the_definition(
+def test_gradients_equal_the_definition(
     models: Path, reference: dict[float, Gradients], coef: float
 ) -> None:
     from tests.support.trainer.definition import balance_loss, loss_and_gradients
@@ -115,7 +115,7 @@ def _threads_after_an_update(rendezvous, settings, batch) -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def test_a_trainer_that_is_gone_leaves_no_threads(ranks: Ranks, models: Path) -> None:
+def test_ended_trainer_leaves_no_threads(ranks: Ranks, models: Path) -> None:
     """Catches experts whose last micro-batch's graph keeps the model and its process groups."""
     settings = settings_for(str(models / "qwen3-moe"), expert=2, data=2)
     batch = random_batch(RAGGED)

@@ -51,7 +51,7 @@ def _train_save_and_export(rendezvous, settings, batch, folder):
         pytest.param("qwen3-moe", PP2_EP2, id="experts-pp2-ep2"),
     ],
 )
-def test_a_checkpoint_of_any_split_reads_as_the_weights_that_the_ranks_hold(
+def test_checkpoint_of_any_split_has_the_ranks_weights(
     ranks: Ranks, models: Path, tmp_path: Path, model: str, split: dict
 ) -> None:
     settings = settings_for(str(models / model), **split)
@@ -74,7 +74,7 @@ def _save(rendezvous, settings, folder):
 
 
 @pytest.mark.slow
-def test_memory_is_bounded_by_a_file_not_by_the_model(ranks: Ranks, tmp_path: Path) -> None:
+def test_memory_is_bounded_by_a_file(ranks: Ranks, tmp_path: Path) -> None:
     """Stacked layers invite to read all of a kind at once, and moments are twice the model."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     model = make_model(tmp_path / "model", "Qwen2", sizes=TRAINED, std=None, **sizes)

@@ -25,7 +25,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("where", ["activation", "gradient"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_non_finite_on_one_rank_skips_the_update_on_all(
+def test_non_finite_on_one_rank_skips_on_all(
     ranks: Ranks, models: Path, layout: str, where: str
 ) -> None:
     settings = settings_for(str(models / "qwen2-tied"), **LAYOUTS[layout])
@@ -41,7 +41,7 @@ def test_non_finite_on_one_rank_skips_the_update_on_all(
 
 
 @pytest.mark.parametrize(("where", "layout"), [("activation", "dp2"), ("value", "tp2")])
-def test_advantages_that_are_not_finite_skip_the_update_and_not_the_run(
+def test_non_finite_advantages_skip_the_update(
     ranks: Ranks, models: Path, layout: str, where: str
 ) -> None:
     """A KL divergence in the rewards, or a critic, carries one rank's NaN to every advantage."""
@@ -57,9 +57,7 @@ def test_advantages_that_are_not_finite_skip_the_update_and_not_the_run(
         assert of_critic == ([1, 0] if where == "value" else [None, None])
 
 
-def test_a_non_finite_loss_skips_the_update_although_the_gradients_are_finite(
-    ranks: Ranks, models: Path
-) -> None:
+def test_non_finite_loss_skips_the_update(ranks: Ranks, models: Path) -> None:
     """A guard that looked at the gradient norm alone would train on."""
     settings = settings_for(str(models / "qwen2-tied"), data=2)
     losses = [math.nan, math.inf, -math.inf, 0.5]
@@ -69,9 +67,7 @@ def test_a_non_finite_loss_skips_the_update_although_the_gradients_are_finite(
         assert [changed for _, changed in answers] == [False, False, False, True]
 
 
-def test_tokens_without_an_engine_logprob_are_dropped_and_counted(
-    ranks: Ranks, models: Path
-) -> None:
+def test_tokens_without_engine_logprob_are_dropped_and_counted(ranks: Ranks, models: Path) -> None:
     """Filling them with 0.0 would claim probability 1; the rest must train as if they were gone."""
     batch = random_batch(RAGGED)
     holes = np.flatnonzero(np.isfinite(batch.logprobs_rollout))[::7]
@@ -87,7 +83,7 @@ def test_tokens_without_an_engine_logprob_are_dropped_and_counted(
     assert all(np.array_equal(weights[name], expected_weights[name]) for name in weights)
 
 
-def test_a_mini_batch_without_any_loss_is_no_error(ranks: Ranks, models: Path) -> None:
+def test_mini_batch_without_loss_works(ranks: Ranks, models: Path) -> None:
     """All responses left out (overlong filtering): a defined, finite result on every rank."""
     batch = random_batch([30, 20])
     batch.loss_weights[:] = 0.0
@@ -98,9 +94,7 @@ def test_a_mini_batch_without_any_loss_is_no_error(ranks: Ranks, models: Path) -
         assert results[0]["skipped_updates"] == 0
 
 
-def test_parity_is_measured_on_tokens_of_the_present_weights_only(
-    ranks: Ranks, models: Path
-) -> None:
+def test_parity_is_measured_on_fresh_tokens_only(ranks: Ranks, models: Path) -> None:
     settings = settings_for(str(models / "qwen2-tied"), data=2)
     batch = random_batch(RAGGED)
     (stale,) = ranks.run(2, train, settings, random_batch(RAGGED, policy_version=3), 1)[0][0]

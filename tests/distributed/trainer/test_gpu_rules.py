@@ -1,4 +1,4 @@
-"""What GPUs ask of a trainer rank and a CPU does not, seen from a rank on the CPU."""
+"""GPU-only rules of a trainer rank, tested through stand-ins on the CPU."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def _entered_before_any_message(rendezvous, settings) -> dict[str, int]:
     return {name: group._get_sequence_number_for_group() for name, group in groups.items()}
 
 
-def test_every_rank_enters_a_group_before_some_of_them_exchange_messages(
-    ranks: Ranks, models: Path
-) -> None:
+def test_every_rank_enters_a_group_before_messages(ranks: Ranks, models: Path) -> None:
     """Catches NCCL waiting forever for the ranks that have no part in a group's first message."""
     settings = settings_for(str(models / "qwen2-tied"), pipeline=2, context=2)
     for entered in ranks.run(4, _entered_before_any_message, settings):
@@ -66,9 +64,7 @@ def _calls_that_release_memory(rendezvous, settings, batch, folder) -> list[str]
     return seen
 
 
-def test_memory_goes_back_to_the_gpu_after_every_long_call(
-    ranks: Ranks, models: Path, tmp_path: Path
-) -> None:
+def test_long_calls_return_gpu_memory(ranks: Ranks, models: Path, tmp_path: Path) -> None:
     """Catches a trainer that keeps the memory of a step while engines wake up into it."""
     settings = settings_for(str(models / "qwen2-tied"))
     arguments = (settings, random_batch(RAGGED), tmp_path / "state")
@@ -77,7 +73,7 @@ def test_memory_goes_back_to_the_gpu_after_every_long_call(
 
 
 def _passes_of_each_mlp(rendezvous, settings, batch) -> list[int]:
-    """How often each layer's MLP computed during one step."""
+    """Return how often each layer's MLP computed in one step."""
     rank = build(rendezvous, settings)
     (chunk,) = rank.chunks
     layers = chunk.module.decoder.layers
@@ -176,7 +172,7 @@ def _graphs_that_are_handed_back(rendezvous, settings, batch) -> int:
     return sum(seen)
 
 
-def test_a_micro_batch_leaves_no_graph_behind(ranks: Ranks, models: Path) -> None:
+def test_micro_batch_frees_its_graph(ranks: Ranks, models: Path) -> None:
     """Catches a last stage that keeps what it received, and its gradient, of every micro-batch of
     a mini-batch: 3 GiB of the 32B recipe."""
     settings = settings_for(str(models / "qwen2-tied"), pipeline=2)

@@ -51,12 +51,12 @@ def pid_of(trainer) -> int:
 
 
 def stop_the_second_in_an_update(trainer, path: Path) -> None:
-    """By itself, in a forward pass: to who reads its pulse from outside, the update may be over."""
+    """Stop rank 1 from inside a forward pass: seen from outside, the update may be over."""
     import torch
 
     def stop(*_: object) -> None:
-        pulse = read_heartbeat(path)
-        if pulse is not None and pulse.doing == "update":
+        heartbeat = read_heartbeat(path)
+        if heartbeat is not None and heartbeat.doing == "update":
             os.kill(os.getpid(), signal.SIGSTOP)
 
     if torch.distributed.get_rank() == 1:
@@ -127,7 +127,7 @@ def test_an_error_of_every_rank_is_one(ray_started: None, models: Path, tmp_path
         start(settings_for(str(models / "qwen2-tied"), tensor=3), tmp_path)
 
 
-def test_a_rank_stopped_in_an_update_is_named_within_the_deadline(
+def test_stopped_rank_is_named_within_the_deadline(
     ray_started: None, models: Path, tmp_path: Path
 ) -> None:
     """SIGKILL closes sockets; a process that merely stands still is found by its silence alone.
@@ -154,7 +154,7 @@ def test_a_rank_stopped_in_an_update_is_named_within_the_deadline(
         assert "update" in (tmp_path / f"trainer-rank-{rank}.log").read_text()
 
 
-def test_threads_are_shared_out_unless_given() -> None:
+def test_threads_are_divided_unless_given() -> None:
     """More threads than cores make ranks wait for each other."""
     trainer = settings_for("x", tensor=2).trainer
     shared = rank_environment(trainer, uses_cuda=False, dtype="float32", num_cores=2)

@@ -77,7 +77,7 @@ def reference(ranks: Ranks, models: Path) -> dict[str, Gradients]:
 
 
 @pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS, "qwen2"))
-def test_layout_changes_neither_loss_nor_gradient(
+def test_layout_keeps_loss_and_gradient(
     ranks: Ranks, models: Path, reference: dict[str, Gradients], model: str, layout: str
 ) -> None:
     found = measure(ranks, models / model, random_batch(RAGGED), **LAYOUTS[layout])
@@ -85,7 +85,7 @@ def test_layout_changes_neither_loss_nor_gradient(
 
 
 @pytest.mark.parametrize(("layout", "model"), cases(DEEP_LAYOUTS, "deep"))
-def test_neither_interleaved_nor_uneven_stages_change_loss_or_gradient(
+def test_interleaved_and_uneven_stages_keep_loss_and_gradient(
     ranks: Ranks, models: Path, reference: dict[str, Gradients], model: str, layout: str
 ) -> None:
     found = measure(ranks, models / model, random_batch(RAGGED), **DEEP_LAYOUTS[layout])
@@ -100,7 +100,7 @@ def test_layout_changes_nothing_with_query_and_key_norms(ranks: Ranks, models: P
     assert_same(measure(ranks, models / "qwen3", batch, tensor=2, sequence=True), expected)
 
 
-def test_gradients_are_those_of_the_definition(
+def test_gradients_equal_the_definition(
     ranks: Ranks, models: Path, reference: dict[str, Gradients]
 ) -> None:
     """All layouts could agree on a wrong number: a dense transformers model and DAPO's formula."""
@@ -128,7 +128,7 @@ def test_a_rank_without_sequences_takes_part(ranks: Ranks, models: Path) -> None
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
-def test_first_ratio_is_exactly_one_and_the_same_run_gives_the_same_bits(
+def test_first_ratio_is_one_and_runs_repeat_to_the_bit(
     ranks: Ranks, models: Path, virtual: int
 ) -> None:
     settings = settings_for(

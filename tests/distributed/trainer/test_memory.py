@@ -1,4 +1,4 @@
-"""What `megadapo plan` says of trainer ranks, against what they allocate on the CPU.
+"""The memory plan of trainer ranks, compared with their allocations on the CPU.
 
 Would catch: a tensor that the plan forgets or counts twice, and a change of the trainer that takes
 more memory than the plan says.
@@ -26,7 +26,7 @@ from tests.support.trainer.batches import random_batch
 from tests.support.trainer.ranks import Ranks, settings_for
 
 NUM_TOKENS = 768
-"""Of a micro-batch: activations are then most of what a rank takes."""
+"""Tokens of a micro-batch; most of the memory is then activations."""
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_size": 256,
@@ -93,9 +93,7 @@ CONFIGS = Path(megadapo.__file__).parents[1] / "configs"
         for path in sorted(CONFIGS.glob("qwen*.toml"))
     ],
 )
-def test_ranks_of_shipped_recipes_have_the_parameters_of_megatrons_model(
-    ranks: Ranks, recipe: str
-) -> None:
+def test_shipped_recipes_have_megatrons_parameters(ranks: Ranks, recipe: str) -> None:
     """The last rank of each stage, built by megatron-core for as many ranks as the recipe has."""
     config = load_config(CONFIGS / f"{recipe}.toml")
     trainer, hf_config = config.trainer, find_hf_config(config.model.path)

@@ -140,13 +140,13 @@ def _dense_attention(inputs, lengths: list[int], frequencies):
 def test_packed_attention_equals_attention_of_each_sequence(
     ranks: Ranks, lengths: list[int], kv_heads: int
 ) -> None:
-    """Sequences must not see each other, and their positions must start anew."""
+    """Sequences must not see each other, and their positions must start at 0."""
     (errors,) = ranks.run(1, _attention, lengths, 4, kv_heads, 0)
     assert max(errors) < 1e-5
 
 
 def _rotary_places(rendezvous, length: int, size: int) -> list[list[int]]:
-    """Which positions megatron-core's packed rotary embedding gives to each rank's tokens."""
+    """Return the positions that megatron-core's packed rotary embedding gives to each rank."""
     import torch
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -156,7 +156,7 @@ def _rotary_places(rendezvous, length: int, size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_have_the_tokens_that_megatron_turns_as_theirs(ranks: Ranks, size: int) -> None:
-    """On GPUs it alone knows positions; the CPU's layers are told them and would not notice."""
+def test_context_part_matches_megatrons_rotary(ranks: Ranks, size: int) -> None:
+    """On GPUs only it knows positions; the CPU's layers get them as input."""
     (found,) = ranks.run(1, _rotary_places, 12 * size, size)
     assert found == [ContextPart(rank, size).places([12 * size]).tolist() for rank in range(size)]

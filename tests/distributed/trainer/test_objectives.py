@@ -93,7 +93,7 @@ def reference(ranks: Ranks, models: Path) -> dict[str, Gradients]:
     return measure(ranks, models, tokens_per_micro_batch=100_000)
 
 
-def test_loss_and_gradients_are_those_of_the_definition(
+def test_loss_and_gradients_equal_the_definition(
     models: Path, reference: dict[str, Gradients]
 ) -> None:
     """In float64 with a dense transformers model; every case must give numbers of its own."""
@@ -106,10 +106,10 @@ def test_loss_and_gradients_are_those_of_the_definition(
     assert len(set(norms)) == len(reference), "two cases that give the same are no two tests"
 
 
-def test_the_loss_of_texts_adds_to_the_objectives_own(
+def test_pretraining_loss_adds_to_the_objective(
     models: Path, reference: dict[str, Gradients]
 ) -> None:
-    """Whatever the objective's temperature is, and normalised by the texts' own tokens."""
+    """It has temperature 1 for every objective, and is a mean over pretraining tokens."""
     folder, texts = models / "qwen2-tied", random_texts(TEXT_LENGTHS)
     likelihood = PolicyObjective(ratio="none", gate="none")
     loss, by_name = loss_and_gradients_of(folder, texts, likelihood, BAPO)
@@ -122,7 +122,7 @@ def test_the_loss_of_texts_adds_to_the_objectives_own(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_split_changes_neither_loss_nor_gradient(
+def test_split_keeps_loss_and_gradient(
     ranks: Ranks, models: Path, reference: dict[str, Gradients], layout: str
 ) -> None:
     """Not the mean of a sequence's ratios, nor a share that is searched for over the batch."""
@@ -146,9 +146,7 @@ def process_batch() -> PackedBatch:
     return batch
 
 
-def test_steps_of_a_response_are_where_they_are_under_every_split(
-    ranks: Ranks, models: Path
-) -> None:
+def test_step_rewards_are_the_same_under_every_split(ranks: Ranks, models: Path) -> None:
     """Tokens with advantages of their own, against the definition: one that is moved by a token, or
     given to another sequence of the micro-batch, changes every gradient."""
     batch = process_batch()
@@ -166,7 +164,7 @@ def test_steps_of_a_response_are_where_they_are_under_every_split(
 
 
 def many_texts(coef: float) -> PackedBatch:
-    """Of three updates."""
+    """Bounds of three updates."""
     return random_texts(TEXT_LENGTHS, [5], [11, 9], coef=coef)
 
 
@@ -178,7 +176,7 @@ def steps(ranks: Ranks, models: Path, **settings: Any) -> list[list[dict[str, An
 
 
 @pytest.mark.parametrize(("scope", "first"), [("minibatch", 1.15), ("lagged", 1.01)])
-def test_bounds_are_searched_over_all_ranks_before_each_update(
+def test_bounds_are_searched_over_all_ranks(
     ranks: Ranks, models: Path, scope: str, first: float
 ) -> None:
     """For a share that nothing reaches: up to the grid's end, but for an update that has none
@@ -197,9 +195,7 @@ def test_bounds_are_searched_over_all_ranks_before_each_update(
     assert 0.0 < alone["searched_bounds"]["share_before"] < 0.9
 
 
-def test_texts_change_the_updates_and_the_objectives_own_numbers_stay(
-    ranks: Ranks, models: Path
-) -> None:
+def test_pretraining_data_keeps_the_objectives_metrics(ranks: Ranks, models: Path) -> None:
     """Their loss goes down and is reported alone; one that is measured only moves no bit."""
     folder = str(models / "qwen2-tied")
     plain, measured, mixed = (

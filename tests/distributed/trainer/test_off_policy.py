@@ -52,7 +52,7 @@ def reference(ranks: Ranks, models: Path) -> dict[str, Gradients]:
     return measure(ranks, models / "qwen2-tied", tokens_per_micro_batch=100_000)
 
 
-def test_loss_and_gradients_are_those_of_the_definition(
+def test_loss_and_gradients_equal_the_definition(
     models: Path, reference: dict[str, Gradients]
 ) -> None:
     """In float64 with a dense transformers model; every case must give numbers of its own."""
@@ -66,7 +66,7 @@ def test_loss_and_gradients_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_split_changes_neither_loss_nor_gradient(
+def test_split_keeps_loss_and_gradient(
     ranks: Ranks, models: Path, reference: dict[str, Gradients], layout: str
 ) -> None:
     """A sequence's ratio is of the whole sequence, wherever its micro-batch is computed."""
@@ -82,7 +82,7 @@ def step(ranks: Ranks, models: Path, batch: PackedBatch, **settings: Any) -> dic
     return ranks.run(trainer.trainer.num_ranks, run, trainer, batch, 1)[0][0][0]
 
 
-def test_a_step_measures_how_stale_its_tokens_are(ranks: Ranks, models: Path) -> None:
+def test_step_measures_staleness(ranks: Ranks, models: Path) -> None:
     """On two ranks: sums and maxima are those of the whole batch."""
     batch = stale_batch(RAGGED, present=PRESENT)
     folder = models / "qwen2-tied"
@@ -114,9 +114,7 @@ def test_the_first_ratio_of_recomputed_tokens_is_one(ranks: Ranks, models: Path,
     assert (abs(found["ratio_mean"] - 1.0) > 0.01) == (name == "rollout")
 
 
-def test_a_fresh_batch_trains_to_the_same_bits_whatever_stale_tokens_would_get(
-    ranks: Ranks, models: Path
-) -> None:
+def test_stale_rules_change_no_bit_of_a_fresh_batch(ranks: Ranks, models: Path) -> None:
     batch = random_batch(RAGGED, num_mini_batches=2)
     folder = str(models / "qwen2-tied")
     _, expected = ranks.run(1, train, settings_for(folder), batch, 1)[0]
@@ -127,9 +125,7 @@ def test_a_fresh_batch_trains_to_the_same_bits_whatever_stale_tokens_would_get(
     assert all(weights[name].tobytes() == expected[name].tobytes() for name in weights)
 
 
-def test_stale_tokens_can_be_left_out_and_the_rest_weighs_no_more(
-    ranks: Ranks, models: Path
-) -> None:
+def test_leaving_out_stale_tokens_keeps_other_weights(ranks: Ranks, models: Path) -> None:
     batch, without = stale_batch(RAGGED, present=PRESENT), stale_batch(RAGGED, present=PRESENT)
     without.loss_weights[without.policy_versions != PRESENT] = 0.0
     left_out = ImportanceConfig(stale_logprobs="none")
@@ -142,7 +138,7 @@ def test_stale_tokens_can_be_left_out_and_the_rest_weighs_no_more(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_gap_to_the_engine_is_split_by_cause(ranks: Ranks, models: Path, dtype: str) -> None:
+def test_gap_to_the_engine_is_split_by_cause(ranks: Ranks, models: Path, dtype: str) -> None:
     """A trainer that rounds otherwise at another shape would be blamed on the engine."""
     batch = random_batch(RAGGED, policy_version=PRESENT)
     whole = step(ranks, models, batch, dtype=dtype, tokens_per_micro_batch=4096)

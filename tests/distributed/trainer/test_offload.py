@@ -1,4 +1,4 @@
-"""What leaves the device between updates comes back to the bit, and leaves nothing behind.
+"""Evicted state comes back to the bit, and its device memory is free meanwhile.
 
 Would catch: a tensor that is not moved, or not to where others look for it; gradients that are not
 zeros when they come back; weights that are sent while they are away, and are not the trained ones.
@@ -133,7 +133,7 @@ def sent(rank: TrainerRank) -> list[int]:
         ),
     ],
 )
-def test_training_has_the_same_bits_and_the_memory_is_free(
+def test_offload_changes_no_bit_and_frees_memory(
     ranks: Ranks, models: Path, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     settings = settings_for(str(models / "deep-tied"), **layout)
@@ -165,7 +165,7 @@ def test_each_kind_leaves_alone(ranks: Ranks, models: Path, tmp_path: Path, kind
     }
 
 
-def test_pieces_of_main_memory_do_not_overlap_and_are_used_again() -> None:
+def test_host_memory_does_not_overlap_and_is_reused() -> None:
     from megadapo.trainer.offload import BLOCK_BYTES, HostMemory
 
     memory = HostMemory(pinned=False)

@@ -44,7 +44,7 @@ def test_overlap_changes_no_bit_of_weights_and_metrics(
             assert weights[name].tobytes() == weight.tobytes(), name
 
 
-def test_an_export_right_after_an_update_holds_the_new_weights(
+def test_export_after_an_update_has_the_new_weights(
     ranks: Ranks, models: Path, tmp_path: Path
 ) -> None:
     """Other ranks' shares of the last update arrive with the next forward pass, if not asked for
@@ -58,7 +58,7 @@ def test_an_export_right_after_an_update_holds_the_new_weights(
     assert files[0] == files[1]
 
 
-def test_the_traffic_is_really_beside_the_compute(ranks: Ranks, models: Path) -> None:
+def test_traffic_overlaps_compute(ranks: Ranks, models: Path) -> None:
     """Options that changed nothing would pass all the other tests."""
     folder, batch = str(models / "deep-untied"), random_batch(RAGGED)
     for started, num_buckets, waits in ranks.run(
@@ -70,8 +70,8 @@ def test_the_traffic_is_really_beside_the_compute(ranks: Ranks, models: Path) ->
         assert (started, waits) == (0, False)
 
 
-def test_with_one_replica_overlap_has_no_effect(ranks: Ranks, models: Path) -> None:
-    """A recipe of many replicas tried on one must run, not wait for nobody."""
+def test_overlap_has_no_effect_with_one_replica(ranks: Ranks, models: Path) -> None:
+    """A recipe for many replicas must also run with one."""
     batch = random_batch(RAGGED)
     folder = str(models / "qwen2-tied")
     expected, _ = ranks.run(1, train, settings_for(folder), batch, 2)[0]

@@ -27,7 +27,7 @@ PASSES = {"logprobs", "gradients", "optimizer"}
     ],
     ids=["stages", "experts"],
 )
-def test_layers_and_head_passes_of_all_ranks_are_in_one_trace(
+def test_trace_has_layers_and_head_passes_of_all_ranks(
     ranks: Ranks, models: Path, tmp_path: Path, model: str, layout: dict, mlp: str
 ) -> None:
     batch = random_batch(RAGGED)
@@ -58,7 +58,7 @@ def test_layers_and_head_passes_of_all_ranks_are_in_one_trace(
 
 
 def nest(ranges: list[dict]) -> bool:
-    """Whether those of each thread lie within or beside each other."""
+    """Return whether the ranges of each thread nest or are disjoint."""
     by_thread = defaultdict(list)
     for one in ranges:
         by_thread[one["pid"], one["tid"]].append((one["ts"], one["ts"] + one["dur"]))

@@ -15,7 +15,7 @@ from tests.support.trainer.probes import logprobs, recorded_update
 from tests.support.trainer.ranks import Ranks, settings_for
 
 SEQUENCES = [0, 2, 4, 7, 11]
-"""Of both mini-batches of six; sequence 2 has a single response token."""
+"""Sequences of both mini-batches of six; sequence 2 has a single response token."""
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ SEQUENCES = [0, 2, 4, 7, 11]
     ],
     ids=["dp2", "cp2-pp2"],
 )
-def test_an_update_remembers_what_it_computed(ranks: Ranks, models: Path, layout: dict) -> None:
+def test_update_records_tokens(ranks: Ranks, models: Path, layout: dict) -> None:
     batch = random_batch(RAGGED, num_mini_batches=2)
     # one token without a loss: nothing is computed for it
     batch.logprobs_rollout[batch.cu_seqlens[8] - 1] = np.nan
@@ -63,7 +63,7 @@ def test_an_update_remembers_what_it_computed(ranks: Ranks, models: Path, layout
     assert total == replicas * len(batch.tokens)
 
 
-def test_advantages_that_the_ranks_made_come_back(ranks: Ranks, models: Path) -> None:
+def test_advantages_of_ranks_are_returned(ranks: Ranks, models: Path) -> None:
     """A critic that begins at 0 leaves of each response its score, discounted from its last token
     on, and whitened over the tokens of both updates and both ranks."""
     batch = random_batch(RAGGED, num_mini_batches=2)

@@ -65,7 +65,7 @@ def step_batch(**changes: Any) -> PackedBatch:
 
 
 def run(ranks: Ranks, function: Callable[..., Any], folder: Path, *args: Any, **layout: Any) -> Any:
-    """What rank 0 answers; or all ranks, for a function of parts."""
+    """Return rank 0's answer, or all answers for a function of parts."""
     settings = settings_for(str(folder), **{"objective": IN_LOSS, **layout})
     answers = ranks.run(settings.trainer.num_ranks, function, settings, *args)
     return answers if function is advantages_by_rule else answers[0]
@@ -82,7 +82,7 @@ def one_rank(ranks: Ranks, models: Path) -> dict[str, dict[str, Gradients]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_the_definition(
+def test_loss_and_gradients_equal_the_definition(
     models: Path, one_rank: dict[str, dict[str, Gradients]], case: str
 ) -> None:
     """In float64 with two dense transformers models; ratios are not 1."""
@@ -95,7 +95,7 @@ def test_loss_and_gradients_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_split_changes_neither_loss_nor_gradient(
+def test_split_keeps_loss_and_gradient(
     ranks: Ranks, models: Path, one_rank: dict[str, dict[str, Gradients]], layout: str
 ) -> None:
     model = "deep-untied" if "virtual" in LAYOUTS[layout] else "qwen2-tied"
@@ -128,7 +128,7 @@ def k1_by_hand(models: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["tp2-sp", "cp2-dp2-small-budget", "vpp2-dp2-overlap"])
-def test_rewards_pay_for_the_divergence_of_whole_responses_under_every_split(
+def test_kl_in_reward_is_the_same_under_every_split(
     ranks: Ranks, models: Path, k1_by_hand: np.ndarray, name: str
 ) -> None:
     """A sum over one rank's tokens, or over one update's, would compare unequal responses."""
@@ -154,7 +154,7 @@ def test_rewards_pay_for_the_divergence_of_whole_responses_under_every_split(
         np.testing.assert_allclose(known[trained], expected, atol=2e-5)
 
 
-def test_an_update_learns_from_rewards_that_paid(ranks: Ranks, models: Path) -> None:
+def test_update_uses_rewards_with_kl(ranks: Ranks, models: Path) -> None:
     """On one rank and on four; without the penalty the batch's own advantages would hold."""
     folder, batch = models / "deep-untied", step_batch(num_mini_batches=2)
     four = {"pipeline": 2, "data": 2, "tokens_per_micro_batch": 64}
@@ -171,9 +171,7 @@ def test_an_update_learns_from_rewards_that_paid(ranks: Ranks, models: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=FULL)])
-def test_the_first_kl_is_exactly_zero_and_leaves_the_first_update_as_it_is(
-    ranks: Ranks, models: Path, dtype: str
-) -> None:
+def test_first_kl_is_zero_and_changes_no_update(ranks: Ranks, models: Path, dtype: str) -> None:
     """Equal weights in equal shapes give equal bits; and the policy comes back bit by bit."""
     layout = {"tensor": 2, "pipeline": 2, "sequence": True, "tokens_per_micro_batch": 100}
     batch, folder = random_batch(RAGGED), models / "qwen2-tied"
@@ -188,7 +186,7 @@ def test_the_first_kl_is_exactly_zero_and_leaves_the_first_update_as_it_is(
     assert seen[2][0]["ratio_first_max_error"] == 0.0
 
 
-def test_what_a_reference_is_after_some_steps(ranks: Ranks, models: Path) -> None:
+def test_kinds_of_reference_after_some_steps(ranks: Ranks, models: Path) -> None:
     """Against the same in plain numbers from the policy's weights after each step."""
     batch, folder = random_batch(RAGGED, num_mini_batches=2), models / "qwen2-tied"
     for reference in (REFRESHED, AVERAGED):
@@ -205,7 +203,7 @@ def test_what_a_reference_is_after_some_steps(ranks: Ranks, models: Path) -> Non
             assert [result["kl"]["max"] == 0.0 for result, *_ in seen[1:]] == [True, False, True]
 
 
-def test_a_bf16_average_moves_by_less_than_a_rounding_step(ranks: Ranks, models: Path) -> None:
+def test_average_of_bf16_weights_keeps_small_changes(ranks: Ranks, models: Path) -> None:
     """Kept in bf16, an average that gives way by a hundredth a step would stand still."""
     slow = ReferenceConfig(kind="averaged", decay=0.99)
     batch, folder = random_batch(RAGGED), models / "qwen2-tied"
@@ -224,10 +222,10 @@ def test_a_bf16_average_moves_by_less_than_a_rounding_step(ranks: Ranks, models:
     [(AVERAGED, "bfloat16"), pytest.param(REFRESHED, "float32", marks=FULL)],
     ids=["averaged-bf16", "refreshed"],
 )
-def test_a_reference_goes_on_from_a_checkpoint_at_any_split(
+def test_reference_resumes_at_any_split(
     ranks: Ranks, models: Path, tmp_path: Path, reference: ReferenceConfig, dtype: str
 ) -> None:
-    """Made anew from the policy's weights, it would forget what it had been."""
+    """A reference rebuilt from the policy's weights would lose its history."""
     batch, folder = random_batch(RAGGED, num_mini_batches=2), models / "deep-tied"
     usual = {"reference": reference, "dtype": dtype}
     split = {"tensor": 2, "context": 2, **usual}
@@ -243,10 +241,8 @@ def test_a_reference_goes_on_from_a_checkpoint_at_any_split(
                 assert then[2][name].tobytes() == weight.tobytes(), name
 
 
-def test_a_fixed_reference_is_read_from_the_model_again(
-    ranks: Ranks, models: Path, tmp_path: Path
-) -> None:
-    """It is in no checkpoint; and another kind has nothing there to go on with."""
+def test_fixed_reference_is_read_from_the_model(ranks: Ranks, models: Path, tmp_path: Path) -> None:
+    """A fixed reference is in no checkpoint, so another kind cannot resume from it."""
     batch, folder = random_batch(RAGGED), models / "qwen2-tied"
     saving = partial(follow, save=(2, tmp_path / "saved"))
     seen = run(ranks, saving, folder, batch, 2, data=2)

@@ -1,4 +1,4 @@
-"""Routers that are told: the experts of a batch are taken over, and the split does not matter.
+"""Router replay: the experts of a batch are used, and the split does not matter.
 
 Catches choices that reach another token, layer or micro-batch than their own, most of all where a
 layer is computed a second time for the backward pass; routers that go on choosing; a reference
@@ -61,7 +61,7 @@ def reference(ranks: Ranks, models: Path, told: PackedBatch) -> Gradients:
 @pytest.mark.parametrize(
     "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in FURTHER)]
 )
-def test_layout_changes_neither_loss_nor_gradient(
+def test_layout_keeps_loss_and_gradient(
     ranks: Ranks, models: Path, told: PackedBatch, reference: Gradients, layout: str
 ) -> None:
     settings = {"aux_loss": AUX_LOSS, "router_replay": True, **(LAYOUTS | FURTHER)[layout]}
@@ -70,7 +70,7 @@ def test_layout_changes_neither_loss_nor_gradient(
     assert found.experts.max_load == reference.experts.max_load
 
 
-def test_routers_are_told_only_where_the_configuration_says_so(
+def test_experts_are_replayed_only_if_configured(
     ranks: Ranks, models: Path, told: PackedBatch
 ) -> None:
     folder = models / "qwen3-moe"
@@ -100,7 +100,7 @@ def _own_choices(rendezvous, settings, batch: PackedBatch) -> list[np.ndarray]:
     return [parts[list(micro_batch.members).index(i)] for i in range(batch.num_sequences)]
 
 
-def test_a_routers_own_choices_replayed_change_no_bit(ranks: Ranks, models: Path) -> None:
+def test_replaying_own_choices_changes_no_bit(ranks: Ranks, models: Path) -> None:
     """And a last token without experts has no part in anything that is learned from."""
     folder, batch = models / "qwen3-moe", random_batch(RAGGED)
     settings = settings_for(str(folder), tokens_per_micro_batch=100_000)
@@ -122,7 +122,7 @@ def _first_update(rendezvous, settings, batch: PackedBatch):
     return before, update(rank, batch, policy_version=0, step=1)
 
 
-def test_old_logprobs_and_updates_are_of_one_routing(
+def test_old_logprobs_and_updates_share_the_routing(
     ranks: Ranks, models: Path, told: PackedBatch
 ) -> None:
     """And a reference policy with the same weights is of another: it routes for itself."""
@@ -140,7 +140,7 @@ def test_old_logprobs_and_updates_are_of_one_routing(
     assert update.kl.max > 0.0
 
 
-def test_choices_of_another_model_are_refused_by_name(models: Path, told: PackedBatch) -> None:
+def test_experts_of_another_model_are_refused(models: Path, told: PackedBatch) -> None:
     from megadapo.trainer.model.router_replay import check_choices
 
     model = describe_model(read_hf_config(models / "qwen3-moe"))
@@ -161,7 +161,7 @@ def test_choices_of_another_model_are_refused_by_name(models: Path, told: Packed
             check_choices(replace(told, experts=experts), model)
 
 
-def test_megatron_asks_for_experts_as_it_is_answered() -> None:
+def test_megatrons_replay_interface() -> None:
     """The hook is not among what megatron-core documents."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 

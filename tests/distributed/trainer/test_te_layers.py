@@ -53,7 +53,7 @@ def _compare(rank: int, ports: dict[str, int], models: str, answers: str) -> Non
 
 @pytest.fixture(scope="module")
 def answers(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of both ranks, by model."""
+    """Results of both ranks, by model."""
     folder = tmp_path_factory.mktemp("answers")
     with ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in SPLITS]
@@ -64,9 +64,7 @@ def answers(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
 
 @pytest.mark.parametrize("model", SPLITS)
-def test_layers_of_a_gpu_compute_what_those_of_a_cpu_do(
-    answers: list[dict[str, Any]], model: str
-) -> None:
+def test_gpu_layers_equal_cpu_layers(answers: list[dict[str, Any]], model: str) -> None:
     for answer in answers:
         found = answer[model]
         assert "tests.support.trainer.te_stand_in" in found["layers"]
@@ -74,14 +72,12 @@ def test_layers_of_a_gpu_compute_what_those_of_a_cpu_do(
 
 
 @pytest.mark.parametrize("model", SPLITS)
-def test_marks_by_which_gradients_are_added_up_are_the_same(
-    answers: list[dict[str, Any]], model: str
-) -> None:
+def test_gradient_marks_are_the_same(answers: list[dict[str, Any]], model: str) -> None:
     for answer in answers:
         local, of_te = answer[model]["marks"]
         assert of_te == local
 
 
-def test_a_checkpoint_keeps_the_layers_of_a_gpu(answers: list[dict[str, Any]]) -> None:
+def test_checkpoint_of_gpu_layers(answers: list[dict[str, Any]]) -> None:
     """They have a state beside their weights, and experts are one layer of many."""
     assert [answer[SAVED]["kept"] for answer in answers] == [True, True]

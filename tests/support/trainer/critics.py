@@ -1,4 +1,4 @@
-"""What tests let a trainer rank's critic do and report; runs inside the trainer processes."""
+"""Actions of a rank's critic for tests; they run inside the trainer processes."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def set_head(critic: Critic) -> None:
 
 
 def definition(folder: Path, batch: PackedBatch) -> dict[str, Any]:
-    """What `observe` must find, on a transformers model one sequence at a time in fp64."""
+    """Compute the expected result of `observe` with a transformers model in fp64."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).model
     head = torch.from_numpy(head_weight(model.config.hidden_size)).double().requires_grad_()
     edges = batch.cu_seqlens.tolist()

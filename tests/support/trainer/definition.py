@@ -90,7 +90,7 @@ def batch_logprobs(folder: Path, batch: PackedBatch, dtype: torch.dtype) -> np.n
 def loss_and_gradients(
     folder: Path, batch: PackedBatch, importance: ImportanceConfig | None = None
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """Of the first mini-batch, with old log-probs 0.15 sin(t) above the present ones."""
+    """Loss and gradients of the first mini-batch, with old log-probs shifted by 0.15 sin(t)."""
     importance = importance or ImportanceConfig()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so little work is several times slower on threads that wait

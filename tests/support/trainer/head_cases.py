@@ -162,7 +162,7 @@ def loss_error(got: Tensor, case: HeadCase, expected: HeadReference) -> float:
 
 
 def clip_counts(case: HeadCase, logprobs: Tensor) -> tuple[int, int]:
-    """How many tokens are clipped low and high, by the paper's definition."""
+    """Return how many tokens the paper's definition clips low and high."""
     kwargs, objective = case.kwargs, case.kwargs["objective"]
     ratio = (logprobs.double() - kwargs["logprobs_old"].double()).exp()
     chosen = kwargs["loss_weights"] != 0

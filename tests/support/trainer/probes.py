@@ -1,4 +1,4 @@
-"""What tests let a trainer rank do and report; runs inside the trainer processes."""
+"""Actions of a trainer rank for tests; they run inside the trainer processes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of one mini-batch, with old log-probs a little off so that ratios differ from 1."""
+    """Gradients of one mini-batch, with shifted old log-probs so that ratios differ from 1."""
 
     loss: float
     by_name: dict[str, np.ndarray]
     """Full gradients under their Hugging Face names."""
     grad_norm: float
     sizes: tuple[float, float]
-    """Of the policy term's gradient over the log-probs: of positive tokens, and of all."""
+    """Size of the policy term's gradient over the log-probs: positive tokens, and all."""
     experts: ExpertResult = ExpertResult()
 
 
@@ -142,7 +142,7 @@ def gradients_under(
     old: list[OldPolicy],
     pretraining: Sequence[MicroBatch] = (),
 ) -> Gradients:
-    """Loss and full gradients of one mini-batch, held against `old`, with its texts."""
+    """Return loss and full gradients of one mini-batch with the old policies `old`."""
     from megadapo.trainer.update.step import compute_gradients
 
     # megatron-core learns in the first pass what to wait for, and overlaps from the second on
@@ -270,7 +270,7 @@ def updates_with_texts(
 def recorded_update(
     rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, sequences: list[int]
 ) -> RankUpdate:
-    """What a step remembers of some sequences, on every rank."""
+    """Return the recorded tokens of some sequences, on every rank."""
     from megadapo.trainer.update.measure import UpdateRecorder
 
     rank = build(rendezvous, settings)

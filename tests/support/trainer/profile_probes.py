@@ -1,4 +1,4 @@
-"""What tests of profiles let a trainer rank do; runs inside the trainer processes."""
+"""Actions of a trainer rank for tests of profiles; they run inside the trainer processes."""
 
 from __future__ import annotations
 

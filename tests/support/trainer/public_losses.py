@@ -1,4 +1,4 @@
-"""What TRL and verl make of fixed inputs: run in an environment of theirs, it writes JSON.
+"""Losses of TRL and verl for fixed inputs: run it in their environment, it writes JSON.
 
     python tests/support/trainer/public_losses.py trl > tests/unit/algorithm/public_trl.json
     python tests/support/trainer/public_losses.py verl > tests/unit/algorithm/public_verl.json

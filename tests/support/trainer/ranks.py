@@ -57,9 +57,9 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Results by rank; an error on any rank is raised here with its traceback.
+        """Return results by rank; an error on any rank is raised here with its traceback.
 
-        The processes start anew after whatever went wrong, a test's time limit included.
+        The processes restart after any error, also after a test's time limit.
         """
         try:
             return self._run(world_size, function, args)
@@ -105,7 +105,7 @@ class Ranks:
             ) from None
 
     def close(self) -> None:
-        """End the processes, whatever they are doing."""
+        """End the processes at once."""
         for process in self._processes:
             # a checkpoint's writer leaves a server process behind, which nobody else would end
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""What tests let a trainer rank do with a reference policy; runs inside the trainer processes."""
+"""Actions of a rank's reference policy for tests; they run inside the trainer processes."""
 
 from __future__ import annotations
 

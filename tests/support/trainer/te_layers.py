@@ -34,7 +34,7 @@ from megadapo.weights.layout.layout import ModelLayout
 from tests.support.trainer.batches import VOCAB_SIZE
 
 MARKS = {"sequence_parallel": False, "tensor_model_parallel": False, "allreduce": True}
-"""By which megatron-core adds gradients and their norm up, and what it takes for none."""
+"""Marks by which megatron-core sums gradients and norms, with their defaults."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Built:
     chunk: Any
     packed: Any
     parameters: dict[str, Tensor]
-    """By the name that the layout has for it."""
+    """Gradients by the layout's names."""
 
     def run(self, tokens: Tensor) -> dict[str, Tensor]:
         """Last hidden states and the gradients of their weighted sum, by parameter."""
@@ -63,7 +63,7 @@ class Built:
         return {"hidden": hidden} | {name: one.grad for name, one in of_layers.items()}
 
     def marks(self) -> dict[str, list[bool]]:
-        """Which of MARKS each parameter has."""
+        """Return the MARKS of each parameter."""
         return {
             name: [getattr(one, mark, none) for mark, none in MARKS.items()]
             for name, one in sorted(self.parameters.items())
@@ -119,9 +119,9 @@ def compare(
     lengths: list[int],
     checkpoint: Path | None,
 ) -> dict[str, Any]:
-    """How far the two differ on one of two ranks, and how they are marked.
+    """Return the difference of the two on one of two ranks, and their marks.
 
-    `checkpoint`: where a model of Transformer Engine's layers is saved to, if at all.
+    `checkpoint`: folder for a checkpoint of Transformer Engine's layers.
     """
     trainer = TrainerConfig(**split)
     join_groups(place, trainer, None, seed=0)

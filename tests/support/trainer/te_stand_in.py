@@ -39,7 +39,7 @@ def called_as(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class _Layer(torch.nn.Module):
-    """What all layers with weights have in common."""
+    """A base of all layers with weights."""
 
     fp8 = fp8_calibration = False
 
@@ -48,14 +48,14 @@ class _Layer(torch.nn.Module):
         self.fp8_meta = {"fp8_checkpoint": False}
 
     def get_extra_state(self) -> Tensor:
-        """Nothing, as without FP8."""
+        """Return no state, as without FP8."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
         """There is nothing to set."""
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """There is none."""
+        """Return no extra state."""
 
     def _split(
         self, in_features: int, out_features: int, parallel_mode: str | None, tp_size: int
@@ -258,7 +258,7 @@ class DotProductAttention(torch.nn.Module):
 
 
 def _places(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
-    """Which tokens of the whole sequences a context-parallel rank has, by megatron-core."""
+    """Return megatron-core's indices of a context-parallel rank's tokens."""
     from megatron.core.models.common.embeddings import rope_utils
 
     own = [
@@ -359,7 +359,7 @@ def moe_sort_chunks_by_index_with_probs(
 
 
 def _unused(*names: str) -> tuple[type, ...]:
-    """What is imported or derived from, and never made or called."""
+    """A class that is imported or derived from, but never used."""
     return tuple(type(name, (), {}) for name in names)
 
 
@@ -389,7 +389,7 @@ _MODULES: dict[str, tuple[object, ...]] = {
         moe_unpermute,
     ),
 }
-"""Where Transformer Engine has what megatron-core imports; the rest counts as an older version's
+"""Import paths of Transformer Engine that megatron-core uses; others count as an older version's
 or a missing extra."""
 
 

@@ -1,4 +1,4 @@
-"""What a trainer rank on a GPU is started with, and what it refuses to work without."""
+"""The environment of a trainer rank on a GPU, and its requirements."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megadapo.trainer.worker import require_cuda
 from tests.support.rollout.engine_specs import engine_spec
 
 
-def test_a_rank_without_its_gpu_does_not_fall_back_to_the_cpu() -> None:
+def test_missing_gpu_is_an_error() -> None:
     """Catches a broken driver that turns a run on GPUs into a very slow one."""
     with pytest.raises(InfraError, match=r"finds no GPU .*cluster.device"):
         require_cuda()
 
 
-def test_a_broken_transformer_engine_does_not_fall_back_to_local_layers(
+def test_broken_transformer_engine_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Catches other layers, in other precision and memory, than the recipe was made for."""
@@ -31,7 +31,7 @@ def test_a_broken_transformer_engine_does_not_fall_back_to_local_layers(
         require_cuda()
 
 
-def test_a_gpu_without_packed_attention_needs_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_gpu_needs_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an A100 whose attention holds the square of a micro-batch's tokens in memory."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))

@@ -46,7 +46,7 @@ def test_warm_up_is_linear_over_rollout_steps_and_never_zero() -> None:
     assert optimizer.lr_at(20) == optimizer.lr_at(21) == optimizer.lr_at(10_000) == 1e-6
 
 
-def test_without_warm_up_the_first_step_has_the_full_rate() -> None:
+def test_no_warm_up_starts_at_the_full_rate() -> None:
     assert OptimizerConfig(lr=3e-4, warmup_steps=0).lr_at(1) == 3e-4
 
 
@@ -118,7 +118,7 @@ def test_layouts_that_divide_the_model_pass(tensor: int, pipeline: int) -> None:
     validate_model_layout(describe_model(QWEN_7B), trainer)
 
 
-def test_a_layout_that_does_not_divide_names_every_key_and_what_fits() -> None:
+def test_impossible_layout_names_every_key_and_sizes_that_fit() -> None:
     trainer = TrainerConfig(tensor_parallel=8, pipeline_parallel=3)
     with pytest.raises(ConfigError) as caught:
         validate_model_layout(describe_model(QWEN_7B), trainer)
@@ -133,7 +133,7 @@ def test_a_layout_that_does_not_divide_names_every_key_and_what_fits() -> None:
     assert "1, 2, 4, 7, 14, 28" in message
 
 
-def test_a_model_without_key_value_heads_has_as_many_as_query_heads() -> None:
+def test_key_value_heads_default_to_query_heads() -> None:
     config = {key: value for key, value in QWEN_7B.items() if key != "num_key_value_heads"}
     validate_model_layout(describe_model(config), TrainerConfig(tensor_parallel=4))
     with pytest.raises(ConfigError, match="num_key_value_heads = 28"):
@@ -170,7 +170,7 @@ def test_driver_side_modules_load_neither_torch_nor_megatron() -> None:
         ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'"),
     ],
 )
-def test_what_the_trainer_would_compute_wrongly_is_refused(changes: dict, key: str) -> None:
+def test_unsupported_models_are_refused(changes: dict, key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         validate_model_layout(describe_model(QWEN_7B | changes), TrainerConfig())
 
@@ -207,16 +207,14 @@ def test_experts_are_spread_over_the_ranks_of_a_stage(split: dict) -> None:
         ({"num_experts_per_tok": 200}, {}, "model.path: num_experts_per_tok = 200"),
     ],
 )
-def test_a_split_that_experts_do_not_allow_names_its_key(
-    model: dict, split: dict, message: str
-) -> None:
+def test_impossible_expert_split_names_its_key(model: dict, split: dict, message: str) -> None:
     config = model if model is QWEN_7B else QWEN_30B_A3B | model
     trainer = TrainerConfig(data_parallel=8, **split)
     with pytest.raises(ConfigError, match=message):
         validate_model_layout(describe_model(config), trainer)
 
 
-def test_a_window_that_is_turned_off_is_no_window() -> None:
+def test_disabled_sliding_window_is_accepted() -> None:
     """Published Qwen2.5 files say sliding_window = 131072, use_sliding_window = false."""
     config = QWEN_7B | {"sliding_window": 131072, "use_sliding_window": False}
     validate_model_layout(describe_model(config), TrainerConfig())

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each context-parallel rank has.
+"""The tokens of a sequence on each context-parallel rank.
 
 Catches tokens that two ranks have or none, an order that is not Transformer Engine's, and ranks
 that have more to attend to than others.
@@ -19,14 +19,14 @@ def parts(size: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_every_token_is_on_one_rank_and_all_have_as_many(size: int) -> None:
+def test_tokens_are_divided_evenly_over_ranks(size: int) -> None:
     found = parts(size)
     assert sorted(np.concatenate(found).tolist()) == list(range(sum(LENGTHS)))
     assert {len(places) for places in found} == {sum(LENGTHS) // size}
     assert all((np.diff(places) > 0).all() for places in found)
 
 
-def test_chunks_are_those_of_transformer_engine() -> None:
+def test_chunks_equal_transformer_engines() -> None:
     """Its attention and Megatron's rotary embedding compute positions from the rank alone."""
     assert ContextPart(0, 2).places([8, 4]).tolist() == [0, 1, 6, 7, 8, 11]
     assert ContextPart(1, 2).places([8, 4]).tolist() == [2, 3, 4, 5, 9, 10]

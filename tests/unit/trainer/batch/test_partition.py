@@ -46,8 +46,8 @@ def test_ranks_run_the_same_number_of_micro_batches(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", RNG_SEEDS)
-def test_micro_batches_come_in_whole_groups_for_an_interleaved_pipeline(seed: int) -> None:
-    """Nothing is lost by the filling up, and it is less than a group."""
+def test_interleaved_pipeline_gets_a_multiple_of_its_stages(seed: int) -> None:
+    """Padding loses no sequence, and adds less than a group."""
     lengths, num_ranks, budget = random_case(seed)
     sizes = {"num_ranks": num_ranks, "token_budget": budget, "hidden_size": 64}
     needed = len(partition(lengths, **sizes)[0])
@@ -58,12 +58,12 @@ def test_micro_batches_come_in_whole_groups_for_an_interleaved_pipeline(seed: in
     assert placed == list(range(len(lengths)))
 
 
-def test_no_sequences_still_give_every_rank_one_empty_micro_batch() -> None:
+def test_without_sequences_each_rank_has_an_empty_micro_batch() -> None:
     assert partition([], num_ranks=2, token_budget=8, hidden_size=4) == [[[]], [[]]]
 
 
-def test_ranks_get_even_cost_although_one_sequence_is_long() -> None:
-    """By count, rank 0 would get the long sequence and half of the others as well."""
+def test_ranks_get_even_cost_with_one_long_sequence() -> None:
+    """Balanced by count, rank 0 would get the long sequence and half of the others."""
     lengths = [1000] + [100] * 10
     costs = [sequence_cost(length, 4096) for length in lengths]
     shares = balance(range(11), costs, 2)
@@ -72,58 +72,58 @@ def test_ranks_get_even_cost_although_one_sequence_is_long() -> None:
     assert [0] in shares
 
 
-def test_attention_makes_a_long_sequence_dearer_than_its_tokens() -> None:
+def test_long_sequences_cost_more_per_token() -> None:
     hidden_size = 64
     assert sequence_cost(10_000, hidden_size) > 10 * sequence_cost(1_000, hidden_size)
     assert sequence_cost(10, 8192) == pytest.approx(10, rel=1e-3)
 
 
-def test_attention_costs_as_much_as_the_matrices_at_twelve_hidden_sizes() -> None:
+def test_attention_costs_as_much_as_matrices_at_12_hidden_sizes() -> None:
     """The weight of the two parts decides what an even share is."""
     assert sequence_cost(12 * 64, 64) == 2 * 12 * 64
 
 
-def test_the_dearest_go_first_wherever_they_stand() -> None:
+def test_most_expensive_items_go_first() -> None:
     """In their own order the last, long one would come on top of half of the others."""
     assert balance(range(5), [1.0, 1.0, 1.0, 1.0, 4.0], 2) == [[4], [0, 1, 2, 3]]
     assert first_fit(range(4), [30, 30, 50, 50], 80) == [[0, 2], [1, 3]]
 
 
-def test_a_micro_batch_may_be_full_and_a_lone_sequence_may_exceed_the_budget() -> None:
+def test_micro_batch_may_be_full_and_one_sequence_may_exceed_it() -> None:
     """In both the even split holds; the tight packing, which would come else, is another."""
     sizes = {"num_ranks": 1, "token_budget": 60, "hidden_size": 4096, "multiple_of": 3}
     assert partition([30, 30, 30, 30], **sizes) == [[[0, 3], [1], [2]]]
     assert partition([90, 30, 20, 10, 5], **sizes) == [[[0], [1], [2, 3, 4]]]
 
 
-def test_packing_is_no_worse_than_the_bound_of_first_fit_decreasing() -> None:
+def test_packing_keeps_the_bound_of_first_fit_decreasing() -> None:
     rng = random.Random(0)
     lengths = [rng.randrange(1, 101) for _ in range(200)]
     bins = first_fit(range(200), lengths, 100)
     assert len(bins) <= 11 / 9 * (sum(lengths) / 100) + 2
 
 
-def test_micro_batches_are_evened_out_within_the_budget() -> None:
+def test_micro_batches_are_balanced_within_the_budget() -> None:
     """First-fit leaves one full and one nearly empty; pipeline stages would wait for it."""
     shares = partition([50, 30, 10, 10, 5], num_ranks=1, token_budget=100, hidden_size=4096)
     tokens = sorted(sum([50, 30, 10, 10, 5][i] for i in members) for members in shares[0])
     assert tokens == [50, 55]
 
 
-def test_an_even_split_above_the_budget_is_not_taken() -> None:
+def test_balanced_split_above_the_budget_is_rejected() -> None:
     """60 + 60 tokens fit; dearest first to the lightest bin would give 70 and 50."""
     shares = partition([30, 30, 20, 20, 20], num_ranks=1, token_budget=60, hidden_size=4096)
     assert shares == [[[0, 1], [2, 3, 4]]]
 
 
-def test_the_tight_packing_is_filled_up_with_empty_micro_batches() -> None:
+def test_tight_packing_is_padded_with_empty_micro_batches() -> None:
     """Attention makes the seven long ones so dear that all short ones would share one, 70 long."""
     lengths = [50] * 7 + [10] * 7
     (share,) = partition(lengths, num_ranks=1, token_budget=60, hidden_size=1, multiple_of=2)
     assert share == [[index, index + 7] for index in range(7)] + [[]]
 
 
-def test_partition_does_not_depend_on_anything_but_its_arguments() -> None:
+def test_partition_depends_on_its_arguments_only() -> None:
     lengths, _, _ = random_case(7)
     first = partition(lengths, num_ranks=3, token_budget=400, hidden_size=64)
     assert first == partition(list(lengths), num_ranks=3, token_budget=400, hidden_size=64)

@@ -16,7 +16,7 @@ def _sums(values: np.ndarray, returns: np.ndarray, **others: float) -> CriticSum
     return sums
 
 
-def test_statistics_of_parts_are_those_of_the_whole() -> None:
+def test_statistics_of_parts_equal_the_whole() -> None:
     rng = np.random.default_rng(0)
     returns = rng.normal(0.4, 1.0, 60)
     values = 0.5 * returns + rng.normal(0.0, 0.3, 60)
@@ -33,7 +33,7 @@ def test_statistics_of_parts_are_those_of_the_whole() -> None:
     assert (result.grad_norm, result.skipped_updates) == (1.5, 1)
 
 
-def test_nothing_is_explained_of_returns_that_are_all_the_same() -> None:
+def test_equal_returns_have_no_explained_variance() -> None:
     """Rounding over rounding would be a share of any size."""
     parts = [_sums(np.linspace(-1, 1, 7), np.full(7, 0.1))] * 3
     assert summarize_critic(parts, grad_norms=[], lr=0.1).explained_variance is None

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds, and the splits that cannot be."""
+"""The layers of each pipeline stage, and impossible splits."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ def test_one_stage_holds_every_layer() -> None:
     assert layers_of_stages(3, TrainerConfig()) == [(0, 1, 2)]
 
 
-def test_one_other_stage_takes_whatever_the_ends_leave() -> None:
-    """A lone stage between the ends, or beside one, has nobody to share with: any rest fits."""
+def test_one_middle_stage_takes_the_remaining_layers() -> None:
+    """A single stage between the ends, or beside one, takes any remaining layers."""
     trainer = TrainerConfig(pipeline_parallel=2, last_stage_layers=2)
     assert layers_of_stages(5, trainer) == [(0, 1, 2), (3, 4)]
     trainer = TrainerConfig(pipeline_parallel=3, first_stage_layers=1, last_stage_layers=1)
     assert layers_of_stages(5, trainer) == [(0,), (1, 2, 3), (4,)]
 
 
-def test_two_stages_may_both_be_given_unless_they_are_interleaved() -> None:
+def test_two_stage_sizes_may_be_given_unless_interleaved() -> None:
     """Refused with virtual stages only, which is what megatron-core cannot divide."""
     ends = {"pipeline_parallel": 2, "first_stage_layers": 2, "last_stage_layers": 4}
     assert layers_of_stages(6, TrainerConfig(**ends)) == [(0, 1), (2, 3, 4, 5)]
@@ -119,7 +119,7 @@ def test_every_accepted_split_holds_every_layer_once(num_layers: int) -> None:
 
 
 @pytest.mark.parametrize("num_layers", range(2, 13))
-def test_megatron_builds_every_accepted_split_in_the_same_way(num_layers: int) -> None:
+def test_megatron_builds_every_accepted_split_alike(num_layers: int) -> None:
     """A split that megatron-core cuts otherwise, or cannot cut, would end every rank."""
     for trainer in accepted_splits(num_layers):
         config = transformer_config(model_of(num_layers), trainer, dtype=torch.bfloat16)
@@ -164,7 +164,7 @@ def test_megatron_builds_every_accepted_split_in_the_same_way(num_layers: int) -
         (4, {"pipeline_parallel": 3, "last_stage_layers": 9}, ["-5 layers are left"]),
     ],
 )
-def test_a_split_that_cannot_be_names_its_keys(
+def test_impossible_split_names_its_keys(
     num_layers: int, split: dict[str, int], parts: list[str]
 ) -> None:
     message = refusal(num_layers, **split)

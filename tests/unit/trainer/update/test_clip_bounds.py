@@ -1,4 +1,4 @@
-"""Which tokens BAPO's search is over, and how much each of them counts."""
+"""The tokens of BAPO's search, and the weight of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _micro_batch() -> MicroBatch:
     return builder.build(batch, np.arange(3), predicted=predicted, policy_version=0)
 
 
-def test_a_token_counts_as_much_as_its_importance_weight_makes_it() -> None:
+def test_tokens_count_by_their_importance_weight() -> None:
     """A search over tokens that the update masks, or halves, finds bounds for another loss."""
     micro_batch = _micro_batch()
     rows = micro_batch.rows

@@ -43,12 +43,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
 
 
-def test_nothing_is_asked_for_where_nothing_leaves() -> None:
+def test_no_offload_options_by_default() -> None:
     assert cpu_offload_options(OptimizerConfig()) == {}
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_weights_on_both_sides_are_updated_as_adam_does(gpu: None, fraction: float) -> None:
+def test_hybrid_optimizer_updates_like_adam(gpu: None, fraction: float) -> None:
     from megatron.core.optimizer import HybridDeviceOptimizer
     from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 

@@ -47,7 +47,7 @@ def test_means_are_over_tokens_not_over_mini_batches() -> None:
     assert result.loss == pytest.approx(2.0)
 
 
-def test_the_ratio_error_is_that_of_the_first_mini_batch_only() -> None:
+def test_ratio_error_is_of_the_first_mini_batch() -> None:
     """Later ones see other weights; their ratio is meant to differ from 1."""
     result = step_of([sums(max_ratio_error=0.0), sums(max_ratio_error=0.3)])
     assert result.ratio_first_max_error == 0.0
@@ -55,14 +55,14 @@ def test_the_ratio_error_is_that_of_the_first_mini_batch_only() -> None:
     assert result.ratio_first_max_error == 1e-7
 
 
-def test_parity_takes_the_mean_over_compared_tokens_and_the_largest_of_all() -> None:
+def test_parity_mean_is_over_compared_tokens() -> None:
     result = step_of([sums(), sums(num_compared=0.0, logprob_difference=0.0)])
     assert result.logprob_abs_mean == pytest.approx(0.25)
     result = step_of([sums(max_logprob_difference=0.1), sums(max_logprob_difference=0.7)])
     assert result.logprob_abs_max == 0.7
 
 
-def test_staleness_is_over_tokens_and_shares_are_of_the_weighted_ones() -> None:
+def test_staleness_is_over_tokens_and_shares_over_weighted_tokens() -> None:
     stale = sums(num_stale=3.0, logprob_drift=0.6, max_logprob_drift=0.3, num_weighted=4.0)
     more = sums(num_stale=1.0, logprob_drift=0.6, max_logprob_drift=0.6, num_outside=1.0)
     gaps = np.array([0, 0, 0, 0, 1, 1, 3, 3])
@@ -75,7 +75,7 @@ def test_staleness_is_over_tokens_and_shares_are_of_the_weighted_ones() -> None:
     assert (found.weight_truncated_share, found.weight_masked_share) == (0.0, 0.25)
 
 
-def test_a_step_without_stale_or_probed_tokens_has_no_drift_and_no_causes() -> None:
+def test_no_drift_without_stale_or_probed_tokens() -> None:
     """0.0 would read as an engine that agrees to the last bit."""
     result = step_of([sums()])
     assert result.staleness.token_share == 0.0 and result.staleness.logprob_drift_max is None
@@ -85,7 +85,7 @@ def test_a_step_without_stale_or_probed_tokens_has_no_drift_and_no_causes() -> N
     assert set(vars(nothing).values()) == {None}
 
 
-def test_what_was_not_measured_is_nan_not_zero() -> None:
+def test_unmeasured_numbers_are_nan() -> None:
     """0.0 would read as perfect parity, or as a vanished gradient."""
     nothing = sums(num_tokens=0.0, num_compared=0.0, max_logprob_difference=0.0)
     result = step_of([nothing], grad_norms=[])
@@ -95,7 +95,7 @@ def test_what_was_not_measured_is_nan_not_zero() -> None:
 
 
 def test_searched_bounds_are_means_and_the_smallest_share() -> None:
-    """Of an update without a token there is no share; where nothing is searched, no bound."""
+    """Updates without tokens have no share, and steps without a search have no bounds."""
 
     def found(high: float, before: float, share: float) -> BapoBounds:
         return BapoBounds(low=0.6, high=high, share_before=before, share=share)
