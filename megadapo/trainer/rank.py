@@ -126,10 +126,7 @@ class TrainerRank(TrainedModel):
         models = [self] if self.critic is None else [self, self.critic]
         self.offload = Offload(settings.trainer.offload, models, self.device)
         self.offload.evict(*BETWEEN_UPDATES)
-        shards = (self.parameters, self.layout, self.position, torch.distributed.get_rank())
-        weights_of = self.offload.weights_of
-        self.weight_sender = WeightSender(*shards, present=weights_of)
-        self.pinned_sender = PinnedWeightSender(*shards, present=weights_of)
+        self._add_senders()
         self.splitter = MicroBatchSplitter(
             MicroBatchBuilder(
                 inverse_frequencies=rotary_of_own_layers(self.model),
@@ -141,6 +138,12 @@ class TrainerRank(TrainedModel):
             hidden_size=self.layout.shape.hidden_size,
             device=self.device,
         )
+
+    def _add_senders(self) -> None:
+        shards = (self.parameters, self.layout, self.position, torch.distributed.get_rank())
+        weights_of = self.offload.weights_of
+        self.weight_sender = WeightSender(*shards, present=weights_of)
+        self.pinned_sender = PinnedWeightSender(*shards, present=weights_of)
 
     def _set_weights(self) -> None:
         """Set the first weights, unless a checkpoint replaces them and no reference needs them."""
@@ -161,12 +164,13 @@ class TrainerRank(TrainedModel):
         """Train on all mini-batches of one rollout step; return the same numbers on every rank.
 
         Old log-probs of the whole batch are computed before the first update, in the same
-        micro-batches as the updates.
-
-        Args:
-            recorder: collects what this rank computes.
+        micro-batches as the updates. The recorder collects the numbers of this rank.
         """
-        batch, importance = request.batch, self.settings.importance
+        batch, version, importance = (
+            request.batch,
+            request.policy_version,
+            self.settings.importance,
+        )
         recorder = recorder or UpdateRecorder(batch, ())
         self.check_experts(batch)
         self.offload.load("parameters")
@@ -175,11 +179,9 @@ class TrainerRank(TrainedModel):
         if kl_coef is None:
             kl_coef = self.settings.objective.kl_reward_coef
         trained, num_dropped = trained_tokens(batch)
-        gaps = version_gaps(batch, request.policy_version)
+        gaps = version_gaps(batch, version)
         predicted = trained & (gaps == 0) if importance.stale_logprobs == "none" else trained
-        split = self.splitter.split(
-            batch, predicted=predicted, policy_version=request.policy_version
-        )
+        split = self.splitter.split(batch, predicted=predicted, policy_version=version)
         with self.experts.counted():
             old = [self._old_policies(mini_batch, recorder) for mini_batch in split]
         probe = probe_shape(
@@ -192,21 +194,16 @@ class TrainerRank(TrainedModel):
             critic = CriticStep(self.critic, split, old, request.step, kl_coef=kl_coef)
             old = critic.old
         search = self.bound_search()
-        critic_config = self.settings.critic
-        trains_policy = critic_config is None or request.step > critic_config.warmup
-        lr = self.settings.trainer.optimizer.lr_at(request.step) if trains_policy else None
         reduced, grad_norms = self._apply_updates(
-            request, split, old, lr=lr, probe=probe, critic=critic, search=search, recorder=recorder
+            request, split, old, probe=probe, critic=critic, search=search, recorder=recorder
         )
-        if self.reference is not None:
-            self.reference.follow(request.step)
         critic_result = None if critic is None else critic.result()
         self.offload.evict(*BETWEEN_UPDATES)
         return summarize(
             reduced,
             grad_norms=grad_norms,
             num_dropped_tokens=num_dropped,
-            lr=lr or 0.0,
+            lr=self.settings.lr_at(request.step) or 0.0,
             version_gaps=gaps[trained],
             importance=importance,
             bounds=search.found,
@@ -244,7 +241,6 @@ class TrainerRank(TrainedModel):
         split: Sequence[MiniBatch],
         old: Sequence[list[OldPolicy]],
         *,
-        lr: float | None,
         probe: ShapeProbe,
         critic: CriticStep | None,
         search: BoundSearch,
@@ -258,6 +254,7 @@ class TrainerRank(TrainedModel):
         pretraining: Sequence[Sequence[MicroBatch]] = [()] * len(split)
         if request.pretraining is not None:
             pretraining = self.splitter.split_responses(request.pretraining)
+        lr = self.settings.lr_at(request.step)
         lengths = np.diff(request.batch.cu_seqlens)
         reduced, grad_norms = [], []
         self.offload.load(*BETWEEN_UPDATES)
@@ -286,6 +283,8 @@ class TrainerRank(TrainedModel):
             report_progress()
         # saves, exports and weight updates read the weights after this
         gather_weights_now(self.chunks)
+        if self.reference is not None:
+            self.reference.follow(request.step)
         return reduced, grad_norms
 
     def logprobs(self, batch: PackedBatch) -> np.ndarray | None:

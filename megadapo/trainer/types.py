@@ -40,6 +40,12 @@ class TrainerSettings:
     discount: float = 1.0
     gae_lambda: float = 1.0
 
+    def lr_at(self, step: int) -> float | None:
+        """Return the policy's learning rate; None while only the critic is trained."""
+        if self.critic is not None and step <= self.critic.warmup:
+            return None
+        return self.trainer.optimizer.lr_at(step)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
