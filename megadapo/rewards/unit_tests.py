@@ -51,7 +51,7 @@ def read_tests(gold: object) -> UnitTests:
 
 
 def program_of(response: str) -> str | None:
-    """Return the last fenced block of Python in a response; None if there is none."""
+    """Return the last fenced block of Python in a response; None without one."""
     fenced = _FENCED.findall(response)
     return fenced[-1] if fenced else None
 

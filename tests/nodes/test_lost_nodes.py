@@ -39,7 +39,7 @@ def other(lan: Network, shared: Path) -> Machine:
 @pytest.mark.parametrize(
     "part,fault", [("rollout", "die"), ("train", "die"), ("sync", "die"), ("train", "unplug")]
 )
-def test_a_lost_node_is_named_and_the_run_goes_on_when_it_is_back(
+def test_lost_node_is_named_and_run_continues_when_it_returns(
     lan: Network, shared: Path, other: Machine, part: str, fault: str
 ) -> None:
     """Catches a run that waits for the dead, an error that names a socket in place of a node, and

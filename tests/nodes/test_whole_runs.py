@@ -21,7 +21,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_over_two_nodes_does_its_steps(lan: Network, shared: Path, layout: str) -> None:
+def test_run_over_two_nodes_completes(lan: Network, shared: Path, layout: str) -> None:
     """Catches what is looked for at the wrong address, in another node's memory, or in the folder
     where a node's Ray began."""
     folder = shared / layout.replace(" ", "-")
@@ -31,7 +31,7 @@ def test_a_run_over_two_nodes_does_its_steps(lan: Network, shared: Path, layout:
     assert read_status(folder).state == "finished"
 
 
-def test_a_node_without_the_runs_folder_is_refused_by_name(lan: Network, shared: Path) -> None:
+def test_node_without_run_folder_is_named(lan: Network, shared: Path) -> None:
     """Catches a checkpoint of which another node's part lies on that node's disk."""
     third = lan.boot(3, [])
     try:

@@ -138,7 +138,7 @@ class RayDaemonWatch:
             self._end(self._problem)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop both threads."""
         self._closed.set()
 
     def _keep_pinging(self) -> None:

@@ -43,7 +43,7 @@ class Lost:
     kind: Literal["timeout", "crash", "skipped", "closed"]
     """skipped: no time was left; closed: the pool is closing."""
     detail: str = ""
-    """How the process ended, if it did."""
+    """Signal or exit code of the process, if it ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Program:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the program, as JSON values."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables to pass on, in addition to those that Python needs."""
+    """Variables to pass on, besides the variables of Python itself."""
 
     def cannot_start(self, reason: str) -> str:
         """Return the message of a worker that does not get ready."""
@@ -215,7 +215,7 @@ class ProcessPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Pids of the workers, including those that are starting."""
+        """Pids of the workers, starting ones included."""
         return [worker.process_id for worker in self._workers]
 
     def run(

@@ -1,4 +1,4 @@
-"""Starts a training again after failures that a new start can mend, and only after those."""
+"""Restarts a training after failures that a restart can fix."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from megadapo.run.state.status import Status, read_status
 from megadapo.run.state.stop import SIGNALS
 
 RESTARTED = (InfraError.exit_code, RunInterruptedError.exit_code)
-"""Exit codes after which the same run may do better: failed processes, and preemption."""
+"""Exit codes that a restart can fix: failed processes, and preemption."""
 CUT_OFF = 1
-"""Exit code of a driver that Ray's core ends when its daemons are gone, without time to say how it
-ended. After an error that nobody expected, which has the same code, it does say so."""
+"""Exit code of a driver that Ray's core ends when its daemons are gone; it then leaves its status
+as "running". After an unexpected error, which has the same code, it writes its status."""
 MAX_FRUITLESS = 3
-"""Restarts in a row without a completed step, after which another would not help either."""
-GO_ON = "--run.resume=auto"
+"""Number of restarts in a row without a completed step after which the supervisor gives up."""
+RESUME = "--run.resume=auto"
 FIRST_WAIT_S = 5.0
 LONGEST_WAIT_S = 300.0
 WATCH_S = 1.0
-"""Between two looks at the driver's heartbeat."""
+"""Seconds between two checks of the driver's heartbeat."""
 LEFTOVERS_S = 60.0
-"""What a killed driver started ends by itself within seconds; after this long it is killed."""
-_PR_SET_CHILD_SUBREAPER = 36
+"""Seconds after which the children of a killed driver are killed; they normally end earlier."""
+PR_SET_CHILD_SUBREAPER = 36
 
 
 class Supervisor:
-    """Runs a training as a process of its own, again and again where that helps."""
+    """A parent process of a training, which restarts it after failures."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            command: one start of the training; overrides of its configuration can be appended.
-            folder: the run's.
-            max_restarts: restarts in all.
+            command: starts the training; config overrides can be appended.
+            folder: run folder.
+            max_restarts: limit on the number of restarts.
             say: shows a line to the user.
-            first_wait_s: before a restart, where steps were completed.
-            stale_s: without a heartbeat after which a driver hangs.
+            first_wait_s: seconds before a restart if steps were completed.
+            stale_s: seconds without a heartbeat after which a driver counts as hung.
         """
         self._command = list(command)
         self._folder = folder
@@ -67,8 +67,11 @@ class Supervisor:
         self._asked_to_stop = False
 
     def run(self) -> int:
-        """Return the exit code of the last start; 128 + its number where a signal ended it."""
-        _adopt_orphans()
+        """Return the exit code of the last start; 128 + N if signal N ended it."""
+        # become the parent of processes that a killed driver leaves behind, to find them
+        libc: Any = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise InfraError(f"prctl: {os.strerror(ctypes.get_errno())}")
         previous = {number: signal.signal(number, self._forward) for number in SIGNALS}
         try:
             return self._run()
@@ -81,10 +84,10 @@ class Supervisor:
         for restart in range(self._max_restarts + 1):
             code, status = self._start()
             fruitless = 0 if status is not None and status.step > status.resumed_from else fruitless
-            reason = self._why_not_again(code, status, restart, fruitless)
+            reason = self._why_not_restart(code, status, restart, fruitless)
             if reason is not None:
                 if code != 0:
-                    self._say(f"not started again: {reason}")
+                    self._say(f"not restarting: {reason}")
                 break
             fruitless += 1
             wait_s = min(self._first_wait_s * 2 ** (fruitless - 1), LONGEST_WAIT_S)
@@ -97,8 +100,8 @@ class Supervisor:
         return code if code >= 0 else 128 - code
 
     def _start(self) -> tuple[int, Status | None]:
-        """Run one driver to its end; the status is None where it did not come to the run."""
-        # a session of its own: Ctrl-C must reach it once, from here
+        """Run one driver to its end; the status is None if the run did not start."""
+        # in its own session, so that Ctrl-C reaches it once, from here
         self._child = subprocess.Popen(self._command, start_new_session=True)
         code = self._wait_for(self._child)
         _end_leftovers()
@@ -109,25 +112,25 @@ class Supervisor:
         if status.pid != self._child.pid:
             return code, None
         if status.checkpoint_step > status.resumed_from:
-            # --resume PATH is where the run began, not where it goes on
-            self._command = [word for word in self._command if word != GO_ON] + [GO_ON]
+            # --resume PATH only applies to the first start
+            self._command = [word for word in self._command if word != RESUME] + [RESUME]
         return code, status
 
     def _wait_for(self, driver: subprocess.Popen[bytes]) -> int:
-        """Return a driver's exit code; one whose heart stops is killed."""
-        beat, since = None, time.monotonic()
+        """Return a driver's exit code; kill it if its heartbeat stops."""
+        last, since = None, time.monotonic()
         while True:
             try:
                 return driver.wait(timeout=WATCH_S)
             except subprocess.TimeoutExpired:
                 seen = heartbeat_of(self._folder, driver.pid)
-            if seen is None or seen != beat:
-                beat, since = seen, time.monotonic()
+            if seen is None or seen != last:
+                last, since = seen, time.monotonic()
             elif time.monotonic() - since > self._stale_s:
-                self._say(f"the driver has had no heartbeat for {self._stale_s:g} s: it is killed")
+                self._say(f"the driver has sent no heartbeat for {self._stale_s:g} s: killing it")
                 driver.kill()
 
-    def _why_not_again(
+    def _why_not_restart(
         self, code: int, status: Status | None, restart: int, fruitless: int
     ) -> str | None:
         if code == 0:
@@ -136,15 +139,15 @@ class Supervisor:
             return "it was asked to stop"
         was_cut_off = code == CUT_OFF and status is not None and status.state == "running"
         if code > 0 and code not in RESTARTED and not was_cut_off:
-            return f"{_name(code)} would come again"
+            return f"a restart cannot fix {_name(code)}"
         if restart == self._max_restarts:
-            return f"it was, {self._max_restarts} times"
+            return f"the limit of {self._max_restarts} restarts is reached"
         if fruitless == MAX_FRUITLESS:
             return f"{MAX_FRUITLESS} restarts in a row completed no step"
         return None
 
     def _sleep(self, seconds: float) -> bool:
-        """Wait; whether the run is still to be started again then."""
+        """Wait; return False if the supervisor was asked to stop."""
         until = time.monotonic() + seconds
         while not self._asked_to_stop and time.monotonic() < until:
             time.sleep(0.1)
@@ -156,15 +159,8 @@ class Supervisor:
             self._child.send_signal(number)
 
 
-def _adopt_orphans() -> None:
-    """Become the parent of what a killed driver leaves behind, so that it can be found."""
-    libc: Any = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise InfraError(f"prctl: {os.strerror(ctypes.get_errno())}")
-
-
 def _end_leftovers() -> None:
-    """Wait until all that a driver started has ended, and its GPUs' memory is free with it."""
+    """Wait until all processes of a driver have ended, which also frees their GPU memory."""
     give_up = time.monotonic() + LEFTOVERS_S
     while _reap() and (left := descendants(os.getpid())):
         if time.monotonic() > give_up:
@@ -177,7 +173,7 @@ def _end_leftovers() -> None:
 
 
 def _reap() -> bool:
-    """Take note of children that have ended; False where none is left."""
+    """Reap children that have ended; return whether any are left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0] != 0:
             continue

@@ -1,8 +1,4 @@
-"""The judge and the reward model of docs/rewards.md against vLLM's own server.
-
-Would catch: a request that a real server understands otherwise than the tests' small one, and a
-score that is another class's, or that of another text than the conversation.
-"""
+"""The judge and the reward model of docs/rewards.md with vLLM's own server."""
 
 from __future__ import annotations
 
@@ -35,13 +31,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 BASE = Path("configs/quickstart-base").resolve()
 PROMPT = Prompt("id", (("user", "12+34+56=?"),), "102", "arithmetic")
 CONTENTS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""A chat template of nothing but what is said."""
+"""A chat template that only joins the contents."""
 START_TIMEOUT_S = 300.0
 
 
 @contextmanager
 def served(model: Path, log: Path, *options: str) -> Iterator[str]:
-    """The address of a vLLM server with the model; it has ended on leaving."""
+    """Serve a model with vLLM during the block, and yield its address."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     environment = os.environ | cpu_environment(1)
@@ -92,9 +88,9 @@ def score(function: str, texts: list[str], **options: object) -> list[FunctionSc
         runner.close()
 
 
-def test_a_judge_that_vllm_serves(tmp_path: Path) -> None:
-    """The base model as a judge: it works out the sum that an answer names, and its total is the
-    score. Greedy, as transformers decodes it."""
+def test_judge_served_by_vllm(tmp_path: Path) -> None:
+    """The base model as a judge computes the sum in a response; the total is the score. Greedy
+    decoding with transformers gives the expected text."""
     texts = ["10+20+30=?", "11+22+33=?", "no sum at all", ""]
     options = {"model": "served", "template": "$response", "pattern": r"Answer: (\d+)"}
     with served(BASE, tmp_path / "log") as url:
@@ -112,8 +108,8 @@ def test_a_judge_that_vllm_serves(tmp_path: Path) -> None:
     assert "HTTP 404" in str(unknown[0].failure)
 
 
-def test_a_reward_model_that_vllm_serves(tmp_path: Path) -> None:
-    """Logits of the whole conversation, before any activation, as transformers computes them."""
+def test_reward_model_served_by_vllm(tmp_path: Path) -> None:
+    """Scores are logits of the whole conversation before any activation, as in transformers."""
     folder = tmp_path / "reward-model"
     torch.manual_seed(0)
     model = Qwen2ForSequenceClassification.from_pretrained(BASE, num_labels=2, dtype=torch.float32)

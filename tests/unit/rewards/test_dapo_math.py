@@ -39,7 +39,7 @@ def response_of(case: dict) -> str:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_verdicts_are_those_of_the_reference(rule: Rule) -> None:
+def test_scores_equal_the_dapo_scorers(rule: Rule) -> None:
     """A different verdict on any string makes rewards incomparable with published DAPO runs."""
     wrong = []
     for case in CORPUS:
@@ -50,7 +50,7 @@ def test_verdicts_are_those_of_the_reference(rule: Rule) -> None:
     assert not wrong
 
 
-def test_the_corpus_is_large_and_both_verdicts_are_in_it() -> None:
+def test_corpus_is_large_and_has_both_results() -> None:
     assert len(CORPUS) >= 300
     for rule in RULES:
         num_correct = sum(case[rule][0] for case in CORPUS)
@@ -58,7 +58,7 @@ def test_the_corpus_is_large_and_both_verdicts_are_in_it() -> None:
     assert sum(len(response_of(case)) >= 10**6 for case in CORPUS) >= 20
 
 
-def test_no_response_takes_long() -> None:
+def test_scoring_time_is_bounded() -> None:
     """A response the policy learns to write must not hold a step up."""
     for case in CORPUS:
         response = response_of(case)
@@ -69,20 +69,20 @@ def test_no_response_takes_long() -> None:
 
 
 @pytest.mark.parametrize("unit", ["\\text{", "\\boxed{", "\\overline{", "$", "frac", "a", "=", "{"])
-def test_no_gold_takes_long(unit: str) -> None:
+def test_gold_check_time_is_bounded(unit: str) -> None:
     gold = (unit * MAX_GROUND_TRUTH)[:MAX_GROUND_TRUTH]
     started = time.process_time()
     score("Answer: 42", gold)
     assert time.process_time() - started < 1.0
 
 
-def test_a_gold_that_would_take_long_is_an_error_and_not_a_verdict() -> None:
+def test_overlong_gold_is_an_error() -> None:
     with pytest.raises(DataError, match="4097 characters"):
         score("Answer: 42", "4" * (MAX_GROUND_TRUTH + 1))
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_only_the_end_of_a_response_counts(rule: Rule) -> None:
+def test_only_response_end_counts(rule: Rule) -> None:
     for case in CORPUS:
         end = response_of(case)[-ANSWER_WINDOW:]
         padded = "Answer: 7 \\boxed{7}\n" + "x" * 1000 + end
@@ -92,14 +92,14 @@ def test_only_the_end_of_a_response_counts(rule: Rule) -> None:
             )
 
 
-def test_the_reward_says_nothing_but_whether_it_is_correct() -> None:
+def test_reward_only_depends_on_correctness() -> None:
     for case in CORPUS:
         for rule in RULES:
             found = score(response_of(case), case["ground_truth"], rule)
             assert found.reward == (1.0 if found.correct else -1.0)
 
 
-def test_a_complete_answer_line_is_never_overruled_by_a_box() -> None:
+def test_answer_line_takes_precedence_over_box() -> None:
     assert not score("\\boxed{42}\nAnswer: 7", "42", "answer_or_boxed").correct
     assert score("\\boxed{7}\nAnswer: 42", "42", "answer_or_boxed").correct
     assert score("It is \\boxed{42}.", "42", "answer_or_boxed").correct
@@ -118,14 +118,14 @@ def test_a_complete_answer_line_is_never_overruled_by_a_box() -> None:
         ("", None),
     ],
 )
-def test_the_answer_is_extracted_as_it_was_written(response: str, answer: str | None) -> None:
+def test_answer_is_extracted_verbatim(response: str, answer: str | None) -> None:
     assert extract_answer(response) == answer
 
 
 @pytest.mark.parametrize(
     "gold", ["42", "-7", "0", "1,000", "\\frac{1}{2}", "0.5", "1/2", "(1, 2)", "x^2+1", "42\n", "π"]
 )
-def test_a_gold_that_can_be_matched_is_returned_unchanged(gold: str) -> None:
+def test_valid_gold_is_returned_unchanged(gold: str) -> None:
     assert validate_ground_truth(gold) == gold
 
 
@@ -148,12 +148,12 @@ def test_a_gold_that_can_be_matched_is_returned_unchanged(gold: str) -> None:
         ("\ud8002", "not valid Unicode"),
     ],
 )
-def test_a_gold_that_cannot_be_matched_is_refused_with_the_reason(gold: object, why: str) -> None:
+def test_invalid_gold_is_refused_with_reason(gold: object, why: str) -> None:
     with pytest.raises(DataError, match=why):
         validate_ground_truth(gold)
 
 
-def test_golds_are_checked_for_the_rule_that_will_score_them() -> None:
+def test_golds_are_checked_under_their_rule() -> None:
     # Normalisation removes the word, the boxed rule compares it.
     assert validate_ground_truth("units", "boxed") == "units"
     assert validate_ground_truth("}{", "answer") == "}{"
@@ -164,7 +164,7 @@ def test_golds_are_checked_for_the_rule_that_will_score_them() -> None:
         validate_ground_truth("7" * 150, "boxed")
 
 
-def test_every_corpus_gold_that_passes_the_check_scores_its_own_answer_line() -> None:
+def test_valid_corpus_golds_match_their_own_answer_line() -> None:
     num_checked = 0
     for gold in {case["ground_truth"] for case in CORPUS}:
         try:

@@ -1,8 +1,4 @@
-"""Judges and reward models behind an address, asked of a small server on loopback.
-
-Would catch: a busy server that ends a run, an answer without a score that passes for 0, a key that
-goes where it was not named.
-"""
+"""Judges and reward models, served by a small HTTP server on loopback."""
 
 from __future__ import annotations
 
@@ -24,12 +20,12 @@ BROKEN = {
     "no HTTP": b"garbage\r\n\r\n",
     "half": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n{}",
 }
-"""What is no answer, by the message that it is sent for."""
+"""Malformed replies, by the message that triggers them."""
 PROMPT = Prompt("id", (("system", "Be brief."), ("user", "1+1=?")), "2", "test")
 
 
 class Server(ThreadingHTTPServer):
-    """Does what a request's text says; remembers requests, with their authorization."""
+    """A server that behaves as the request's text says, and records requests with their keys."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -71,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(reply).encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing on the terminal."""
+        """Print nothing."""
 
 
 @pytest.fixture
@@ -95,7 +91,7 @@ def ask(name: str, texts: list[str], **options: object) -> list[FunctionScore]:
         runner.close()
 
 
-def test_a_judge_is_asked_of_each_response_and_what_fails_fails_alone(server: Server) -> None:
+def test_judge_scores_each_response_and_failures_stay_separate(server: Server) -> None:
     texts = ["two", "unclear", "busy", "forbidden", "cut off", "empty"]
     scores = ask("judge", texts, url=f"{server.url}/v1/")
     assert [one.score for one in scores] == [0.8, 0.0, 0.8, 0.0, 0.0, 0.0]
@@ -111,8 +107,8 @@ def test_a_judge_is_asked_of_each_response_and_what_fails_fails_alone(server: Se
     assert "Be brief.\n\n1+1=?" in asked and "The right answer: 2" in asked
 
 
-def test_an_answer_that_is_no_http_fails_its_response_alone(server: Server) -> None:
-    """The client's own errors of it are neither OSError nor ValueError: they would fail all."""
+def test_broken_http_fails_only_its_response(server: Server) -> None:
+    """Errors of the protocol must not fail the other responses."""
     scores = ask("reward_model", ["no HTTP", "half", "four"], url=server.url, index=1, retries=1)
     assert [one.score for one in scores] == [0.0, 0.0, 2.0]
     assert "BadStatusLine" in scores[0].failure and "IncompleteRead" in scores[1].failure
@@ -120,14 +116,14 @@ def test_an_answer_that_is_no_http_fails_its_response_alone(server: Server) -> N
 
 
 @pytest.mark.parametrize("said", ["Score: 1000", "Score: -3", "Score: 10.1"])
-def test_a_score_off_its_scale_is_none(server: Server, said: str) -> None:
-    """A response that talks its judge into 1000 would be worth 100 right ones."""
+def test_score_outside_scale_is_a_failure(server: Server, said: str) -> None:
+    """A response that persuades its judge to say 1000 would be worth 100 right ones."""
     server.said = said
     (score,) = ask("judge", ["a"], url=f"{server.url}/v1")
     assert score.score == 0.0 and "is not from 0 to 10" in score.failure
 
 
-def test_a_key_is_sent_only_where_it_is_named(server: Server, monkeypatch) -> None:
+def test_key_is_sent_only_if_named(server: Server, monkeypatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     url = f"{server.url}/v1"
     ask("judge", ["a"], url=url)
@@ -135,13 +131,13 @@ def test_a_key_is_sent_only_where_it_is_named(server: Server, monkeypatch) -> No
     assert [key for _, key, _ in server.seen] == [None, "Bearer k"]
 
 
-def test_a_template_and_a_pattern_of_ones_own(server: Server) -> None:
+def test_custom_template_and_pattern(server: Server) -> None:
     own = {"template": "$response/$ground_truth {x}", "pattern": r"Score: (\d)\?", "scale": 4.0}
     assert [one.score for one in ask("judge", ["a"], url=f"{server.url}/v1", **own)] == [0.75]
     assert server.seen[0][2]["messages"][0]["content"] == "a/2 {x}"
 
 
-def test_a_reward_model_scores_the_whole_conversation(server: Server) -> None:
+def test_reward_model_scores_whole_conversation(server: Server) -> None:
     scores = ask("reward_model", ["four", "busy"], url=server.url, index=1)
     assert [one.score for one in scores] == [2.0, 2.0]
     roles = [message["role"] for message in server.seen[0][2]["messages"]]
@@ -149,7 +145,7 @@ def test_a_reward_model_scores_the_whole_conversation(server: Server) -> None:
     assert server.seen[0][2]["use_activation"] is False
 
 
-def test_a_server_that_is_not_there_is_a_failure_of_each_response() -> None:
+def test_missing_server_fails_each_response() -> None:
     scores = ask("reward_model", ["a", "b"], url="http://127.0.0.1:9", retries=0)
     assert all("Connection refused" in one.failure for one in scores)
 
@@ -162,6 +158,6 @@ def test_a_server_that_is_not_there_is_a_failure_of_each_response() -> None:
         ({"url": "u", "model": "m", "request_timeout_s": 1.0, "modle": 1}, "unexpected .*'modle'"),
     ],
 )
-def test_wrong_options_are_found_before_anything_starts(options: dict, message: str) -> None:
+def test_wrong_options_fail_at_start(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         start_runner(RewardFunction(function="judge", options=options))

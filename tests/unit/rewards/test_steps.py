@@ -1,8 +1,4 @@
-"""Scores of steps: where a step ends, what a function may return of it, and the checker of sums.
-
-Would catch: a token credited to the step before it, steps that text and tokens count differently,
-and a wrong span that reaches the advantages.
-"""
+"""Scores of steps: ends in text and tokens, allowed results of functions, and worked sums."""
 
 from __future__ import annotations
 
@@ -52,7 +48,7 @@ def returns_steps() -> Iterator[Runner]:
 
 
 def characters(token_ids: list[int]) -> str:
-    """A tokenizer of characters, whose first is a special token."""
+    """Decode tokens that are characters; 0 is a special token."""
     return "".join(chr(token) for token in token_ids if token)
 
 
@@ -74,19 +70,19 @@ def ids(text: str, end: int = 0) -> np.ndarray:
         (";;", (";",), [";;"]),
     ],
 )
-def test_steps_end_with_a_separator_and_joined_are_the_text(text, separators, expected) -> None:
+def test_steps_end_with_separators_and_join_to_the_text(text, separators, expected) -> None:
     assert split_steps(text, separators) == expected
     assert "".join(expected) == text
 
 
-def test_the_last_step_has_the_end_of_sequence_token() -> None:
+def test_last_step_has_end_of_sequence_token() -> None:
     assert step_ends("ab;c", ids("ab;c"), (";",), characters) == [3, 5]
     assert step_ends("", ids(""), (";",), characters) == [1]
     assert step_ends("", np.empty(0, dtype=np.int32), (";",), characters) == [0]
 
 
-def test_a_token_across_two_steps_is_of_the_one_that_ends_in_it() -> None:
-    """As is one that ends two, and the first bytes of a character that only a later token ends."""
+def test_token_across_steps_belongs_to_the_one_ending_in_it() -> None:
+    """So does a token that ends two steps, or starts a character that a later token ends."""
     words = {1: "a;b", 2: ";c", 3: ";d;e;", 4: "", 5: "f"}
 
     def join(token_ids: list[int]) -> str:
@@ -97,7 +93,7 @@ def test_a_token_across_two_steps_is_of_the_one_that_ends_in_it() -> None:
     assert step_ends("a;b;c;d;e;f", tokens, (";",), join) == [1, 2, 4, 4, 4, 5]
 
 
-def test_tokens_of_another_text_are_refused() -> None:
+def test_tokens_of_different_text_are_refused() -> None:
     assert step_ends("other", ids("ab;c"), (";",), characters) is None
 
 
@@ -107,7 +103,7 @@ def test_bytes_of_a_real_tokenizer(tokenizer: PreTrainedTokenizerBase, decode: D
     assert step_ends(text, tokens, (";", "\n"), decode) == [3, 7, 8]
 
 
-def test_spans_come_back_as_ends_with_the_score_that_the_configuration_makes(
+def test_spans_become_ends_and_combined_score(
     returns_steps: Runner,
 ) -> None:
     (one,) = returns_steps.score_group(PROMPT, ["fine"], [ids("fine")[:4]])
@@ -137,7 +133,7 @@ def test_spans_come_back_as_ends_with_the_score_that_the_configuration_makes(
     ],
 )
 def test_wrong_steps_are_failures(returns_steps: Runner, response: str, reason: str) -> None:
-    """Named, and without any step that could reach an advantage."""
+    """The failure is named, and no step reaches an advantage."""
     (failed,) = returns_steps.score_group(PROMPT, [response], [np.arange(4, dtype=np.int32)])
     assert (failed.score, failed.correct, failed.steps) == (-0.5, False, ())
     assert reason in str(failed.failure)
@@ -148,7 +144,7 @@ def test_wrong_steps_are_failures(returns_steps: Runner, response: str, reason: 
     [("min", 1.0), ("mean", 2.0), ("last", 3.0), ("product", 6.0), ("sum", 6.0)],
 )
 def test_one_score_of_steps(step_score: str, expected: float) -> None:
-    """By lines here, of a batched function; a text that splits otherwise is a failure."""
+    """A batched function scores lines; a text that splits differently is a failure."""
     config = RewardFunction(
         function=f"{MODULE}:each_step", step_separators=["\n"], step_score=step_score
     )
@@ -162,7 +158,7 @@ def test_one_score_of_steps(step_score: str, expected: float) -> None:
     )
 
 
-def test_what_others_say_of_the_whole_is_added_to_the_last_step(
+def test_whole_response_scores_are_added_to_last_step(
     decode: Decode, worked_tokens: np.ndarray
 ) -> None:
     functions = (
@@ -178,7 +174,7 @@ def test_what_others_say_of_the_whole_is_added_to_the_last_step(
     assert dict(one.parts)["arithmetic_steps/steps"] == 3.0
 
 
-def test_without_steps_there_are_none() -> None:
+def test_functions_without_steps_give_none() -> None:
     functions = ("rule", {"function": f"{MODULE}:scaled", "options": {"factor": 2}})
     with Scorer(RewardConfig(functions=functions, symbolic=False)) as scorer:
         (one,) = scorer.score_group(PROMPT, ["Answer: 102"], [ids("Answer: 102")])
@@ -209,13 +205,13 @@ def check(response: str, prompt: str = "12+34+56=?", gold: str = "102") -> list[
         ("1" * 5000 + "+1=2", [0]),
     ],
 )
-def test_each_line_of_a_sum_is_checked(response: str, expected: list[float]) -> None:
-    """A slip costs its own step, and what is repeated or put behind the end earns nothing."""
+def test_each_step_of_a_sum_is_checked(response: str, expected: list[float]) -> None:
+    """A slip costs only its own step; repeated or extra steps earn nothing."""
     assert check(response) == expected
 
 
 @pytest.mark.parametrize("task", ["arithmetic", "arithmetic-chain"])
-def test_worked_answers_are_right_but_for_their_slip(task: str) -> None:
+def test_worked_answers_are_right_except_for_their_slip(task: str) -> None:
     rng = random.Random(0)
     for problem in arithmetic.generate("train", 50, 0, task=task):
         gold, num_sums = str(problem.answer), len(problem.terms) - 1
@@ -228,7 +224,7 @@ def test_worked_answers_are_right_but_for_their_slip(task: str) -> None:
         assert check(direct, problem.text, gold) == [1.0]
 
 
-def test_the_checker_is_found_by_its_name(decode: Decode, worked_tokens: np.ndarray) -> None:
+def test_step_checker_is_found_by_name(decode: Decode, worked_tokens: np.ndarray) -> None:
     with Scorer(RewardConfig(functions=("arithmetic_steps",)), decode) as scorer:
         (one,) = scorer.score_group(PROMPT, [WORKED], [worked_tokens])
     assert one.steps == ((9, 1.0), (19, 1.0), (26, 1.0))

@@ -1,4 +1,4 @@
-"""The second opinion: right answers, and no answer that can hang, kill or slow down a run."""
+"""The symbolic comparison: results are right, and no answer can hang, kill or slow down a run."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import pytest
 from megadapo.errors import InfraError
 from megadapo.rewards.symbolic import MAX_CHARS, MAX_DEPTH, SymbolicCounts, SymbolicPool, refusal
 from megadapo.rewards.workers import processes
+from tests.support.processes.running import is_running
 
 RIGHT_AND_WRONG = [
     (("42", "42"), True),
@@ -57,7 +58,7 @@ HARMFUL = (
     "\x00" * 10,
 )
 SLOW = "(x+y+z+w)^{99}"
-"""Passes the look at it, and keeps sympy busy for longer than any limit here."""
+"""Answer that is not refused, and keeps sympy busy for longer than any limit here."""
 
 
 def start_pool(**options: float) -> SymbolicPool:
@@ -72,39 +73,26 @@ def pool() -> Iterator[SymbolicPool]:
     pool.close()
 
 
-def worker_ids(pool: SymbolicPool) -> list[int]:
-    return pool.process_ids
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def test_known_answers_get_the_right_verdict(pool: SymbolicPool) -> None:
+def test_known_answers_get_the_right_result(pool: SymbolicPool) -> None:
     pairs = [pair for pair, _ in RIGHT_AND_WRONG]
     assert pool.check_batch(pairs) == [expected for _, expected in RIGHT_AND_WRONG]
     assert pool.check_batch([]) == []
 
 
-def test_a_pair_is_compared_once_however_often_it_occurs(pool: SymbolicPool) -> None:
+def test_repeated_pair_is_compared_once(pool: SymbolicPool) -> None:
     before = pool.counts.num_checked
     assert pool.check_batch([("17", "17"), ("18", "17")] * 500) == [True, False] * 500
     assert pool.counts.num_checked - before == 2
 
 
-def test_text_that_is_no_mathematics_gives_no_verdict_and_is_counted(pool: SymbolicPool) -> None:
+def test_unparsable_text_is_counted(pool: SymbolicPool) -> None:
     before = pool.counts.num_unparsed
     assert pool.check_batch([("\\frac{", "42"), ("", "42")]) == [None] * 2
     assert pool.counts.num_unparsed - before == 2
 
 
 @pytest.mark.parametrize("answer", HARMFUL, ids=lambda answer: answer[:20].encode().hex())
-def test_answers_that_look_harmful_are_refused_in_either_place(
-    pool: SymbolicPool, answer: str
-) -> None:
+def test_harmful_answers_and_golds_are_refused(pool: SymbolicPool, answer: str) -> None:
     before = pool.counts
     assert pool.check_batch([(answer, "42"), ("42", answer)]) == [None, None]
     assert pool.counts == dataclasses.replace(before, num_refused=before.num_refused + 2)
@@ -119,7 +107,7 @@ def test_ordinary_answers_are_not_refused(answer: str) -> None:
     assert refusal(answer) is None
 
 
-def test_looking_at_an_answer_takes_no_time() -> None:
+def test_refusal_takes_no_time() -> None:
     for unit in ("(", "^", "1", "!", "^1", "1^{", "\\", " ", "{1}", "**(", "1 "):
         for text in ((unit * MAX_CHARS)[:MAX_CHARS], unit * 10**6):
             started = time.process_time()
@@ -127,7 +115,7 @@ def test_looking_at_an_answer_takes_no_time() -> None:
             assert time.process_time() - started < 0.1, unit
 
 
-def test_code_in_an_answer_does_not_run(pool: SymbolicPool, tmp_path) -> None:
+def test_code_in_answer_does_not_run(pool: SymbolicPool, tmp_path) -> None:
     target = tmp_path / "written"
     for call in ("__import__('os').system('touch {}')", "open('{}','w')", "exec('open(\"{}\",1)')"):
         pool.check_batch([(call.format(target), "42"), (f"${call.format(target)}$", "42")])
@@ -135,23 +123,23 @@ def test_code_in_an_answer_does_not_run(pool: SymbolicPool, tmp_path) -> None:
 
 
 @pytest.mark.fault
-def test_a_comparison_past_its_time_is_killed_and_the_rest_still_gets_verdicts() -> None:
+def test_slow_comparison_is_killed_and_the_rest_completes() -> None:
     pool = start_pool(timeout_s=1.0)
-    first = worker_ids(pool)
+    first = pool.process_ids
     started = time.perf_counter()
-    verdicts = pool.check_batch([("1", "1"), (SLOW, "42"), ("2", "2"), ("3", "4")])
+    results = pool.check_batch([("1", "1"), (SLOW, "42"), ("2", "2"), ("3", "4")])
     elapsed = time.perf_counter() - started
-    assert verdicts == [True, None, True, False]
+    assert results == [True, None, True, False]
     assert elapsed < 20
     assert pool.counts.num_timeouts == 1
     assert pool.counts.num_checked == 3
-    assert worker_ids(pool) != first and not is_running(first[0])
+    assert pool.process_ids != first and not is_running(first[0])
     pool.close()
 
 
 @pytest.mark.fault
-def test_slow_answers_take_no_more_than_their_share_of_a_minute() -> None:
-    """A policy that learns to write them would otherwise make every step take an hour."""
+def test_slow_answers_are_limited_per_minute() -> None:
+    """Otherwise a policy that learns to write them makes every step take an hour."""
     pool = start_pool(timeout_s=0.5, seconds_per_minute=1.5)
     started = time.perf_counter()
     for batch in range(20):
@@ -166,29 +154,29 @@ def test_slow_answers_take_no_more_than_their_share_of_a_minute() -> None:
 
 @pytest.mark.fault
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_killed_worker_costs_one_verdict_and_is_replaced(kill: signal.Signals) -> None:
+def test_killed_worker_costs_one_result_and_is_replaced(kill: signal.Signals) -> None:
     pool = start_pool()
-    os.kill(worker_ids(pool)[0], kill)
-    verdicts = pool.check_batch([("1", "1"), ("2", "2"), ("3", "3")])
-    assert verdicts == [None, True, True]
+    os.kill(pool.process_ids[0], kill)
+    results = pool.check_batch([("1", "1"), ("2", "2"), ("3", "3")])
+    assert results == [None, True, True]
     assert pool.counts == SymbolicCounts(num_checked=2, num_crashes=1)
     pool.close()
 
 
 @pytest.mark.fault
-def test_a_stopped_worker_is_replaced() -> None:
+def test_stopped_worker_is_replaced() -> None:
     pool = start_pool(timeout_s=1.0)
-    os.kill(worker_ids(pool)[0], signal.SIGSTOP)
+    os.kill(pool.process_ids[0], signal.SIGSTOP)
     assert pool.check_batch([("1", "1"), ("2", "2")]) == [None, True]
     assert pool.counts.num_timeouts == 1
     pool.close()
 
 
 @pytest.mark.fault
-def test_idle_workers_run_behind_all_others_and_are_limited_by_what_they_compute() -> None:
-    """By the clock, a busy machine would look like an answer that takes for ever."""
+def test_idle_workers_have_lowest_priority_and_cpu_limits() -> None:
+    """With wall-clock limits, a busy machine would look like an endless answer."""
     pool = start_pool(timeout_s=0.5, idle=True)
-    pid = worker_ids(pool)[0]
+    pid = pool.process_ids[0]
     assert pool.check_batch([("1", "1")]) == [True]
     assert os.sched_getscheduler(pid) == os.SCHED_IDLE
     os.kill(pid, signal.SIGSTOP)
@@ -201,7 +189,7 @@ def test_idle_workers_run_behind_all_others_and_are_limited_by_what_they_compute
 
 
 @pytest.mark.fault
-def test_closing_ends_a_batch_that_is_being_compared() -> None:
+def test_close_ends_batch_in_progress() -> None:
     pool = start_pool(timeout_s=300.0)
     with ThreadPoolExecutor(1) as threads:
         batch = threads.submit(pool.check_batch, [(SLOW, "42"), ("3", "3")])
@@ -217,7 +205,7 @@ def test_memory_is_limited() -> None:
         start_pool(memory_bytes=40 << 20)
 
 
-def test_a_worker_that_cannot_start_is_an_error_that_says_why(monkeypatch) -> None:
+def test_failed_worker_start_gives_its_reason(monkeypatch) -> None:
     def environment_without_packages() -> dict[str, str]:
         return {
             "PYTHONPATH": str(Path(processes.__file__).parents[3]),
@@ -234,15 +222,15 @@ def test_workers_see_no_secrets(monkeypatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     pool = start_pool()
-    environment = Path(f"/proc/{worker_ids(pool)[0]}/environ").read_bytes()
+    environment = Path(f"/proc/{pool.process_ids[0]}/environ").read_bytes()
     assert b"secret" not in environment and b"HOME" not in environment
     pool.close()
 
 
-def test_workers_have_neither_network_nor_rights_nor_children(pool: SymbolicPool) -> None:
-    """What they parse was written by a model: a hole in the parser must not lead anywhere."""
+def test_workers_have_no_network_privileges_or_children(pool: SymbolicPool) -> None:
+    """They parse text that a model wrote, so a hole in the parser must not lead anywhere."""
     assert pool.exposed == ""
-    proc = Path(f"/proc/{worker_ids(pool)[0]}")
+    proc = Path(f"/proc/{pool.process_ids[0]}")
     for namespace in ("net", "mnt", "ipc"):
         assert os.readlink(proc / "ns" / namespace) != os.readlink(f"/proc/self/ns/{namespace}")
     (limit,) = [line for line in (proc / "limits").read_text().splitlines() if "process" in line]
@@ -281,7 +269,7 @@ print(symbolic_worker.compare(r"\frac{3}{6}", "0.5"))
 """
 
 
-def test_code_that_got_into_a_worker_reaches_nothing(tmp_path) -> None:
+def test_code_inside_a_worker_reaches_nothing(tmp_path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("key")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -289,14 +277,14 @@ def test_code_that_got_into_a_worker_reaches_nothing(tmp_path) -> None:
         port = str(server.getsockname()[1])
         arguments = [sys.executable, "-c", INTRUDER, port, str(secret)]
         result = subprocess.run(arguments, capture_output=True, text=True, env=environment)
-    exposed, connected, forked, started, read, verdict = result.stdout.split()
-    assert connected != "done" and started != "done" and verdict == "equal", result.stderr
+    exposed, connected, forked, started, read, result_text = result.stdout.split()
+    assert connected != "done" and started != "done" and result_text == "equal", result.stderr
     if exposed == "False":
         assert forked != "done" and read == "FileNotFoundError"
 
 
-def test_verdicts_do_not_depend_on_the_thread_they_are_asked_from(pool: SymbolicPool) -> None:
-    """In any thread but the main one math-verify's own time limit makes every answer wrong."""
+def test_results_do_not_depend_on_the_thread(pool: SymbolicPool) -> None:
+    """Outside of the main thread math-verify's own time limit makes every answer wrong."""
     pairs = [pair for pair, _ in RIGHT_AND_WRONG]
     expected = [right for _, right in RIGHT_AND_WRONG]
     with ThreadPoolExecutor(4) as threads:
@@ -310,7 +298,7 @@ def test_verdicts_do_not_depend_on_the_thread_they_are_asked_from(pool: Symbolic
     assert asyncio.run(ask()) == [expected] * 2
 
 
-def test_a_pool_can_be_started_in_a_thread() -> None:
+def test_pool_starts_in_a_thread() -> None:
     found: list[list[bool | None]] = []
 
     def work() -> None:
@@ -324,9 +312,9 @@ def test_a_pool_can_be_started_in_a_thread() -> None:
     assert found == [[True, False]]
 
 
-def test_closing_ends_the_processes_and_later_use_is_an_error() -> None:
+def test_close_ends_processes_and_later_use_fails() -> None:
     pool = start_pool(num_workers=2)
-    running = worker_ids(pool)
+    running = pool.process_ids
     assert all(is_running(pid) for pid in running)
     pool.close()
     pool.close()
@@ -336,7 +324,7 @@ def test_closing_ends_the_processes_and_later_use_is_an_error() -> None:
 
 
 @pytest.mark.fault
-def test_workers_do_not_outlive_a_killed_run_even_while_they_are_busy() -> None:
+def test_busy_workers_do_not_outlive_a_killed_run() -> None:
     program = (
         "import json, threading, time\n"
         "from megadapo.rewards.symbolic import SymbolicPool\n"

@@ -1,7 +1,4 @@
-"""The verdict on a batch: who decides, what is counted, and that it holds in Ray's threads.
-
-Would catch: an opinion that decides nothing and is waited for, or whose verdicts get lost.
-"""
+"""Scores of a batch: which comparison decides, what is counted, and that Ray's threads work."""
 
 from __future__ import annotations
 
@@ -24,8 +21,6 @@ from megadapo.rewards.verifier import Disagreement, Verifier
 RESPONSES = ["Answer: 42", "Answer: 42.", "so \\boxed{42}", "Answer: 7", "no idea"]
 GOLDS = ["42"] * 5
 SLOW = "Answer: (x+y+z+w)^{99}"
-
-
 SOON_S = 60.0
 
 
@@ -35,7 +30,7 @@ def verifier() -> Iterator[Verifier]:
         yield verifier
 
 
-def test_the_rule_decides_and_the_cross_check_comes_later(verifier: Verifier) -> None:
+def test_rule_decides_and_cross_check_follows(verifier: Verifier) -> None:
     assert verifier.score_batch(RESPONSES, GOLDS) == [
         Score(1.0, True, "42"),
         Score(-1.0, False, "42."),
@@ -52,7 +47,7 @@ def test_the_rule_decides_and_the_cross_check_comes_later(verifier: Verifier) ->
 def test_disagreements_are_counted_and_kept() -> None:
     with Verifier(RewardConfig(symbolic_timeout_s=30.0, symbolic_workers=1)) as verifier:
         verifier.score_batch(RESPONSES, GOLDS)
-        # The rule compares words only after removing "cm", the symbols know no such word.
+        # the rule removes "cm", the symbolic comparison does not know it
         verifier.score_batch(["Answer: x cm", "Answer: 42."], ["x", "42"])
         verifier.ask_cross_check([("Answer: 42.", "42"), ("not scored", "1")])
         verifier.finish_cross_check(SOON_S)
@@ -60,11 +55,11 @@ def test_disagreements_are_counted_and_kept() -> None:
         assert (counts.num_scored, counts.num_unanswered) == (7, 2)
         assert verifier.num_disagreements == counts.num_only_rule + counts.num_only_symbolic
         assert counts.num_only_symbolic == 3
-        # what was asked for first is compared first, and counts for both of its responses
+        # this pair is compared first, and counts for both of its responses
         assert verifier.recent_disagreements[:2] == [Disagreement("42.", "42", False)] * 2
-        # Seven responses, but two pairs of them ask the same, and one says nothing.
+        # seven responses: two pairs of them are equal, and one has no answer
         assert counts.symbolic.num_checked == 4
-        # an answer that was seen before is not compared again, and is counted again
+        # a known answer is counted again, but not compared again
         verifier.score_batch(["Answer: 42."], ["42"])
         verifier.finish_cross_check(SOON_S)
         assert verifier.counts.num_only_symbolic == 4
@@ -72,7 +67,7 @@ def test_disagreements_are_counted_and_kept() -> None:
 
 
 @pytest.mark.fault
-def test_a_cross_check_that_is_behind_is_not_waited_for_and_says_what_it_left_out() -> None:
+def test_slow_cross_check_drops_and_counts_pairs() -> None:
     config = RewardConfig(symbolic_workers=1, symbolic_timeout_s=300.0)
     with Verifier(config) as verifier:
         started = time.perf_counter()
@@ -83,7 +78,7 @@ def test_a_cross_check_that_is_behind_is_not_waited_for_and_says_what_it_left_ou
             verifier.ask_cross_check()
         assert time.perf_counter() - started < 2.0
         left_out = verifier.counts.num_left_out
-        # all of the first two batches but what the worker had been given by then
+        # the first two batches, except for chunks that the worker already had
         assert 2 * 30 - 2 * CHUNK <= left_out <= 2 * 30
         verifier.finish_cross_check(0.1)
         assert verifier.counts.num_scored == 90
@@ -91,8 +86,8 @@ def test_a_cross_check_that_is_behind_is_not_waited_for_and_says_what_it_left_ou
 
 
 @pytest.mark.fault
-def test_workers_that_cannot_be_replaced_end_nothing_where_the_rule_decides(monkeypatch) -> None:
-    """What only watches must not end a run of weeks; nor may it fall silent without a word."""
+def test_irreplaceable_workers_only_stop_the_cross_check(monkeypatch) -> None:
+    """The cross-check only observes, so it must not end a long run, but must report its end."""
     with Verifier(RewardConfig(symbolic_workers=1, symbolic_timeout_s=30.0)) as verifier:
         monkeypatch.setattr(sys, "executable", "/bin/false")
         os.kill(verifier._pool.process_ids[0], signal.SIGKILL)
@@ -110,7 +105,7 @@ def test_workers_that_cannot_be_replaced_end_nothing_where_the_rule_decides(monk
 
 
 @pytest.mark.fault
-def test_a_system_without_room_for_a_process_ends_nothing_either(monkeypatch) -> None:
+def test_failed_process_start_only_stops_the_cross_check(monkeypatch) -> None:
     with Verifier(RewardConfig(symbolic_workers=1)) as verifier:
         monkeypatch.setattr(sys, "executable", "/does/not/exist")
         os.kill(verifier._pool.process_ids[0], signal.SIGKILL)
@@ -121,8 +116,8 @@ def test_a_system_without_room_for_a_process_ends_nothing_either(monkeypatch) ->
 
 
 @pytest.mark.fault
-def test_workers_that_hang_hold_nobody_up() -> None:
-    """All of them, for ever, and again whenever they are replaced."""
+def test_hung_workers_delay_nothing() -> None:
+    """All of them hang, also after they are replaced."""
     with Verifier(RewardConfig(symbolic_workers=2, symbolic_timeout_s=1.0)) as verifier:
         started = time.perf_counter()
         for _ in range(3):
@@ -136,7 +131,7 @@ def test_workers_that_hang_hold_nobody_up() -> None:
     assert time.perf_counter() - closing < 5
 
 
-def test_a_cross_check_that_cannot_start_is_gone_without_and_a_decision_is_not(monkeypatch):
+def test_cross_check_is_optional_but_a_deciding_comparison_is_not(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with Verifier(RewardConfig(symbolic_workers=1)) as verifier:
         assert verifier.score_batch(["Answer: 1"], ["1"])[0].correct
@@ -149,20 +144,20 @@ def test_a_cross_check_that_cannot_start_is_gone_without_and_a_decision_is_not(m
         Verifier(RewardConfig(symbolic_workers=1, decide="symbolic"))
 
 
-def test_the_symbols_decide_where_that_is_chosen_and_the_rule_where_they_cannot() -> None:
+def test_symbolic_decides_if_chosen_with_the_rule_as_fallback() -> None:
     config = RewardConfig(decide="symbolic", symbolic_timeout_s=30.0)
     with Verifier(config) as verifier:
-        verdicts = verifier.score_batch([*RESPONSES, "Answer: 9!!!"], [*GOLDS, "9!!!"])
-    assert [v.correct for v in verdicts] == [True, True, True, False, False, True]
-    assert [v.reward for v in verdicts] == [1.0, 1.0, 1.0, -1.0, -1.0, 1.0]
-    assert verdicts[-1].symbolic_correct is None
+        scores = verifier.score_batch([*RESPONSES, "Answer: 9!!!"], [*GOLDS, "9!!!"])
+    assert [v.correct for v in scores] == [True, True, True, False, False, True]
+    assert [v.reward for v in scores] == [1.0, 1.0, 1.0, -1.0, -1.0, 1.0]
+    assert scores[-1].symbolic_correct is None
 
 
-def test_without_a_cross_check_nothing_is_started() -> None:
+def test_without_cross_check_no_process_starts() -> None:
     with Verifier(RewardConfig(symbolic=False)) as verifier:
-        verdicts = verifier.score_batch(RESPONSES, GOLDS)
-        assert [v.correct for v in verdicts] == [True, False, False, False, False]
-        assert all(v.symbolic_correct is None for v in verdicts)
+        scores = verifier.score_batch(RESPONSES, GOLDS)
+        assert [v.correct for v in scores] == [True, False, False, False, False]
+        assert all(v.symbolic_correct is None for v in scores)
         verifier.ask_cross_check()
         verifier.finish_cross_check(SOON_S)
         assert verifier.cross_checks(RESPONSES, "42") == [None] * 5
@@ -170,7 +165,7 @@ def test_without_a_cross_check_nothing_is_started() -> None:
         assert verifier.counts.num_scored == 5 and verifier.num_disagreements == 0
 
 
-def test_the_rule_of_the_config_is_the_one_that_scores() -> None:
+def test_configured_rule_scores() -> None:
     for rule, expected in (
         ("answer", [True, False, False]),
         ("boxed", [False, False, True]),
@@ -180,15 +175,15 @@ def test_the_rule_of_the_config_is_the_one_that_scores() -> None:
             assert [v.correct for v in verifier.score_batch(RESPONSES[:3], GOLDS[:3])] == expected
 
 
-def test_a_batch_may_be_empty_and_must_have_a_gold_for_each_response(verifier: Verifier) -> None:
+def test_batch_needs_a_gold_per_response(verifier: Verifier) -> None:
     assert verifier.score_batch([], []) == []
     with pytest.raises(ValueError, match="2 responses for 1 gold"):
         verifier.score_batch(["a", "b"], ["1"])
 
 
 @pytest.mark.fault
-def test_lost_comparisons_do_not_change_the_reward_and_are_warned_of(caplog) -> None:
-    """The silent form of this failure is a reward of 0 for everything."""
+def test_lost_comparisons_warn_and_keep_the_reward(caplog) -> None:
+    """Without a warning, every reward could be 0."""
     config = RewardConfig(symbolic_workers=1, symbolic_timeout_s=3.0)
     texts = [SLOW, "Answer: 42"]
     with caplog.at_level(logging.WARNING), Verifier(config) as verifier:
@@ -216,7 +211,7 @@ def test_a_wrong_value_is_named_with_its_key(wrong: dict, key: str) -> None:
 
 @ray.remote(num_cpus=0)
 class AsyncScorer:
-    """Scores on the event loop's thread, which is not a main thread."""
+    """An actor that scores on the event loop's thread, which is not a main thread."""
 
     def __init__(self) -> None:
         self.verifier = Verifier(RewardConfig(decide="symbolic", symbolic_timeout_s=30.0))
@@ -228,8 +223,8 @@ class AsyncScorer:
         self.verifier.close()
 
 
-def test_verdicts_are_the_same_in_an_async_ray_actor() -> None:
-    """Where the well-known bug strikes: math-verify in such a thread marks everything wrong."""
+def test_results_are_the_same_in_an_async_ray_actor() -> None:
+    """In such a thread math-verify's own time limit marks everything wrong."""
     started_here = not ray.is_initialized()
     if started_here:
         ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)

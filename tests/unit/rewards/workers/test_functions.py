@@ -1,8 +1,4 @@
-"""Users' reward functions: what they are given, and that none of them can harm a run.
-
-Would catch: a function that hangs, dies, prints or forks and takes the run with it, or whose
-failure passes for a score.
-"""
+"""Users' reward functions: their arguments, and that none of them can harm a run."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from megadapo.rewards.config import RewardConfig, RewardFunction
 from megadapo.rewards.function_runners import check_functions, start_runner
 from megadapo.rewards.runner import Runner
 from megadapo.rewards.scorer import Scorer
-from tests.unit.rewards.test_symbolic import is_running
+from tests.support.processes.running import is_running
 
 MODULE = "tests.support.rollout.reward_functions"
 PROMPT = Prompt("id", (("system", "Add."), ("user", "1+1=?")), "12", "test", {"index": 7})
@@ -49,7 +45,7 @@ def hostile() -> Iterator[Runner]:
     runner.close()
 
 
-def test_a_function_gets_all_there_is_and_its_parts_come_back() -> None:
+def test_function_gets_all_arguments_and_returns_parts() -> None:
     scores = score(["12", "a"], f"{MODULE}:digits")
     assert [(one.reward, one.correct) for one in scores] == [(2.0, True), (0.0, False)]
     assert dict(scores[0].parts) == {
@@ -62,7 +58,7 @@ def test_a_function_gets_all_there_is_and_its_parts_come_back() -> None:
     }
 
 
-def test_scores_are_weighted_and_added_where_they_apply_and_the_first_says_what_is_right() -> None:
+def test_scores_are_weighted_sums_and_the_first_decides_correctness() -> None:
     functions = (
         "rule",
         {"function": "boxed", "data_sources": ["other"], "weight": 100.0},
@@ -78,7 +74,7 @@ def test_scores_are_weighted_and_added_where_they_apply_and_the_first_says_what_
     assert (only.reward, only.correct) == (-1.0 + 9.0, False)
 
 
-def test_the_rule_alone_starts_no_process_and_has_no_parts() -> None:
+def test_rule_alone_starts_no_process() -> None:
     with Scorer(RewardConfig(symbolic=False)) as scorer:
         assert scorer._runners == {}
         (one,) = scorer.score_group(PROMPT, ["Answer: 12"], tokens(["Answer: 12"]))
@@ -119,7 +115,7 @@ def test_batched_and_async_functions() -> None:
         ("segfault", "its process ended: signal SIGSEGV"),
     ],
 )
-def test_a_failure_is_named_counted_and_costs_one_score(
+def test_failure_is_named_counted_and_costs_one_score(
     hostile: Runner, response: str, reason: str
 ) -> None:
     texts = ["fine", response, "fine"]
@@ -135,7 +131,7 @@ def test_a_failure_is_named_counted_and_costs_one_score(
     assert hostile.drain_warning() is None
 
 
-def test_a_failure_ends_the_run_where_the_configuration_says_so(caplog) -> None:
+def test_on_failure_stop_ends_the_run(caplog) -> None:
     stops = function("hostile", on_failure="stop")
     with pytest.raises(RewardError, match="hostile failed on .* prompt id: ValueError: no such"):
         score(["fine", "raise"], stops)
@@ -145,7 +141,7 @@ def test_a_failure_ends_the_run_where_the_configuration_says_so(caplog) -> None:
 
 
 @pytest.mark.fault
-def test_what_a_function_started_ends_with_it(tmp_path: Path) -> None:
+def test_children_of_a_function_end_with_it(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     prompt = Prompt("id", (("user", "?"),), "1", "test", {"file": str(file)})
     hangs = function("leaves_a_child", timeout_s=1.0, processes=True)
@@ -157,13 +153,13 @@ def test_what_a_function_started_ends_with_it(tmp_path: Path) -> None:
     assert not is_running(child)
 
 
-def test_a_function_sees_only_the_variables_it_is_given(monkeypatch) -> None:
+def test_function_sees_only_named_variables(monkeypatch) -> None:
     monkeypatch.setenv("SECRET", "1")
     monkeypatch.setenv("SHOWN", "1")
     assert score(["a"], function("secret", environment=["SHOWN"]))[0].reward == 2.0
 
 
-def test_a_function_of_the_working_folder_is_found(tmp_path: Path, monkeypatch) -> None:
+def test_function_in_working_folder_is_found(tmp_path: Path, monkeypatch) -> None:
     lines = "def half(messages, response, tokens, ground_truth, extra_info):\n    return 0.5\n"
     (tmp_path / "my_rewards.py").write_text(lines)
     monkeypatch.chdir(tmp_path)
@@ -184,7 +180,7 @@ def test_format_and_length() -> None:
 
 
 @pytest.mark.fault
-def test_a_pattern_that_takes_for_ever_is_a_failure() -> None:
+def test_endless_pattern_is_a_failure() -> None:
     slow = {"function": "format", "options": {"pattern": "(a+)+b"}, "timeout_s": 1.0}
     fine, failed = score(["aab", "a" * 40], slow)
     assert (fine.reward, dict(failed.parts)["format/failed"]) == (1.0, 1.0)
@@ -200,9 +196,7 @@ def test_a_pattern_that_takes_for_ever_is_a_failure() -> None:
         (f"{MODULE}:scaled", "missing a required .*argument: 'factor'"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_found_before_anything_starts(
-    name: str, message: str
-) -> None:
+def test_uncallable_function_fails_at_start(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f'reward.functions.function = "{name}".*{message}'):
         check_functions((RewardFunction(function=name),))
 
@@ -238,7 +232,7 @@ def test_a_wrong_entry_is_named_with_its_key(functions: list, message: str) -> N
     assert message in str(raised.value)
 
 
-def test_a_source_that_nothing_scores_is_found_when_prompts_are_loaded() -> None:
+def test_unscored_data_source_fails_at_load() -> None:
     config = RewardConfig(functions=({"function": "boxed", "data_sources": ["math"]}, "length"))
     assert config.check_gold("7", "math") == "7"
     only = RewardConfig(functions=({"function": "boxed", "data_sources": ["math"]},))

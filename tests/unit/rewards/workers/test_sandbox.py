@@ -1,8 +1,4 @@
-"""Generated code in its sandbox: right verdicts, and every way out of it tried for real.
-
-Would catch: code that reads the home folder, reaches the network, outlives its time, harms the
-machine or forges its verdict.
-"""
+"""Generated code in its sandbox: scores are right, and every known escape fails."""
 
 from __future__ import annotations
 
@@ -55,7 +51,7 @@ def run(sandbox: Runner, programs: list[str], tests: str = ADDS) -> list[Functio
 
 
 def output(sandbox: Runner, program: str) -> str:
-    """What a program prints, found out by letting it be wrong."""
+    """Return the output of a program, from the private pool: scores do not contain it."""
     (reply,) = sandbox._pool.run(
         [
             {
@@ -72,7 +68,7 @@ def output(sandbox: Runner, program: str) -> str:
     return reply["runs"][0]["output"]
 
 
-def test_programs_are_right_where_they_print_what_is_expected(sandbox: Runner) -> None:
+def test_programs_are_compared_by_output(sandbox: Runner) -> None:
     programs = [READS + "print(a + b, '')", READS + "print(a - b)", "def", "print(3)"]
     scores = run(sandbox, programs)
     assert [(one.score, one.correct) for one in scores] == [(1.0, True)] + [(0.0, False)] * 3
@@ -84,21 +80,21 @@ def test_programs_are_right_where_they_print_what_is_expected(sandbox: Runner) -
     assert (none.score, dict(none.parts)["no_program"]) == (0.0, 1.0)
 
 
-def test_assertions_run_behind_the_program(sandbox: Runner) -> None:
+def test_assertions_run_after_the_program(sandbox: Runner) -> None:
     tests = "assert double(2) == 4\nassert double('a') == 'aa'"
     programs = ["def double(x): return 2 * x", "def double(x): return x + 2", "double = 3"]
     assert [one.correct for one in run(sandbox, programs, tests)] == [True, False, False]
 
 
-def test_an_input_may_be_longer_than_any_output(sandbox: Runner) -> None:
-    """A text that is cut where printing is limited fails the program that reads all of it."""
+def test_input_may_exceed_the_output_limit(sandbox: Runner) -> None:
+    """Applying the output limit to stdin would fail programs that read all of it."""
     numbers = "1\n" * 300_000
     tests = json.dumps({"inputs": [numbers], "outputs": ["300000"]})
     programs = ["print(sum(map(int, open(0))))", f"print({numbers!r})"]
     assert [one.correct for one in run(sandbox, programs, tests)] == [True, False]
 
 
-def test_a_program_cannot_say_that_it_passed(sandbox: Runner) -> None:
+def test_program_cannot_forge_success(sandbox: Runner) -> None:
     programs = [
         "import sys; sys.exit(0)",
         "import os; os._exit(0)",
@@ -121,7 +117,7 @@ def test_expected_outputs_are_not_in_the_sandbox(sandbox: Runner) -> None:
 
 
 @pytest.mark.fault
-def test_the_home_folder_and_the_run_cannot_be_read(sandbox: Runner, tmp_path: Path) -> None:
+def test_home_and_run_folders_are_unreadable(sandbox: Runner, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
     secret.chmod(0o644)
@@ -130,7 +126,7 @@ def test_the_home_folder_and_the_run_cannot_be_read(sandbox: Runner, tmp_path: P
         shown = output(
             sandbox, f"import os; p = {str(path)!r}; print(os.path.exists(p) and os.listdir(p))"
         )
-        # where Python lies within, the way to it is there, and nothing beside it
+        # if Python is installed inside, only the path to it is visible
         ways = [Path(way) for way in (sys.base_prefix, sys.prefix)]
         names = {way.relative_to(path).parts[0] for way in ways if way.is_relative_to(path)}
         assert shown == "False\n" or set(re.findall(r"'([^']*)'", shown)) <= names
@@ -145,7 +141,7 @@ def test_the_home_folder_and_the_run_cannot_be_read(sandbox: Runner, tmp_path: P
 
 
 @pytest.mark.fault
-def test_the_network_cannot_be_reached(sandbox: Runner) -> None:
+def test_network_is_unreachable(sandbox: Runner) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
         port = server.getsockname()[1]
@@ -161,8 +157,8 @@ def test_the_network_cannot_be_reached(sandbox: Runner) -> None:
 
 
 @pytest.mark.fault
-def test_nothing_outlives_its_time(sandbox: Runner) -> None:
-    """A daemon in a session of its own, and one that ignores all signals it can."""
+def test_no_process_outlives_its_run(sandbox: Runner) -> None:
+    """A daemon in its own session that ignores all signals it can."""
     mark = f"outlives-{os.getpid()}"
     program = (
         "import os, signal, sys, time\n"
@@ -206,9 +202,7 @@ def test_nothing_outlives_its_time(sandbox: Runner) -> None:
     ],
     ids=lambda program: re.sub(r"\W+", "-", program)[:30],
 )
-def test_whatever_a_program_does_it_is_wrong_and_the_next_one_is_scored(
-    sandbox: Runner, program: str
-) -> None:
+def test_harmful_program_fails_and_the_next_is_scored(sandbox: Runner, program: str) -> None:
     started = time.perf_counter()
     harmful, right = run(sandbox, [program, READS + "print(a + b)"])
     assert (harmful.correct, right.correct) == (False, True)
@@ -218,11 +212,9 @@ def test_whatever_a_program_does_it_is_wrong_and_the_next_one_is_scored(
 
 @pytest.mark.fault
 @pytest.mark.parametrize(("memory_mib", "is_lost"), [(1024, False), (80, True)])
-def test_what_a_program_prints_is_never_a_failure_of_the_function(
-    memory_mib: int, is_lost: bool
-) -> None:
-    """Each NUL is six bytes in a reply: eleven runs would not fit, and end the run that scores; and
-    with little memory the sandbox itself ends."""
+def test_program_output_never_fails_the_function(memory_mib: int, is_lost: bool) -> None:
+    """Each NUL takes six bytes in a reply, so eleven runs exceed it, and would crash the sandbox if
+    it has little memory."""
     function = RewardFunction(
         function="python_tests",
         timeout_s=6.0,
@@ -240,15 +232,13 @@ def test_what_a_program_prints_is_never_a_failure_of_the_function(
     assert dict(floods.parts)["lost_sandboxes"] == float(is_lost)
 
 
-def test_a_sandbox_is_used_once(sandbox: Runner) -> None:
+def test_sandbox_is_used_once(sandbox: Runner) -> None:
     assert output(sandbox, "open('/tmp/left', 'w').write('x')") == ""
     assert output(sandbox, "import os; print(os.path.exists('/tmp/left'))") == "False\n"
 
 
-def test_an_environment_among_temporary_files_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The sandbox has a /tmp of its own, in which Python itself may have to be shown."""
+def test_python_below_tmp_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sandbox has its own /tmp, in which Python may have to be mounted."""
     environment = tmp_path / "env"
     venv.create(environment, symlinks=True, with_pip=False)
     monkeypatch.setattr(sys, "executable", str(environment / "bin" / "python"))
@@ -259,8 +249,8 @@ def test_an_environment_among_temporary_files_is_found(
         runner.close()
 
 
-def test_a_user_without_rights_gets_the_same_sandbox() -> None:
-    """Root that may not mount goes the way of other users, through a user namespace."""
+def test_unprivileged_user_gets_the_same_sandbox() -> None:
+    """Root without the right to mount uses a user namespace, like other users."""
     program = "import json\nfrom megadapo.rewards.workers.sandbox_worker import main\nmain()"
     settings = {"memory_bytes": 1 << 28, "output_bytes": 1 << 16, "idle": False}
     code = "import os, socket\nprint(os.getuid(), os.path.exists('/etc/passwd'))\n"
@@ -299,16 +289,14 @@ def test_a_user_without_rights_gets_the_same_sandbox() -> None:
         ('{"inputs": [], "outputs": []}', "0 inputs for 0"),
     ],
 )
-def test_tests_that_cannot_be_run_are_found_when_prompts_are_loaded(
-    gold: str, message: str
-) -> None:
+def test_invalid_unit_tests_fail_at_load(gold: str, message: str) -> None:
     config = RewardConfig(functions=("python_tests",))
     assert config.check_gold("assert f() == 1", "code") == "assert f() == 1"
     with pytest.raises(DataError, match=message):
         config.check_gold(gold, "code")
 
 
-def test_reading_programs_tests_and_outputs() -> None:
+def test_programs_tests_and_outputs_are_read() -> None:
     assert program_of("```python\na\n```\n```py\nb\n```") == "b\n"
     assert program_of("```\na\n```") == "a\n" and program_of("a") is None
     assert read_tests(ADDS) == UnitTests(None, ("1 2", "30 4"), ("3\n", "34"))

@@ -1,5 +1,4 @@
-"""Would catch: a run that is given up although a new start would mend it, or started again for ever
-or after an error that would come again; a supervisor that leaves processes behind."""
+"""The supervisor: it restarts what a restart can fix, finitely often, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def supervise(folder: Path, driver: str, *, restarts: int = 5) -> tuple[int, str
     return process.returncode, output, (folder / "starts").read_text().splitlines()
 
 
-def test_failed_processes_preemption_and_kills_are_started_again(tmp_path):
+def test_failures_preemption_and_kills_are_restarted(tmp_path):
     code, output, starts = supervise(
         tmp_path,
         """
@@ -70,8 +69,8 @@ def test_failed_processes_preemption_and_kills_are_started_again(tmp_path):
     assert "exit code 5 after step 1; restart 1 of 5" in output and "SIGKILL after step 3" in output
 
 
-def test_a_driver_whose_heart_stops_is_killed_and_started_again(tmp_path):
-    """Nobody else would end one that is stopped: all that it started waits for it."""
+def test_driver_without_heartbeat_is_killed_and_restarted(tmp_path):
+    """Nothing else would end a stopped driver: its children wait for it."""
     code, output, starts = supervise(
         tmp_path,
         """
@@ -86,14 +85,14 @@ def test_a_driver_whose_heart_stops_is_killed_and_started_again(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [1, 2, 3, 4, 6])
-def test_what_would_come_again_is_not_started_again(tmp_path, wrong):
+def test_permanent_errors_are_not_restarted(tmp_path, wrong):
     code, output, starts = supervise(tmp_path, f"sys.exit({wrong})")
     assert (code, len(starts)) == (wrong, 1)
-    assert f"exit code {wrong} would come again" in output
+    assert f"a restart cannot fix exit code {wrong}" in output
 
 
 @pytest.mark.parametrize(("says", "num_starts"), [(True, 1), (False, 2)])
-def test_a_driver_that_could_not_say_why_it_ended_is_started_again(tmp_path, says, num_starts):
+def test_driver_that_ended_without_status_is_restarted(tmp_path, says, num_starts):
     """Ray's core ends the process with exit code 1, as Python does after an error."""
     _, _, starts = supervise(
         tmp_path,
@@ -107,13 +106,13 @@ def test_a_driver_that_could_not_say_why_it_ended_is_started_again(tmp_path, say
     assert len(starts) == num_starts
 
 
-def test_restarts_that_complete_no_step_come_to_an_end(tmp_path):
+def test_restarts_without_progress_are_limited(tmp_path):
     code, output, starts = supervise(tmp_path, "sys.exit(5)", restarts=50)
     assert (code, len(starts)) == (5, 1 + MAX_FRUITLESS)
     assert "completed no step" in output
 
 
-def test_steps_in_between_count_and_the_number_of_restarts_is_a_bound(tmp_path):
+def test_number_of_restarts_is_limited_despite_progress(tmp_path):
     code, output, starts = supervise(
         tmp_path,
         """
@@ -125,10 +124,10 @@ def test_steps_in_between_count_and_the_number_of_restarts_is_a_bound(tmp_path):
         restarts=MAX_FRUITLESS + 2,
     )
     assert (code, len(starts)) == (5, MAX_FRUITLESS + 3)
-    assert f"it was, {MAX_FRUITLESS + 2} times" in output
+    assert f"the limit of {MAX_FRUITLESS + 2} restarts is reached" in output
 
 
-def test_where_a_run_began_is_repeated_until_it_has_a_checkpoint_of_its_own(tmp_path):
+def test_resume_option_is_kept_until_the_first_own_checkpoint(tmp_path):
     """--resume PATH after a requeue would throw away what was trained since; --resume auto too
     early would begin from the model's own weights."""
     _, _, starts = supervise(
@@ -144,7 +143,7 @@ def test_where_a_run_began_is_repeated_until_it_has_a_checkpoint_of_its_own(tmp_
     assert starts == ["", "", "--run.resume=auto", "--run.resume=auto"]
 
 
-def test_what_a_killed_driver_leaves_has_ended_before_the_next_start(tmp_path):
+def test_leftovers_end_before_the_next_start(tmp_path):
     """An engine that still holds the GPU's memory would let the next start fail."""
     code, _, _ = supervise(
         tmp_path,
@@ -161,7 +160,7 @@ def test_what_a_killed_driver_leaves_has_ended_before_the_next_start(tmp_path):
     assert code == 0
 
 
-def test_a_signal_reaches_the_driver_once_and_is_the_end(tmp_path):
+def test_signal_reaches_driver_once_and_ends_supervision(tmp_path):
     process = start(
         tmp_path,
         """
@@ -185,7 +184,7 @@ def test_a_signal_reaches_the_driver_once_and_is_the_end(tmp_path):
     assert start_time(int((tmp_path / "ready").read_text())) is None
 
 
-def test_a_driver_that_died_before_it_came_to_the_run_made_no_progress(tmp_path):
+def test_driver_that_died_early_made_no_progress(tmp_path):
     """The status of an earlier driver is not its own."""
     (tmp_path / "status.json").write_text(
         json.dumps(
