@@ -1,9 +1,8 @@
-"""BAPO's clip bounds (arXiv 2510.18927): moved until positive tokens have their share.
+"""BAPO's clip bounds (arXiv 2510.18927): moved until positive tokens reach a target share.
 
-The sums behind every pair of bounds on the grid are taken once, between the grid's edges: they add
-up over micro-batches and ranks, and the search is then arithmetic, the same on every rank.
-Algorithm 1 of the paper; where its official code differs, and which reading is whose, is in
-docs/algorithms.md.
+The sums for every pair of bounds on the grid are collected once, between the grid's edges. They add
+up over micro-batches and ranks, and the search is then arithmetic, the same on every rank. This is
+algorithm 1 of the paper; docs/algorithms.md compares it with the official code.
 """
 
 from __future__ import annotations
@@ -29,25 +28,26 @@ class BapoConfig(Section, title="algorithm.bapo"):
     """Bounds of the ratio itself, not offsets from 1, each moved in steps over its range."""
 
     target_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
-    """Share of the positive tokens that the search stops at."""
+    """Share of the positive tokens at which the search stops."""
     statistic: Literal["share", "gradient_share", "official"] = "share"
-    """What has a share: the clipped surrogate's size; the same of the tokens with a gradient; or
-    the surrogate with the lower bound moved first, as in the authors' code."""
+    """Quantity of the share. share: the clipped surrogate's size; gradient_share: the same of the
+    tokens with a gradient; official: as share, lower bound moved first, as in the authors' code."""
     scope: Literal["minibatch", "lagged"] = "minibatch"
-    """Ratios that the search is over: of the mini-batch itself under the present weights, for one
-    more forward pass of the model; or of the step's mini-batch before it, for nothing."""
+    """Ratios of the search. minibatch: those of the mini-batch itself under the current weights, at
+    the cost of one more forward pass; lagged: those of the step's previous mini-batch, at no
+    cost."""
     low_min: NonNegativeFloat = 0.6
-    """Lower bound of the ratio where the search begins."""
+    """Lower bound of the ratio at the start of the search."""
     low_max: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
     """Largest lower bound."""
     low_step: PositiveFloat = 0.02
-    """What the lower bound is moved by."""
+    """Step of the lower bound."""
     high_min: Annotated[float, Field(ge=1.0)] = 1.2
-    """Upper bound of the ratio where the search begins."""
+    """Upper bound of the ratio at the start of the search."""
     high_max: Annotated[float, Field(ge=1.0)] = 3.0
     """Largest upper bound."""
     high_step: PositiveFloat = 0.05
-    """What the upper bound is moved by."""
+    """Step of the upper bound."""
 
     def conflicts(self) -> Iterator[str]:
         for side in ("low", "high"):
@@ -60,44 +60,44 @@ class BapoConfig(Section, title="algorithm.bapo"):
 
     @property
     def low_edges(self) -> np.ndarray:
-        """Every lower bound, ascending."""
+        """All lower bounds, ascending."""
         return _edges(self.low_min, self.low_max, self.low_step)
 
     @property
     def high_edges(self) -> np.ndarray:
-        """Every upper bound, ascending."""
+        """All upper bounds, ascending."""
         return _edges(self.high_min, self.high_max, self.high_step)
 
 
 def _edges(smallest: float, largest: float, step: float) -> np.ndarray:
-    """Counted, not added up: the rounding of 36 additions could move the stop by a step."""
+    """Return the bounds by multiplication: rounding of many additions could lose a step."""
     counts = np.arange(int((largest - smallest) / step + _ROUNDING) + 1)
     return np.asarray(np.round(smallest + step * counts, 12))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BapoBounds:
-    """What one update clips the ratio at, and what that does to the positive tokens' share."""
+    """Clip bounds of one update, and the positive tokens' share."""
 
     low: float
     high: float
     share_before: float
-    """Of the positive tokens at the bounds where the search began; NaN without any token."""
+    """Share of the positive tokens at the first bounds of the search; NaN without any token."""
     share: float
-    """At these bounds; below the target where no bounds on the grid reach it."""
+    """Share at these bounds; below the target if no bounds on the grid reach it."""
 
     def put_into(self, objective: PolicyObjective) -> PolicyObjective:
-        """The objective that clips at these bounds."""
+        """Return the objective with these clip bounds."""
         bounds = {"clip_low": 1.0 - self.low, "clip_high": self.high - 1.0}
         return objective.model_copy(update=bounds)
 
 
 def bapo_sums(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> Tensor:
-    """What tokens add to the sums between the grid's edges, float64; add them over all tokens.
+    """Return tokens' part of the sums between the grid's edges, float64; add over all tokens.
 
-    Bin k of the upper bounds holds ratios above edge k - 1 and up to edge k; bin k of the lower
-    bounds those from edge k - 1 up to but without edge k. Laid out as the sums of r |A| and those
-    of |A| in the upper bins, for A > 0, then in the lower bins, for A < 0.
+    Bin k of the upper bounds has ratios above edge k - 1 and up to edge k; bin k of the lower
+    bounds those from edge k - 1 up to but without edge k. The order is: sums of r |A| and of |A| in
+    the upper bins, for A > 0, then in the lower bins, for A < 0.
 
     Args:
         ratios: [N] fp32, clamped as in the loss.
@@ -114,19 +114,19 @@ def bapo_sums(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> Tensor:
         bins = torch.bucketize(ratios[chosen], bounds, right=not is_upper)
         weights = sizes[chosen]
         values = torch.stack([ratios[chosen].double() * weights, weights])
-        # a product, as scattered additions would have other bits on every run of a GPU
+        # a product: scattered additions have different bits on every run of a GPU
         is_in = bins[:, None] == torch.arange(len(edges) + 1, device=bins.device)
         sums.append((values @ is_in.double()).flatten())
     return torch.cat(sums)
 
 
 def num_bapo_sums(config: BapoConfig) -> int:
-    """How many numbers `bapo_sums` gives."""
+    """Return the length of `bapo_sums`."""
     return 2 * (len(config.high_edges) + 1) + 2 * (len(config.low_edges) + 1)
 
 
 def search_bounds(sums: np.ndarray, config: BapoConfig) -> BapoBounds:
-    """Move the bounds until positive tokens have their share, or the grid ends.
+    """Move the bounds until positive tokens reach the target share or the grid ends.
 
     Args:
         sums: `bapo_sums` of all tokens of a mini-batch, added up.
@@ -150,7 +150,7 @@ def search_bounds(sums: np.ndarray, config: BapoConfig) -> BapoBounds:
 
 
 def _path(num_low: int, num_high: int, *, lower_first: bool) -> list[tuple[int, int]]:
-    """Which bounds the search passes: one side is moved to its end, then the other."""
+    """Return the pairs of bounds in search order: one side moves to its end, then the other."""
     if lower_first:
         first = [(low, 0) for low in range(num_low)]
         return first + [(num_low - 1, high) for high in range(1, num_high)]
@@ -159,10 +159,10 @@ def _path(num_low: int, num_high: int, *, lower_first: bool) -> list[tuple[int, 
 
 
 def _sizes(sums: np.ndarray, config: BapoConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Size of the positive tokens' term at each upper bound, of the negative ones' at each lower.
+    """Return the positive tokens' term at each upper bound and the negative ones' at each lower.
 
-    With min(r A, clip(r) A) it is sum A min(r, high) and sum |A| max(r, low); of the tokens that
-    keep their gradient, sum A r over r <= high and sum |A| r over r >= low.
+    For min(r A, clip(r) A) they are sum A min(r, high) and sum |A| max(r, low). For tokens that
+    keep their gradient they are sum A r over r <= high and sum |A| r over r >= low.
     """
     lows, highs = config.low_edges, config.high_edges
     cuts = np.cumsum([len(highs) + 1, len(highs) + 1, len(lows) + 1])

@@ -1,4 +1,4 @@
-"""What a step does with its rewards: the `[algorithm]` section."""
+"""The `[algorithm]` section: from a step's rewards to its loss."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ AdvantageRule = Literal[
 
 
 class ReferenceConfig(Section, title="algorithm.reference"):
-    """The policy that the KL divergence is to."""
+    """Reference policy of the KL divergence."""
 
     kind: Literal["fixed", "refreshed", "averaged"] = "fixed"
-    """fixed: the weights the run began with; refreshed: the policy's of some steps ago; averaged: a
-    moving average of the policy's."""
+    """Weights of the reference policy. fixed: the run's first weights; refreshed: the policy's of
+    some steps ago; averaged: a moving average of the policy's."""
     refresh_every: PositiveInt = 100
-    """Steps after which a refreshed reference takes the policy's weights."""
+    """Number of steps after which a refreshed reference policy gets the policy's weights."""
     decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.99
-    """Share of its own weights that an averaged reference keeps at a step."""
+    """Share of its own weights that an averaged reference policy keeps at a step."""
 
     def conflicts(self) -> Iterator[str]:
         for key, kind in (("refresh_every", "refreshed"), ("decay", "averaged")):
@@ -48,27 +48,27 @@ class ReferenceConfig(Section, title="algorithm.reference"):
 
 
 class PretrainingConfig(Section, title="algorithm.pretraining"):
-    """A language-model loss on texts in every update of the policy, beside its objective (PPO-ptx);
-    there is one where `data` is set."""
+    """Language-model loss on pretraining data in every update of the policy, in addition to its
+    objective (PPO-ptx); off without `data`."""
 
     data: str | None = None
-    """Texts: a parquet or JSONL file with a column text, a .txt file (one text), a folder of them,
-    a Hub dataset ORG/NAME[@REVISION][/PATH], or a built-in task as for data.train, whose texts are
-    problems with their answers; none: no text is trained on."""
+    """Pretraining data: a parquet or JSONL file with a column text, a .txt file (one text), a
+    folder of such files, a Hub dataset ORG/NAME[@REVISION][/PATH], or a built-in task as for
+    data.train, whose texts are problems with their answers; none: no pretraining loss."""
     coef: NonNegativeFloat = 1.0
-    """Weight of the mean loss over the text tokens of an update, in nats a token; 0 measures that
-    and changes no gradient."""
+    """Weight of the mean loss over the text tokens of an update, in nats per token; with 0 the loss
+    is measured but changes no gradient."""
     tokens_per_mini_batch: Annotated[int, Field(ge=2)] = 16_384
-    """Most tokens of text in one optimizer update; whole sequences that fit are taken."""
+    """Limit of text tokens in one optimizer update, filled with whole sequences."""
     max_text_tokens: Annotated[int, Field(ge=2)] = 2048
-    """Longest sequence; longer texts are cut into several."""
+    """Longest sequence in tokens; longer texts are split into several."""
 
     def conflicts(self) -> Iterator[str]:
         if self.data is None and (changed := self.changed()):
             keys = ", ".join(f"algorithm.pretraining.{key}" for key in changed)
             yield f"{keys}: read only with algorithm.pretraining.data; set that, or leave out"
         if self.data is not None and not self.data.strip():
-            yield "algorithm.pretraining.data is empty; leave it out to train on no text"
+            yield "algorithm.pretraining.data is empty; leave it out for no pretraining loss"
         if self.max_text_tokens > self.tokens_per_mini_batch:
             yield (
                 f"algorithm.pretraining.max_text_tokens = {self.max_text_tokens} does not fit into "
@@ -83,47 +83,49 @@ class AlgorithmConfig(Section, title="algorithm"):
     responses_per_mini_batch: PositiveInt = 512
     """Responses behind one optimizer update; a multiple of sampling.responses_per_prompt."""
     advantage: AdvantageRule = "grpo"
-    """grpo: reward less the group's mean, over its standard deviation; grpo-process: of each token,
-    from scores of steps; rloo: less the mean of the others; reinforce++: the reward, whitened over
-    the step's tokens; reinforce++-baseline: less the group's mean, then whitened; maxrl: less the
-    mean, over the mean (rewards of two values); gae: of each token, from a critic's values
-    (`[critic]`), whitened over the step's tokens."""
+    """Advantage of a response or token. grpo: reward less the group's mean, over its standard
+    deviation; grpo-process: of each token, from scores of steps; rloo: reward less the mean of the
+    others; reinforce++: the reward, whitened over the step's tokens; reinforce++-baseline: reward
+    less the group's mean, then whitened; maxrl: reward less the mean, over the mean (rewards of two
+    values); gae: of each token, from a critic's values (`[critic]`), whitened over the step's
+    tokens."""
     normalize_by_std: bool = True
     """Divide GRPO's advantages by the group's standard deviation (False: Dr. GRPO)."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """What a reward one token later is worth (gae)."""
+    """Discount per token of a later reward (gae)."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    """How far gae looks: 1 takes the response's own reward, 0 the critic's next value."""
+    """Horizon of gae: 1 uses the response's own reward, 0 the critic's next value."""
     shared_prefix: Literal["soft", "hard"] = "soft"
-    """Advantage of tokens that several responses of a group begin with (`[sampling.branching]`),
-    which are in the batch once for each. soft: each response's own; hard: the mean over them."""
+    """Advantage of a prefix that several responses of a group share (`[sampling.branching]`), which
+    is in the batch once per response. soft: each response's own; hard: the mean over them."""
     loss_aggregation: Aggregation = "token-mean"
-    """How token losses are reduced over a mini-batch (see algorithm/loss_weights.py)."""
+    """Reduction of token losses over a mini-batch (see algorithm/loss_weights.py)."""
     loss_length: PositiveInt | None = None
-    """Tokens that a response's sum is divided by with "seq-mean-token-sum-norm": a constant,
-    whatever the lengths (Dr. GRPO)."""
+    """Constant divisor, in tokens, of a response's sum with "seq-mean-token-sum-norm" (Dr.
+    GRPO)."""
     overlong_buffer: NonNegativeInt = 4096
-    """Tokens before rollout.max_response_tokens over which the length punishment grows; 0: none."""
+    """Number of tokens before rollout.max_response_tokens over which the soft overlong punishment
+    grows; 0: no punishment."""
     overlong_factor: NonNegativeFloat = 1.0
     """Scale of the soft overlong punishment."""
     overlong_filtering: bool = False
-    """Leave truncated responses out of the loss instead of punishing them."""
+    """Whether truncated responses are left out of the loss instead of punished."""
     objective: PolicyObjective = PolicyObjective()
-    """The per-token objective."""
+    """Objective per token."""
     bapo: BapoConfig = BapoConfig()
-    """How the clip bounds of gate "bapo" are searched."""
+    """Search of the clip bounds of gate "bapo"."""
     reference: ReferenceConfig = ReferenceConfig()
-    """The policy that the KL divergence is to."""
+    """Reference policy of the KL divergence."""
     kl_control: KlControlConfig = KlControlConfig()
-    """How the coefficient of the KL divergence in the reward follows it."""
+    """Adaptive coefficient of the KL divergence in the reward."""
     pretraining: PretrainingConfig = PretrainingConfig()
-    """A language-model loss on texts beside the objective."""
+    """Language-model loss on pretraining data in addition to the objective."""
     importance: ImportanceConfig = ImportanceConfig()
-    """Weights of tokens that other weights than the present ones sampled."""
+    """Importance weights of tokens that were sampled by earlier weights."""
 
     @property
     def compares_steps(self) -> bool:
-        """Whether advantages are of tokens, from scores of steps."""
+        """Whether tokens get advantages from scores of steps."""
         return self.advantage == "grpo-process"
 
     def conflicts(self) -> Iterator[str]:
@@ -178,7 +180,7 @@ class AlgorithmConfig(Section, title="algorithm"):
             yield (
                 'algorithm.shared_prefix = "hard" averages advantages of whole responses, which '
                 'algorithm.advantage = "gae" and algorithm.objective.kl_in = "reward" give every '
-                'token anew: set it to "soft"'
+                'token again: set it to "soft"'
             )
 
     def _without_effect(self) -> Iterator[str]:

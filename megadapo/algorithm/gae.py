@@ -1,7 +1,7 @@
-"""Advantages and value targets of single tokens from a critic's values; plain arithmetic.
+"""Advantages and value targets of tokens from a critic's values; plain arithmetic.
 
 Sources: generalized advantage estimation (arXiv 1506.02438) equations 16 and 17; the clipped value
-loss is that of the code published with PPO (arXiv 1707.06347).
+loss is from the code published with PPO (arXiv 1707.06347).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def terminal_rewards(scores: np.ndarray, sequences: np.ndarray) -> np.ndarray:
-    """[N] float64: each sequence's score at its last token, 0 at its others.
+    """Return [N] float64: each sequence's score at its last token, 0 at the others.
 
     Args:
-        scores: [N] what the whole response is worth, given to each of its tokens.
-        sequences: [N] which sequence a token is of; a sequence's tokens are neighbours, in order.
+        scores: [N] score of the whole response, repeated for each of its tokens.
+        sequences: [N] sequence of each token; a sequence's tokens are neighbours, in order.
     """
     rewards = np.zeros(len(scores))
     last = _starts(sequences)[1:] - 1
@@ -35,16 +35,16 @@ def generalized_advantages(
     discount: float = 1.0,
     gae_lambda: float = 1.0,
 ) -> np.ndarray:
-    """A_t = sum_k (discount gae_lambda)^k delta_{t+k}, delta_t = r_t + discount V_{t+1} - V_t.
+    """Return A_t = sum_k (discount gae_lambda)^k d_{t+k}, d_t = r_t + discount V_{t+1} - V_t.
 
-    Nothing is worth anything behind a sequence's last token, also where it was cut. Tokens that the
-    loss leaves out are not passed: those around one are neighbours then. The definition is
-    `reference.generalized_advantages`. What a value should have been is A_t + V_t.
+    The value after a sequence's last token is 0, also if the sequence was truncated. Tokens left
+    out of the loss are not passed: their neighbours then follow each other. The definition is
+    `reference.generalized_advantages`. The value target is A_t + V_t.
 
     Args:
         rewards: [N] of each token.
-        values: [N] of the state that each token was sampled in.
-        sequences: [N] which sequence a token is of; a sequence's tokens are neighbours, in order.
+        values: [N] value of the state in which each token was sampled.
+        sequences: [N] sequence of each token; a sequence's tokens are neighbours, in order.
 
     Returns:
         [N] float64, not whitened.
@@ -68,16 +68,16 @@ def generalized_advantages(
 def value_losses(
     values: Tensor, values_old: Tensor, returns: Tensor, *, value_clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error of each value, [N], and which tokens' clipped error is the larger.
+    """Return half the squared error of each value, [N], and whether its clipped error is larger.
 
-    max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2: a value that has left the band has a
-    gradient only while that brings it back to it.
+    The loss is max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2: a value outside the band
+    has a gradient only if it moves the value back.
 
     Args:
         values: [N], differentiable.
         values_old: [N] before the step's first update.
-        returns: [N] what the values should be.
-        value_clip: c; None clips nothing.
+        returns: [N] value targets.
+        value_clip: c; None: no clip.
     """
     import torch
 
@@ -86,11 +86,11 @@ def value_losses(
         return 0.5 * error.square(), torch.zeros_like(error, dtype=torch.bool)
     clipped = values.clamp(values_old - value_clip, values_old + value_clip) - returns
     is_clipped = clipped.square() > error.square()
-    # not torch.maximum, which halves both gradients where the two are the same number
+    # torch.maximum would halve both gradients if the two errors are equal
     return 0.5 * torch.where(is_clipped, clipped, error).square(), is_clipped
 
 
 def _starts(sequences: np.ndarray) -> np.ndarray:
-    """[S + 1] where each sequence begins, and N."""
+    """Return [S + 1] the start of each sequence, and N."""
     changes = np.flatnonzero(np.diff(sequences)) + 1
     return np.concatenate([[0], changes, [len(sequences)]]) if len(sequences) else np.zeros(1, int)

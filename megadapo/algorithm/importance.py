@@ -1,4 +1,4 @@
-"""How tokens are trained that other weights sampled: importance weights on the policy term.
+"""Importance weights on the policy term of tokens that other weights sampled.
 
 A token has up to three log-probs: mu, the engine's when it sampled the token (the behaviour
 policy); pi_prox, the trainer's before the step's first update (the proximal policy); and pi, the
@@ -6,9 +6,9 @@ trainer's in the update. Recomputed, the token's policy term is
 
     w * -min(r A, clip(r) A)    with r = pi / pi_prox and w = bound(pi_prox / mu), a constant,
 
-so the clip limits how far the step moves the policy and w makes up for who sampled the token.
-With the rollout's own log-probs there is one ratio, r = pi / mu, no weight, and the clip cuts
-whatever has drifted out of its window already.
+so the clip limits how far the step moves the policy, and w corrects for the sampling policy.
+With the rollout's own log-probs there is one ratio, r = pi / mu, and no weight: the clip also cuts
+tokens that drifted out of its window before the step.
 
 Source: decoupled PPO (arXiv 2110.00641), used on stale rollouts by AReaL (arXiv 2505.24298);
 truncation of the weight: Ionides, "Truncated Importance Sampling" (2008); the geometric mean over
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 
 
 class ImportanceConfig(Section, title="algorithm.importance"):
-    """Tokens that earlier weights sampled (stale), or an engine that computes otherwise."""
+    """Correction of tokens that were sampled by earlier weights or by a different engine."""
 
     stale_logprobs: Literal["recompute", "rollout", "none"] = "recompute"
-    """What the ratio of a stale token is taken against: the trainer's present log-prob, with an
-    importance weight; or the engine's own at sampling, without one; or nothing, which leaves the
-    token out of the loss."""
+    """Old log-prob of a stale token's ratio. recompute: the trainer's current one, with an
+    importance weight; rollout: the engine's at sampling, without a weight; none: the token is left
+    out of the loss."""
     level: Literal["token", "sequence"] = "token"
-    """Ratio behind a weight: the token's own, or the geometric mean over the tokens of its response
-    that are weighted."""
+    """Ratio behind a weight: the token's own, or the geometric mean over the weighted tokens of its
+    response."""
     bound: Literal["truncate", "mask", "none"] = "truncate"
-    """What happens to a weight outside of low to high: moved to the bound, set to 0, or nothing."""
+    """Treatment of a weight outside low to high: moved to the bound, set to 0, or kept."""
     low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Lower bound of a weight."""
     high: Annotated[float, Field(ge=1.0)] = 2.0
     """Upper bound of a weight."""
     scope: Literal["stale", "all"] = "stale"
-    """Tokens that are weighted: stale ones only, or fresh ones too, which corrects for an engine
-    whose log-probs differ from the trainer's (bfloat16)."""
+    """Tokens with a weight: stale ones only, or fresh ones too, which corrects for an engine whose
+    log-probs differ from the trainer's (bfloat16)."""
 
     def conflicts(self) -> Iterator[str]:
         unused = self.changed("level", "bound", "low", "high")
@@ -70,20 +70,20 @@ def importance_ratios(
     level: Literal["token", "sequence"],
     add_up: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """pi_prox / mu of each of N weighted tokens, [N] fp32.
+    """Return pi_prox / mu of each of N weighted tokens, [N] fp32.
 
-    Log-ratios are clamped to +-MAX_LOG_RATIO. At the level of the sequence the ratio is
-    exp(mean log-ratio) over the sequence's N_i tokens among these: the product over thousands of
-    tokens would be 0 or the bound for any mismatch.
+    Log-ratios are clamped to +-MAX_LOG_RATIO. At sequence level the ratio is exp(mean log-ratio)
+    over the sequence's N_i weighted tokens: the product over thousands of tokens would be 0 or the
+    bound for any mismatch.
 
     Args:
         logprobs: [N] the trainer's before the step's first update.
         logprobs_rollout: [N] the engine's, finite.
-        sequences: [N] int64, which of `num_sequences` sequences a token is of; all of the weighted
-            tokens of a sequence must be here, or where `add_up` reaches.
+        sequences: [N] int64, sequence of each token, below `num_sequences`; all weighted tokens of
+            a sequence must be here, or on ranks that `add_up` reaches.
         num_sequences: S, an upper bound.
-        level: of the token or of the sequence.
-        add_up: as in `ratios.sequence_means`; called at the level of the sequence.
+        level: ratio of the token or of its sequence.
+        add_up: as in `ratios.sequence_means`; called only at sequence level.
     """
     log_ratios = (logprobs - logprobs_rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if level == "token":
@@ -93,17 +93,17 @@ def importance_ratios(
 
 
 def is_outside(ratios: Tensor, config: ImportanceConfig) -> Tensor:
-    """Whether a ratio is out of bounds, [N] bool; never where there are none."""
+    """Return whether each ratio is out of bounds, [N] bool; all False without bounds."""
     outside = (ratios < config.low) | (ratios > config.high)
     return outside & (config.bound != "none")
 
 
 def bounded_weights(ratios: Tensor, config: ImportanceConfig) -> Tensor:
-    """The weight of each token, [N], from its ratio; NaN stays NaN.
+    """Return the weight of each token from its ratio, [N]; NaN stays NaN.
 
-    A weight of 0 takes the token out of the sum and not out of what the sum is divided by: loss
-    weights come from the counts of the whole mini-batch, before anything is known of ratios, and
-    what is left must not weigh more for what was masked.
+    A weight of 0 removes the token from the sum, but not from its divisor: loss weights are made
+    from the counts of the whole mini-batch before ratios are known, and masked tokens must not
+    increase the weight of the others.
     """
     if config.bound == "truncate":
         return ratios.clamp(config.low, config.high)

@@ -12,17 +12,17 @@ from megadapo.section import Section
 
 
 class KlControlConfig(Section, title="algorithm.kl_control"):
-    """A KL coefficient that follows the measured KL divergence, for the KL divergence in the
-    reward; `algorithm.objective.kl_coef` is where it begins."""
+    """KL coefficient that follows the measured KL divergence, for the KL divergence in the reward;
+    its first value is `algorithm.objective.kl_coef`."""
 
     target: PositiveFloat | None = None
-    """KL divergence that is aimed at, in nats a token, as kl/mean has it; none: the coefficient
-    stays as it is."""
+    """Target of the KL divergence in nats per token, comparable to kl/mean; none: the coefficient
+    is constant."""
     horizon: PositiveInt = 10_000
-    """Responses over which a relative error e of the KL divergence multiplies the coefficient by
-    about exp(e)."""
+    """Number of responses over which a relative error e of the KL divergence multiplies the
+    coefficient by about exp(e)."""
     clamp: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    """Largest relative error, of either sign, that is acted on."""
+    """Limit of the relative error, of either sign."""
 
     def conflicts(self) -> Iterator[str]:
         for key in self.changed("horizon", "clamp"):
@@ -34,38 +34,38 @@ class KlControlConfig(Section, title="algorithm.kl_control"):
 
 
 def controlled_coef(coef: float, kl: float, num_responses: int, config: KlControlConfig) -> float:
-    """The coefficient after a step: coef (1 + clip(kl / target - 1, +-clamp) n / horizon).
+    """Return the coefficient after a step: coef (1 + clip(kl / target - 1, +-clamp) n / horizon).
 
-    Source: arXiv 1909.08593, section 2.2, whose gain of 0.1 an update is n / horizon here.
+    Source: arXiv 1909.08593, section 2.2, whose gain of 0.1 per update is n / horizon here.
 
     Args:
-        coef: of the step.
+        coef: coefficient of the step.
         kl: estimate of the step's KL divergence, mean over its tokens in nats.
-        num_responses: n, of the step.
+        num_responses: n, responses of the step.
     """
-    assert config.target is not None, "there is nothing to aim at"
+    assert config.target is not None, "the coefficient is constant without a target"
     error = max(-config.clamp, min(config.clamp, kl / config.target - 1.0))
     return coef * (1.0 + error * num_responses / config.horizon)
 
 
 class KlController:
-    """The coefficient of a run, step after step; on the driver, so no layout enters."""
+    """The KL coefficient of a run; on the driver, so it does not depend on the layout."""
 
     def __init__(self, config: KlControlConfig, coef: float) -> None:
-        """`coef`: of the first step."""
+        """`coef`: coefficient of the first step."""
         self.coef = coef
         self._config = config
 
     def observe(self, kl: float | None, num_responses: int) -> None:
-        """Take a finished step in; one without a finite KL divergence changes nothing."""
+        """Update the coefficient after a step; a KL divergence that is not finite is ignored."""
         if self._config.target is not None and kl is not None and math.isfinite(kl):
             self.coef = controlled_coef(self.coef, kl, num_responses, self._config)
 
     def state_dict(self) -> dict[str, object]:
-        """What a checkpoint holds: nothing where the coefficient stays."""
+        """Return the state for a checkpoint: empty if the coefficient is constant."""
         return {} if self._config.target is None else {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; from the configuration, if that was without one."""
+        """Restore the coefficient; keep the configured one if the state has none."""
         if self._config.target is not None:
             self.coef = float(state.get("coef", self.coef))

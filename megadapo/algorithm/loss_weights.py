@@ -1,7 +1,7 @@
-"""Every loss reduction as a weight per token, made from the counts of a whole mini-batch.
+"""Loss reductions as a weight per token, made from the counts of a whole mini-batch.
 
 The loss of a mini-batch is exactly sum_t weight[t] * l_t, so neither it nor its gradient depends
-on how the batch is cut over ranks and micro-batches.
+on how the batch is split over ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from megadapo.algorithm.mini_batches import mini_batches
 
 
 def loss_weights(groups: Sequence[ScoredGroup], config: AlgorithmConfig) -> np.ndarray:
-    """The weight of each sampled token of every response of a step: [S] float64.
+    """Return the weight of each sampled token of every response of a step: [S] float64.
 
-    From whole mini-batches. What a tool put out has no loss and no part in any count.
-    Overlong filtering leaves truncated responses out: their weight is 0, and no count has them.
+    Tokens of tool output have no loss and enter no count. Overlong filtering gives truncated
+    responses weight 0 and removes them from every count.
     """
     sizes = [len(group.lengths) for group in groups]
     lengths = np.array([n for group in groups for n in group.num_sampled], dtype=np.int64)
@@ -38,7 +38,7 @@ def loss_weights(groups: Sequence[ScoredGroup], config: AlgorithmConfig) -> np.n
 
 
 def kept_responses(groups: Sequence[ScoredGroup], config: AlgorithmConfig) -> np.ndarray:
-    """Which responses of a step are in the loss: [S] bool."""
+    """Return whether each response of a step is in the loss: [S] bool."""
     truncated = np.array([cut for group in groups for cut in group.truncated], dtype=bool)
     return np.asarray(~(truncated & config.overlong_filtering))
 
@@ -51,7 +51,7 @@ def sequence_weights(
     keep: np.ndarray | None = None,
     loss_length: int | None = None,
 ) -> np.ndarray:
-    """The loss weight of each token of each sequence; it is the same within a sequence.
+    """Return the loss weight of each token of each sequence; it is constant within a sequence.
 
     With S sequences of len_i response tokens, N tokens and K groups in the mini-batch:
     token-mean 1/N (DAPO as implemented in verl), group-token-mean 1/(K * N_group) (the paper's
@@ -67,7 +67,7 @@ def sequence_weights(
         loss_length: tokens, for seq-mean-token-sum-norm.
 
     Returns:
-        [S] float64, 0 where left out or empty.
+        [S] float64, 0 for sequences that are left out or empty.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     groups = np.asarray(groups)
@@ -97,7 +97,7 @@ def _denominators(
         case "seq-mean-token-sum":
             return np.full(num_sequences, num_sequences)
         case "seq-mean-token-sum-norm":
-            assert loss_length is not None, "the configuration asks for it"
+            assert loss_length is not None, "AlgorithmConfig requires it"
             return np.full(num_sequences, num_sequences * loss_length)
         case "seq-sum-token-mean":
             return lengths

@@ -1,4 +1,4 @@
-"""Which groups of a step are behind which optimizer update; a group is never cut."""
+"""Assignment of a step's groups to optimizer updates; a group is never split."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import numpy as np
 
 
 def mini_batch_sizes(num_groups: int, groups_per_mini_batch: int) -> list[int]:
-    """Groups behind each update: as few updates as the limit allows, of even sizes.
+    """Return the groups of each update: as few updates as the limit allows, of even sizes.
 
-    A step with fewer groups than planned would otherwise end with an update that a single group
-    decides, at the learning rate of all the others. Sizes differ by at most one group, the larger
-    ones first.
+    Without even sizes a short step could end with an update of a single group at the full learning
+    rate. Sizes differ by at most one group, larger ones first.
     """
     num_updates = -(-num_groups // groups_per_mini_batch)
     if not num_updates:
@@ -22,11 +21,11 @@ def mini_batch_sizes(num_groups: int, groups_per_mini_batch: int) -> list[int]:
 
 
 def mini_batches(group_sizes: Sequence[int], size: int) -> tuple[np.ndarray, ...]:
-    """Indices of the responses of each update, in order.
+    """Return the indices of the responses of each update, in order.
 
     Args:
         group_sizes: responses of each group of the step.
-        size: responses behind one update; a multiple of every group's, or a group is an update.
+        size: responses per update, a multiple of every group's; below it each group is an update.
     """
     ends = np.cumsum([0, *group_sizes])
     groups_per_mini_batch = max(1, size // max(group_sizes, default=1))
@@ -36,14 +35,14 @@ def mini_batches(group_sizes: Sequence[int], size: int) -> tuple[np.ndarray, ...
 
 
 def spread_stale(is_stale: Sequence[bool], groups_per_mini_batch: int) -> list[int]:
-    """Order a step's groups so that every update has its share of those sampled earlier.
+    """Order a step's groups so that stale ones are spread evenly over the updates.
 
-    Stale groups in front would all be in the step's first updates, whose clip cannot act yet.
-    Stale and fresh ones each keep their order, so a batch of one kind stays as it is.
+    Stale groups at the front would all be in the step's first updates, in which the clip has no
+    effect yet. Stale and fresh groups each keep their order.
 
     Args:
         is_stale: [groups] whether earlier weights sampled any of a group's tokens.
-        groups_per_mini_batch: as planned; the sizes are those of `mini_batch_sizes`.
+        groups_per_mini_batch: planned groups per update; see `mini_batch_sizes`.
 
     Returns:
         The groups' indices in training order.
@@ -54,7 +53,7 @@ def spread_stale(is_stale: Sequence[bool], groups_per_mini_batch: int) -> list[i
     taken = end = 0
     for size in mini_batch_sizes(len(is_stale), groups_per_mini_batch):
         end += size
-        # rounded to the nearest, so that shares differ by at most one group
+        # rounded to nearest, so that shares differ by at most one group
         due = (2 * end * len(stale) + len(is_stale)) // (2 * len(is_stale))
         order += stale[taken:due]
         order += fresh[end - size - taken : end - due]

@@ -1,4 +1,4 @@
-"""The numbers of the policy objective; `reference.py` says what they mean.
+"""Configuration of the policy objective; `reference.py` defines its terms.
 
 An objective is a composition: a ratio, a gate on it, a KL divergence and an entropy bonus. Rules,
 sources and where public implementations differ: docs/algorithms.md.
@@ -14,7 +14,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from megadapo.section import Section
 
 MAX_LOG_RATIO = 20.0
-"""The log-ratio is clamped to +-20: exp(20) is far outside any clip window and still finite."""
+"""Bound of every log-ratio: exp(20) is far outside any clip window and still finite."""
 
 Ratio = Literal["token", "sequence", "none"]
 Gate = Literal["clip", "bapo", "soft", "weight", "dppo", "ipo", "none"]
@@ -29,47 +29,48 @@ KEYS_OF_GATE: dict[str, tuple[str, ...]] = {
     "ipo": ("mask_low", "mask_high"),
     "none": (),
 }
-"""The keys that each gate reads."""
+"""Keys that each gate reads."""
 
 
 class PolicyObjective(Section, title="algorithm.objective"):
-    """l_t = -gate(r_t, A_t) + kl_coef * KL_t - entropy_coef * H_t; defaults are DAPO's."""
+    """Loss of a token, l_t = -gate(r_t, A_t) + kl_coef * KL_t - entropy_coef * H_t; defaults are
+    DAPO's."""
 
     ratio: Ratio = "token"
-    """r_t: the token's own; the geometric mean over its sequence (GSPO); or none, which makes the
-    policy term -A_t log pi_t (REINFORCE)."""
+    """Ratio r_t. token: the token's own; sequence: the geometric mean over its sequence (GSPO);
+    none: no ratio, the policy term is -A_t log pi_t (REINFORCE)."""
     gate: Gate = "clip"
     """clip: PPO's, decoupled; bapo: the same, bounds searched (`[algorithm.bapo]`); soft: SAPO's
     sigmoid; weight: CISPO's detached, truncated weight; dppo, ipo: masks by the change of the
     token's probability; none: r_t A_t."""
     clip_low: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
-    """How far the ratio may fall below 1 before its gradient is cut (A < 0)."""
+    """Distance below 1 at which the ratio's gradient is cut (A < 0)."""
     clip_high: NonNegativeFloat = 0.28
-    """How far the ratio may rise above 1 before its gradient is cut (A > 0)."""
+    """Distance above 1 at which the ratio's gradient is cut (A > 0)."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """Upper bound c > 1 on the ratio where the advantage is negative; none in the paper."""
+    """Upper bound c > 1 on the ratio if the advantage is negative; none in the paper."""
     tau_pos: PositiveFloat = 1.0
-    """Temperature of the soft gate where the advantage is positive."""
+    """Temperature of the soft gate if the advantage is positive."""
     tau_neg: PositiveFloat = 1.05
-    """Temperature of the soft gate elsewhere."""
+    """Temperature of the soft gate otherwise."""
     weight_max: PositiveFloat | None = None
     """Upper bound of the detached weight, a ratio and not an offset from 1; gate "weight" needs
     it."""
     mask_low: PositiveFloat = 0.2
-    """How far a token's probability may fall before a mask drops the token (dppo: A < 0)."""
+    """Decrease of a token's probability above which a mask drops the token (dppo: A < 0)."""
     mask_high: PositiveFloat = 0.2
-    """How far a token's probability may rise before a mask drops the token (dppo: A > 0)."""
+    """Increase of a token's probability above which a mask drops the token (dppo: A > 0)."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus that is subtracted from the loss, in nats."""
+    """Weight of the entropy bonus, which is subtracted from the loss."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL divergence to the reference policy; DAPO uses none."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL divergence enters: differentiable in the loss, or as a number in the reward."""
+    """Place of the KL divergence: differentiable in the loss, or as a number in the reward."""
     kl_value: KlEstimator = "k3"
-    """Estimator of the KL divergence from one sampled token: what is added and reported; in the
-    reward it must be k1."""
+    """Estimator of the KL divergence from one sampled token, for the value that is added and
+    reported; in the reward it must be k1."""
     kl_gradient: KlEstimator = "k3"
-    """Estimator whose derivative is taken, where the KL divergence is in the loss."""
+    """Estimator for the derivative, if the KL divergence is in the loss."""
 
     @property
     def kl_loss_coef(self) -> float:
@@ -78,7 +79,7 @@ class PolicyObjective(Section, title="algorithm.objective"):
 
     @property
     def kl_reward_coef(self) -> float:
-        """Weight of the KL divergence that is taken off the rewards."""
+        """Weight of the KL divergence that is subtracted from the rewards."""
         return self.kl_coef if self.kl_in == "reward" else 0.0
 
     def conflicts(self) -> Iterator[str]:
@@ -88,8 +89,8 @@ class PolicyObjective(Section, title="algorithm.objective"):
     def _gate_conflicts(self) -> Iterator[str]:
         if self.ratio == "none" and self.gate != "none":
             yield (
-                f'algorithm.objective.ratio = "none" leaves nothing that algorithm.objective.gate '
-                f'= "{self.gate}" could act on: set the gate to "none", or the ratio to "token"'
+                f'algorithm.objective.gate = "{self.gate}" needs a ratio, and '
+                'algorithm.objective.ratio is "none": set gate = "none" or ratio = "token"'
             )
         if self.ratio == "sequence" and self.gate in ("bapo", "dppo", "ipo"):
             yield (

@@ -1,4 +1,4 @@
-"""Ratios of whole sequences: geometric means over their tokens, the same bits under every split.
+"""Ratios of whole sequences: geometric means over their tokens, bitwise equal under every split.
 
 Source: GSPO (arXiv 2507.18071) equations 7, 13 and 14.
 """
@@ -24,19 +24,19 @@ def sequence_means(
     num_sequences: int,
     add_up: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """The mean of each sequence's log-ratios, [S] float64; 0 where it has none.
+    """Return the mean of each sequence's log-ratios, [S] float64; 0 for a sequence without any.
 
-    Log-ratios are clamped to +-MAX_LOG_RATIO; NaN makes its own sequence's mean meaningless.
+    Log-ratios are clamped to +-MAX_LOG_RATIO; a NaN makes its own sequence's mean meaningless.
 
     Args:
         log_ratios: [N].
-        sequences: [N] int64, which sequence a token is of; all of a sequence's tokens are here, or
-            elsewhere where `add_up` reaches.
+        sequences: [N] int64, sequence of each token; all of a sequence's tokens must be here, or on
+            ranks that `add_up` reaches.
         num_sequences: S.
-        add_up: sums a tensor in place over all who have tokens of the same sequences.
+        add_up: sums a tensor in place over the ranks that share sequences.
     """
     clamped = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # whole numbers add up to the same bits in every order and beside every other sequence
+    # sums of integers have the same bits in every order
     fixed = (clamped.double() * _FIXED_POINT).round().long()
     totals = fixed.new_zeros(2, num_sequences)
     sums, counts = totals[0], totals[1]
@@ -55,17 +55,17 @@ def sequence_shifted(
     num_sequences: int,
     add_up: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """Old log-probs against which every token's ratio is its sequence's, [N].
+    """Return old log-probs that give every token the ratio of its sequence, [N].
 
-    With s_i the geometric mean of a sequence's ratios it is log pi - log s_i, detached: the ratio
-    exp(log pi - that) then has the value s_i and the derivative s_i in the token's log-prob, which
-    is GSPO-token (equation 14), and GSPO where a sequence has one advantage. A mean at the clamp's
-    edge is put beyond it: its ratio is a constant, whatever the subtraction rounds to.
+    With s_i the geometric mean of a sequence's ratios they are log pi - log s_i, detached. A
+    token's ratio then has the value s_i and the derivative s_i in the token's log-prob. That is
+    GSPO-token (equation 14), and GSPO if a sequence has one advantage. A mean at the clamp's edge
+    is moved beyond it, so that its ratio is constant under any rounding.
 
     Args:
-        logprobs: [N] of the present weights, the same bits that the loss will see.
+        logprobs: [N] under the current weights, with the same bits as in the loss.
         logprobs_old: [N], finite.
-        sequences: [N] int64, which of `num_sequences` sequences a token is of.
+        sequences: [N] int64, sequence of each token, below `num_sequences`.
         num_sequences: S.
         add_up: as in `sequence_means`.
     """

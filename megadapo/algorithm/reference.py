@@ -1,6 +1,6 @@
-"""The policy loss by definition: plain torch, any dtype, differentiable by autograd.
+"""Definition of the policy loss: plain torch, any dtype, differentiable by autograd.
 
-Kernels and rules are tested against this file, so it says what is meant and nothing about speed.
+Kernels and rules are tested against this file, so it is written for clarity and not for speed.
 Source of each rule: docs/algorithms.md.
 """
 
@@ -30,22 +30,22 @@ def policy_loss(
 ) -> Tensor:
     """Return sum_t loss_weights[t] * l_t, 0-d, differentiable in logprobs and entropy.
 
-    Tokens without a loss weight do not enter, nor do those whose old or reference log-prob or
-    importance weight is not finite: neither the sum nor the mean of a sequence's log-ratios.
+    A token is left out of the sum, and of the mean of its sequence's log-ratios, if it has no loss
+    weight or if its old log-prob, reference log-prob or importance weight is not finite.
 
     Args:
         logprobs: [T] of the response tokens, one response after the other.
         logprobs_old: [T].
         advantages: [T].
         loss_weights: [T], the whole reduction.
-        cu_seqlens: [S + 1] integers, where each response begins, and T.
+        cu_seqlens: [S + 1] integers, start of each response, and T.
         objective: ratio, gate and the optional terms.
-        logprobs_ref: [T] of the reference policy, needed with a KL divergence in the loss.
-        entropy: [T] in nats, needed when `objective.entropy_coef` is not 0.
+        logprobs_ref: [T] of the reference policy, required for a KL divergence in the loss.
+        entropy: [T] in nats, required if `objective.entropy_coef` is not 0.
         importance_weights: [T] factor on each token's policy term.
 
     Raises:
-        ValueError: cu_seqlens that do not cut T tokens, or a term without its input.
+        ValueError: cu_seqlens do not cut T tokens, or a term's input is missing.
     """
     _check_seqlens(cu_seqlens, logprobs.shape[0])
     optional = {
@@ -82,9 +82,9 @@ def token_losses(
     entropy: Tensor | None = None,
     importance_weights: Tensor | None = None,
 ) -> Tensor:
-    """l_t of each token, [T], not yet weighted; the arguments are those of `policy_loss`.
+    """Return l_t of each token, [T], not yet weighted; arguments are those of `policy_loss`.
 
-    With a sequence ratio logprobs_old are those that `sequence_shifted` gives.
+    With a sequence ratio logprobs_old are the result of `sequence_shifted`.
     """
     ratio = (logprobs - logprobs_old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     loss = _policy_term(logprobs, logprobs_old, ratio, advantages, objective)
@@ -116,12 +116,12 @@ def generalized_advantages(
     discount: float,
     gae_lambda: float,
 ) -> list[float]:
-    """A_t of each token, [T]; `gae.generalized_advantages` is tested against it.
+    """Return A_t of each token, [T]; `gae.generalized_advantages` is tested against it.
 
     Args:
         rewards: [T], one response after the other.
-        values: [T] of the state that each token was sampled in.
-        cu_seqlens: [S + 1] where each response begins, and T.
+        values: [T] value of the state in which each token was sampled.
+        cu_seqlens: [S + 1] start of each response, and T.
     """
     advantages = [0.0] * len(rewards)
     for start, stop in pairwise(cu_seqlens):
@@ -136,10 +136,10 @@ def generalized_advantages(
 def process_advantages(
     steps: Sequence[Sequence[tuple[int, float]]], lengths: Sequence[int]
 ) -> list[list[float]]:
-    """A_t of each token of each response; `advantages.process_advantages` is tested against it.
+    """Return A_t of each response's tokens; `advantages.process_advantages` is tested against it.
 
     Args:
-        steps: [G] of each response of a group, (end, score), whose scores are not all the same.
+        steps: [G] steps (end, score) of each response of a group; scores are not all the same.
         lengths: [G] tokens of each response.
     """
     scores = [score for own in steps for _, score in own]
@@ -152,11 +152,11 @@ def process_advantages(
 
 
 def kl_estimates(gap: Tensor, ratio: Tensor, estimator: KlEstimator) -> Tensor:
-    """KL(policy || reference) of each token, [T], estimated from the sampled token alone.
+    """Return KL(policy || reference policy) of each token, [T], estimated from the sampled token.
 
     Args:
-        gap: [T] log-prob of the reference less the policy's, clamped to +-MAX_LOG_RATIO.
-        ratio: [T] of the policy to the old one, which corrected-k3 multiplies with.
+        gap: [T] log-prob of the reference policy less the policy's, within +-MAX_LOG_RATIO.
+        ratio: [T] of the policy to the old one, the factor of corrected-k3.
     """
     k3 = gap.exp() - gap - 1.0
     estimates = {"k1": -gap, "k2": 0.5 * gap.square(), "k3": k3, "corrected-k3": ratio * k3}

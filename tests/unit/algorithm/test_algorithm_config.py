@@ -31,7 +31,7 @@ def test_one_of_them_alone_is_fine(filtering: bool, buffer: int) -> None:
 @pytest.mark.parametrize(
     ("objective", "problem"),
     [
-        ({"ratio": "none"}, 'algorithm.objective.ratio = "none" leaves nothing'),
+        ({"ratio": "none"}, 'needs a ratio, and algorithm.objective.ratio is "none"'),
         ({"ratio": "sequence", "gate": "bapo"}, 'algorithm.objective.gate = "bapo" is defined on'),
         ({"ratio": "sequence", "gate": "ipo"}, 'algorithm.objective.gate = "ipo" is defined on'),
         ({"gate": "weight"}, "needs algorithm.objective.weight_max"),
