@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def check(function: Callable[..., Tensor], ref: Callable[..., Tensor], inputs: list[Tensor]):
-    """Output and gradients against fp64."""
+    """Compare output and gradients with fp64."""
 
     def run(call: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
         tensors = [x.clone().requires_grad_() for x in tensors]

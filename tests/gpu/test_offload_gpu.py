@@ -1,4 +1,4 @@
-"""What the trainer puts away frees the GPU's memory, and comes back to the bit beside other work.
+"""Offloaded trainer state frees GPU memory and is restored bitwise during other work.
 
 Would catch: memory that stays with torch, copies that are read before they are there, and storages
 that are used again while a kernel still reads what they held.
@@ -19,7 +19,7 @@ SIZES = (3, 1 << 20, (1 << 26) + 5)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_memory_is_free_and_what_it_held_comes_back(keeps: bool) -> None:
+def test_offload_frees_memory_and_restores_it(keeps: bool) -> None:
     device = torch.device("cuda")
     tensors = [torch.randn(size, device=device) for size in SIZES]
     views = [tensor[1:] for tensor in tensors]

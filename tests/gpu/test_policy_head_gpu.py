@@ -33,7 +33,7 @@ def is_h200() -> bool:
 
 
 def check(case: HeadCase, **options) -> None:
-    got, expected = case.run(**options), case.reference()
+    got, expected = case.run(**options), case.definition()
     bf16 = case.hidden.dtype == torch.bfloat16
     assert loss_error(got.output.loss, case, expected) <= (1e-5 if bf16 else 1e-6)
     assert (got.output.logprobs - expected.logprobs).abs().max() <= 1e-5
@@ -68,7 +68,7 @@ def test_ragged_vocabulary_and_all_masked() -> None:
     assert got.output.loss == 0 and not got.d_hidden.any() and not got.d_weight.any()
 
 
-def test_first_ratio_is_exactly_one_and_bits_repeat() -> None:
+def test_first_ratio_is_one_and_bits_repeat() -> None:
     case = make_case(3000, 256, 20_000, padded=20_480, dtype=torch.bfloat16, device="cuda")
     options = {"temperature": 1.0, "vocab_size": 20_000, "chunk_tokens": 512}
     rows = case.loss_weights.nonzero()[:, 0]
@@ -80,7 +80,7 @@ def test_first_ratio_is_exactly_one_and_bits_repeat() -> None:
     assert torch.equal(first.d_weight, second.d_weight)
 
 
-def test_virtual_shards_give_the_bits_of_real_ones() -> None:
+def test_virtual_shards_equal_real_shards() -> None:
     """One product per eighth of the vocabulary: what a TP 8 rank computes is one of the eight."""
     torch.manual_seed(0)
     rows, size = 300, 1024
@@ -99,7 +99,7 @@ def test_virtual_shards_give_the_bits_of_real_ones() -> None:
     assert torch.equal(whole, torch.cat(parts))
 
 
-def test_more_elements_than_32_bits_count() -> None:
+def test_more_elements_than_32_bits() -> None:
     """The last rows of a tile of 2.4e9 logits; a 32-bit offset would read the first ones."""
     rows, columns = 16_000, 152_064
     if torch.cuda.mem_get_info()[0] < 14 * 2**30:

@@ -36,7 +36,7 @@ ENGINE = EngineShape()
 
 
 class Live:
-    """Parameters on the GPU that slices are written into, as vLLM's are."""
+    """GPU parameters into which slices are written, as in vLLM."""
 
     def __init__(self, shapes):
         self.parameters = {
@@ -52,7 +52,7 @@ class Live:
 
 
 def receive(plan, offers, filled, taken, results: Path) -> None:
-    """The engine's process: open the offers, take every round, save what arrived."""
+    """Run the engine's process: open the offers, receive every round, save the result."""
     from megadapo.weights.sync.transports.in_place import CudaIpcInbox
 
     layout = layout_for(CONFIG)
@@ -76,7 +76,7 @@ def receive(plan, offers, filled, taken, results: Path) -> None:
     inbox.close()
 
 
-def test_another_process_reads_the_buckets_where_they_are(tmp_path):
+def test_other_process_reads_buckets(tmp_path):
     """Catches a handle opened in the wrong order, a bucket read before it is written, and a slice
     in the wrong place."""
     layout = layout_for(CONFIG)
@@ -117,7 +117,7 @@ def test_another_process_reads_the_buckets_where_they_are(tmp_path):
             assert torch.equal(target.narrow(copy.axis, copy.target_offset, copy.size), expected)
 
 
-def test_changes_are_encoded_and_applied_on_a_gpu_as_on_the_cpu():
+def test_delta_on_gpu_equals_cpu():
     """Catches a section that depends on the device, and a change in the wrong row of a parameter
     whose rows lie apart."""
     torch.manual_seed(0)

@@ -30,7 +30,7 @@ def micro_batch(rank: int, index: int) -> dict[str, Tensor]:
 
 
 class TinyModel(torch.nn.Module):
-    """Embedding, one layer and a head, whose weight is the embedding's where tied."""
+    """Embedding, one layer and a head; if tied, both have one weight."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected_grads(tied: bool) -> dict[str, Tensor]:
-    """All micro-batches of all ranks in one process, fp64, by the book."""
+    """Return the fp64 gradients of all micro-batches of all ranks, by the definition."""
     model = TinyModel(tied).double()
     for rank in range(WORLD):
         for index in range(NUM_MICRO_BATCHES):

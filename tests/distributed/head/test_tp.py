@@ -1,4 +1,4 @@
-"""The policy head over 1, 2, 4 and 8 gloo ranks: the same bits, and slices of one gradient."""
+"""The policy head over 1, 2, 4 and 8 gloo ranks: equal bits, and slices of one gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TP_SIZES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to call the head; every one runs at every TP size."""
+    """One set of options of the head; all of them run at every TP size."""
 
     num_tokens: int = 104
     hidden_size: int = 40
@@ -34,7 +34,7 @@ class Setting:
     sequence_parallel: bool = False
 
     def inputs(self) -> dict[str, Tensor]:
-        """The same on every rank and for every TP size."""
+        """Return the inputs, the same on every rank and for every TP size."""
         generator = torch.Generator().manual_seed(7)
         size = self.num_tokens
 
@@ -140,7 +140,7 @@ def relative(got: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "not_invariant"])
-def test_values_have_the_same_bits_at_every_tp_size(results: dict, name: str) -> None:
+def test_values_are_bitwise_equal_for_every_tp_size(results: dict, name: str) -> None:
     expected = results[1][0][name]
     for tp in TP_SIZES:
         for rank in range(tp):
@@ -157,7 +157,7 @@ def vars_of_output(result: dict) -> list[str]:
 @pytest.mark.parametrize("name", list(SETTINGS))
 @pytest.mark.parametrize("tp", TP_SIZES[1:])
 def test_gradients_are_slices_of_the_whole(results: dict, name: str, tp: int) -> None:
-    """d_hidden is summed over the group exactly once, d_weight is the shard's own."""
+    """d_hidden is summed over the group once; d_weight is the shard's own."""
     expected, setting = results[1][0][name], SETTINGS[name]
     tolerance = 2e-6 if setting.dtype == torch.float32 else 6e-3
     for prefix in ("", "r_"):
@@ -170,7 +170,7 @@ def test_gradients_are_slices_of_the_whole(results: dict, name: str, tp: int) ->
             assert relative(got, expected[prefix + "d_hidden"]) <= tolerance
 
 
-def test_without_the_mode_values_agree_to_rounding(results: dict) -> None:
+def test_unaligned_vocabulary_agrees_up_to_rounding(results: dict) -> None:
     expected = results[1][0]["not_invariant"]
     for tp in TP_SIZES:
         got = results[tp][0]["not_invariant"]

@@ -1,4 +1,4 @@
-"""Configurations of published models, and the bucket size that their plans are made for."""
+"""Configurations of published models, and the bucket size of their update plans."""
 
 QWEN_32B = {
     "architectures": ["Qwen2ForCausalLM"],

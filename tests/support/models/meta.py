@@ -1,4 +1,4 @@
-"""The real model of ranks of a large trainer, without memory for it and without the other ranks."""
+"""Models of a large trainer's ranks on the meta device, without memory or other ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megadapo.trainer.types import Rendezvous
 def parameters_of(
     rendezvous: Rendezvous, trainer: TrainerConfig, hf_config: dict[str, Any], ranks: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Parameters of each of the ranks, and how many of them are of experts.
+    """Return the parameters of each rank, and the number of those of experts.
 
     Runs inside a trainer process, with process groups that send nothing.
     """

@@ -23,8 +23,8 @@ ODD = {
     "head_dim": 8,
     "tie_word_embeddings": False,
 }
-"""Odd on purpose: 2 KV heads under TP 4, 5 layers over 2 and 4 stages, 301 rows of vocabulary,
-and q heads that do not add up to the hidden size."""
+"""Sizes that do not divide: 2 KV heads under TP 4, 5 layers over 2 and 4 stages, 301 rows of
+vocabulary, and q heads that do not add up to the hidden size."""
 TEXT = {
     "vocab_size": len(SPECIAL_TOKENS) + len(CHARACTERS),
     "hidden_size": 64,
@@ -39,8 +39,8 @@ TEXT = {
     "bos_token_id": None,
     "eos_token_id": 1,
 }
-"""A vocabulary so small that a random model ends a response by itself after some 40 tokens,
-so a test sees both finish reasons."""
+"""Sizes with a small vocabulary: a random model ends a response after about 40 tokens, so that
+a test has both finish reasons."""
 ENGINE = TEXT | {
     "hidden_size": 128,
     "head_dim": 32,
@@ -48,7 +48,7 @@ ENGINE = TEXT | {
     "num_attention_heads": 4,
     "tie_word_embeddings": False,
 }
-"""Heads of the smallest size that vLLM's attention on a CPU takes, and enough to cut in four."""
+"""Sizes for vLLM on a CPU: its smallest head size, and heads for four ranks."""
 TRAINED = {
     "vocab_size": 150,
     "hidden_size": 32,
@@ -63,7 +63,7 @@ TRAINED = {
     "pad_token_id": None,
 }
 DEEP = TRAINED | {"num_hidden_layers": 4, "initializer_range": 0.1}
-"""Enough layers for two stages of two chunks, or for stages of unequal size."""
+"""Sizes with layers for two stages of two chunks, or for stages of unequal size."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -90,10 +90,10 @@ def make_model(
 
     Args:
         sizes: Fields of its configuration; `changes` replace some of them.
-        std: Deviation from which every weight is drawn again, vectors included, so that a lost
-            bias or norm shows; None keeps what the family's own initialisation draws.
+        std: Deviation of every weight, vectors included, so that a lost bias or norm is visible;
+            None keeps the family's own initialisation.
         vector_noise: Deviation of what is added to biases and norms.
-        seed: None goes on with torch's present random state.
+        seed: None continues torch's current random state.
         tokenizer: Write the character tokenizer too; its vocabulary is that of `TEXT`.
     """
     import torch
@@ -121,17 +121,17 @@ def make_model(
 
 
 def make_text_model(folder: Path) -> Path:
-    """A Qwen2 that answers in characters."""
+    """Write a Qwen2 with a character tokenizer."""
     return make_model(folder, "Qwen2", sizes=TEXT, std=None, tokenizer=True)
 
 
 def make_engine_model(folder: Path, *, seed: int, family: str = "Qwen2", **changes: object) -> Path:
-    """A model that engines load; those of one kind and different seeds differ in weights only."""
+    """Write a model for engines; two seeds differ only in weights."""
     return make_model(folder, family, sizes=ENGINE, std=0.15, seed=seed, tokenizer=True, **changes)
 
 
 def make_trained_models(folder: Path) -> None:
-    """One folder per architecture and option that the trainer knows."""
+    """Write one folder per architecture and option that the trainer supports."""
     import torch
 
     models = {
@@ -153,7 +153,7 @@ def make_trained_models(folder: Path) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token a character, as a byte-level BPE without merges.
+    """Write a tokenizer with one token per character, a byte-level BPE without merges.
 
     transformers rebuilds the pre-tokenizer from the model type, so the tokenizer of a Qwen2
     folder must be Qwen2's own kind: in its byte alphabet a space is U+0120 and a newline U+010A.

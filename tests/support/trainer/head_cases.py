@@ -1,4 +1,4 @@
-"""Inputs for the policy head and its answers in fp64, shared by the CPU and the GPU tests."""
+"""Inputs for the policy head and its results in fp64, shared by CPU and GPU tests."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class HeadCase:
         (output.loss * scale).backward()
         return HeadResult(output, hidden.grad, weight.grad)
 
-    def reference(
+    def definition(
         self, scale: float = 1.0, dtype: torch.dtype = torch.float64, **options: Any
     ) -> HeadReference:
-        """The same by the book: all logits at once, autograd; `options` are added to the call."""
+        """Return the definition's result in fp64; `options` are added to the call."""
         hidden = self.hidden.to(dtype, copy=True).requires_grad_()
         weight = self.weight.to(dtype, copy=True).requires_grad_()
         kwargs = {
@@ -91,7 +91,7 @@ def make_case(
     extras: bool = False,
     seed: int = 42,
 ) -> HeadCase:
-    """A head whose targets are drawn from its own softmax, with some tokens clipped.
+    """Return a case whose targets are drawn from its own softmax, with some tokens clipped.
 
     `kind`: random logits of std about 2; peaked, std 12; negative, all logits near -100. The
     latter two are multiples of 1/512, so that fp32 holds them exactly: a logit of 100 rounded to
@@ -133,7 +133,7 @@ def make_case(
 def _sample(
     hidden: Tensor, weight: Tensor, temperature: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Targets drawn from the softmax, in small steps of rows, and their log-probs in fp32."""
+    """Return targets drawn from the softmax, and their log-probs in fp32."""
     targets, logprobs = [], []
     for rows in hidden.split(64):
         log_p = (rows.float() @ weight.float().t() / temperature).log_softmax(-1)
@@ -148,7 +148,7 @@ def _sample(
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """|got - expected| / |expected| in the Frobenius norm."""
+    """Return |got - expected| / |expected| in the Frobenius norm."""
     expected = expected.double()
     scale = expected.norm().item()
     error = (got.double() - expected).norm().item()
@@ -156,7 +156,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def loss_error(got: Tensor, case: HeadCase, expected: HeadReference) -> float:
-    """Error of the loss against the sum of its terms' sizes, which cancellation cannot shrink."""
+    """Return the error of the loss relative to the sum of its terms' sizes."""
     size = (case.loss_weights * case.kwargs["advantages"]).abs().sum().item()
     return abs(got.item() - expected.loss.item()) / max(size, abs(expected.loss.item()), 1e-30)
 

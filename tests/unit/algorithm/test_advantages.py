@@ -1,4 +1,4 @@
-"""Group advantages, shaping and selection: the formulas of the paper, edge cases included."""
+"""Group advantages, shaping and selection against the formulas of the papers."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from megadapo.algorithm.config import AlgorithmConfig
 from megadapo.algorithm.shaping import overlong_penalty, shaped_rewards
 
 
-def test_advantages_are_the_standardised_rewards():
+def test_grpo_standardises_rewards():
     """Worked by hand: mean 0, unbiased std sqrt(4 / 3)."""
     expected = np.array([1, -1, 1, -1]) / np.sqrt(4 / 3)
     np.testing.assert_allclose(group_advantages([1, -1, 1, -1]), expected, rtol=1e-15)
 
 
-def test_without_the_std_advantages_are_the_centred_rewards():
-    """Of rewards whose std is not 1, or dividing by it would change nothing."""
+def test_grpo_without_std_centres_rewards():
+    """The std of these rewards is not 1."""
     np.testing.assert_allclose(
         group_advantages([3, -1, -1, -1], normalize_by_std=False), [3.0, -1.0, -1.0, -1.0]
     )
 
 
 @pytest.mark.parametrize("normalize_by_std", [True, False])
-def test_a_steps_advantages_follow_each_groups_shaped_rewards(normalize_by_std):
+def test_step_advantages_use_shaped_rewards_of_each_group(normalize_by_std):
     """Catches an option that never reaches the formula, and groups that are normalised as one."""
     groups = [
         SimpleNamespace(
@@ -71,25 +71,25 @@ def test_a_steps_advantages_follow_each_groups_shaped_rewards(normalize_by_std):
         ("reinforce++-baseline", [1, -1, -1, -1], [1.5, -0.5, -0.5, -0.5]),
     ],
 )
-def test_the_rules_on_one_group(rule, rewards, expected):
+def test_rules_on_one_group(rule, rewards, expected):
     np.testing.assert_allclose(group_advantages(rewards, rule=rule), expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("rule", ["rloo", "maxrl", "reinforce++-baseline"])
 @pytest.mark.parametrize("rewards", [[1.0], [-1.0] * 4, [0.0, 0.0]])
-def test_no_rule_with_a_baseline_learns_from_equal_rewards(rule, rewards):
-    """Also for a group of one, where RLOO has no others, and a mean of 0, MaxRL's divisor."""
+def test_equal_rewards_are_zero_for_rules_with_baseline(rule, rewards):
+    """Includes a group of one (RLOO has no others) and a mean of 0 (MaxRL's divisor)."""
     assert (group_advantages(rewards, rule=rule) == 0.0).all()
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 0.0, -1.0], [2.0, 1.0], [1.0, -0.5]])
-def test_maxrl_refuses_rewards_of_other_values(rewards):
+def test_maxrl_rejects_other_rewards(rewards):
     with pytest.raises(ValueError, match="1 and 0, or 1 and -1"):
         group_advantages(rewards, rule="maxrl")
 
 
-def test_whitening_counts_tokens_and_only_those_in_the_loss():
-    """Against every token's value written out; the truncated response's would change both."""
+def test_whitening_counts_tokens_in_the_loss():
+    """Compared with every token's value written out; the truncated response is not counted."""
     groups = [
         SimpleNamespace(
             rewards=[1.0, -1.0], lengths=[3, 1], num_sampled=[3, 1], truncated=[False, False]
@@ -112,24 +112,24 @@ def test_whitening_counts_tokens_and_only_those_in_the_loss():
 
 
 @pytest.mark.parametrize("num_tokens", [[4, 4], [0, 0], [1, 0]])
-def test_whitening_of_equal_values_or_of_nothing_is_zero(num_tokens):
+def test_whitening_of_equal_or_no_values_is_zero(num_tokens):
     assert (whitened(np.array([0.3, 0.3]), np.array(num_tokens)) == 0.0).all()
 
 
 @pytest.mark.parametrize("rewards", [[1.0], [-1.0] * 16, [0.1 + 0.2] * 3])
-def test_a_group_of_equal_rewards_teaches_nothing(rewards):
-    """0 / 0 must not become NaN, nor rounding of the mean a huge advantage."""
+def test_equal_rewards_have_zero_advantages(rewards):
+    """Catches NaN from 0 / 0, and a huge advantage from rounding of the mean."""
     assert (group_advantages(rewards) == 0.0).all()
 
 
-def test_a_nearly_constant_group_keeps_unit_scale():
+def test_nearly_constant_group_keeps_unit_scale():
     """An epsilon under the fraction would shrink the advantages of small differences."""
     values = group_advantages([0.0, 1e-7, 0.0, 1e-7])
     assert values.std(ddof=1) == pytest.approx(1.0, rel=1e-9)
 
 
 @pytest.mark.parametrize("rewards", [[], [1.0, np.nan], [1.0, np.inf], [[1.0], [2.0]]])
-def test_rewards_that_are_no_rewards_are_refused(rewards):
+def test_bad_rewards_are_rejected(rewards):
     with pytest.raises(ValueError):
         group_advantages(rewards)
 
@@ -146,7 +146,7 @@ def test_no_buffer_means_no_penalty():
     assert overlong_penalty(10**9, max_length=10, buffer=0) == 0.0
 
 
-def test_the_penalty_is_added_to_the_correctness_reward():
+def test_penalty_is_added_to_reward():
     group = SimpleNamespace(rewards=[1.0, -1.0, 1.0], lengths=[10, 20, 15])
     config = AlgorithmConfig(overlong_buffer=10, overlong_factor=0.5)
     shaped = shaped_rewards(group, config, max_response_tokens=20)
@@ -157,12 +157,12 @@ def test_the_penalty_is_added_to_the_correctness_reward():
     ("correct", "kept"),
     [([True, False], True), ([True, True], False), ([False] * 3, False), ([True], False)],
 )
-def test_only_mixed_groups_have_a_signal(correct, kept):
+def test_is_mixed(correct, kept):
     assert is_mixed(correct) is kept
 
 
 @pytest.mark.parametrize("rule", ["grpo", "rloo", "reinforce++-baseline"])
-def test_equal_rewards_that_were_added_up_otherwise_are_equal(rule: str) -> None:
+def test_rounding_does_not_make_rewards_different(rule: str) -> None:
     """0.1 + 0.2 and 0.3 differ in the last bit, which a standard deviation makes advantages of."""
     rewards = np.array([0.1 + 0.2, 0.3, 0.3, 0.3])
     found = response_advantages(rewards, [4], np.full(4, 5), rule=rule, normalize_by_std=True)

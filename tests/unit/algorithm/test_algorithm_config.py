@@ -1,4 +1,4 @@
-"""The keys of `[algorithm]` that exclude each other."""
+"""Keys of `[algorithm]` that exclude each other."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megadapo.algorithm.objective import PolicyObjective
 from megadapo.errors import ConfigError
 
 
-def test_filtered_responses_cannot_be_punished_too() -> None:
-    """One token of a buffer is one too many; the user is told both ways out, word for word."""
+def test_filtering_excludes_overlong_punishment() -> None:
+    """Even a buffer of one token is rejected; the error has both solutions."""
     with pytest.raises(ConfigError) as caught:
         AlgorithmConfig(overlong_filtering=True, overlong_buffer=1)
     assert str(caught.value) == (
@@ -23,7 +23,7 @@ def test_filtered_responses_cannot_be_punished_too() -> None:
 
 
 @pytest.mark.parametrize(("filtering", "buffer"), [(True, 0), (False, 1)])
-def test_one_of_them_alone_is_fine(filtering: bool, buffer: int) -> None:
+def test_filtering_or_punishment_alone_is_valid(filtering: bool, buffer: int) -> None:
     settings = AlgorithmConfig(overlong_filtering=filtering, overlong_buffer=buffer)
     assert (settings.overlong_filtering, settings.overlong_buffer) == (filtering, buffer)
 
@@ -55,8 +55,8 @@ def test_one_of_them_alone_is_fine(filtering: bool, buffer: int) -> None:
         ({"ratio": "sequence", "kl_coef": 1.0, "kl_value": "corrected-k3"}, "its own ratio"),
     ],
 )
-def test_objectives_that_no_loss_can_be_made_of(objective: dict[str, object], problem: str) -> None:
-    """Each would train something else than its keys say."""
+def test_contradictory_objectives_are_rejected(objective: dict[str, object], problem: str) -> None:
+    """Each of them would train something else than its keys say."""
     with pytest.raises(ConfigError, match=re.escape(problem)):
         PolicyObjective(**objective)
 
@@ -119,7 +119,7 @@ IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward", "kl_value": "k1"}
         ),
     ],
 )
-def test_sections_that_do_not_fit_together(algorithm: dict[str, object], problem: str) -> None:
+def test_conflicting_sections_are_rejected(algorithm: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         AlgorithmConfig(**algorithm)
 
@@ -143,7 +143,7 @@ def test_compositions_that_make_sense(objective: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "algorithm", [{"advantage": "rloo"}, {"normalize_by_std": False}, {"advantage": "gae"}]
 )
-def test_rules_that_keep_the_coefficient_take_a_divergence_in_the_reward(
+def test_rules_that_allow_kl_in_reward(
     algorithm: dict[str, object],
 ) -> None:
     AlgorithmConfig(objective=IN_REWARD, **algorithm)

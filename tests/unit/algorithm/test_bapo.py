@@ -38,7 +38,7 @@ def test_bounds_and_shares(
 
 
 def loop(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> tuple[float, float, float]:
-    """Algorithm 1, each pair of bounds tried on every token."""
+    """Run algorithm 1: try each pair of bounds on every token."""
     ratios, sizes = ratios.double(), advantages.abs().double()
 
     def share(low: float, high: float) -> float:
@@ -63,7 +63,7 @@ def loop(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> tuple[float,
 
 @pytest.mark.parametrize("statistic", ["share", "gradient_share"])
 @pytest.mark.parametrize("offset", [-0.6, -0.35, -0.1, 0.3])
-def test_sums_between_edges_find_what_the_loop_finds(statistic: str, offset: float) -> None:
+def test_search_matches_plain_loop(statistic: str, offset: float) -> None:
     """On random tokens, some exactly on an edge, some as far out as the clamp lets them be; from a
     target met at once to one never met."""
     generator = torch.Generator().manual_seed(round(100 * (1 + offset)))
@@ -82,7 +82,7 @@ def test_sums_between_edges_find_what_the_loop_finds(statistic: str, offset: flo
 
 
 def test_sums_add_up_over_any_cut() -> None:
-    """What ranks and micro-batches hold is added: no mean of means, no search of a part."""
+    """Catches a mean of means, and a search over a part of the tokens."""
     config = BapoConfig()
     whole = bapo_sums(RATIOS, ADVANTAGES, config)
     parts = [
@@ -105,14 +105,14 @@ def test_sums_add_up_over_any_cut() -> None:
 def test_one_sided_batches(
     advantages: list[float], bounds: tuple[float, float], share: float
 ) -> None:
-    """A target that nothing can reach ends at the grid's end, and says so by its share."""
+    """With an unreachable target the search ends at the grid's end with a share below it."""
     sums = bapo_sums(RATIOS, torch.tensor(advantages), BapoConfig())
     found = search_bounds(sums.numpy(), BapoConfig())
     assert (found.low, found.high) == bounds
     assert found.share == pytest.approx(share, nan_ok=True)
 
 
-def test_edges_are_counted_and_not_added_up() -> None:
+def test_edges_do_not_accumulate_rounding() -> None:
     """0.6 + 15 x 0.02 is 0.9: added step by step it would end below, or one step short."""
     config = BapoConfig()
     assert (len(config.low_edges), len(config.high_edges)) == (16, 37)
@@ -121,7 +121,7 @@ def test_edges_are_counted_and_not_added_up() -> None:
     assert alone.low_edges.tolist() == [0.8]
 
 
-def test_the_objective_clips_at_the_bounds() -> None:
+def test_objective_clips_at_bounds() -> None:
     config = BapoConfig()
     found = search_bounds(bapo_sums(RATIOS, ADVANTAGES, config).numpy(), config)
     objective = found.put_into(PolicyObjective(gate="bapo", dual_clip=3.0))

@@ -14,7 +14,7 @@ from megadapo.errors import ConfigError
 LENGTHS = [1, 7, 2, 1, 113, 30]
 
 
-def test_the_published_example() -> None:
+def test_published_gae_example() -> None:
     """V, KL divergences at 0.1 and a score of 1, worked out by hand."""
     values, rewards = np.array([0.2, 0.4, 0.6]), np.array([-0.005, 0.002, 0.99])
     one = np.zeros(3, dtype=np.int64)
@@ -30,8 +30,8 @@ def test_the_published_example() -> None:
 
 
 @pytest.mark.parametrize(("discount", "gae_lambda"), [(1, 1), (0.99, 0.95), (1, 0), (0.5, 0.25)])
-def test_packed_sequences_get_what_plain_loops_say(discount: float, gae_lambda: float) -> None:
-    """Neither value nor advantage may leak over a sequence's end, however short it is."""
+def test_packed_gae_matches_plain_loops(discount: float, gae_lambda: float) -> None:
+    """Catches a value or advantage that leaks over a sequence's end."""
     rng = np.random.default_rng(0)
     sequences = np.repeat(np.arange(len(LENGTHS)) * 3, LENGTHS)
     rewards, values = rng.normal(size=len(sequences)), rng.normal(size=len(sequences))
@@ -49,14 +49,14 @@ def test_no_tokens_at_all() -> None:
     assert len(terminal_rewards(nothing, np.empty(0, dtype=np.int64))) == 0
 
 
-def test_a_score_is_given_once_at_the_last_token() -> None:
+def test_score_is_at_last_token() -> None:
     sequences = np.array([0, 0, 0, 4, 5, 5])
     scores = np.array([1.0, 1.0, 1.0, -1.0, 0.5, 0.5])
     assert terminal_rewards(scores, sequences).tolist() == [0, 0, 1.0, -1.0, 0, 0.5]
 
 
 def _plain_loss(value: float, old: float, target: float, clip: float | None) -> tuple[float, float]:
-    """Loss and derivative of one value, case by case."""
+    """Return loss and derivative of one value, case by case."""
     plain = (0.5 * (value - target) ** 2, value - target)
     if clip is None:
         return plain
@@ -67,8 +67,8 @@ def _plain_loss(value: float, old: float, target: float, clip: float | None) -> 
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-def test_value_loss_and_gradient_are_those_of_the_plain_cases(clip: float | None) -> None:
-    """Inside of the band, at its edges, beyond it towards the return and away from it."""
+def test_value_loss_matches_plain_cases(clip: float | None) -> None:
+    """Values inside the band, at its edges, and beyond it on both sides."""
     offsets = [-0.5, -0.2, -0.1, 0.0, 0.1, 0.2, 0.3, 5.0]
     cases = [(old + off, old, ret) for old in (0.0, 1.5) for off in offsets for ret in (-1.0, 2.0)]
     values, old, returns = (
@@ -84,7 +84,7 @@ def test_value_loss_and_gradient_are_those_of_the_plain_cases(clip: float | None
     assert bool(is_clipped.any()) == (clip is not None)
 
 
-def test_keys_of_gae_are_refused_where_nothing_reads_them() -> None:
+def test_gae_keys_need_gae() -> None:
     for key in ("discount", "gae_lambda"):
         with pytest.raises(ConfigError, match=rf"algorithm\.{key}.*gae"):
             AlgorithmConfig(**{key: 0.5})

@@ -30,7 +30,7 @@ def log_probs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def defined(
     proximal: torch.Tensor, rollout: torch.Tensor, sequences: torch.Tensor, config: ImportanceConfig
 ) -> list[float]:
-    """The weights as the documentation says them, one token at a time."""
+    """Return the documented weights, computed one token at a time."""
     gaps = [float(a) - float(b) for a, b in zip(proximal, rollout, strict=True)]
     if config.level == "sequence":
         own: dict[int, list[float]] = {}
@@ -48,9 +48,7 @@ def defined(
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("bound", ["truncate", "mask", "none"])
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.05), (0.9, 1.1)])
-def test_weights_are_those_of_the_definition(
-    level: str, bound: str, low: float, high: float
-) -> None:
+def test_weights_match_definition(level: str, bound: str, low: float, high: float) -> None:
     config = ImportanceConfig(level=level, bound=bound, low=low, high=high)
     proximal, rollout, sequences = log_probs()
     ratios = importance_ratios(proximal, rollout, sequences, num_sequences=5, level=level)
@@ -62,7 +60,7 @@ def test_weights_are_those_of_the_definition(
     assert (changed > 0) == (bound != "none")
 
 
-def test_a_sequences_ratio_has_the_same_bits_in_any_micro_batch() -> None:
+def test_sequence_ratio_bits_do_not_depend_on_micro_batch() -> None:
     """A sum in another order would make a mask of a sequence depend on the split."""
     proximal, rollout, sequences = log_probs()
     whole = importance_ratios(proximal, rollout, sequences, num_sequences=5, level="sequence")
@@ -79,7 +77,7 @@ def test_a_sequences_ratio_has_the_same_bits_in_any_micro_batch() -> None:
         assert alone.unique().tolist() == whole[own].unique().tolist()
 
 
-def test_a_sequences_ratio_has_the_same_bits_wherever_its_tokens_are() -> None:
+def test_sequence_ratio_bits_do_not_depend_on_rank() -> None:
     """Tokens of a sequence that another rank has must count, and a rank without any takes part."""
     proximal, rollout, sequences = log_probs()
     whole = importance_ratios(proximal, rollout, sequences, num_sequences=5, level="sequence")
@@ -106,7 +104,7 @@ def test_a_sequences_ratio_has_the_same_bits_wherever_its_tokens_are() -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_hundred_thousand_extreme_tokens_give_finite_weights(level: str) -> None:
+def test_extreme_log_ratios_give_finite_weights(level: str) -> None:
     size = 100_000
     proximal, rollout = torch.full((size,), -1e4), torch.zeros(size)
     sequences = torch.zeros(size, dtype=torch.int64)
@@ -118,7 +116,7 @@ def test_a_hundred_thousand_extreme_tokens_give_finite_weights(level: str) -> No
         assert ratios[0].item() == pytest.approx(math.exp(-20 * sign), rel=1e-6)
 
 
-def test_equal_log_probs_weigh_exactly_one() -> None:
+def test_equal_logprobs_have_weight_one() -> None:
     """On-policy tokens under scope = "all" must train as they would without weights."""
     proximal, _, sequences = log_probs()
     for level in ("token", "sequence"):
@@ -126,8 +124,8 @@ def test_equal_log_probs_weigh_exactly_one() -> None:
         assert (bounded_weights(ratios, ImportanceConfig(bound="mask")) == 1.0).all()
 
 
-def test_a_log_prob_that_is_no_number_reaches_the_loss() -> None:
-    """A mask that hid it would train on with a model that is broken."""
+def test_nan_logprob_gives_nan_weight() -> None:
+    """A mask that hides it would continue to train a broken model."""
     broken = torch.tensor([math.nan, -1.0])
     for bound in ("truncate", "mask", "none"):
         ratios = importance_ratios(
@@ -139,7 +137,7 @@ def test_a_log_prob_that_is_no_number_reaches_the_loss() -> None:
         ]
 
 
-def test_no_token_is_no_error() -> None:
+def test_empty_input() -> None:
     nothing = torch.empty(0)
     for level in ("token", "sequence"):
         ratios = importance_ratios(nothing, nothing, nothing.long(), num_sequences=3, level=level)
@@ -147,14 +145,14 @@ def test_no_token_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("values", [{"low": 1.1}, {"high": 0.9}, {"high": 0.0}, {"low": -0.1}])
-def test_bounds_that_exclude_an_unchanged_policy_are_refused(values: dict[str, float]) -> None:
+def test_bounds_must_include_ratio_one(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="algorithm.importance"):
         ImportanceConfig(**values)
 
 
 @pytest.mark.parametrize("stale_logprobs", ["rollout", "none"])
-def test_keys_without_effect_are_refused(stale_logprobs: str) -> None:
-    """A mask that is set and never applied would be believed in."""
+def test_keys_without_effect_are_rejected(stale_logprobs: str) -> None:
+    """A mask that is set but never applied would mislead the user."""
     with pytest.raises(ConfigError, match=r"algorithm\.importance\.bound.*stale_logprobs"):
         ImportanceConfig(stale_logprobs=stale_logprobs, bound="mask")
     ImportanceConfig(stale_logprobs=stale_logprobs)

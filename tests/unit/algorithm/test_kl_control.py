@@ -1,4 +1,4 @@
-"""The adaptive KL coefficient: what a step does to it, and that a stopped run goes on with it."""
+"""The adaptive KL coefficient: its update by a step, and its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONFIG = KlControlConfig(target=0.1, horizon=10_000)
 
 
 def by_definition(coef: float, divergences: list[float], num_responses: int) -> list[float]:
-    """arXiv 1909.08593, section 2.2, written out: the coefficient after each step."""
+    """Return the coefficient after each step by arXiv 1909.08593, section 2.2."""
     coefs = []
     for kl in divergences:
         error = (kl - 0.1) / 0.1
@@ -23,8 +23,8 @@ def by_definition(coef: float, divergences: list[float], num_responses: int) -> 
     return coefs
 
 
-def test_the_coefficient_follows_the_definition() -> None:
-    """On, above and below the target, inside and outside of the clamp, and below zero as k1 is."""
+def test_coefficient_matches_definition() -> None:
+    """KL on, above and below the target, inside and outside the clamp, and negative (k1)."""
     divergences = [0.1, 0.11, 0.09, 0.5, 0.0, -0.3, 0.121]
     controller, found = KlController(CONFIG, 0.05), []
     for kl in divergences:
@@ -41,7 +41,7 @@ def test_worked_numbers() -> None:
     assert controlled_coef(0.3, 0.4, 256, config) == pytest.approx(0.3 * 1.064)
 
 
-def test_a_divergence_kept_over_the_target_multiplies_it_as_the_horizon_says() -> None:
+def test_coefficient_grows_by_the_horizon() -> None:
     """A controller that forgot the number of responses would depend on the batch's size."""
     for num_responses in (10, 100):
         coef = 1.0
@@ -51,22 +51,22 @@ def test_a_divergence_kept_over_the_target_multiplies_it_as_the_horizon_says() -
 
 
 @pytest.mark.parametrize("kl", [None, math.nan, math.inf, -math.inf])
-def test_a_step_without_a_finite_divergence_changes_nothing(kl: float | None) -> None:
+def test_step_without_finite_kl_is_ignored(kl: float | None) -> None:
     """One NaN would stay in the coefficient for the rest of the run."""
     controller = KlController(CONFIG, 0.05)
     controller.observe(kl, 512)
     assert controller.coef == 0.05
 
 
-def test_without_a_target_the_coefficient_stays() -> None:
+def test_coefficient_is_constant_without_target() -> None:
     controller = KlController(KlControlConfig(), 0.05)
     controller.observe(3.0, 512)
     assert controller.coef == 0.05
     assert controller.state_dict() == {}
 
 
-def test_a_stopped_run_goes_on_with_the_same_bits() -> None:
-    """Through the JSON of a checkpoint; starting over would repeat the first steps' coefficient."""
+def test_coefficient_survives_checkpoint() -> None:
+    """The coefficient passes through a checkpoint's JSON."""
     controller = KlController(CONFIG, 0.05)
     controller.observe(0.123, 300)
     resumed = KlController(CONFIG, 0.05)
@@ -74,8 +74,8 @@ def test_a_stopped_run_goes_on_with_the_same_bits() -> None:
     assert resumed.coef == controller.coef != 0.05
 
 
-def test_a_checkpoint_without_a_controller_begins_at_the_configured_coefficient() -> None:
-    """And one with it leaves a run alone whose coefficient is fixed now."""
+def test_checkpoint_without_coefficient_uses_config() -> None:
+    """A state with a coefficient does not change a run without a target."""
     controller = KlController(CONFIG, 0.05)
     controller.load_state_dict({})
     fixed = KlController(KlControlConfig(), 0.03)

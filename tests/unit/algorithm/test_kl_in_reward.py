@@ -1,4 +1,4 @@
-"""Rewards less a KL divergence: what is summed, what only follows a token, what compares groups."""
+"""KL divergence in the reward: advantages of tokens for every rule."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def found(rule: str, *, kl: np.ndarray = KL, kl_coef: float = 0.1, **changes: An
     )
 
 
-def test_a_response_pays_for_all_of_its_tokens():
+def test_rloo_subtracts_kl_of_all_tokens():
     """RLOO of two: each reward less the other's."""
     paid = np.array([1.0 - 0.01, -1.0 - 0.04, -1.0, 1.0 - 0.09])
     per_response = [paid[0] - paid[1], paid[1] - paid[0], paid[2] - paid[3], paid[3] - paid[2]]
     np.testing.assert_allclose(found("rloo"), np.repeat(per_response, NUM_TOKENS), rtol=1e-12)
 
 
-def test_reinforce_credits_a_token_with_what_follows_it_alone():
+def test_reinforce_credits_tokens_with_later_kl():
     returns = np.array(
         [
             1.0 - 0.1 * (0.2 - 0.1),
@@ -45,7 +45,7 @@ def test_reinforce_credits_a_token_with_what_follows_it_alone():
     np.testing.assert_allclose(found("reinforce++"), expected, rtol=1e-12)
 
 
-def test_the_baseline_variant_whitens_over_tokens_after_the_group_is_compared():
+def test_reinforce_baseline_whitens_after_centring():
     paid = np.array([0.99, -1.04, -1.0, 0.91])
     centered = np.repeat(
         paid - np.repeat([(paid[0] + paid[1]) / 2, (paid[2] + paid[3]) / 2], 2), NUM_TOKENS
@@ -55,7 +55,7 @@ def test_the_baseline_variant_whitens_over_tokens_after_the_group_is_compared():
 
 
 @pytest.mark.parametrize("rule", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])
-def test_no_divergence_leaves_the_rule_as_it_is(rule: str):
+def test_zero_kl_does_not_change_advantages(rule: str):
     """The first step of a run, whose KL divergence is exactly 0."""
     zero = found(rule, kl=np.zeros_like(KL))
     np.testing.assert_array_equal(zero, found(rule, kl_coef=0.0))
@@ -64,12 +64,12 @@ def test_no_divergence_leaves_the_rule_as_it_is(rule: str):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("rule", ["grpo", "reinforce++"])
-def test_a_broken_log_prob_reaches_the_loss_where_it_is_caught(rule: str, bad: float):
+def test_nan_kl_makes_all_advantages_nan(rule: str, bad: float):
     kl = KL.copy()
     kl[3] = bad
     assert np.isnan(found(rule, kl=kl)).all()
 
 
-def test_a_step_without_any_token_has_no_advantages():
+def test_step_without_tokens_has_no_advantages():
     nothing = found("reinforce++", kl=np.empty(0), num_tokens=np.zeros(4, dtype=np.int64))
     assert nothing.shape == (0,)

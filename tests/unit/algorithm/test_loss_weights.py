@@ -51,7 +51,7 @@ def test_weighted_sum_is_the_aggregation(aggregation, keep):
 
 
 @pytest.mark.parametrize("aggregation", typing.get_args(Aggregation))
-def test_nothing_kept_gives_zero_weights_and_no_division_by_zero(aggregation):
+def test_no_kept_response_gives_zero_weights(aggregation):
     keep = np.zeros(5, bool)
     weights = sequence_weights(LENGTHS, GROUPS, aggregation, keep=keep, loss_length=LOSS_LENGTH)
     assert (weights == 0).all()
@@ -60,7 +60,7 @@ def test_nothing_kept_gives_zero_weights_and_no_division_by_zero(aggregation):
 
 
 @pytest.mark.parametrize("keep", [None, np.array([True, True])])
-def test_an_empty_response_counts_for_nothing(keep):
+def test_empty_response_has_zero_weight(keep):
     """1 / len of an empty response would be infinite."""
     weights = sequence_weights(np.array([0, 4]), np.array([0, 0]), "seq-mean-token-mean", keep=keep)
     assert weights.tolist() == [0.0, 0.25]
@@ -69,7 +69,7 @@ def test_an_empty_response_counts_for_nothing(keep):
 @pytest.mark.parametrize(
     "filtering, expected", [(False, [1 / 6, 1 / 6, 1 / 5]), (True, [1 / 2, 0.0, 1 / 5])]
 )
-def test_a_truncated_response_is_left_out_only_where_it_is_filtered(filtering, expected):
+def test_overlong_filtering_removes_truncated_responses(filtering, expected):
     """Two mini-batches: 2 + 4 tokens, of which the 4 are truncated, and 5 tokens."""
     groups = [
         SimpleNamespace(lengths=[2, 4], num_sampled=[2, 4], truncated=[False, True]),
@@ -89,19 +89,19 @@ def test_a_truncated_response_is_left_out_only_where_it_is_filtered(filtering, e
         ("seq-mean-token-mean", [0.125, 1 / 12, 1 / 16, 1 / 24]),
     ],
 )
-def test_the_weights_of_two_groups(aggregation, weights):
+def test_weights_of_two_groups(aggregation, weights):
     """Lengths [2, 3] and [4, 6], worked by hand."""
     found = sequence_weights(np.array([2, 3, 4, 6]), np.array([0, 0, 1, 1]), aggregation)
     np.testing.assert_allclose(found, weights, rtol=1e-15)
 
 
-def test_the_constant_length_reaches_the_weights():
-    """Dr. GRPO's is the configuration's, whatever the longest response is."""
+def test_loss_length_reaches_weights():
+    """Dr. GRPO's divisor is the configured length, not the longest response."""
     group = SimpleNamespace(lengths=[2, 4], num_sampled=[2, 4], truncated=[False, False])
     config = AlgorithmConfig(loss_aggregation="seq-mean-token-sum-norm", loss_length=50)
     assert loss_weights([group], config).tolist() == [0.01, 0.01]
 
 
-def test_an_unknown_aggregation_is_refused():
+def test_unknown_aggregation_is_rejected():
     with pytest.raises(ValueError, match="token-mode"):
         sequence_weights(LENGTHS, GROUPS, "token-mode")

@@ -1,4 +1,4 @@
-"""Updates of even sizes that never cut a group, and stale groups in all of them."""
+"""Mini-batches of even sizes that never split a group, with stale groups in all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from megadapo.algorithm.mini_batches import mini_batch_sizes, mini_batches, spread_stale
 
 
-def test_a_full_step_is_cut_as_planned() -> None:
+def test_full_step_has_planned_sizes() -> None:
     assert mini_batch_sizes(12, 4) == [4, 4, 4]
     assert [m.tolist() for m in mini_batches([2] * 4, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -19,7 +19,7 @@ def test_a_full_step_is_cut_as_planned() -> None:
 @pytest.mark.parametrize("limit", [1, 3, 4, 32])
 @pytest.mark.parametrize("num_groups", [0, 1, 2, 5, 9, 13, 33, 97])
 def test_sizes_differ_by_at_most_one_group(num_groups: int, limit: int) -> None:
-    """A last update of one group would move the weights as far as one of thirty-two."""
+    """An update of one group would change the weights as much as one of thirty-two."""
     sizes = mini_batch_sizes(num_groups, limit)
     assert sum(sizes) == num_groups and len(sizes) == -(-num_groups // limit)
     assert not sizes or limit >= max(sizes) >= min(sizes) >= max(max(sizes) - 1, 1)
@@ -32,20 +32,20 @@ def test_no_group_is_cut() -> None:
     assert mini_batches([], 4) == ()
 
 
-def test_indices_of_uneven_groups_follow_each_other() -> None:
+def test_indices_of_uneven_groups() -> None:
     found = mini_batches([1, 3, 2], 6)
     assert np.concatenate(found).tolist() == list(range(6))
     assert [len(m) for m in found] == [4, 2]
 
 
 @pytest.mark.parametrize("is_stale", [[False] * 10, [True] * 10, []])
-def test_groups_of_one_kind_keep_their_order(is_stale: list[bool]) -> None:
-    """Strictly on-policy runs must give the bits that they always gave."""
+def test_spread_stale_keeps_order_of_uniform_groups(is_stale: list[bool]) -> None:
+    """On-policy runs must keep their bits."""
     assert spread_stale(is_stale, 4) == list(range(len(is_stale)))
 
 
-def test_each_update_has_its_share_of_stale_groups() -> None:
-    """In front they would all be in the updates whose ratio is still 1, where no clip acts."""
+def test_stale_groups_are_spread_evenly() -> None:
+    """At the front they would all be in the first update, where no clip acts."""
     source = random.Random(0)
     for num_groups, limit in itertools.product([1, 2, 5, 8, 13, 64], [1, 3, 4, 16]):
         for num_stale in {0, 1, num_groups // 3, num_groups // 2, num_groups}:
@@ -64,5 +64,5 @@ def test_each_update_has_its_share_of_stale_groups() -> None:
                 assert of_kind == sorted(of_kind)
 
 
-def test_stale_groups_first_become_stale_groups_everywhere() -> None:
+def test_leading_stale_groups_are_spread() -> None:
     assert spread_stale([True, True, False, False, False, False], 3) == [0, 2, 3, 1, 4, 5]

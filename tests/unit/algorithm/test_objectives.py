@@ -33,7 +33,7 @@ RATIOS = [1.105170918, 1.491824698, 0.740818221, 0.670320046, 3.320116923]
 
 
 def token_values(objective: PolicyObjective, **inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """l_t and its derivative of each of the five tokens."""
+    """Return l_t and its derivative for each of the five tokens."""
     logprobs = NEW.clone().requires_grad_()
     losses = token_losses(logprobs, OLD, ADVANTAGES, objective=objective, **inputs)
     losses.sum().backward()
@@ -43,7 +43,7 @@ def token_values(objective: PolicyObjective, **inputs: Tensor) -> tuple[Tensor, 
 def weighted(
     objective: PolicyObjective, aggregation: str, **inputs: Tensor
 ) -> tuple[float, Tensor]:
-    """The loss and its derivative in each log-prob."""
+    """Return the loss and its derivative in each log-prob."""
     logprobs = NEW.clone().requires_grad_()
     loss = policy_loss(
         logprobs, OLD, ADVANTAGES, WEIGHTS[aggregation], CU_SEQLENS, objective=objective, **inputs
@@ -156,8 +156,8 @@ KL = {
 
 @pytest.mark.parametrize("gradient", list(KL))
 @pytest.mark.parametrize("value", list(KL))
-def test_value_and_gradient_of_the_kl_are_chosen_apart(value: str, gradient: str) -> None:
-    """Less the policy term, which the coefficient must not touch."""
+def test_kl_value_and_gradient_estimators_are_independent(value: str, gradient: str) -> None:
+    """The policy term is subtracted; the coefficient must not change it."""
     objective = PolicyObjective(kl_coef=0.5, kl_value=value, kl_gradient=gradient)
     losses, slopes = token_values(objective, logprobs_ref=REF)
     plain, plain_slopes = token_values(PolicyObjective())
@@ -165,7 +165,7 @@ def test_value_and_gradient_of_the_kl_are_chosen_apart(value: str, gradient: str
     assert ((slopes - plain_slopes) / 0.5).tolist() == near(KL[gradient][1])
 
 
-def test_a_kl_divergence_in_the_reward_is_not_in_the_loss() -> None:
+def test_kl_in_reward_is_not_in_loss() -> None:
     objective = PolicyObjective(kl_coef=0.5, kl_in="reward", kl_value="k1")
     assert weighted(objective, "token-mean")[0] == near(0.198825557)
 
@@ -216,7 +216,7 @@ def test_gspo() -> None:
     assert logprobs.grad.tolist() == pytest.approx(expected, abs=1e-11)
 
 
-def test_gspo_token_takes_an_advantage_a_token() -> None:
+def test_gspo_token() -> None:
     """Equation 13, on the first sequence alone."""
     logprobs = E_LOG_RATIOS[:3].clone().requires_grad_()
     loss = policy_loss(
@@ -232,7 +232,7 @@ def test_gspo_token_takes_an_advantage_a_token() -> None:
     assert logprobs.grad.tolist() == near([-0.333433348, -0.166716674, 0.083358337])
 
 
-def test_tokens_without_a_weight_are_not_in_their_sequences_ratio() -> None:
+def test_tokens_without_weight_do_not_enter_sequence_ratio() -> None:
     """A masked tool's token, or one without an old log-prob, must not move the others' ratio."""
     logprobs, old = E_LOG_RATIOS.clone(), torch.zeros(7, dtype=F64)
     weights = torch.full((7,), 0.1, dtype=F64)
@@ -252,7 +252,7 @@ def test_tokens_without_a_weight_are_not_in_their_sequences_ratio() -> None:
     assert logprobs.grad.tolist() == pytest.approx(expected.tolist(), abs=1e-11)
 
 
-def test_a_sequence_of_masked_tokens_and_an_empty_one() -> None:
+def test_masked_and_empty_sequences() -> None:
     """Neither a division by zero nor a gradient."""
     logprobs = E_LOG_RATIOS.clone().requires_grad_()
     weights = torch.tensor([0.0] * 3 + [0.1] * 4, dtype=F64)

@@ -34,7 +34,7 @@ def group(steps, lengths, rewards=None) -> SimpleNamespace:
     )
 
 
-def test_the_worked_example() -> None:
+def test_paper_example() -> None:
     """Steps scored (0.2, 0.8) and 0.4, of arXiv 2402.03300's formula with a standard deviation over
     n, where ours is over n - 1 as everywhere: all numbers differ by sqrt(2 / 3)."""
     first, second = process_advantages([((2, 0.2), (5, 0.8)), ((3, 0.4),)], [5, 3])
@@ -45,7 +45,7 @@ def test_the_worked_example() -> None:
     np.testing.assert_allclose(second, to_ours * np.full(3, -0.267261), atol=1e-6)
 
 
-def test_ragged_steps_are_those_of_the_definition() -> None:
+def test_ragged_steps_match_definition() -> None:
     """Steps that end at the same token, tokens behind the last step, responses without a step or
     without a token."""
     rng = np.random.default_rng(0)
@@ -63,7 +63,7 @@ def test_ragged_steps_are_those_of_the_definition() -> None:
 
 
 @pytest.mark.parametrize("normalize_by_std", [True, False])
-def test_one_step_a_response_is_grpo(normalize_by_std: bool) -> None:
+def test_one_step_per_response_is_grpo(normalize_by_std: bool) -> None:
     """With the overlong punishment, and whether the step is given or the response has none."""
     lengths, rewards = [10, 20, 15, 18], [1.0, -1.0, -1.0, 1.0]
     config = CONFIG.model_copy(update={"overlong_buffer": 10, "normalize_by_std": normalize_by_std})
@@ -77,7 +77,7 @@ def test_one_step_a_response_is_grpo(normalize_by_std: bool) -> None:
             np.testing.assert_allclose(own, np.full(length, value), rtol=1e-14)
 
 
-def test_groups_are_normalised_each_for_itself_and_the_punishment_is_the_last_steps() -> None:
+def test_groups_are_normalised_separately_and_last_step_is_punished() -> None:
     config = CONFIG.model_copy(update={"overlong_buffer": 4})
     groups = [
         group((((2, 1.0), (4, 0.0)), ((1, 1.0),)), [4, 1]),
@@ -105,12 +105,12 @@ def test_groups_are_normalised_each_for_itself_and_the_punishment_is_the_last_st
         ((), False),
     ],
 )
-def test_a_group_has_a_signal_where_a_token_has_an_advantage(steps, expected: bool) -> None:
+def test_has_mixed_steps(steps, expected: bool) -> None:
     """Whatever its rewards say, which are all the same here."""
     assert has_mixed_steps(group(steps, [4, 3])) is expected
 
 
-def test_without_steps_the_rewards_decide() -> None:
+def test_has_mixed_steps_without_steps_uses_rewards() -> None:
     assert has_mixed_steps(group((), [4, 3], rewards=[1.0, 0.0]))
 
 

@@ -100,7 +100,7 @@ def results(rule: str) -> dict[str, Any]:
     return found
 
 
-def test_the_numbers_are_of_the_versions_that_the_documentation_names() -> None:
+def test_public_numbers_have_documented_versions() -> None:
     assert TRL["versions"]["trl"] == "1.16.0" and VERL["versions"]["verl"] == "0.9.1"
     assert TRL["inputs"] == VERL["inputs"]
 
@@ -115,7 +115,7 @@ def test_losses_and_their_gradients(rule: str) -> None:
     assert gradient == near(flat(expected["gradient"]))
 
 
-def test_dppo_has_the_gradient_of_verls() -> None:
+def test_dppo_gradient_matches_verl() -> None:
     """Its value is -A r log p there, with r detached, and -A r here."""
     objective = PolicyObjective(gate="dppo", mask_low=0.1, mask_high=0.1)
     loss, gradient = loss_and_gradient(objective, "token-mean")
@@ -173,7 +173,7 @@ def test_generalized_advantages_and_returns() -> None:
     assert whitened(raw, ones).tolist() == near(flat(expected["gae"]))
 
 
-def test_the_clipped_value_loss() -> None:
+def test_clipped_value_loss() -> None:
     values = tokens("values").requires_grad_()
     returns = per_token(np.array(INPUTS["rewards"]))
     losses, clipped = value_losses(values, tokens("values_old"), returns, value_clip=0.2)

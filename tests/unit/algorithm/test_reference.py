@@ -42,14 +42,14 @@ def test_decoupled_clip(ratio: float, advantage: float, loss: float, grad: float
     assert loss_and_grad(ratio, advantage) == pytest.approx((loss, grad), abs=1e-12)
 
 
-def test_dual_clip_bounds_a_bad_token_only() -> None:
+def test_dual_clip_applies_to_negative_advantages() -> None:
     assert loss_and_grad(5.0, -1.0, dual_clip=3.0) == pytest.approx((3.0, 0.0), abs=1e-12)
     assert loss_and_grad(2.0, -1.0, dual_clip=3.0) == pytest.approx((2.0, 2.0), abs=1e-12)
     assert loss_and_grad(0.5, 1.0, dual_clip=3.0) == pytest.approx((-0.5, -0.5), abs=1e-12)
     assert loss_and_grad(0.5, 0.5, dual_clip=3.0) == pytest.approx((-0.25, -0.25), abs=1e-12)
 
 
-def test_the_bound_of_the_dual_clip_grows_with_the_advantage() -> None:
+def test_dual_clip_bound_scales_with_advantage() -> None:
     """Equation 5 bounds the ratio, not the loss."""
     assert loss_and_grad(5.0, -2.0, dual_clip=3.0) == pytest.approx((6.0, 0.0), abs=1e-12)
     assert loss_and_grad(5.0, -0.5, dual_clip=3.0) == pytest.approx((1.5, 0.0), abs=1e-12)
@@ -58,9 +58,7 @@ def test_the_bound_of_the_dual_clip_grows_with_the_advantage() -> None:
 @pytest.mark.parametrize(
     "log_ratio, clamped, advantage", [(25.0, 20.0, -1.0), (-25.0, -20.0, 1.0), (0.5, 0.5, -1.0)]
 )
-def test_the_ratio_is_clamped_on_both_sides(
-    log_ratio: float, clamped: float, advantage: float
-) -> None:
+def test_ratio_is_clamped_on_both_sides(log_ratio: float, clamped: float, advantage: float) -> None:
     """Also a ratio of two log-probs that are not 0: their difference counts, nothing else."""
     logprobs = torch.tensor([-1.5], dtype=torch.float64, requires_grad=True)
     losses = token_losses(
@@ -87,7 +85,7 @@ def kl_loss(gap: float, estimator: str) -> float:
 
 
 @pytest.mark.parametrize("gap, value", [(25.0, -20.0), (-25.0, 20.0)])
-def test_the_gap_to_the_reference_is_clamped_on_both_sides(gap: float, value: float) -> None:
+def test_kl_gap_is_clamped_on_both_sides(gap: float, value: float) -> None:
     """Unclamped, k3 of a token that the reference finds likely would overflow in fp32."""
     assert kl_loss(gap, "k1") == value
 
@@ -113,7 +111,7 @@ def make_tokens(num_tokens: int = 7) -> dict[str, Tensor]:
     }
 
 
-def test_the_loss_is_the_weighted_sum_in_the_inputs_dtype() -> None:
+def test_loss_is_weighted_sum_in_input_dtype() -> None:
     tokens = make_tokens()
     losses = token_losses(
         tokens["logprobs"],
@@ -165,7 +163,7 @@ def test_tokens_that_do_not_enter(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
-def test_a_token_enters_only_with_a_loss_weight(weight: float) -> None:
+def test_tokens_without_loss_weight_do_not_enter(weight: float) -> None:
     """A prompt's or a padding token may hold anything: 0 x NaN would be the whole loss."""
     tokens = make_tokens()
     tokens["loss_weights"][5] = weight
@@ -174,7 +172,7 @@ def test_a_token_enters_only_with_a_loss_weight(weight: float) -> None:
     assert got.isnan() == (weight != 0.0)
 
 
-def test_a_broken_log_prob_reaches_the_loss() -> None:
+def test_nan_logprob_reaches_loss() -> None:
     """The policy's own NaN is a failure to be seen, not a token to be dropped."""
     tokens = make_tokens()
     tokens["logprobs"][1] = math.nan
@@ -188,7 +186,7 @@ def test_no_tokens_at_all() -> None:
 
 
 @pytest.mark.parametrize("edges", [[], [0], [1, 7], [0, 6], [0, 8], [0, 5, 4, 7]])
-def test_edges_that_do_not_cut_the_tokens(edges: list[int]) -> None:
+def test_bad_cu_seqlens_are_rejected(edges: list[int]) -> None:
     tokens = make_tokens() | {"cu_seqlens": torch.tensor(edges, dtype=torch.int64)}
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 7"):
         policy_loss(**tokens, objective=PolicyObjective())
@@ -201,6 +199,6 @@ def test_edges_that_do_not_cut_the_tokens(edges: list[int]) -> None:
         (PolicyObjective(entropy_coef=0.1), "entropy is missing"),
     ],
 )
-def test_a_term_without_its_input(objective: PolicyObjective, message: str) -> None:
+def test_missing_input_is_rejected(objective: PolicyObjective, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         policy_loss(**make_tokens(), objective=objective)

@@ -13,7 +13,7 @@ from megadapo.algorithm.groups import Branch
 from megadapo.errors import ConfigError
 
 
-def test_shared_tokens_get_the_mean_of_the_responses_that_share_them():
+def test_shared_tokens_get_mean_advantage():
     """0 and 1 begin at the prompt; 2 leaves 0 behind 2 tokens, 3 leaves 2 behind 3, 4 leaves 0
     behind 1. Response 1 has equal tokens by chance and shares none."""
     branches = [None, None, Branch(0, 2), Branch(2, 3), Branch(0, 1)]
@@ -30,7 +30,7 @@ def test_shared_tokens_get_the_mean_of_the_responses_that_share_them():
         np.testing.assert_allclose(own, wanted, rtol=1e-15)
 
 
-def test_one_right_and_two_wrong_responses_with_one_beginning():
+def test_one_correct_and_two_incorrect_with_shared_prefix():
     """Rewards 1, 0, 0: by the mean the shared beginning is neither good nor bad."""
     values = group_advantages([1.0, 0.0, 0.0])
     branches = [None, Branch(0, 3), Branch(0, 3)]
@@ -40,7 +40,7 @@ def test_one_right_and_two_wrong_responses_with_one_beginning():
         np.testing.assert_allclose(own[3:], value, rtol=1e-15)
 
 
-def test_hard_and_soft_attribution_have_the_same_sum_on_every_shared_token():
+def test_hard_and_soft_advantages_have_equal_sums():
     """Without a clip and with one weight for all tokens that sum is the gradient's factor; losing
     one of a shared token's copies would change it."""
     source = np.random.default_rng(3)
@@ -94,6 +94,6 @@ def test_responses_left_out_of_the_loss_do_not_enter_the_mean(filtering: bool, s
     assert cut == ([-2.0] * 4 if filtering else [0.0, 0.0, -2.0, -2.0])
 
 
-def test_hard_attribution_needs_advantages_of_whole_responses():
+def test_hard_shared_prefix_excludes_gae():
     with pytest.raises(ConfigError, match="algorithm.shared_prefix"):
         AlgorithmConfig(shared_prefix="hard", advantage="gae")

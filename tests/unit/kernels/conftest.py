@@ -1,4 +1,4 @@
-"""Uninitialised memory reads as NaN in every kernel test, so that using it cannot go unseen."""
+"""Fixture of every kernel test: uninitialised memory is NaN, so that its use is visible."""
 
 from __future__ import annotations
 

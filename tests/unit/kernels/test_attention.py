@@ -23,7 +23,7 @@ def starts_of(lengths: Sequence[int]) -> Tensor:
 
 
 def tensors(num_tokens: int, heads: int, groups: int, size: int) -> list[Tensor]:
-    """Query, key and value as the trainer has them: the value is a piece of a wider product."""
+    """Return query, key and value as in the trainer: the value is a slice of a wider product."""
     mixed = torch.randn(num_tokens, groups, 3 * size)
     query, key = torch.randn(num_tokens, heads, size), torch.randn(num_tokens, groups, size)
     return [query, key, mixed[..., size : 2 * size]]
@@ -41,7 +41,7 @@ def values_and_grads(attend, inputs: Sequence[Tensor], upstream: Tensor) -> list
     [[1], [1, 2, 3, 4, 5, 17, 40], [16, 33, 7], [8] * 9, [LONGEST, 3], [0, 5, 0]],
     ids=str,
 )
-def test_it_is_attention_inside_each_sequence(
+def test_packed_attention_matches_fp64(
     lengths: list[int], heads: int, groups: int, size: int
 ) -> None:
     """Lengths around those of registers, and heads that fill none."""
@@ -74,7 +74,7 @@ def test_no_tokens_at_all() -> None:
         ]
 
 
-def test_the_scale_is_the_callers() -> None:
+def test_scale_argument() -> None:
     torch.manual_seed(0)
     inputs, starts = tensors(9, 2, 1, 16), starts_of([4, 5])
     got = packed_attention(*inputs, starts, longest=5, scale=0.7)
@@ -82,8 +82,8 @@ def test_the_scale_is_the_callers() -> None:
     assert not torch.allclose(got, packed_attention(*inputs, starts, longest=5))
 
 
-def test_a_sequence_has_the_same_bits_in_every_batch_and_on_any_number_of_threads() -> None:
-    """Else a token's log-prob would depend on what it was trained with."""
+def test_sequence_bits_do_not_depend_on_batch_or_threads() -> None:
+    """Otherwise a token's log-prob would depend on the rest of its batch."""
     torch.manual_seed(0)
     lengths = [5, 40, 13, 64]
     inputs, starts = tensors(sum(lengths), 4, 2, 32), starts_of(lengths)
@@ -104,8 +104,8 @@ def test_a_sequence_has_the_same_bits_in_every_batch_and_on_any_number_of_thread
         torch.set_num_threads(threads)
 
 
-def test_scores_of_any_size_and_numbers_that_are_not_finite() -> None:
-    """Scores of a thousand must not overflow, and a NaN not leave its sequence."""
+def test_large_and_non_finite_scores() -> None:
+    """Scores of a thousand must not overflow, and a NaN must stay in its sequence."""
     torch.manual_seed(0)
     query, key, value = tensors(12, 2, 2, 16)
     starts = starts_of([6, 6])
@@ -135,16 +135,14 @@ def test_scores_of_any_size_and_numbers_that_are_not_finite() -> None:
     ],
     ids=str,
 )
-def test_what_would_read_or_write_elsewhere_is_refused(
-    change: dict[str, object], message: str
-) -> None:
+def test_out_of_range_arguments_are_rejected(change: dict[str, object], message: str) -> None:
     query, key, value = tensors(9, 2, 1, 16)
     arguments = {"query": query, "key": key, "value": value, "cu_seqlens": starts_of([4, 5])}
     with pytest.raises(ValueError, match=message):
         packed_attention(**(arguments | {"longest": 5} | change))
 
 
-def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = tensors(4, 2, 1, 16)
     assert not takes(*inputs, LONGEST + 1)
     assert not takes(*(x.bfloat16() for x in inputs), 4)

@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU and rotary against their fp64 references, with every gradient, in C and in torch.
+"""RMSNorm, SwiGLU and rotary against their fp64 definitions, with gradients, in C and in torch.
 
 Run once more through Triton's interpreter by test_triton_interpreter.py.
 """
@@ -22,7 +22,7 @@ ROWS = [0, 1, 3, 300]
 
 @pytest.fixture(params=["compiled", "plain"], autouse=True)
 def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both implementations; the compiled one must really be there."""
+    """Select one implementation; the compiled one must be available."""
     monkeypatch.setenv(native.SWITCH, "1" if request.param == "compiled" else "0")
     native.load_native.cache_clear()
     assert (native.load_native(SOURCE) is not None) == (request.param == "compiled")
@@ -31,7 +31,7 @@ def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def values_and_grads(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Output and gradients of all inputs, for an upstream gradient that is not constant."""
+    """Return output and gradients of all inputs for an upstream gradient that is not constant."""
     inputs = [x.clone().requires_grad_() for x in inputs]
     y = function(*inputs)
     upstream = torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view(y.shape).to(y.dtype)
@@ -40,7 +40,7 @@ def values_and_grads(function: Callable[..., Tensor], inputs: list[Tensor]) -> l
 
 
 def check(function: Callable[..., Tensor], ref: Callable[..., Tensor], inputs: list[Tensor]):
-    """fp32 within rounding of fp64; bf16 no worse than rounding each result once allows."""
+    """Compare with fp64: fp32 within rounding, bf16 within one rounding of each result."""
     got = values_and_grads(function, inputs)
     expected = values_and_grads(ref, [x.double() for x in inputs])
     relative = 2e-6 if inputs[0].dtype == torch.float32 else 4e-3
@@ -101,8 +101,8 @@ def test_large_values_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_numbers_that_are_not_finite_stay_in_their_row(bad: float) -> None:
-    """What went wrong in one token must show there, and nowhere else."""
+def test_non_finite_values_stay_in_their_row(bad: float) -> None:
+    """A non-finite value must be visible in its token and in no other."""
     torch.manual_seed(0)
     x = torch.randn(3, 48)
     x[1, 5] = bad
@@ -111,7 +111,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row(bad: float) -> None:
         assert y.isfinite().all(1).tolist() == [True, False, True]
 
 
-def test_a_row_has_the_same_bits_in_every_batch_and_on_any_number_of_threads() -> None:
+def test_row_bits_do_not_depend_on_batch_or_threads() -> None:
     """Log-probs of one forward pass must repeat in another one of other sequences."""
     torch.manual_seed(0)
     x, weight, angles = torch.randn(300, 96), torch.rand(96), torch.randn(300, 16)

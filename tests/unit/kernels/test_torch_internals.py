@@ -1,4 +1,4 @@
-"""A torch that has lost what we use of its inside: the head goes on, with the same numbers."""
+"""A torch without its private parts that the head uses: the head gives the same numbers."""
 
 from __future__ import annotations
 
@@ -47,29 +47,29 @@ def fresh_product() -> Iterator[None]:
     "lose",
     [lose_symbols, lose_library, lose_onednn_question, lose_processor_question, lose_onednn],
 )
-def test_head_without_the_inner_product(
+def test_head_without_torchs_inner_product(
     lose: Callable[[pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
     fresh_product: None,
 ) -> None:
-    """A lookup that raises, or finds nothing, must end in the widened product."""
+    """After a failed lookup the head must use the widened product."""
     case = make_case(70, 64, 1000, padded=1024, dtype=torch.bfloat16)
     usual = case.run(chunk_tokens=64)
     products.load_product.cache_clear()
     lose(monkeypatch)
     assert torch_internals.find_brgemm() is None
     assert not products.has_fp32_product(case.hidden, case.weight)
-    got, expected = case.run(chunk_tokens=64), case.reference()
+    got, expected = case.run(chunk_tokens=64), case.definition()
     assert (got.output.logprobs - expected.logprobs).abs().max() <= 1e-5
     assert (got.output.logprobs - usual.output.logprobs).abs().max() <= 1e-5
     assert relative_error(got.d_hidden, expected.d_hidden) <= 4e-3
     assert relative_error(got.d_weight, expected.d_weight) <= 4e-3
 
 
-def test_a_product_that_answers_wrongly_is_not_used(
+def test_wrong_product_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fresh_product: None
 ) -> None:
-    """A torch with the same names and another meaning would train on wrong logits."""
+    """A function of the same name with other behaviour would give wrong logits."""
     address = torch_internals.Brgemm(ctypes.c_void_p(0), ctypes.c_void_p(0))
     library = types.SimpleNamespace(megadapo_product=lambda *_: 0)
     monkeypatch.setattr(products, "find_brgemm", lambda: address)

@@ -29,7 +29,7 @@ def test_compiles_without_spilling(case, architecture: int) -> None:  # noqa: AN
 
 
 def test_every_kernel_has_a_case() -> None:
-    """A new kernel that nobody compiles would first fail on a user's GPU."""
+    """A kernel without a case would first fail on a user's GPU."""
     compiled = {case.kernel.__name__ for case in COMPILE_CASES}
     folder = Path(launch.__file__).parent
     for file in folder.rglob("*.py"):

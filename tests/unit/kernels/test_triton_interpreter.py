@@ -1,4 +1,4 @@
-"""The kernels' tests once more, with Triton kernels run by Triton's interpreter.
+"""The kernels' tests again, with Triton kernels run by Triton's interpreter.
 
 The interpreter is chosen when a kernel is defined, hence a process of its own. It takes a
 millisecond a row, so the tests that show what the kernels compute are run and the rest is not;

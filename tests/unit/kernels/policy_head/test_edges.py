@@ -48,7 +48,7 @@ MASKED, RATIO_0, RATIO_INFINITE = slice(3, 5), slice(5, 7), slice(8, 10)
 
 @pytest.fixture(params=["compiled", "torch"])
 def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both forms of the CPU's row passes; Triton's are chosen before either."""
+    """Select one form of the CPU's row passes; under the interpreter Triton's run instead."""
     monkeypatch.setenv(native.SWITCH, "1" if request.param == "compiled" else "0")
     native.load_native.cache_clear()
     assert (native.load_native(SOURCE) is not None) == (request.param == "compiled")
@@ -67,7 +67,7 @@ def edge_case(objective: PolicyObjective) -> HeadCase:
 
 
 def run(case: HeadCase) -> HeadResult:
-    """As the trainer does it: a sequence ratio's old log-probs are shifted first."""
+    """Run the head as the trainer does: shift the old log-probs of a sequence ratio first."""
     if case.kwargs["objective"].ratio == "sequence":
         rows = case.loss_weights.nonzero()[:, 0]
         with torch.no_grad():
@@ -85,7 +85,7 @@ def test_ratios_of_0_and_infinity(name: str, passes: None) -> None:
     """Loss and gradients are the definition's, so a ratio of e^200 counts as e^20 and pulls no
     more, and nothing is lost of the tokens beside it."""
     case = edge_case(OBJECTIVES[name])
-    expected = case.reference(cu_seqlens=EDGES)
+    expected = case.definition(cu_seqlens=EDGES)
     got = run(case)
     assert got.output.loss.item() == pytest.approx(expected.loss.item(), rel=2e-6)
     assert relative_error(got.d_hidden, expected.d_hidden) <= 2e-6
@@ -95,8 +95,8 @@ def test_ratios_of_0_and_infinity(name: str, passes: None) -> None:
 
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
-def test_nothing_but_masked_sequences(name: str, passes: None) -> None:
-    """Loss and gradients are 0 whatever stands in the masked tokens, and are there."""
+def test_only_masked_sequences(name: str, passes: None) -> None:
+    """Loss and gradients are 0 for any values of masked tokens, and exist."""
     case = edge_case(OBJECTIVES[name])
     case.loss_weights[:] = 0.0
     case.kwargs["logprobs_old"][::3] = float("nan")
@@ -107,7 +107,7 @@ def test_nothing_but_masked_sequences(name: str, passes: None) -> None:
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_token_without_an_old_log_prob(name: str, value: float) -> None:
+def test_token_without_old_logprob_is_dropped(name: str, value: float) -> None:
     """It is dropped by every gate, and the others' gradients are what they are without it."""
     # of a sequence ratio too: its mean is made before the head, of tokens that have one
     case, without = edge_case(OBJECTIVES[name]), edge_case(OBJECTIVES[name])
@@ -134,7 +134,7 @@ def derivative_of_sequence(log_ratio: float) -> Tensor:
 
 
 @pytest.mark.parametrize("log_ratio", [-200.0, -20.5, 20.5, 200.0])
-def test_a_sequence_beyond_the_clamp_has_no_gradient_whatever_rounding_does(
+def test_clamped_sequence_has_no_gradient(
     log_ratio: float,
 ) -> None:
     """Its mean is the clamp's edge: x - (x - 20) is 20 for one log-prob, a bit less for another."""

@@ -27,8 +27,8 @@ EVERYTHING = PolicyObjective(dual_clip=3.0, entropy_coef=0.02, kl_coef=0.1)
 
 
 def check_fp32(case: HeadCase, **options) -> None:
-    """Loss, log-probs, entropy, clip decisions and gradients against fp64."""
-    got, expected = case.run(**options), case.reference()
+    """Compare loss, log-probs, entropy, clip decisions and gradients with fp64."""
+    got, expected = case.run(**options), case.definition()
     assert loss_error(got.output.loss, case, expected) <= LOSS_TOLERANCE
     assert relative_error(got.d_hidden, expected.d_hidden) <= GRAD_TOLERANCE
     assert relative_error(got.d_weight, expected.d_weight) <= GRAD_TOLERANCE
@@ -73,7 +73,7 @@ def test_every_gate_matches_fp64(gate: str) -> None:
     check_fp32(case, chunk_tokens=64)
 
 
-def test_a_sequence_ratio_matches_fp64() -> None:
+def test_sequence_ratio_matches_fp64() -> None:
     """Two calls of the head against the definition, which cuts the tokens itself: one sequence is
     empty, one has no token with a loss weight, and one is a single token."""
     objective = PolicyObjective(ratio="sequence", clip_low=0.05, clip_high=0.05)
@@ -86,7 +86,7 @@ def test_a_sequence_ratio_matches_fp64() -> None:
     options = {"temperature": 1.0, "vocab_size": 500, "rows": rows, "chunk_tokens": 64}
     with torch.no_grad():
         logprobs, _ = token_logprobs(case.hidden, case.weight, case.targets, **options)
-    definition, old = case.reference(cu_seqlens=cu_seqlens), case.kwargs["logprobs_old"].clone()
+    definition, old = case.definition(cu_seqlens=cu_seqlens), case.kwargs["logprobs_old"].clone()
     case.kwargs["logprobs_old"][rows] = sequence_shifted(
         logprobs[rows], old[rows], sequences[rows], num_sequences=6
     )
@@ -109,15 +109,15 @@ def test_large_number_of_tokens() -> None:
     check_fp32(make_case(4099, 16, 320), chunk_tokens=512)
 
 
-def test_vocabulary_that_eight_does_not_divide() -> None:
+def test_vocabulary_not_divisible_by_eight() -> None:
     check_fp32(make_case(33, 16, 1021))
 
 
 @pytest.mark.parametrize("padded", [2048, 2001], ids=["8 shards", "1 shard"])
-def test_bf16_grads_and_clips_are_as_exact_as_the_inputs(padded: int) -> None:
+def test_bf16_gradients_and_clip_counts(padded: int) -> None:
     """Logits rounded to bf16 would be wrong by 1e-2 and flip clip decisions."""
     case = make_case(200, 128, 2000, padded=padded, dtype=torch.bfloat16)
-    got, expected = case.run(chunk_tokens=128), case.reference()
+    got, expected = case.run(chunk_tokens=128), case.definition()
     assert (got.output.logprobs - expected.logprobs).abs().max() <= 1e-5
     low, high = clip_counts(case, expected.logprobs)
     assert low + high > 0
@@ -145,7 +145,7 @@ def test_whole_shards_of_padding() -> None:
 
 
 def test_masked_rows_never_enter() -> None:
-    """NaN hidden states, ignored targets and NaN advantages of masked tokens are not looked at."""
+    """NaN hidden states, bad targets and NaN advantages of masked tokens have no effect."""
     case = make_case(60, 16, 200)
     expected = case.run()
     masked = case.loss_weights == 0
@@ -175,13 +175,13 @@ def test_no_token_with_a_loss_weight(num_tokens: int) -> None:
 @pytest.mark.parametrize("name", ["logprobs_old", "importance_weights", "logprobs_ref"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_non_finite_token_is_dropped(name: str, value: float) -> None:
-    """A token the engine has no log-prob for contributes nothing; the others are unchanged."""
+    """A token without an engine log-prob contributes 0; the others are unchanged."""
     case = make_case(40, 16, 200, masked=0.0, objective=EVERYTHING, extras=True)
     case.kwargs[name][[3, 17]] = value
     got = case.run()
     case.kwargs["loss_weights"][[3, 17]] = 0.0
     case.kwargs[name][[3, 17]] = 0.0
-    expected = case.reference()
+    expected = case.definition()
     assert got.output.num_dropped == 2 and got.output.num_tokens == 38
     assert loss_error(got.output.loss, case, expected) <= LOSS_TOLERANCE
     assert relative_error(got.d_hidden, expected.d_hidden) <= GRAD_TOLERANCE
@@ -215,16 +215,16 @@ def test_non_finite_hidden_state_reaches_the_loss() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 3.5, -2.0, 0.0])
 def test_any_upstream_scale(scale: float) -> None:
-    """The gradient made in the forward pass obeys whatever the loss is multiplied by later."""
+    """The gradient made in the forward pass follows any later factor of the loss."""
     case = make_case(50, 16, 200)
-    got, expected = case.run(scale), case.reference(scale)
+    got, expected = case.run(scale), case.definition(scale)
     assert relative_error(got.d_hidden, expected.d_hidden) <= GRAD_TOLERANCE
     assert relative_error(got.d_weight, expected.d_weight) <= GRAD_TOLERANCE
 
 
-def test_sums_are_those_of_the_tokens_and_add_over_micro_batches() -> None:
+def test_sums_match_tokens_and_add_over_micro_batches() -> None:
     case = make_case(90, 16, 200, objective=EVERYTHING, extras=True)
-    whole, expected = case.run().output, case.reference()
+    whole, expected = case.run().output, case.definition()
     chosen = case.loss_weights != 0
     ratio = (expected.logprobs - case.kwargs["logprobs_old"])[chosen].exp()
     torch.testing.assert_close(whole.ratio_sum, ratio.sum(), rtol=1e-5, atol=0)
@@ -275,7 +275,7 @@ def test_first_ratio_is_exactly_one(dtype: torch.dtype) -> None:
     assert torch.equal(output.entropy, entropy)
 
 
-def test_rows_from_the_caller_change_nothing() -> None:
+def test_given_rows_change_no_bit() -> None:
     case = make_case(60, 16, 200)
     expected = case.run()
     rows = case.loss_weights.nonzero()[:, 0]
@@ -292,20 +292,20 @@ def test_rows_without_a_loss_weight_are_not_counted() -> None:
     expected = case.run().output
     got = case.run(rows=torch.arange(60)).output
     assert got.num_tokens == expected.num_tokens
-    assert loss_error(got.loss, case, case.reference()) <= LOSS_TOLERANCE
+    assert loss_error(got.loss, case, case.definition()) <= LOSS_TOLERANCE
     for name in ("ratio_sum", "entropy_sum", "clip_low_count", "clip_high_count"):
         torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=1e-6, atol=0)
     torch.testing.assert_close(got.ratio_max_error, expected.ratio_max_error, rtol=1e-5, atol=0)
 
 
-def test_rows_that_leave_a_weighted_token_out_are_refused() -> None:
+def test_rows_must_include_weighted_tokens() -> None:
     case = make_case(60, 16, 200)
     rows = case.loss_weights.nonzero()[1:, 0]
     with pytest.raises(ValueError, match="loss_weights has 1 tokens that rows leaves out"):
         case.run(rows=rows)
 
 
-def test_token_logprobs_carry_the_gradient_of_any_objective() -> None:
+def test_token_logprobs_gradient_of_any_objective() -> None:
     """A sequence-level ratio, which needs all log-probs of a response before its loss."""
     case = make_case(96, 24, 500, padded=504, temperature=0.8)
     old = case.kwargs["logprobs_old"]
@@ -330,7 +330,7 @@ def test_token_logprobs_carry_the_gradient_of_any_objective() -> None:
 
 
 class _LargestTensor(TorchDispatchMode):
-    """Remembers the largest tensor that any operation made."""
+    """Recorder of the largest tensor that any operation made."""
 
     numel = 0
 
@@ -342,7 +342,7 @@ class _LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_as_large_as_tokens_times_vocabulary(dtype: torch.dtype) -> None:
+def test_no_tensor_of_tokens_times_vocabulary(dtype: torch.dtype) -> None:
     case = make_case(1024, 16, 1024, dtype=dtype, masked=0.0)
     hidden, weight = case.hidden.requires_grad_(), case.weight.requires_grad_()
     with _LargestTensor() as largest:
@@ -362,7 +362,7 @@ def test_int32_targets_and_strided_hidden() -> None:
     assert torch.equal(output.loss, expected.output.loss)
 
 
-def test_no_gradient_is_made_without_need() -> None:
+def test_no_gradient_without_requires_grad() -> None:
     case = make_case(30, 16, 200)
     with torch.no_grad():
         loss = policy_head_loss(
@@ -371,7 +371,7 @@ def test_no_gradient_is_made_without_need() -> None:
     assert not loss.requires_grad
     hidden = case.hidden.clone().requires_grad_()
     policy_head_loss(hidden, case.weight, case.targets, **case.kwargs).loss.backward()
-    assert relative_error(hidden.grad, case.reference().d_hidden) <= GRAD_TOLERANCE
+    assert relative_error(hidden.grad, case.definition().d_hidden) <= GRAD_TOLERANCE
     assert case.weight.grad is None
 
 

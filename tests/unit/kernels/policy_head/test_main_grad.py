@@ -1,4 +1,4 @@
-"""The weight's gradient in Megatron's convention: fp32 main_grad, a dummy gradient, a hook."""
+"""Gradient of the weight in Megatron's convention: fp32 main_grad, a dummy gradient, a hook."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.trainer.head_cases import HeadCase, make_case, relative_error
 
 
 def megatron_parameter(weight: Tensor) -> torch.nn.Parameter:
-    """A parameter as Megatron's DistributedDataParallel leaves it."""
+    """Return a parameter as Megatron's DistributedDataParallel prepares it."""
     parameter = torch.nn.Parameter(weight.clone())
     parameter.main_grad = torch.zeros(weight.shape)
     parameter.grad_added_to_main_grad = False
@@ -44,14 +44,14 @@ def test_main_grad_accumulates_over_micro_batches(dtype: torch.dtype, tolerance:
     ]
     (losses[1] * 0.5).backward()
     (losses[0] * 4.0).backward()
-    expected = first.reference(4.0).d_weight + second.reference(0.5).d_weight
+    expected = first.definition(4.0).d_weight + second.definition(0.5).d_weight
     assert weight.main_grad.dtype == torch.float32
     assert relative_error(weight.main_grad, expected) <= tolerance
     assert weight.grad_added_to_main_grad
-    assert relative_error(hidden[0].grad, first.reference(4.0).d_hidden) <= tolerance
+    assert relative_error(hidden[0].grad, first.definition(4.0).d_hidden) <= tolerance
 
 
-def test_nothing_reaches_main_grad_before_backward() -> None:
+def test_main_grad_is_unchanged_before_backward() -> None:
     """An evaluation forward, or zero_grad between forward and backward, must not corrupt it."""
     case = make_case(30, 24, 304)
     weight = megatron_parameter(case.weight)
@@ -83,10 +83,10 @@ def test_tied_embedding_keeps_its_own_gradient() -> None:
     loss = policy_head_loss(hidden, weight, case.targets, **case.kwargs).loss
     (loss + embedded).backward()
     assert weight.grad[[3, 7]].eq(1).all() and weight.grad.sum() == 2 * 24
-    assert relative_error(weight.main_grad, case.reference().d_weight) <= 2e-6
+    assert relative_error(weight.main_grad, case.definition().d_weight) <= 2e-6
 
 
-def test_second_backward_is_refused() -> None:
+def test_second_backward_is_rejected() -> None:
     """The gradient was handed over; a silent second one would be zeros or doubled."""
     case = make_case(20, 16, 200)
     loss = policy_head_loss(case.hidden.requires_grad_(), case.weight, case.targets, **case.kwargs)

@@ -21,7 +21,7 @@ if find_brgemm() is not None:
 
 @pytest.fixture(params=ROUTES)
 def route(request, monkeypatch):
-    """Both ways; a processor without bf16 instructions has the first one only."""
+    """Select one way; a processor without bf16 instructions has only the first."""
     monkeypatch.setenv(native.SWITCH, "1" if request.param == "inner kernels" else "0")
     native.load_native.cache_clear()
     load_product.cache_clear()
@@ -45,7 +45,7 @@ def operands(rows, columns, inner):
 @pytest.mark.parametrize("rows", [1, 15, 64, 65, 300])
 @pytest.mark.parametrize("columns", [1, 17, 64, 129, 1000])
 @pytest.mark.parametrize("inner", [1, 2, 30, 33, 896])
-def test_every_shape_equals_fp64(route, rows, columns, inner):
+def test_all_product_shapes_match_fp64(route, rows, columns, inner):
     """Blocks have ends, and an odd length has half a pair; bf16 results would be off by 1e-3."""
     a, b = operands(rows, columns, inner)
     exact = a.double() @ b.double().t()
@@ -53,7 +53,7 @@ def test_every_shape_equals_fp64(route, rows, columns, inner):
     assert ((product(a, b).double() - exact).abs() <= 1e-6 * scale + 1e-30).all()
 
 
-def test_a_row_has_the_same_bits_in_every_tile_split_and_thread(route):
+def test_product_bits_do_not_depend_on_tile_split_or_threads(route):
     """Old log-probs and the update may cut rows, and ranks the vocabulary, as they like.
 
     Widened in multiples of 64 rows, which tiles are: another height may take another path of
@@ -86,8 +86,8 @@ def test_strided_operands_and_a_slice_of_the_result(route):
     assert (tile[:, :100] == 0).all() and (tile[:, 170:] == 0).all()
 
 
-def test_without_onednn_the_inner_kernels_are_left_alone():
-    """They would throw where nothing can catch it."""
+def test_no_inner_product_without_onednn():
+    """The kernels would throw an exception that cannot be caught."""
     a, b = operands(8, 8, 8)
     with torch.backends.mkldnn.flags(enabled=False):
         assert not has_fp32_product(a, b)

@@ -18,7 +18,7 @@ from megadapo.kernels.policy_head.tiles import MASKED_LOGIT, Tile, VocabShards
 
 @pytest.fixture(params=["compiled", "torch"])
 def passes(request, monkeypatch):
-    """Both implementations; the compiled one must really be there."""
+    """Select one implementation; the compiled one must be available."""
     monkeypatch.setenv(native.SWITCH, "1" if request.param == "compiled" else "0")
     native.load_native.cache_clear()
     assert (native.load_native(SOURCE) is not None) == (request.param == "compiled")
@@ -49,7 +49,7 @@ def run(
     dtype=None,
     in_place=False,
 ):
-    """Log-probs, entropy and d_logits of a tile that is the whole vocabulary."""
+    """Return log-probs, entropy and d_logits of a tile of the whole vocabulary."""
     tile = Tile(logits=logits, targets=targets, shards=shards, temperature=temperature)
     stats = row_stats_cpu(tile)
     maximum, log_total, logprobs, entropy = merge_stats(stats)
@@ -79,8 +79,8 @@ def truth(logits, targets, num_valid, *, temperature, d_logprobs, d_entropy):
 
 @pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 63, 64, 65, 130, 2047, 2049, 6145])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_every_length_of_a_row_equals_fp64(passes, columns, temperature):
-    """A loop's last columns are the ones that a vectorised pass forgets or reads twice."""
+def test_all_row_lengths_match_fp64(passes, columns, temperature):
+    """Catches columns at a loop's end that a vectorised pass skips or reads twice."""
     rows = 5
     logits = torch.randn(rows, columns) * 4.0
     targets = torch.arange(rows) * 7 % columns
@@ -133,7 +133,7 @@ def test_padding_never_enters_and_gets_no_gradient(passes):
     torch.testing.assert_close(d_logits.double(), expected[2], rtol=0, atol=1e-6)
 
 
-def test_targets_of_other_ranks_are_left_to_them(passes):
+def test_targets_of_other_ranks_are_ignored(passes):
     shards = shards_of(128, first=1)
     logits = torch.randn(2, 128)
     targets = torch.tensor([5, 130])
@@ -156,7 +156,7 @@ def test_targets_of_other_ranks_are_left_to_them(passes):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_gradients_are_the_fp32_ones_rounded_once(passes, dtype):
+def test_low_precision_gradients_round_fp32_once(passes, dtype):
     logits = torch.randn(6, 1000) * 3.0
     targets = torch.randint(0, 1000, (6,))
     exact = run(logits.clone(), targets, shards_of(1000))[2]
@@ -165,7 +165,7 @@ def test_low_precision_gradients_are_the_fp32_ones_rounded_once(passes, dtype):
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, -0x400000, 0x7FC00001, 0x7FFFFFFF])
-def test_a_broken_row_says_so_and_stays_alone(passes, bits):
+def test_nan_stays_in_its_row(passes, bits):
     """0 x NaN would carry one broken row into every weight; a NaN that looks finite, worse."""
     logits = torch.randn(3, 100)
     logits[1, 50] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
@@ -178,7 +178,7 @@ def test_a_broken_row_says_so_and_stays_alone(passes, bits):
     assert (d_logits[1] == 0).all() and d_logits.isfinite().all()
 
 
-def test_logits_of_minus_infinity_have_no_probability(passes):
+def test_minus_infinity_logits_have_zero_probability(passes):
     """Behind the ends of a row stand fillers, which must not count where nothing else does."""
     logits = torch.randn(3, 40)
     logits[0, ::2] = -torch.inf
@@ -195,14 +195,14 @@ def test_logits_of_minus_infinity_have_no_probability(passes):
     assert d_logits[1, 7] == 1.0
 
 
-def test_a_gradient_in_the_logits_own_memory(passes):
-    """How fp32 hidden states are trained: every logit must be read before it is overwritten."""
+def test_gradient_may_overwrite_logits(passes):
+    """With fp32 hidden states every logit must be read before it is overwritten."""
     logits, targets = torch.randn(5, 333) * 3.0, torch.randint(0, 333, (5,))
     apart = run(logits.clone(), targets, shards_of(333))[2]
     assert torch.equal(run(logits, targets, shards_of(333), in_place=True)[2], apart)
 
 
-def test_a_row_has_the_same_bits_in_every_tile_and_on_every_thread(passes):
+def test_row_bits_do_not_depend_on_tile_or_threads(passes):
     """Otherwise the first ratio would not be exactly 1."""
     logits, targets = torch.randn(33, 4096) * 3.0, torch.randint(0, 4096, (33,))
     shards = shards_of(4096, num_local=8)
@@ -241,7 +241,7 @@ def fresh_cache(tmp_path, monkeypatch) -> Path:
     native.load_native.cache_clear()
 
 
-def test_a_broken_compiler_is_said_and_torch_takes_over(fresh_cache, monkeypatch, caplog):
+def test_broken_compiler_warns_and_uses_torch(fresh_cache, monkeypatch, caplog):
     monkeypatch.setenv("CC", "false")
     with caplog.at_level(logging.WARNING):
         assert native.load_native(SOURCE) is None
@@ -258,7 +258,7 @@ def compile_in_a_process() -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", program])
 
 
-def test_processes_that_start_together_share_one_whole_library(fresh_cache):
+def test_concurrent_processes_share_one_library(fresh_cache):
     """Ranks start together, on an empty cache; none may find half a file."""
     started = [compile_in_a_process() for _ in range(3)]
     assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
@@ -269,7 +269,7 @@ def test_processes_that_start_together_share_one_whole_library(fresh_cache):
     assert [path for path in library.parent.iterdir() if path != library] == []
 
 
-def test_a_damaged_library_is_made_again(fresh_cache):
+def test_damaged_library_is_recompiled(fresh_cache):
     """A power loss after the rename leaves a file without its bytes."""
     assert compile_in_a_process().wait(timeout=120) == 0
     (library,) = fresh_cache.rglob("*.so")
@@ -278,8 +278,8 @@ def test_a_damaged_library_is_made_again(fresh_cache):
     assert library.stat().st_size > 0
 
 
-def test_a_folder_that_others_can_write_is_not_trusted(fresh_cache):
-    """Whoever can write there could put code into every run."""
+def test_folder_writable_by_others_is_not_used(fresh_cache):
+    """Another user with write access could inject code into every run."""
     folder = fresh_cache / "megadapo" / "kernels"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
@@ -287,7 +287,7 @@ def test_a_folder_that_others_can_write_is_not_trusted(fresh_cache):
     assert list(folder.iterdir()) == []
 
 
-def test_a_user_without_a_home_gets_the_passes_too(monkeypatch, tmp_path):
+def test_user_without_home(monkeypatch, tmp_path):
     """Containers run under numbers that no passwd file knows."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
@@ -300,6 +300,6 @@ def test_a_user_without_a_home_gets_the_passes_too(monkeypatch, tmp_path):
     native.load_native.cache_clear()
 
 
-def test_a_compiler_command_that_cannot_be_read_is_passed_over(monkeypatch):
+def test_unreadable_compiler_command_is_ignored(monkeypatch):
     monkeypatch.setenv("CC", 'gcc "x')
     assert native.find_compiler() == ["gcc"]

@@ -1,4 +1,4 @@
-"""Each token's loss and derivative against the definition's autograd in fp64, far outside too.
+"""Loss and derivative of each token against the definition's autograd in fp64.
 
 The torch form here, the Triton form when test_triton_interpreter.py runs this file again.
 """
@@ -88,7 +88,7 @@ def _terms_kernel(
 
 
 def make_inputs(log_ratios: tuple[float, ...], ref_gaps: tuple[float, ...]) -> dict[str, Tensor]:
-    """Every combination of log-ratio, gap to the reference and sign of the advantage."""
+    """Return every combination of log-ratio, KL gap and sign of the advantage."""
     columns = zip(*itertools.product(log_ratios, ref_gaps, (-1.5, 0.0, 0.75)), strict=True)
     ratio, gap, advantages = (torch.tensor(column) for column in columns)
     # multiples of 1/8, so that their differences are exact in fp32
@@ -132,7 +132,7 @@ def terms(values: dict[str, Tensor], objective: PolicyObjective) -> TokenTerms:
 
 
 def definition(values: dict[str, Tensor], objective: PolicyObjective) -> tuple[Tensor, Tensor]:
-    """(loss, d_logprobs) of the reference in fp64."""
+    """Return (loss, d_logprobs) of the definition in fp64."""
     wide = {name: value.double() for name, value in values.items()}
     logprobs = wide.pop("logprobs").requires_grad_()
     losses = token_losses(
@@ -143,7 +143,7 @@ def definition(values: dict[str, Tensor], objective: PolicyObjective) -> tuple[T
 
 
 def check(values: dict[str, Tensor], objective: PolicyObjective) -> None:
-    """Element by element, so that a gradient of 2e-9 that must be 0 cannot hide."""
+    """Compare element by element, so that a gradient of 2e-9 that must be 0 is found."""
     got = terms(values, objective)
     expected_loss, expected_grad = definition(values, objective)
     assert not (got.flags & DROPPED).any()
@@ -186,7 +186,7 @@ def test_gates(gate: str) -> None:
     check(make_inputs(LOG_RATIOS, (0.0,)), GATED[gate])
 
 
-def test_bapo_is_a_clip_at_the_bounds_it_was_given() -> None:
+def test_bapo_clips_at_its_bounds() -> None:
     window = {"clip_low": 0.4, "clip_high": 1.0}
     values = make_inputs(LOG_RATIOS, (0.0,))
     searched = PolicyObjective(gate="bapo").model_copy(update=window)
@@ -195,7 +195,7 @@ def test_bapo_is_a_clip_at_the_bounds_it_was_given() -> None:
     check(values, searched)
 
 
-def test_masks_look_at_probabilities_and_dppo_at_the_advantage_too() -> None:
+def test_dppo_and_ipo_masks() -> None:
     """A ratio of e of a rare token is a small change; IPO drops a change of either sign of A."""
     values = make_inputs((0.0, 0.0, 0.0, 0.0), (0.0,))
     values["logprobs"] = torch.tensor([-0.5, -0.5, -2.0, -7.0]).repeat_interleave(3)
@@ -229,7 +229,7 @@ def test_kl_and_entropy_terms(value: str, gradient: str) -> None:
     check(values, objective)
 
 
-def test_a_corrected_gradient_survives_where_exponentials_cancel() -> None:
+def test_corrected_k3_gradient_without_cancellation() -> None:
     """r k3 + r (1 - e^gap) is r times the distance: summed up in fp32, e^20 would eat it."""
     objective = PolicyObjective(kl_coef=1.0, kl_gradient="corrected-k3")
     values = make_inputs((0.0,), (19.5,))
@@ -237,7 +237,7 @@ def test_a_corrected_gradient_survives_where_exponentials_cancel() -> None:
     assert terms(values, objective).d_logprobs.tolist() == [-19.5] * 3
 
 
-def test_a_kl_divergence_in_the_reward_is_reported_and_not_in_the_loss() -> None:
+def test_kl_in_reward_is_reported_and_not_in_loss() -> None:
     values = make_inputs((0.125,), (0.5,))
     got = terms(values, PolicyObjective(kl_coef=0.1, kl_in="reward", kl_value="k1"))
     expected = terms(values, PolicyObjective())
@@ -247,7 +247,7 @@ def test_a_kl_divergence_in_the_reward_is_reported_and_not_in_the_loss() -> None
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_ratio_and_kl_are_reported_as_defined(kind: str) -> None:
-    """A report of something else would leave the training right and its curves wrong."""
+    """A wrong report would leave the training correct and its curves wrong."""
     objective = PolicyObjective(kl_coef=0.1, kl_value=kind)
     values = make_inputs((-30.0, -20.0, 0.125, 20.5), (-30.0, -0.5, 0.0, 0.5))
     got = terms(values, objective)
@@ -261,7 +261,7 @@ def test_ratio_and_kl_are_reported_as_defined(kind: str) -> None:
     torch.testing.assert_close(got.kl.double(), expected, rtol=4e-6, atol=1e-6)
 
 
-def test_flags_name_the_side_that_was_clipped() -> None:
+def test_flags_have_the_clipped_side() -> None:
     """Catches a fraction that counts the other side, or a token without an advantage."""
     values = make_inputs((-3.0, -0.125, 0.125, 0.5, 3.0), (0.0,))
     negative = (CLIPPED_LOW, 0, 0, 0, DUAL_CLIPPED)
@@ -274,15 +274,15 @@ def test_flags_name_the_side_that_was_clipped() -> None:
     assert terms(values, PolicyObjective()).flags.tolist() == without
 
 
-def test_a_window_without_width_keeps_the_gradient_of_the_first_update() -> None:
-    """There every ratio is 1, the window's edge: cut at the edge, nothing would ever be learned."""
+def test_zero_width_window_keeps_first_gradient() -> None:
+    """Every first ratio is 1, the window's edge: a cut there would prevent all learning."""
     values = make_inputs((0.0,), (0.0,))
     got = terms(values, PolicyObjective(clip_low=0.0, clip_high=0.0))
     assert not got.flags.any()
     assert torch.equal(got.d_logprobs, -values["advantages"] * values["importance_weights"])
 
 
-def test_a_ratio_at_the_second_bound_is_not_clipped_yet() -> None:
+def test_ratio_at_dual_clip_is_not_clipped() -> None:
     """As at the window's edges: a bound that counts itself would count one token more."""
     values = make_inputs((1.125,), (0.0,))
     bound = terms(values, PolicyObjective()).ratio[0].item()
@@ -294,8 +294,8 @@ def test_a_ratio_at_the_second_bound_is_not_clipped_yet() -> None:
 @pytest.mark.parametrize("gate", ["clip", *GATED])
 @pytest.mark.parametrize("name", ["logprobs_old", "importance_weights", "logprobs_ref"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_token_without_finite_inputs_is_dropped(name: str, value: float, gate: str) -> None:
-    """It alone: one such token must not make the sum NaN, nor take its neighbours along."""
+def test_token_without_finite_inputs_is_dropped(name: str, value: float, gate: str) -> None:
+    """Such a token must not make the sum NaN or drop its neighbours."""
     objective = GATED.get(gate, PolicyObjective(dual_clip=3.0))
     objective = objective.model_copy(update={"kl_coef": 0.1, "entropy_coef": 0.02})
     values = make_inputs((-0.5, 0.125, 3.0), (0.25,))
