@@ -69,7 +69,7 @@ def integers(*values: int) -> Iterator[ctypes.c_int64]:
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of the C compiler: $CC, gcc or cc; None if there is none."""
+    """Return the command of the C compiler: $CC, gcc or cc; None if not found."""
     for command in (os.environ.get("CC", ""), "gcc", "cc"):
         try:
             words = shlex.split(command)
@@ -122,7 +122,7 @@ def _fingerprint(source: Path, compiler: list[str]) -> str:
 
 
 def _cache_folder() -> Path | None:
-    """Return a cache folder that only this user can write; None if there is none."""
+    """Return a cache folder that only this user can write; None if impossible."""
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = root / "megadapo" / "kernels"

@@ -299,7 +299,7 @@ def policy_rows_triton(
     outputs: RowOutputs,
     d_logits: Tensor | None,
 ) -> None:
-    """Launch `rows.policy_rows`."""
+    """Launch the kernel of `rows.policy_rows`."""
     # an absent input is never loaded, so any pointer will do
     absent = inputs.logprobs_old
     switches, numbers = describe_terms(
@@ -331,7 +331,7 @@ def policy_rows_triton(
 
 
 def logprob_rows_triton(tile: Tile, stats: Tensor, logprobs: Tensor, entropy: Tensor) -> None:
-    """Launch `rows.logprob_rows`."""
+    """Launch the kernel of `rows.logprob_rows`."""
     logprob_rows_kernel[(tile.num_rows,)](
         **_row_arguments(tile, stats, None),
         LOGPROBS=logprobs,
@@ -347,7 +347,7 @@ def logprob_rows_triton(tile: Tile, stats: Tensor, logprobs: Tensor, entropy: Te
 def logprob_grad_rows_triton(
     tile: Tile, stats: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None, d_logits: Tensor
 ) -> None:
-    """Launch `rows.logprob_grad_rows`."""
+    """Launch the kernel of `rows.logprob_grad_rows`."""
     logprob_rows_kernel[(tile.num_rows,)](
         **_row_arguments(tile, stats, d_logits),
         LOGPROBS=stats,  # not written

@@ -102,7 +102,7 @@ class TokenTerms:
     kl: Tensor
     """KL estimate of the token, 0 without reference log-probs."""
     flags: Tensor
-    """uint8 bits."""
+    """Bits of each token, uint8 [R]."""
 
 
 def policy_terms(

@@ -37,7 +37,7 @@ def advantages(
     responses' rewards: the critic's ranks make the advantages of tokens.
 
     Args:
-        rewards: [S] result of `response_rewards` if the caller has it.
+        rewards: [S] result of `response_rewards`; None: computed here.
     """
     if config.compares_steps:
         values: Advantages = [

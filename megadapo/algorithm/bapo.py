@@ -150,7 +150,7 @@ def search_bounds(sums: np.ndarray, config: BapoConfig) -> BapoBounds:
 
 
 def _path(num_low: int, num_high: int, *, lower_first: bool) -> list[tuple[int, int]]:
-    """Return the pairs of bounds in search order: one side moves to its end, then the other."""
+    """Return the pairs of bounds in search order: all of one side, then of the other."""
     if lower_first:
         first = [(low, 0) for low in range(num_low)]
         return first + [(num_low - 1, high) for high in range(1, num_high)]

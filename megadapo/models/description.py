@@ -116,7 +116,7 @@ def describe_model(hf_config: Mapping[str, Any]) -> ModelDescription:
 
 
 def describe_critic(hf_config: Mapping[str, Any]) -> ModelDescription:
-    """Read the configuration of a language model, or of a saved critic, as that of a critic.
+    """Read the configuration of a language model or of a saved critic; describe the critic.
 
     Raises:
         WeightError: the family is unknown or a size is missing; the error names the key.

@@ -11,7 +11,7 @@ from typing import Any
 from megadapo.errors import DataError
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-"""ORGANISATION/NAME."""
+"""Pattern of a Hub name, ORGANISATION/NAME."""
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
