@@ -74,6 +74,7 @@ class TrainerCheckpoint:
 
     def _match(self) -> list[tuple[Shard, Place]]:
         """Pair every parameter of the model with its stored tensor."""
+        lengths = (self._layout.shape.num_layers, self._layout.shape.num_experts)
         shards = list(self._layout.megatron_shards(self._position()))
         pairs, problems, unknown = [], [], set(self._stored)
         for shard in shards:
@@ -82,7 +83,8 @@ class TrainerCheckpoint:
                 problems.append(f"{shard.name} is missing")
                 continue
             unknown.discard(place[0])
-            expected, found = self._expected_shape(shard, place), self._stored[place[0]].size
+            expected = (*lengths[: len(place[1])], *shard.shape)
+            found = self._stored[place[0]].size
             if expected != tuple(found):
                 problems.append(f"{place[0]} is {list(found)}, config.json says {list(expected)}")
             pairs.append((shard, place))
@@ -107,11 +109,6 @@ class TrainerCheckpoint:
             if stacked in self._stored:
                 return stacked, numbers
         return None
-
-    def _expected_shape(self, shard: Shard, place: Place) -> tuple[int, ...]:
-        _, numbers = place
-        lengths = (self._layout.shape.num_layers, self._layout.shape.num_experts)
-        return (*lengths[: len(numbers)], *shard.shape)
 
     def _read(self, name: str, numbers: tuple[int, ...]) -> Tensor:
         """Read one parameter from its chunks."""

@@ -80,7 +80,13 @@ class SafetensorsFolder:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        return {name: _torch_dtype(self._slice(name).get_dtype()) for name in self._file_of}
+        names = {name: self._slice(name).get_dtype() for name in self._file_of}
+        for dtype in names.values():
+            if dtype not in _TORCH_DTYPES:
+                raise WeightError(
+                    f"Tensors of type {dtype} cannot be trained; convert the checkpoint."
+                )
+        return {name: _TORCH_DTYPES[dtype] for name, dtype in names.items()}
 
     def read(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor:
         piece = self._slice(name)
@@ -259,9 +265,3 @@ def _open(path: Path) -> safe_open:
         return safe_open(path, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
         raise WeightError(f"{path} is not a readable safetensors file: {error}") from error
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    if name not in _TORCH_DTYPES:
-        raise WeightError(f"Tensors of type {name} cannot be trained; convert the checkpoint.")
-    return _TORCH_DTYPES[name]
