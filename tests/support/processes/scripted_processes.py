@@ -1,4 +1,4 @@
-"""Engines whose processes are real and whose answers are scripted: a start takes a second."""
+"""Engines with real processes and scripted responses, which start in a second."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TOO_LONG = 50
 
 
 class ScriptedGeneration:
-    """Each response is one token, a function of its seed; a group takes a while that its key says.
+    """A replacement of `megadapo.rollout.engine.generation.Generation` without vLLM.
 
-    It takes the place of `megadapo.rollout.engine.generation.Generation`.
+    Each response is one token, a function of its seed; a group's time is a function of its key.
     """
 
     def __init__(self, engine: int) -> None:
@@ -82,7 +82,7 @@ class ScriptedGeneration:
 
 
 class ScriptedEngine(RolloutEngine):
-    """A real actor with its reaper and a child process, which holds nothing."""
+    """A real actor with its guard and an idle child process."""
 
     async def _start_vllm(self) -> None:
         self._child = subprocess.Popen(["sleep", "600"])
@@ -92,7 +92,7 @@ class ScriptedEngine(RolloutEngine):
         self._generation = ScriptedGeneration(self._spec.index)
 
     async def _call(self, method: str, *args: object) -> bool:
-        """Weight updates end at once."""
+        """End weight updates at once."""
         return True
 
     def child(self) -> int:
@@ -100,7 +100,7 @@ class ScriptedEngine(RolloutEngine):
 
 
 def start_scripted_engines(num_engines: int, log_folder: Path, **settings: Any) -> Engines:
-    """Engines that hold version 1, and are given the present one when they come back."""
+    """Start engines with weights of version 1; restarted ones get the current version."""
     limits = {"engine_progress_timeout_s": 6.0, "start_timeout_s": 60.0}
     config = RolloutConfig(num_engines=num_engines, max_num_seqs=8, **{**limits, **settings})
     engines = Engines(

@@ -1,11 +1,10 @@
-"""A stand-in for the engines: responses are a function of the seed, and finish in any order."""
+"""A stand-in for the engines: responses depend on the seed, and finish in any order."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
 from concurrent.futures import Executor, Future
-from pathlib import Path
 
 import numpy as np
 
@@ -18,7 +17,7 @@ POLICY_VERSION = 3
 
 
 class ScriptedEngines:
-    """Answers each request with random digits drawn from its seeds, in any order of finishing."""
+    """Engines whose responses are random digits drawn from the seeds."""
 
     def __init__(
         self, finish: str = "in order", *, slots: int = 64, num_engines: int = 1, at_once: int = 1
@@ -26,9 +25,9 @@ class ScriptedEngines:
         """Start idle.
 
         Args:
-            finish: who is handed back first: "in order", "last first", "short first", "at random".
-            slots: responses that run at once.
-            at_once: groups handed back by one call.
+            finish: order of finishing: "in order", "last first", "short first", "at random".
+            slots: number of responses that run at once.
+            at_once: number of groups that one call returns.
         """
         self.asked: list[int] = []
         self.policy_version = POLICY_VERSION
@@ -72,7 +71,7 @@ class ScriptedEngines:
         return [self._answer(self._in_flight.pop(key)) for key in done]
 
     def stop(self, keys: Collection[int] | None = None, *, keep: bool) -> StopReport:
-        """Unfinished responses have the first half of their tokens."""
+        """Stop groups; unfinished responses have the first half of their tokens."""
         stopped = [
             group for key, group in list(self._in_flight.items()) if keys is None or key in keys
         ]
@@ -90,7 +89,7 @@ class ScriptedEngines:
         return []
 
     def check(self) -> None:
-        """They are never lost."""
+        """Do nothing: these engines never die."""
 
     def _answer(self, group: GroupRequest, *, cut: bool = False) -> GroupResponse:
         begun = group.begun or (None,) * len(group.seeds)
@@ -115,9 +114,9 @@ def respond(
     begun: Response | None = None,
     cut: bool = False,
 ) -> Response:
-    """One response of 1 to max_tokens digits; the longest ones count as cut at the limit.
+    """Return a response of 1 to max_tokens digits; the longest ones reach the limit.
 
-    A response that was begun goes on where it stood, with tokens of this version.
+    A response in `begun` is continued, with tokens of this version.
     """
     source = random.Random(seed)
     length = source.randint(1, settings.max_tokens)
@@ -140,7 +139,7 @@ def respond(
 
 
 class AtOnce(Executor):
-    """Runs each call before `submit` returns: what is scored when does not depend on threads."""
+    """An executor that runs each call in `submit`, so that no order depends on threads."""
 
     def submit(self, call, /, *args, **kwargs) -> Future:
         future: Future = Future()
@@ -149,7 +148,7 @@ class AtOnce(Executor):
 
 
 class RightAtLeast:
-    """Calls a response right where its digits sum to `bound` or more."""
+    """A verifier that accepts responses whose digits sum to at least `bound`."""
 
     num_threads = 1
 
@@ -167,7 +166,7 @@ class RightAtLeast:
 
 
 class PlainTokenizer:
-    """Encodes characters as their code points; it has no chat template."""
+    """A tokenizer of code points, without a chat template."""
 
     chat_template = None
 
@@ -179,9 +178,3 @@ def make_prompts(num_prompts: int) -> list[Prompt]:
     return [
         Prompt(f"id-{i}", (("user", f"{i}+{i}=?"),), str(2 * i), "test") for i in range(num_prompts)
     ]
-
-
-def example_log(folder: Path, text: str) -> Path:
-    path = folder / "engine-0.log"
-    path.write_text(text)
-    return path

@@ -4,7 +4,19 @@ import pytest
 
 from megadapo.cluster.process_log import START_LINE
 from megadapo.rollout.engine.failure import describe_failure, root_cause
-from tests.support.rollout.scripted_engines import example_log
+
+
+@pytest.fixture
+def log_of(tmp_path):
+    """Write a log and return its path."""
+
+    def write(text):
+        path = tmp_path / "engine-0.log"
+        path.write_text(text)
+        return path
+
+    return write
+
 
 WORKER = "(Worker pid=7) ERROR 11-20 07:09:16 [multiproc_executor.py:1063] "
 CORE = "(EngineCore pid=6) ERROR 11-20 07:09:16 [core.py:1512] "
@@ -51,9 +63,8 @@ def test_errors_of_earlier_starts_are_ignored():
         ),
     ],
 )
-def test_known_cause_comes_with_a_remedy(tmp_path, cause, remedy):
-    path = example_log(
-        tmp_path,
+def test_known_cause_comes_with_a_remedy(log_of, cause, remedy):
+    path = log_of(
         f"{START_LINE}{CORE}{cause}\nRuntimeError: Engine core "
         "initialization failed. See root cause above.\n",
     )
@@ -73,8 +84,8 @@ def test_validation_error_fits_on_one_line(tmp_path):
     assert "\n" not in text and "pydantic" not in text
 
 
-def test_log_is_read_only_if_the_error_has_its_cause_elsewhere(tmp_path):
-    path = example_log(tmp_path, f"{START_LINE}{WORKER}ValueError: a plugin is missing\n")
+def test_log_is_read_only_if_the_error_has_its_cause_elsewhere(log_of):
+    path = log_of(f"{START_LINE}{WORKER}ValueError: a plugin is missing\n")
     assert "plugin" not in describe_failure("failed", "OSError: the prompt is too long", path)
     dead = "EngineDeadError: EngineCore encountered an issue. See stack trace (above)"
     assert "plugin" in describe_failure("failed", dead, path)
