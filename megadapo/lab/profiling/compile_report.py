@@ -83,13 +83,13 @@ def _pointers(**names: str) -> dict[str, str | int | TermNumbers]:
     return {name: f"*{dtype}" for dtype, words in names.items() for name in words.split()}
 
 
-_TILE = {
+_TILE: dict[str, str | int | TermNumbers] = {
     "logits_stride": _VOCAB_SIZE,
     "num_rows": _TILE_ROWS,
     "vocab_start": 0,
     "inv_temperature": "fp32",
 }
-_GRAD_TILE = {
+_GRAD_TILE: dict[str, str | int | TermNumbers] = {
     **_TILE,
     "d_logits_stride": _VOCAB_SIZE,
     "num_shards": 8,

@@ -37,7 +37,7 @@ PROMPT_LENGTH, RESPONSE_LENGTH = 9, 60
     ],
     ids=["free", "replayed", "replayed-partial"],
 )
-def test_experts_on_two_ranks_train_end_to_end(tmp_path: Path, further: list[str]) -> None:
+def test_experts_on_two_ranks_train(tmp_path: Path, further: list[str]) -> None:
     """Every step's parity is that of weights which the step before has published; with an engine's
     experts at other tokens or layers than its own it would be lost by orders of magnitude."""
     folder = tmp_path / "run"
@@ -118,7 +118,7 @@ def trainer_routes(rendezvous, settings, batch: PackedBatch):
     return routes, found
 
 
-def test_engine_and_trainer_send_tokens_to_the_same_experts(tmp_path: Path) -> None:
+def test_engine_and_trainer_route_to_the_same_experts(tmp_path: Path) -> None:
     run_processes(engine_routes, (MODEL, tmp_path / "answer.json"), 1, fresh=True)
     answers = json.loads((tmp_path / "answer.json").read_text())
     responses = [

@@ -1,4 +1,4 @@
-"""An exported model is the run's policy: it scores what the run scored, in engines of its own."""
+"""An exported model equals the run's policy: engines that load it score the same."""
 
 from __future__ import annotations
 
@@ -73,10 +73,8 @@ def is_what_the_run_scored(run_folder: Path, step: int, found: Evaluation) -> bo
     )
 
 
-def test_an_exported_checkpoint_is_what_wrote_the_next_steps_answers(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
-    """Of an earlier step than the last: weights of the step before or after give others."""
+def test_exported_checkpoint_scores_the_next_step(uninterrupted: Path, tmp_path: Path) -> None:
+    """Weights of the step before or after would give other responses."""
     words = ("export", uninterrupted, tmp_path / "model", "--step", "2")
     result = run_command(
         [sys.executable, "-m", "megadapo.cli", *map(str, words)],
@@ -95,7 +93,7 @@ def test_an_exported_checkpoint_is_what_wrote_the_next_steps_answers(
 
 
 def engine_error(reference: Reference, folder: Path, step: int) -> float:
-    """Largest difference of a saved token's log-prob, the engine's in this step."""
+    """Return the largest difference from the saved log-probs of this step."""
     return max(
         np.abs(
             saved.response.logprobs
@@ -107,7 +105,7 @@ def engine_error(reference: Reference, folder: Path, step: int) -> float:
 
 
 @pytest.mark.full
-def test_a_split_run_leaves_its_model_behind(tmp_path: Path) -> None:
+def test_split_run_exports_its_model(tmp_path: Path) -> None:
     """TP 2 x PP 2, exported beside the run: the same seeds give the same responses, and so the
     same score, only from the same weights."""
     folder = tmp_path / "split"

@@ -1,4 +1,4 @@
-"""One real engine under several weights: whose log-probs a token has, and whose cached keys."""
+"""One real engine under several weights: each token has the log-prob of its version."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 class KeepingEngine(RolloutEngine):
-    """An engine whose updates leave the prefix cache as it is, so that its salt alone protects."""
+    """An engine whose updates keep the prefix cache, so that only its salt protects it."""
 
     async def reset_prefix_cache(self) -> None:
         """Forget nothing."""
@@ -86,7 +86,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
 
 
 def stopped_after(count: int, engines: Engines, groups: list[GroupRequest]) -> list[GroupRequest]:
-    """Groups that were unfinished when so many others had finished, to go on with."""
+    """Return the groups that were unfinished when enough others had finished."""
     engines.submit(groups)
     while count > 0:
         count -= len(engines.finished())
@@ -94,7 +94,7 @@ def stopped_after(count: int, engines: Engines, groups: list[GroupRequest]) -> l
     return [replace(group, begun=begun[group.key]) for group in groups if group.key in begun]
 
 
-def test_each_token_of_an_answer_has_the_log_prob_of_its_own_version(started: Started) -> None:
+def test_token_logprobs_match_their_version(started: Started) -> None:
     """Catches an answer that goes on with cached keys of the weights before, versions that are off
     by a token, and log-probs that a continuation puts in another place."""
     engines = started.engines
@@ -137,8 +137,8 @@ def errors(
     )
 
 
-def test_a_repeated_prompt_after_an_update_scores_as_from_a_cold_engine(started: Started) -> None:
-    """The prompts are in the prefix cache, with the keys of the weights before."""
+def test_prefix_cache_is_not_reused_after_update(started: Started) -> None:
+    """The prefix cache has the prompts with keys of older weights."""
     engines, groups = started.engines, make_requests(12, 4)
     started.publish(0, 10)
     before = bits(ask(engines, groups))

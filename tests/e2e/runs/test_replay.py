@@ -47,10 +47,8 @@ def groups(folder: Path, step: int) -> list[SavedGroup]:
     return list(read_rollouts(rollouts_path(folder, step)))
 
 
-def test_a_replay_has_the_numbers_of_the_run_and_goes_on_after_a_stop(
-    source: Path, tmp_path: Path
-) -> None:
-    """Losses, gradient norms, entropies, ratios and parities, to the last digit; two halves."""
+def test_stopped_replay_repeats_the_metrics(source: Path, tmp_path: Path) -> None:
+    """Losses, gradient norms, entropies, ratios and parities are equal to the last digit."""
     folder = tmp_path / "replay"
     for num_steps in (2, NUM_STEPS):
         result = replay(source, folder, num_steps=num_steps)
@@ -69,10 +67,8 @@ def test_a_replay_has_the_numbers_of_the_run_and_goes_on_after_a_stop(
     assert "resume it with --replay" in result.stderr
 
 
-def test_texts_and_an_adaptive_kl_coefficient_go_on_after_a_stop(
-    source: Path, tmp_path: Path
-) -> None:
-    """Where the texts stand and what the coefficient is are the driver's, and no rank's state."""
+def test_pretraining_data_and_kl_coefficient_resume(source: Path, tmp_path: Path) -> None:
+    """Their state is the driver's and not a rank's."""
     options = [
         "--algorithm.pretraining={data = 'arithmetic:train:32', coef = 0.3, "
         "tokens_per_mini_batch = 300, max_text_tokens = 20}",
@@ -92,10 +88,8 @@ def test_texts_and_an_adaptive_kl_coefficient_go_on_after_a_stop(
     assert len({record["pretraining/loss"] for record in whole}) == NUM_STEPS
 
 
-def test_a_replay_starts_from_a_checkpoint_of_the_run_at_another_split(
-    source: Path, tmp_path: Path
-) -> None:
-    """One step of a long run is looked into without the steps before, or its machines."""
+def test_replay_resumes_at_another_split(source: Path, tmp_path: Path) -> None:
+    """One step of a long run can be replayed without the steps before it or its machines."""
     folder = tmp_path / "split"
     result = replay(
         source,
@@ -112,8 +106,8 @@ def test_a_replay_starts_from_a_checkpoint_of_the_run_at_another_split(
     assert split["parity/logprob_abs_max"] < 1e-4
 
 
-def test_rollouts_without_a_trainer_are_those_of_training(source: Path, tmp_path: Path) -> None:
-    """Other prompts, seeds or weights would be debugged than those that training uses."""
+def test_rollout_command_samples_as_training(source: Path, tmp_path: Path) -> None:
+    """Prompts, seeds and weights are those of training."""
     argv = [sys.executable, "-m", "megadapo.cli", "rollout", "configs/quickstart.toml"]
     options = (f"--run.folder={tmp_path / 'x'}", "--observe.saved_groups=all", "--steps=2", *SMALL)
     done = subprocess.run(
@@ -141,7 +135,7 @@ def test_rollouts_without_a_trainer_are_those_of_training(source: Path, tmp_path
     assert second["parity/logprob_abs_max"] is None and second["policy/loss"] is not None
 
 
-def test_the_replayed_run_itself_is_refused_and_stays(source: Path) -> None:
+def test_replay_refuses_its_source_folder(source: Path) -> None:
     result = replay(source, source)
     assert result.returncode == ConfigError.exit_code
     assert "choose another run.folder" in result.stderr

@@ -61,7 +61,7 @@ def check_numbers(folder: Path, *, max_staleness: int) -> None:
 
 
 def check_log_probs(record: dict, responses: list[SavedResponse], staleness: np.ndarray) -> None:
-    """Fresh tokens have the trainer's own log-probs, stale ones those of weights that are gone."""
+    """Fresh tokens have the trainer's log-probs, stale ones those of older weights."""
     gaps = np.abs(np.concatenate([r.logprobs_old - r.response.logprobs for r in responses]))
     for name, chosen in (
         ("parity/logprob_abs_max", staleness == 0),
@@ -72,7 +72,7 @@ def check_log_probs(record: dict, responses: list[SavedResponse], staleness: np.
     assert not (staleness == 0).any() or record["parity/logprob_abs_max"] < 1e-4
 
 
-def test_partial_rollouts_train_answers_of_several_versions(tmp_path: Path) -> None:
+def test_partial_rollouts_mix_policy_versions(tmp_path: Path) -> None:
     """Would catch tokens that are counted as of the present weights or of another step's, and a
     run that ends with answers under way."""
     folder = tmp_path / "partial"
@@ -91,7 +91,7 @@ def test_partial_rollouts_train_answers_of_several_versions(tmp_path: Path) -> N
     assert mixed > 0, "no answer was continued with other weights"
 
 
-def test_one_step_off_is_one_version_behind_and_a_killed_run_equals_another(tmp_path: Path) -> None:
+def test_one_step_off_survives_a_kill(tmp_path: Path) -> None:
     """The batch that waits when a checkpoint is written is part of it: sampled anew after the kill
     it would be of other weights."""
     folder, killed = tmp_path / "ahead", tmp_path / "killed"

@@ -1,4 +1,4 @@
-"""Batches from real engines: neither their number nor their speed may change a token of them."""
+"""Batches from real engines do not depend on the engines' number or speed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPTS = [Prompt(f"p{i}", (("user", f"{i * 37 % 100}+{i}=?"),), "", "test") for
 
 
 class RightIfOddLength:
-    """Calls a response right where its length is an odd number (the limit is even)."""
+    """A scorer that accepts responses of odd length (the limit is even)."""
 
     num_threads = 1
 
@@ -56,13 +56,13 @@ def sample(engines: Engines, model: Path, **config: object) -> list[SampledBatch
 
 
 def tokens(batches: list[SampledBatch]) -> list[list[dict[str, object]]]:
-    """Every token, log-prob bit and score of the batches."""
+    """Return every token, log-prob bit and score of the batches."""
     return [[encode_group(group) for group in batch.groups] for batch in batches]
 
 
 @contextmanager
 def delays(engines: Engines) -> Iterator[None]:
-    """Stop all processes of one engine after the other for a moment, as a slow node would."""
+    """Stop the processes of each engine for a moment, like a slow node."""
     marks = [ray.get(actor.__ray_call__.remote(lambda one: one._mark)) for actor in engines.actors]
     source, over = random.Random(0), threading.Event()
 
@@ -90,7 +90,7 @@ def by_one_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("num_engines", [2, 3])
-def test_the_batches_are_those_of_one_engine(
+def test_batches_equal_those_of_one_engine(
     num_engines: int, by_one_engine: list, tiny_model: Path, tmp_path: Path
 ) -> None:
     settings = {"num_engines": num_engines, "num_threads": 1, "max_num_seqs": 8}
@@ -98,10 +98,8 @@ def test_the_batches_are_those_of_one_engine(
         assert tokens(sample(engines, tiny_model)) == by_one_engine
 
 
-def test_partial_answers_go_on_where_they_stood(
-    by_one_engine: list, tiny_model: Path, tmp_path: Path
-) -> None:
-    """A group that is stopped and continued keeps what it had: no token twice, none missing."""
+def test_partial_responses_continue(by_one_engine: list, tiny_model: Path, tmp_path: Path) -> None:
+    """A stopped and continued group repeats no token and misses none."""
     settings = {"num_engines": 2, "num_threads": 1, "max_num_seqs": 16}
     with running_engines(tiny_model, tmp_path, **settings) as engines:
         batches = sample(engines, tiny_model, mode="partial", max_staleness=2)

@@ -1,4 +1,4 @@
-"""Whole runs through the command line: what they leave behind, and that a stop changes nothing."""
+"""Whole runs through the command line: their files, stops, kills and resumes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.runs.whole_runs import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_a_run_leaves_what_it_promises(uninterrupted):
+def test_run_writes_its_files(uninterrupted):
     records = metrics(uninterrupted)
     assert [r["step"] for r in records] == [1, 2, 3, 4]
     for record in records:
@@ -52,8 +52,8 @@ def test_a_run_leaves_what_it_promises(uninterrupted):
     assert list((uninterrupted / "tensorboard").iterdir())
 
 
-def test_what_the_model_wrote_is_saved_with_the_numbers_of_its_update(uninterrupted):
-    """A saved log-prob of another token or update would explain what never happened."""
+def test_saved_rollouts_match_their_update(uninterrupted):
+    """Saved log-probs belong to their token and update."""
     for record in metrics(uninterrupted):
         path = rollouts_path(uninterrupted, record["step"])
         groups = list(read_rollouts(path))
@@ -69,13 +69,13 @@ def test_what_the_model_wrote_is_saved_with_the_numbers_of_its_update(uninterrup
                 assert np.isfinite(response.logprobs_update).all()
 
 
-def test_the_oracles_hold_on_every_step(uninterrupted):
+def test_oracles_hold_on_every_step(uninterrupted):
     for record in metrics(uninterrupted):
         assert record["policy/ratio_first_max_error"] == 0.0
         assert record["parity/logprob_abs_max"] < 1e-4
 
 
-def test_a_finished_run_starts_nothing(uninterrupted):
+def test_finished_run_starts_nothing(uninterrupted):
     start = time.monotonic()
     result = run(uninterrupted)
     assert result.returncode == 0, result.stderr
@@ -97,9 +97,7 @@ AWAY = tuple(f"--trainer.offload.{kind}=cpu" for kind in OffloadConfig.model_fie
 
 
 @pytest.mark.fault
-def test_a_killed_and_stopped_run_that_goes_on_by_itself_equals_one_that_was_not(
-    uninterrupted, tmp_path
-):
+def test_killed_and_stopped_run_equals_uninterrupted(uninterrupted, tmp_path):
     """Weights, moments, learning rate, prompts, seeds and reserve must all come back, and no group
     that the journal has may be generated again.
 
@@ -154,7 +152,7 @@ def wait_for_groups(
 
 
 def orders_in(path: Path) -> list[int]:
-    """Orders of the groups in a journal that may be in use: a copy is opened."""
+    """Return the prompt indices of the groups in a copy of a journal that may be in use."""
     copy = path.with_name("copy")
     shutil.copyfile(path, copy)
     payloads: list[bytes] = []
@@ -164,8 +162,8 @@ def orders_in(path: Path) -> list[int]:
 
 
 @pytest.mark.full
-def test_a_run_stopped_twice_equals_one_that_was_not(uninterrupted, tmp_path):
-    """Before a checkpoint was due, and after a checkpoint of a resumed run."""
+def test_run_stopped_twice_equals_uninterrupted(uninterrupted, tmp_path):
+    """Stop once before a checkpoint is due and once after a checkpoint of a resumed run."""
     folder = tmp_path / "stopped"
     for step in (1, 3):
         process = start(folder)
@@ -190,8 +188,8 @@ def assert_equal_runs(folder: Path, expected: Path) -> None:
 @pytest.mark.full
 @pytest.mark.fault
 @pytest.mark.parametrize("seconds", [1.0, 8.0, 14.0, 20.0])
-def test_a_stop_while_a_run_starts_is_obeyed_at_once(tmp_path, seconds):
-    """Before there is anything to lose, waiting for engines to start would only cost time."""
+def test_stop_during_start_ends_the_run_at_once(tmp_path, seconds):
+    """Before the first step there is no work to lose."""
     folder = tmp_path / "starting"
     process = start(folder)
     time.sleep(seconds)
@@ -205,8 +203,8 @@ def test_a_stop_while_a_run_starts_is_obeyed_at_once(tmp_path, seconds):
 
 @pytest.mark.full
 @pytest.mark.fault
-def test_a_killed_run_leaves_no_process_and_loses_no_checkpoint(uninterrupted, tmp_path):
-    """An engine that outlives its driver would keep its memory, or its GPU."""
+def test_killed_run_leaves_no_process(uninterrupted, tmp_path):
+    """A surviving engine would keep its memory or GPU."""
     folder = tmp_path / "killed"
     process = start(folder)
     wait_for_step(process, folder, 3)
@@ -225,9 +223,7 @@ def test_a_killed_run_leaves_no_process_and_loses_no_checkpoint(uninterrupted, t
 @pytest.mark.full
 @pytest.mark.fault
 @pytest.mark.parametrize("placement", ["interleaved", "engine"])
-def test_an_evaluation_beside_the_rollouts_changes_no_number_even_of_a_killed_run(
-    uninterrupted, tmp_path, placement
-):
+def test_background_evaluation_changes_no_metric(uninterrupted, tmp_path, placement):
     """Seeds, batches or weights that an evaluation touches would show in the metrics after it.
 
     The kill comes when step 3 is recorded, which has to be done again. With "interleaved" that has
@@ -254,12 +250,12 @@ LONG = (
     "--checkpoint.every=1",
     "--checkpoint.keep=2",
 )
-"""An evaluation takes several steps, each of which is saved."""
+"""Settings with which an evaluation takes several steps, each of them saved."""
 
 
 @pytest.mark.full
 @pytest.mark.fault
-def test_an_engine_scores_weights_that_training_has_left_behind_whatever_is_lost(tmp_path):
+def test_reserved_engine_scores_older_weights_after_kills(tmp_path):
     """Catches weights of another step, in an engine that comes back as in a run that does.
 
     The engine is killed with the weights of step 0 while others train on; the run is killed when it
@@ -290,7 +286,7 @@ def test_an_engine_scores_weights_that_training_has_left_behind_whatever_is_lost
 
 
 def writer_of(log: Path, folder: Path) -> int:
-    """The actor that writes a log file; vLLM's processes under it do so as well."""
+    """Return the pid of the actor that writes a log file; vLLM's processes write it too."""
     (found,) = (
         pid
         for pid, name in descendants(folder)
@@ -308,8 +304,8 @@ def without_evaluations(folder: Path) -> list[dict]:
 
 @pytest.mark.full
 @pytest.mark.fault
-def test_a_rank_that_hangs_ends_the_run_in_time_and_the_run_resumes(uninterrupted, tmp_path):
-    """A process that is stopped, not dead, is what waits without a deadline wait for forever."""
+def test_hung_rank_ends_the_run_in_time(uninterrupted, tmp_path):
+    """A stopped process would block a wait without a deadline forever."""
     folder = tmp_path / "hung"
     deadlines = (
         "--trainer.timeout_s=15",
@@ -335,8 +331,8 @@ def test_a_rank_that_hangs_ends_the_run_in_time_and_the_run_resumes(uninterrupte
 
 @pytest.mark.full
 @pytest.mark.fault
-def test_a_run_that_loses_its_engine_saves_what_is_done(uninterrupted, tmp_path):
-    """With a checkpoint every ten steps of forty minutes, nine steps would be done again."""
+def test_run_without_engine_saves_its_last_step(uninterrupted, tmp_path):
+    """Otherwise steps since the last checkpoint would be repeated."""
     folder = tmp_path / "engineless"
     process = start(folder, "--checkpoint.every=4", "--rollout.max_engine_restarts=0")
     wait_for_step(process, folder, 1)
@@ -353,10 +349,8 @@ def test_a_run_that_loses_its_engine_saves_what_is_done(uninterrupted, tmp_path)
 
 @pytest.mark.full
 @pytest.mark.fault
-def test_a_damaged_checkpoint_is_found_by_the_ranks_and_the_one_before_it_used(
-    uninterrupted, tmp_path
-):
-    """The driver sees names and sizes only; a flipped byte is found when all has been started."""
+def test_ranks_find_damaged_checkpoint(uninterrupted, tmp_path):
+    """The driver checks names and sizes only; the ranks find a flipped byte."""
     folder = tmp_path / "damaged"
     shutil.copytree(uninterrupted, folder)
     shard = folder / "checkpoints" / "step-4" / "trainer" / "__0_0.distcp"
@@ -370,7 +364,7 @@ def test_a_damaged_checkpoint_is_found_by_the_ranks_and_the_one_before_it_used(
 
 @pytest.mark.full
 @pytest.mark.parametrize("second", ["pipeline", "context"])
-def test_every_split_of_the_trainer_runs_by_overrides_alone(uninterrupted, tmp_path, second):
+def test_trainer_splits_run_by_overrides(uninterrupted, tmp_path, second):
     """TP 2 x PP 2 or CP 2 with sequence parallelism and two engines learn what one process learns.
 
     The first step's samples come from equal weights and seeds, so they are the same responses; its
@@ -399,7 +393,7 @@ def test_every_split_of_the_trainer_runs_by_overrides_alone(uninterrupted, tmp_p
 
 
 @pytest.mark.full
-def test_an_engine_over_two_stages_samples_from_the_trained_weights(tmp_path):
+def test_engine_with_two_stages_samples_trained_weights(tmp_path):
     """Catches a stage that the plan, the slots or vLLM do not know of: the second step's log-probs
     come from weights that were trained and sent."""
     folder = tmp_path / "stages"
@@ -411,8 +405,8 @@ def test_an_engine_over_two_stages_samples_from_the_trained_weights(tmp_path):
 
 
 @pytest.mark.full
-def test_an_oracle_stops_the_run_with_its_own_exit_code(tmp_path):
-    """A parity bound of zero cannot hold between two programs. The step's work is not lost."""
+def test_broken_oracle_has_its_exit_code(tmp_path):
+    """A parity bound of 0 cannot hold between two programs; the step is saved."""
     result = run(tmp_path / "strict", "--oracles.logprob_abs_max=0.0", num_steps=2)
     assert result.returncode == OracleError.exit_code
     assert (tmp_path / "strict" / "checkpoints" / "step-00001").is_dir()

@@ -1,4 +1,4 @@
-"""Would catch: a command that ends in a traceback, the wrong exit code, or starts too much."""
+"""Commands end with one message and the right exit code, and import only what they need."""
 
 from __future__ import annotations
 
@@ -79,10 +79,8 @@ def fails(capsys: pytest.CaptureFixture[str], code: int, *argv: str) -> str:
     return captured.err
 
 
-def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
-    recipe: Path, tmp_path: Path
-) -> None:
-    """In its own process: what it imports and which files it makes are seen there."""
+def test_dry_run_prints_configuration_and_starts_nothing(recipe: Path, tmp_path: Path) -> None:
+    """A process of its own shows its imports and files."""
     code = (
         "import sys; from megadapo.cli import main; code = main(sys.argv[1:]); "
         "heavy = [m for m in ('torch', 'ray', 'vllm', 'megatron') if m in sys.modules]; "
@@ -113,12 +111,12 @@ def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
 def test_unknown_argument_is_refused(
     recipe: Path, capsys: pytest.CaptureFixture[str], extra: str, said: str
 ) -> None:
-    """An argument that is silently ignored is a run with the wrong settings."""
+    """A silently ignored argument would start a run with wrong settings."""
     assert said in fails(capsys, 2, "train", str(recipe), "--dry-run", extra)
 
 
 @pytest.mark.parametrize("command", [["doctor"], ["plot", "somewhere"]])
-def test_overrides_are_refused_where_they_mean_nothing(
+def test_commands_without_config_refuse_overrides(
     capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     assert "unknown argument" in fails(capsys, 2, *command, "--run.seed=5")
@@ -141,21 +139,21 @@ def test_overrides_are_refused_where_they_mean_nothing(
         ("rollout.max_response_tokens=49", 2, "max_position_embeddings = 64"),
     ],
 )
-def test_dry_run_checks_what_the_configuration_points_at(
+def test_dry_run_checks_files(
     recipe: Path, capsys: pytest.CaptureFixture[str], override: str, code: int, said: str
 ) -> None:
     assert said in fails(capsys, code, "train", str(recipe), "--dry-run", f"--{override}")
 
 
 @pytest.mark.parametrize("folder", ["/proc/megadapo/run", "runs/" + "x" * 300, "/proc/self/x"])
-def test_run_folder_that_cannot_be_made_is_found_before_the_run(
+def test_impossible_run_folder_is_found_early(
     recipe: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     folder: str,
 ) -> None:
-    """Also where permissions say nothing: root may write everywhere."""
+    """Root may write everywhere, so permissions do not show it."""
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.rglob("*"))
     message = fails(capsys, 2, "train", str(recipe), "--dry-run", f"--run.folder={folder}")
@@ -163,7 +161,7 @@ def test_run_folder_that_cannot_be_made_is_found_before_the_run(
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_gpus_that_are_not_there_are_missed_before_ray_waits_for_them(
+def test_missing_gpus_are_found_early(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -175,13 +173,13 @@ def test_gpus_that_are_not_there_are_missed_before_ray_waits_for_them(
     assert 'cluster.device = "auto" means the CPU' in capsys.readouterr().err
 
 
-def test_missing_hub_like_folder_beside_existing_ones_is_not_taken_for_a_hub_name(
+def test_mistyped_folder_is_not_a_hub_name(
     recipe: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`models/bse` with a folder `models` here is a typing error, not a model on the Hub."""
+    """`models/bse` is a typing error if the folder `models` exists, not a Hub name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     message = fails(capsys, 3, "train", str(recipe), "--dry-run", "--model.path=models/bse")
@@ -228,10 +226,10 @@ def test_problems_of_model_and_data_are_reported_together(
     assert "model.path" in message and "data.train" in message
 
 
-def test_naming_a_run_folder_goes_on_with_it(
+def test_run_folder_as_config_resumes_the_run(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nor may a run started with --resume never, or in another directory, start anew elsewhere."""
+    """This holds after --resume never and from another directory too."""
     from megadapo.config import to_dict
 
     folder = tmp_path / "run"
@@ -245,7 +243,7 @@ def test_naming_a_run_folder_goes_on_with_it(
     assert 'resume = "never"' in capsys.readouterr().out
 
 
-def test_a_replay_that_cannot_be_is_refused_before_anything_starts(
+def test_impossible_replay_is_refused_early(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "source" / "rollouts"
@@ -258,10 +256,10 @@ def test_a_replay_that_cannot_be_is_refused_before_anything_starts(
     assert "choose another run.folder" in message
 
 
-def test_rollouts_without_a_trainer_are_refused_where_they_would_do_harm(
+def test_rollout_refuses_missing_weights_and_existing_run(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without weights they would say nothing of the model; in a run's folder they replace its."""
+    """Random weights show nothing, and an existing run must not be overwritten."""
     argv = ["rollout", str(recipe), f"--run.folder={tmp_path / 'run'}"]
     assert "at least 1" in fails(capsys, 2, *argv, "--steps=0")
     assert "leaves engines without weights" in fails(capsys, 2, *argv, "--model.init=random")
@@ -284,7 +282,7 @@ def test_rollouts_without_a_trainer_are_refused_where_they_would_do_harm(
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_each_kind_of_error_has_its_exit_code(
+def test_each_error_type_has_its_exit_code(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     error: BaseException,
@@ -298,7 +296,7 @@ def test_each_kind_of_error_has_its_exit_code(
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only errors meant for users lose theirs."""
+    """Only errors for users hide the traceback."""
 
     def fail(arguments: object) -> int:
         raise ZeroDivisionError
@@ -322,7 +320,7 @@ def test_no_command_shows_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: megadapo" in capsys.readouterr().err
 
 
-def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = cli.build_parser()
     commands = next(a for a in parser._actions if hasattr(a, "choices") and a.choices).choices
     for name in commands:
@@ -332,19 +330,19 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
         assert f"megadapo {name}" in capsys.readouterr().out
 
 
-def test_evaluation_without_problems_ends_before_anything_starts(
+def test_evaluation_without_problems_is_refused_early(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "data.held_out" in fails(capsys, 2, "eval", str(recipe))
 
 
-def test_conversion_of_what_is_no_model_is_one_message(
+def test_conversion_without_model_is_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert str(tmp_path) in fails(capsys, 3, "convert", "inspect", str(tmp_path))
 
 
-def test_simulate_compares_the_policies_without_starting_anything(
+def test_simulate_compares_policies_without_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = Path(megadapo.__file__).parents[1] / "configs" / "qwen2.5-32b.toml"
@@ -373,7 +371,7 @@ def test_simulate_compares_the_policies_without_starting_anything(
         (("--seeds", "0"), "--seeds 0"),
     ],
 )
-def test_simulate_refuses_what_cannot_be(
+def test_simulate_refuses_impossible_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     recipe = Path(megadapo.__file__).parents[1] / "configs" / "qwen2.5-32b.toml"

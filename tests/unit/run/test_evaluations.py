@@ -1,4 +1,4 @@
-"""When the evaluations of a run are asked, waited for and handed over, and under which step."""
+"""Evaluations of a run: start, wait, result and step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_PROBLEMS = 6
 
 
 class Phases:
-    """Remembers which phases there were."""
+    """A record of the phases."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -79,7 +79,7 @@ def make(
 
 
 class Reserved:
-    """An engine of its own, and what became of it."""
+    """Evaluations with a reserved engine, and counters of its use."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.others, self.own = ScriptedEngines(), ScriptedEngines(at_once=1)
@@ -96,7 +96,7 @@ class Reserved:
 
 
 def record_of(step: int) -> EvaluationRecord:
-    """What an evaluation that has the engines to itself makes of the same weights."""
+    """Return the record of an evaluation alone, with the same weights."""
     engines = ScriptedEngines()
     engines.policy_version = step
     evaluations = make("alone", engines)
@@ -106,8 +106,8 @@ def record_of(step: int) -> EvaluationRecord:
 
 
 @pytest.mark.parametrize(("placement", "step"), [("alone", 2), ("interleaved", 5)])
-def test_an_evaluation_that_nothing_follows_is_finished_at_once(placement, step):
-    """After the last step there are no rollouts that it could go beside."""
+def test_evaluation_without_rollouts_ends_at_once(placement, step):
+    """After the last step there are no rollouts to run beside."""
     evaluations = make(placement, ScriptedEngines())
     evaluations.begin(step)
     assert evaluations.sampling_engines.evaluation is None
@@ -116,7 +116,7 @@ def test_an_evaluation_that_nothing_follows_is_finished_at_once(placement, step)
     assert evaluations.take_finished() == []
 
 
-def test_one_beside_rollouts_is_of_the_weights_that_were_there_when_it_began():
+def test_interleaved_evaluation_keeps_its_weights():
     engines = ScriptedEngines()
     engines.policy_version = 2
     alone = make("alone", engines)
@@ -132,8 +132,8 @@ def test_one_beside_rollouts_is_of_the_weights_that_were_there_when_it_began():
     assert evaluations.take_finished() == []
 
 
-def test_only_answers_of_the_same_weights_are_taken_over(tmp_path):
-    """A step that is done again may end in other weights: where kernels add in any order."""
+def test_stored_answers_need_equal_weights(tmp_path):
+    """A redone step may end in other weights if kernels add in any order."""
     first = ScriptedEngines()
     make("alone", first, tmp_path).begin(3)
     assert num_results(evaluation_journal_path(tmp_path, 3)) == NUM_PROBLEMS
@@ -145,22 +145,22 @@ def test_only_answers_of_the_same_weights_are_taken_over(tmp_path):
         assert len(evaluations.take_finished()) == 1
 
 
-def test_where_no_answers_are_kept_the_weights_are_not_looked_at():
+def test_no_fingerprint_without_stored_answers():
     evaluations = make("alone", ScriptedEngines())
     evaluations._fingerprint = lambda: pytest.fail("nobody asked for it")
     evaluations.begin(1)
     assert len(evaluations.take_finished()) == 1
 
 
-def test_what_is_under_way_can_be_given_up():
+def test_running_evaluation_can_be_abandoned():
     evaluations = make("interleaved", ScriptedEngines())
     evaluations.begin(1)
     evaluations.close()
     assert evaluations.take_finished() == []
 
 
-def test_one_on_its_own_engine_is_never_waited_for_while_training_goes_on():
-    """Catches a step that waits, weights that change under it, inputs asked of the others."""
+def test_training_never_waits_for_the_reserved_engine():
+    """The other engines get no held-out prompt, and the weights stay the same."""
     run = Reserved()
     run.evaluations.begin(2)
     assert len(run.own.asked) == NUM_PROBLEMS and run.others.asked == []
@@ -177,8 +177,8 @@ def test_one_on_its_own_engine_is_never_waited_for_while_training_goes_on():
     assert run.num_looks == 0
 
 
-def test_the_next_one_waits_for_the_engine_and_the_last_goes_to_the_others():
-    """The rest of the run is looked after meanwhile."""
+def test_next_evaluation_waits_for_the_reserved_engine():
+    """The other processes are checked meanwhile."""
     run = Reserved()
     for step in (0, 2, 5):
         run.others.policy_version = step
@@ -188,7 +188,7 @@ def test_the_next_one_waits_for_the_engine_and_the_last_goes_to_the_others():
     assert run.num_looks == 2 * NUM_PROBLEMS
 
 
-def test_what_its_own_engine_had_answered_is_not_asked_again(tmp_path):
+def test_reserved_engine_reuses_stored_answers(tmp_path):
     first, second = Reserved(tmp_path), Reserved(tmp_path)
     first.evaluations.begin(2)
     while not num_results(evaluation_journal_path(tmp_path, 2)):
@@ -204,7 +204,7 @@ def test_what_its_own_engine_had_answered_is_not_asked_again(tmp_path):
 
 
 def saved_run(folder: Path, **state: int):
-    """A run's folder with checkpoints of steps 2 and 3; the state is the newer one's."""
+    """Write checkpoints of steps 2 and 3; `state` is the newer one's."""
     store = CheckpointStore(folder / "checkpoints", keep=2)
     for step in (2, 3):
         store.save(
@@ -215,8 +215,8 @@ def saved_run(folder: Path, **state: int):
     return load(folder / "checkpoints" / "step-3")
 
 
-def test_a_run_goes_on_with_the_evaluation_of_weights_that_it_has_left_behind(tmp_path):
-    """They are in the checkpoint of their step; before the first step the trainer has them."""
+def test_run_resumes_evaluation_of_older_weights(tmp_path):
+    """Its weights are in the checkpoint of their step."""
     config = config_of("engine", tmp_path)
     checkpoint = saved_run(tmp_path, **{EVALUATING: 2})
     unfinished, notes = find_unfinished(config, checkpoint)
@@ -231,15 +231,15 @@ def test_a_run_goes_on_with_the_evaluation_of_weights_that_it_has_left_behind(tm
 
 
 @pytest.mark.parametrize(("state", "lost"), [({}, 0), ({EVALUATING: 3}, 0), ({EVALUATING: 1}, 1)])
-def test_nothing_is_gone_on_with_where_there_is_nothing(tmp_path, state, lost):
-    """Its own step's is begun as any other; one whose checkpoint is gone must not end the run."""
+def test_no_evaluation_to_resume(tmp_path, state, lost):
+    """A deleted checkpoint is a warning and does not end the run."""
     config = config_of("engine", tmp_path)
     unfinished, notes = find_unfinished(config, saved_run(tmp_path, **state))
     assert unfinished is None and len(notes) == lost
     assert find_unfinished(config, None) == (None, [])
 
 
-def test_before_the_first_step_the_trainer_itself_has_the_weights(tmp_path):
+def test_evaluation_of_step_zero_needs_no_checkpoint(tmp_path):
     checkpoint = saved_run(tmp_path, **{EVALUATING: 0})
     unfinished, _ = find_unfinished(config_of("engine", tmp_path), checkpoint)
     assert unfinished is not None and (unfinished.step, unfinished.trainer_folder) == (0, None)

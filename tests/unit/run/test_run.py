@@ -1,4 +1,4 @@
-"""Where a run stands: fresh, resumed, refused; and what it evaluates."""
+"""A run's start, resume, refusal and evaluations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.runs.checkpoints import written_by
 from tests.support.runs.runs_alone import advance, config_of, evaluation, saved_steps
 
 
-def test_a_fresh_run_starts_at_step_one_and_saves_what_it_should(tmp_path):
+def test_fresh_run_starts_at_step_one(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         assert (run.step, run.checkpoints.current, run.finished) == (0, None, False)
         advance(run, 5)
@@ -30,8 +30,8 @@ def test_a_fresh_run_starts_at_step_one_and_saves_what_it_should(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["run"]["num_steps"] == 5
 
 
-def test_a_resumed_run_drops_what_was_recorded_after_its_checkpoint(tmp_path):
-    """Steps redone after a kill would otherwise be in the metrics twice."""
+def test_resumed_run_drops_later_records(tmp_path):
+    """Redone steps must not be in the metrics twice."""
     with Run.open(config_of(tmp_path)) as run:
         run.log.record_evaluation(evaluation(0))
         advance(run, 3)
@@ -45,7 +45,7 @@ def test_a_resumed_run_drops_what_was_recorded_after_its_checkpoint(tmp_path):
         assert [e.step for e in read_evaluations(tmp_path)] == [0]
 
 
-def test_without_a_checkpoint_nothing_recorded_counts(tmp_path):
+def test_records_without_checkpoint_are_dropped(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         run.log.record_evaluation(evaluation(0))
         advance(run, 1)
@@ -53,14 +53,14 @@ def test_without_a_checkpoint_nothing_recorded_counts(tmp_path):
         assert read_metrics(tmp_path) == [] and read_evaluations(tmp_path) == []
 
 
-def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
+def test_resume_never_refuses_existing_run(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
     with pytest.raises(CheckpointError, match="run.folder"):
         Run.open(config_of(tmp_path, resume="never"))
 
 
-def test_resuming_from_a_path_abandons_later_steps(tmp_path):
+def test_resume_from_path_abandons_later_steps(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 5)
     path = tmp_path / "checkpoints" / "step-4"
@@ -74,7 +74,7 @@ def test_resuming_from_a_path_abandons_later_steps(tmp_path):
 @pytest.mark.parametrize(
     ("start", "evaluated"), [(0, [0, 2, 4, 5]), (2, [4, 5]), (3, [4, 5]), (5, [])]
 )
-def test_evaluation_before_during_and_after_but_never_twice(tmp_path, start, evaluated):
+def test_each_due_step_is_evaluated_once(tmp_path, start, evaluated):
     run = Run.open(config_of(tmp_path))
     run.step = start
     if start:
@@ -83,15 +83,15 @@ def test_evaluation_before_during_and_after_but_never_twice(tmp_path, start, eva
     assert [step for step in steps if run.evaluates(step)] == evaluated
 
 
-def test_an_evaluation_that_a_stop_cut_off_is_done_after_the_resume(tmp_path):
-    """One that goes on beside the next step ends after the checkpoint of its own."""
+def test_interrupted_evaluation_is_repeated(tmp_path):
+    """An evaluation beside the next step may end after the checkpoint of its own step."""
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
     with Run.open(config_of(tmp_path)) as run:
         assert run.step == 2 and run.evaluates(2)
 
 
-def test_no_evaluation_where_none_is_wanted(tmp_path):
+def test_evaluation_can_be_off(tmp_path):
     config = config_of(tmp_path)
     evaluation = config.evaluation.model_copy(update={"every": 0})
     off = config.model_copy(update={"evaluation": evaluation})
@@ -99,14 +99,14 @@ def test_no_evaluation_where_none_is_wanted(tmp_path):
     assert not any(run.evaluates(step) for step in range(6))
 
 
-def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):
+def test_impossible_folder_is_one_message(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run\.folder = .*file/run cannot be made"):
         Run.open(config_of(tmp_path / "file" / "run"))
 
 
-def test_a_second_driver_is_refused_before_it_changes_anything(tmp_path):
-    """It would cut back the records of the first, and prune its checkpoints."""
+def test_second_driver_changes_nothing(tmp_path):
+    """It could rewind the first driver's records and prune its checkpoints."""
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
         before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -119,8 +119,8 @@ def test_a_second_driver_is_refused_before_it_changes_anything(tmp_path):
         pass
 
 
-def test_a_start_that_fails_leaves_no_run_that_seems_to_go_on(tmp_path):
-    """Catches a status that says "running" for good, and a lease that locks the folder."""
+def test_failed_start_is_not_left_running(tmp_path):
+    """Neither a "running" status nor a lease may remain."""
 
     def states(error: type[Exception]) -> tuple[str, list[Path]]:
         with pytest.raises(error), Run.open(config_of(tmp_path)):
@@ -137,7 +137,7 @@ def test_a_start_that_fails_leaves_no_run_that_seems_to_go_on(tmp_path):
         assert read_status(tmp_path).state == "running"
 
 
-def test_groups_scored_by_another_rule_are_not_trained_on(tmp_path):
+def test_groups_of_another_rule_are_dropped(tmp_path):
     waiting = {"drawing": 7, "reserve": ["a group"], "unfinished": ["an answer"], "waiting": "b"}
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 1)

@@ -1,4 +1,4 @@
-"""What is written down of a run: evaluations, times, saved rollouts and its end."""
+"""Records of a run: evaluations, times, saved rollouts and its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reported(folder: Path) -> list[tuple[object, object]]:
     return [(r["eval/accuracy"], r["eval/policy_version"]) for r in read_metrics(folder)]
 
 
-def test_an_evaluation_is_in_the_record_of_the_step_in_which_it_became_known(tmp_path):
+def test_evaluation_is_in_the_next_record(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         run.log.record_evaluation(evaluation(0))
         for step in run.steps():
@@ -37,8 +37,8 @@ def test_an_evaluation_is_in_the_record_of_the_step_in_which_it_became_known(tmp
     assert reported(tmp_path) == [nothing, nothing, (0.5, 2), nothing, (0.5, 5)]
 
 
-def test_a_step_that_is_done_again_reports_the_evaluation_that_it_did_not_ask_again(tmp_path):
-    """The redone record would otherwise lack what that of an undisturbed run has."""
+def test_redone_step_reuses_evaluation(tmp_path):
+    """The redone record must equal the record of an undisturbed run."""
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
         run.log.record_evaluation(evaluation(2))
@@ -48,8 +48,8 @@ def test_a_step_that_is_done_again_reports_the_evaluation_that_it_did_not_ask_ag
     assert reported(tmp_path) == [(None, None), (None, None), (0.5, 2), (None, None)]
 
 
-def test_an_evaluation_that_took_several_steps_is_reported_by_a_step_that_is_done_again(tmp_path):
-    """It may be of an earlier step than the checkpoint that the run goes on from."""
+def test_redone_step_reports_older_evaluation(tmp_path):
+    """The evaluation may be older than the checkpoint."""
     with Run.open(config_of(tmp_path)) as run:
         run.log.record_evaluation(evaluation(0))
         advance(run, 4)
@@ -60,7 +60,7 @@ def test_an_evaluation_that_took_several_steps_is_reported_by_a_step_that_is_don
         assert reported(tmp_path) == [(None, None)] * 4 + [(0.5, 2)]
 
 
-def test_answers_are_kept_until_their_evaluation_is_recorded(tmp_path):
+def test_recorded_evaluation_deletes_its_answers(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         files = [evaluation_journal_path(tmp_path, step) for step in (2, 4)]
         for file in files:
@@ -69,8 +69,8 @@ def test_answers_are_kept_until_their_evaluation_is_recorded(tmp_path):
         assert [file.exists() for file in files] == [False, True]
 
 
-def test_the_time_of_a_phase_within_another_is_counted_once(tmp_path):
-    """What an evaluation is waited for would otherwise be rollout time as well."""
+def test_nested_phase_is_timed_once(tmp_path):
+    """Waiting for an evaluation is not rollout time."""
     with Run.open(config_of(tmp_path)) as run:
         with run.phase("rollout"), run.phase("evaluate"):
             time.sleep(0.05)
@@ -79,7 +79,7 @@ def test_the_time_of_a_phase_within_another_is_counted_once(tmp_path):
     assert record["time/evaluate_s"] >= 0.05 > record["time/rollout_s"] >= 0.0
 
 
-def test_how_a_run_ended_is_its_last_line(tmp_path):
+def test_last_log_line_says_how_the_run_ended(tmp_path):
     with pytest.raises(InfraError), Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
         raise InfraError("engine 1 is gone")
@@ -87,8 +87,8 @@ def test_how_a_run_ended_is_its_last_line(tmp_path):
     assert "end: state=failed step=2/5 checkpoint=2 reason='InfraError: engine 1 is gone'" in line
 
 
-def test_evaluations_and_checkpoints_are_timed_in_the_next_record(tmp_path):
-    """Their seconds would be lost, or counted twice, or taken for the step's own."""
+def test_evaluations_and_saves_are_timed_in_next_record(tmp_path):
+    """Their seconds count once, and not as the step's own."""
     with Run.open(config_of(tmp_path)) as run:
         with run.phase("evaluate"):
             time.sleep(0.02)
@@ -107,8 +107,8 @@ def test_evaluations_and_checkpoints_are_timed_in_the_next_record(tmp_path):
     assert all(r["time/step_s"] < 0.02 for r in read_metrics(tmp_path))
 
 
-def test_a_step_that_generates_nothing_has_neither_speed_nor_sync(tmp_path):
-    """Zero tokens a second would be taken for engines that hang."""
+def test_step_without_generation_has_no_speed_or_sync(tmp_path):
+    """A speed of 0 would look like hung engines."""
     with Run.open(config_of(tmp_path)) as run:
         for name in ("rollout", "train", "sync"):
             with run.phase(name):
@@ -118,7 +118,7 @@ def test_a_step_that_generates_nothing_has_neither_speed_nor_sync(tmp_path):
     assert record["time/step_s"] >= record["time/rollout_s"] + record["time/train_s"] > 0
 
 
-def test_what_a_step_saved_is_there_with_its_record_and_redone_after_a_resume(tmp_path):
+def test_saved_rollouts_precede_record_and_are_rewound(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         for step in run.steps():
             with run.phase("rollout"):
@@ -135,7 +135,7 @@ def test_what_a_step_saved_is_there_with_its_record_and_redone_after_a_resume(tm
         assert rollouts.saved_steps(tmp_path) == [1, 2]
 
 
-def test_a_step_whose_rollouts_cannot_be_saved_is_not_recorded(tmp_path):
+def test_unsaved_rollouts_prevent_the_record(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         (tmp_path / "rollouts").write_text("in the way")
         with run.phase("rollout"):
@@ -146,7 +146,7 @@ def test_a_step_whose_rollouts_cannot_be_saved_is_not_recorded(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
-def test_nothing_is_saved_where_nothing_is_wanted(tmp_path):
+def test_saved_rollouts_can_be_off(tmp_path):
     config = config_of(tmp_path)
     off = config.model_copy(update={"observe": ObserveConfig(saved_groups=0)})
     with Run.open(off) as run:

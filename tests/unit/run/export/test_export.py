@@ -1,4 +1,4 @@
-"""An export is the checkpoint's weights and nothing else, or there is none and a reason."""
+"""An export has exactly the checkpoint's weights, or fails with a reason."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def is_times(folder: Path, model: Path, factor: float) -> bool:
     return all(torch.equal(found[name], base[name] * factor) for name in base)
 
 
-def test_the_newest_checkpoint_is_exported_with_all_that_a_server_needs(
+def test_newest_checkpoint_is_exported_for_servers(
     finished: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches moments in place of weights, padded rows, and a folder without its tokenizer."""
+    """It must have neither moments nor padded rows, and have the tokenizer."""
     destination = tmp_path / "out"
     assert main(["export", str(finished), str(destination)]) == 0
     said = capsys.readouterr().out
@@ -56,10 +56,10 @@ def test_the_newest_checkpoint_is_exported_with_all_that_a_server_needs(
     assert list(tmp_path.iterdir()) == [destination]
 
 
-def test_the_exported_model_computes_the_trained_weights(
+def test_transformers_computes_the_trained_weights(
     finished: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Through transformers: heads in another order have the same shapes, and other logits."""
+    """Heads in another order have equal shapes but other logits."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     export_checkpoint(find_source(finished, 2), tmp_path / "out")
@@ -74,7 +74,7 @@ def test_the_exported_model_computes_the_trained_weights(
 
 
 @pytest.mark.parametrize("name", ["run", "run/checkpoints/step-2"])
-def test_a_step_is_named_by_itself_or_by_its_folder(
+def test_step_is_chosen_by_number_or_folder(
     finished: Path, tiny_model: Path, tmp_path: Path, name: str
 ) -> None:
     step = 2 if name == "run" else None
@@ -84,10 +84,10 @@ def test_a_step_is_named_by_itself_or_by_its_folder(
     assert is_times(tmp_path / "out", tiny_model, 2)
 
 
-def test_a_generation_config_is_made_where_the_base_model_has_none(
+def test_missing_generation_config_is_written(
     finished: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Without one a server does not know the end token of a response."""
+    """A server needs it for the end token of a response."""
     base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
     (base / "generation_config.json").unlink(missing_ok=True)
     export_checkpoint(find_source(finished), tmp_path / "out", model=str(base))
@@ -95,7 +95,7 @@ def test_a_generation_config_is_made_where_the_base_model_has_none(
     assert written == {"eos_token_id": 1, "pad_token_id": 0}
 
 
-def test_the_card_says_what_it_is_and_how_good(finished: Path, tmp_path: Path) -> None:
+def test_card_has_origin_and_accuracy(finished: Path, tmp_path: Path) -> None:
     export_checkpoint(find_source(finished, 2), tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
@@ -109,10 +109,10 @@ def test_the_card_says_what_it_is_and_how_good(finished: Path, tmp_path: Path) -
     assert "dual_clip" not in card and str(finished) not in card
 
 
-def test_a_checkpoint_without_its_run_needs_the_model_and_has_a_card(
+def test_checkpoint_without_run_needs_the_model(
     run: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """A checkpoint that was copied to somewhere else is still the model."""
+    """A copied checkpoint can still be exported."""
     alone = Path(shutil.copytree(run / "checkpoints" / "step-3", tmp_path / "alone" / "step-3"))
     with pytest.raises(ConfigError, match="--model"):
         export_checkpoint(find_source(alone), tmp_path / "out")
@@ -136,7 +136,7 @@ def test_a_checkpoint_without_its_run_needs_the_model_and_has_a_card(
         (["run", "out", "--model", "./none"], DataError.exit_code, "no such folder"),
     ],
 )
-def test_what_cannot_be_exported_is_said_and_leaves_nothing(
+def test_impossible_export_is_one_message(
     finished: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -153,7 +153,7 @@ def test_what_cannot_be_exported_is_said_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_damaged_checkpoint_is_passed_over_or_refused(
+def test_damaged_checkpoint_is_skipped_or_refused(
     run: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch reads a flipped bit without a word; whoever names the step must not get another."""
@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(
     ],
     ids=["missing", "unknown", "misshapen", "layers", "type"],
 )
-def test_a_checkpoint_of_another_model_is_named(
+def test_checkpoint_of_another_model_is_refused(
     tiny_model: Path, tmp_path: Path, change: dict, says: str
 ) -> None:
     changed = trainer_tensors(tiny_model, 1.0) | change
@@ -201,7 +201,7 @@ class _RunsACommand:
 
 
 def _with_metadata(run: Path, content: bytes) -> None:
-    """Put a file of somebody else's into a checkpoint, its manifest made to fit."""
+    """Put a foreign file into a checkpoint and its manifest."""
     folder = run / "checkpoints"
     trainer = folder / "step-3" / "trainer"
     (trainer / ".metadata").write_bytes(content)
@@ -214,8 +214,8 @@ def _with_metadata(run: Path, content: bytes) -> None:
     )
 
 
-def test_a_pickle_that_would_run_a_command_does_not(run: Path, tmp_path: Path) -> None:
-    """Hashes say that a file is what was written, not that it is harmless."""
+def test_pickle_cannot_run_a_command(run: Path, tmp_path: Path) -> None:
+    """Hashes do not prove that a file is harmless."""
     witness = tmp_path / "it ran".replace(" ", "-")
     metadata = read_metadata(run / "checkpoints" / "step-3" / "trainer")
     metadata.planner_data = _RunsACommand(witness)
@@ -236,14 +236,14 @@ def test_a_pickle_that_would_run_a_command_does_not(run: Path, tmp_path: Path) -
     ],
     ids=["empty", "nothing", "text", "table", "function"],
 )
-def test_metadata_that_is_none_is_refused(run: Path, tmp_path: Path, content: bytes) -> None:
+def test_invalid_metadata_is_refused(run: Path, tmp_path: Path, content: bytes) -> None:
     _with_metadata(run, content)
     with pytest.raises(CheckpointError, match="metadata"):
         export_checkpoint(find_source(run, 3), tmp_path / "out")
 
 
-def test_metadata_reaches_into_its_own_folder_only(run: Path, tmp_path: Path) -> None:
-    """Catches a checkpoint that reads another user's model into this one's export."""
+def test_metadata_paths_stay_in_the_folder(run: Path, tmp_path: Path) -> None:
+    """Otherwise a checkpoint could read another user's model into the export."""
     metadata = read_metadata(run / "checkpoints" / "step-3" / "trainer")
     for place in metadata.storage_data.values():
         place.relative_path = "../../step-2/trainer/" + place.relative_path
@@ -252,8 +252,8 @@ def test_metadata_reaches_into_its_own_folder_only(run: Path, tmp_path: Path) ->
         export_checkpoint(find_source(run, 3), tmp_path / "out")
 
 
-def test_chunks_that_do_not_add_up_are_refused(run: Path, tmp_path: Path) -> None:
-    """What no chunk covers would be whatever was in memory before."""
+def test_incomplete_chunks_are_refused(run: Path, tmp_path: Path) -> None:
+    """Uncovered parts would hold random memory."""
     metadata = read_metadata(run / "checkpoints" / "step-3" / "trainer")
     stored = metadata.state_dict_metadata["decoder.final_layernorm.weight"]
     stored.chunks[0].sizes = torch.Size([stored.size[0] - 1])
@@ -263,7 +263,7 @@ def test_chunks_that_do_not_add_up_are_refused(run: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_quantised_export_is_marked_as_such(finished: Path, tmp_path: Path) -> None:
+def test_quantised_export_is_marked(finished: Path, tmp_path: Path) -> None:
     export_checkpoint(find_source(finished), tmp_path / "out", quantize="fp8")
     exported = weights_of(tmp_path / "out")
     kinds = {name: tensor.dtype for name, tensor in exported.items() if "_proj.weight" in name}

@@ -1,4 +1,4 @@
-"""The checkpoint store: complete and verified, or not there."""
+"""The checkpoint store: a checkpoint is complete and verified, or absent."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def saved(folder: Path, *steps: int, keep: int = 9) -> CheckpointStore:
     return store
 
 
-def test_what_was_saved_comes_back(tmp_path):
+def test_saved_state_is_restored(tmp_path):
     store = saved(tmp_path, 3)
     checkpoint, skipped = store.newest()
     assert checkpoint is not None and not skipped
@@ -45,7 +45,7 @@ def test_what_was_saved_comes_back(tmp_path):
     assert (checkpoint.trainer_folder / "nested" / "metadata").read_bytes() == b"meta"
 
 
-def test_an_empty_folder_is_a_fresh_start(tmp_path):
+def test_empty_folder_has_no_checkpoint(tmp_path):
     assert CheckpointStore(tmp_path / "none", keep=1).newest() == (None, [])
 
 
@@ -59,7 +59,7 @@ def test_steps_are_ordered_as_numbers(tmp_path):
 @pytest.mark.parametrize(
     "name", ["trainer/shard-0.distcp", "trainer/nested/metadata", "state.json"]
 )
-def test_damage_is_named_and_the_previous_checkpoint_used(tmp_path, damage, name):
+def test_damaged_checkpoint_is_skipped_by_name(tmp_path, damage, name):
     store = saved(tmp_path, 1, 2)
     victim = tmp_path / "step-2" / name
     content = victim.read_bytes()
@@ -77,7 +77,7 @@ def test_damage_is_named_and_the_previous_checkpoint_used(tmp_path, damage, name
     assert ("stranger" if damage == "add" else name) in skipped[0]
 
 
-def test_only_damaged_checkpoints_are_an_error_and_not_step_zero(tmp_path):
+def test_only_damaged_checkpoints_are_an_error(tmp_path):
     store = saved(tmp_path, 1)
     (tmp_path / "step-1" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="never completed"):
@@ -93,8 +93,8 @@ def test_foreign_manifests_are_refused(tmp_path, text):
 
 
 @pytest.mark.parametrize("place", [60, 200, -200])
-def test_a_flipped_byte_of_the_manifest_is_found_wherever_it_is(tmp_path, place):
-    """A digit of the step would let the run go on as if it had done others."""
+def test_flipped_manifest_byte_is_found(tmp_path, place):
+    """A changed step would resume at the wrong step."""
     store = saved(tmp_path, 1, 2)
     manifest = tmp_path / "step-2" / "manifest.json"
     content = bytearray(manifest.read_bytes())
@@ -105,7 +105,7 @@ def test_a_flipped_byte_of_the_manifest_is_found_wherever_it_is(tmp_path, place)
     assert "step-2" in skipped[0]
 
 
-def test_a_digit_of_the_step_is_no_other_step(tmp_path):
+def test_changed_step_in_manifest_is_found(tmp_path):
     store = saved(tmp_path, 1, 2)
     manifest = tmp_path / "step-2" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 6'))
@@ -115,7 +115,7 @@ def test_a_digit_of_the_step_is_no_other_step(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "trainer/shard-0.distcp"])
-def test_a_file_of_another_step_is_no_part_of_this_one(tmp_path, name):
+def test_file_of_another_step_is_found(tmp_path, name):
     store = saved(tmp_path, 1)
     store.save(2, write_trainer=written_by(write_shards), state={"step": 2})
     shutil.copy(tmp_path / "step-1" / name, tmp_path / "step-2" / name)
@@ -124,7 +124,7 @@ def test_a_file_of_another_step_is_no_part_of_this_one(tmp_path, name):
     assert "step-2" in skipped[0]
 
 
-def test_the_space_of_a_damaged_checkpoint_is_given_back_when_its_step_is_done_again(tmp_path):
+def test_next_commit_deletes_damaged_checkpoint(tmp_path):
     store = saved(tmp_path, 1, 2)
     assert len(store.set_aside_after(1, damaged=True)) == 1
     assert len(list(tmp_path.iterdir())) == 2
@@ -132,7 +132,7 @@ def test_the_space_of_a_damaged_checkpoint_is_given_back_when_its_step_is_done_a
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-2"]
 
 
-def test_old_ones_go_only_after_the_new_one_is_committed(tmp_path):
+def test_pruning_follows_the_commit(tmp_path):
     store = saved(tmp_path, 1, 2, 3, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]
 
@@ -145,7 +145,7 @@ def test_old_ones_go_only_after_the_new_one_is_committed(tmp_path):
         assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]
 
 
-def test_archives_stay_and_leftovers_of_a_kill_go(tmp_path):
+def test_keep_every_stays_and_unfinished_is_removed(tmp_path):
     (tmp_path / "tmp-step-1-deadbeef" / "trainer").mkdir(parents=True)
     store = CheckpointStore(tmp_path, keep=2, keep_every=3)
     store.remove_unfinished()
@@ -155,8 +155,8 @@ def test_archives_stay_and_leftovers_of_a_kill_go(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["missing", "short", "foreign"])
-def test_what_the_ranks_did_not_report_is_no_checkpoint(tmp_path, change):
-    """As where a rank of another node has written to a disk of its own."""
+def test_unreported_files_prevent_the_commit(tmp_path, change):
+    """A rank on another node may have written to a local disk."""
 
     def begin(folder: Path) -> Callable[[], Files]:
         write_shards(folder)
@@ -174,14 +174,14 @@ def test_what_the_ranks_did_not_report_is_no_checkpoint(tmp_path, change):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_save_without_room_is_not_begun(tmp_path):
+def test_save_without_room_is_refused(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     with pytest.raises(CheckpointError, match=r"GiB are free: make room"):
         store.begin(1, lambda _: pytest.fail("there is no room"), num_bytes=2**60)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_flipped_byte_is_left_to_the_ranks_that_read_the_file(tmp_path):
+def test_driver_does_not_hash_trainer_files(tmp_path):
     """Reading 500 GB on the driver before anything starts would take hours."""
     store = saved(tmp_path, 1, 2)
     shard = tmp_path / "step-2" / "trainer" / "shard-0.distcp"
@@ -194,7 +194,7 @@ def test_a_flipped_byte_is_left_to_the_ranks_that_read_the_file(tmp_path):
     assert checkpoint is not None and checkpoint.step == 1 and notes == ["shard-0"]
 
 
-def test_a_committed_step_is_never_written_again(tmp_path):
+def test_committed_step_is_never_overwritten(tmp_path):
     """Writing into a committed folder would mix two saves under one manifest."""
     store = saved(tmp_path, 1)
     before = (tmp_path / "step-1" / "trainer" / "shard-0.distcp").read_bytes()
@@ -203,7 +203,7 @@ def test_a_committed_step_is_never_written_again(tmp_path):
     assert (tmp_path / "step-1" / "trainer" / "shard-0.distcp").read_bytes() == before
 
 
-def test_going_on_from_an_earlier_step_sets_newer_ones_aside(tmp_path):
+def test_resume_from_earlier_step_sets_newer_aside(tmp_path):
     """Otherwise a later resume would jump back onto the abandoned branch."""
     store = saved(tmp_path, 1, 2, 3)
     assert len(store.set_aside_after(1)) == 2
@@ -231,7 +231,7 @@ for step in range(1, 10_000):
 
 
 @pytest.mark.fault
-def test_sigkill_at_any_instant_leaves_the_newest_committed_checkpoint(tmp_path):
+def test_random_sigkill_keeps_newest_checkpoint(tmp_path):
     """Killed 30 times while saving in a tight loop; each time the newest step must load."""
     for attempt in range(30):
         folder = tmp_path / str(attempt)
@@ -258,12 +258,12 @@ POINTS = {
     "renamed": ("sync_path", None),
     "pruning": ("_delete", None),
 }
-"""By what is about to be called: its name, and of a file the file's."""
+"""Name of the function about to be called, and of its file if it writes one."""
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("point", POINTS)
-def test_sigkill_at_each_point_of_a_save_leaves_a_whole_checkpoint_and_its_space(tmp_path, point):
+def test_sigkill_at_each_point_of_a_save(tmp_path, point):
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2):
         store.save(step, write_trainer=written_by(write_shards), state={"step": step})

@@ -1,4 +1,4 @@
-"""Would catch: a resumed run that silently learns something else, or is refused for a mere move."""
+"""A resumed run reports changes; it refuses those that change what it learns."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def checkpoint_of(config: RunConfig) -> Path:
     return config.run.folder / "checkpoints" / "step-2"
 
 
-def test_the_same_configuration_says_nothing(tmp_path):
+def test_equal_configuration_has_no_diff(tmp_path):
     config = config_of(tmp_path)
     diff = check_config_diff(config, checkpoint_of(config), accept_changes=False)
     assert (diff.lines, diff.keeps_samples) == ((), True)
 
 
-def test_where_and_how_fast_may_change_and_is_said(tmp_path):
+def test_changes_without_meaning_are_listed(tmp_path):
     path = checkpoint_of(config_of(tmp_path))
     after = config_of(
         tmp_path,
@@ -67,7 +67,7 @@ def test_where_and_how_fast_may_change_and_is_said(tmp_path):
         ("algorithm__advantage", "rloo", True),
     ],
 )
-def test_what_is_learnt_changes_only_where_that_is_accepted(tmp_path, key, value, keeps_samples):
+def test_changes_of_meaning_need_accept_changes(tmp_path, key, value, keeps_samples):
     path = checkpoint_of(config_of(tmp_path))
     after = config_of(tmp_path, **{key: value})
     dotted = key.replace("__", ".")
@@ -78,7 +78,7 @@ def test_what_is_learnt_changes_only_where_that_is_accepted(tmp_path, key, value
     assert diff.keeps_samples == keeps_samples
 
 
-def test_another_run_that_begins_with_a_checkpoint_may_be_another(tmp_path):
+def test_run_in_new_folder_may_differ(tmp_path):
     path = checkpoint_of(config_of(tmp_path / "one"))
     after = config_of(tmp_path / "two", reward__rule="boxed")
     diff = check_config_diff(after, path, accept_changes=False)
@@ -86,8 +86,8 @@ def test_another_run_that_begins_with_a_checkpoint_may_be_another(tmp_path):
     assert diff.lines == ('changed: reward.rule: "answer" -> "boxed"',)
 
 
-def test_keys_that_an_older_program_did_not_know_have_their_defaults(tmp_path):
-    """Every upgrade would be taken for a change of what keys mean."""
+def test_missing_keys_have_their_defaults(tmp_path):
+    """A new key with its default is no change."""
     config = config_of(tmp_path)
     path = checkpoint_of(config)
     table = to_dict(config)
@@ -97,7 +97,7 @@ def test_keys_that_an_older_program_did_not_know_have_their_defaults(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"other": 1}'])
-def test_a_configuration_that_cannot_be_read_is_said(tmp_path, text):
+def test_unreadable_configuration_is_reported(tmp_path, text):
     config = config_of(tmp_path)
     path = checkpoint_of(config)
     (tmp_path / "config.json").write_text(text)
@@ -106,8 +106,8 @@ def test_a_configuration_that_cannot_be_read_is_said(tmp_path, text):
 
 
 @pytest.mark.parametrize("name", [*SAMPLES, *MEANING])
-def test_every_name_is_a_key_or_a_table(tmp_path, name):
-    """A renamed key would change without a word."""
+def test_listed_names_are_keys_or_tables(tmp_path, name):
+    """A renamed key would change unnoticed."""
     place = to_dict(config_of(tmp_path))
     for part in name.split("."):
         assert part in place
@@ -125,8 +125,8 @@ def test_every_name_is_a_key_or_a_table(tmp_path, name):
         ({"model__dtype": "float32"}, False),
     ],
 )
-def test_groups_of_the_journal_are_of_the_same_questions_and_rewards(tmp_path, changes, stays):
-    """And a run that goes on with more engines loses none."""
+def test_samples_digest_covers_prompts_and_rewards(tmp_path, changes, stays):
+    """A resumed run with more engines keeps its groups."""
     before, after = config_of(tmp_path), config_of(tmp_path, **changes)
     assert before != after
     assert (samples_digest(before) == samples_digest(after)) == stays

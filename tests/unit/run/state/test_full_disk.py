@@ -48,8 +48,8 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_a_record_without_room_is_named_and_tears_nothing(tmp_path):
-    """A line that is written in half, and the next one behind it, would be a damaged file."""
+def test_full_disk_tears_no_record(tmp_path):
+    """Half a line followed by another would damage the file."""
 
     def check(disk: Path) -> None:
         folder = disk / "run"
@@ -74,8 +74,8 @@ def test_a_record_without_room_is_named_and_tears_nothing(tmp_path):
     assert "log.txt cannot be written: No space left on device" in output
 
 
-def test_a_record_that_found_no_room_is_whole_when_it_is_tried_again(tmp_path):
-    """As on the way out of a run, where an error for want of its times would hide this one."""
+def test_failed_record_can_be_repeated(tmp_path):
+    """The final save repeats a failed record, and must not fail for missing times."""
 
     def check(disk: Path) -> None:
         with Run.open(config_of(disk / "run")) as run:
@@ -89,8 +89,8 @@ def test_a_record_that_found_no_room_is_whole_when_it_is_tried_again(tmp_path):
     on_a_small_disk(tmp_path, check)
 
 
-def test_a_save_without_room_gives_its_space_back_and_a_later_one_succeeds(tmp_path):
-    """Also where the disk has room when the save begins, and none when it ends."""
+def test_failed_save_frees_its_space(tmp_path):
+    """The disk may also become full during the save."""
 
     def check(disk: Path) -> None:
         folder = disk / "run"
@@ -113,8 +113,8 @@ def test_a_save_without_room_gives_its_space_back_and_a_later_one_succeeds(tmp_p
     assert "No space left" in output and "tried again after the next step" in output
 
 
-def test_a_start_without_room_is_named_and_leaves_the_run_as_it_was(tmp_path):
-    """A lease or configuration that is written in half would lock the run, or hide its changes."""
+def test_full_disk_at_start_changes_nothing(tmp_path):
+    """Half a lease would lock the run, and half a configuration would hide its changes."""
 
     def check(disk: Path) -> None:
         folder = disk / "run"
@@ -137,7 +137,7 @@ def test_a_start_without_room_is_named_and_leaves_the_run_as_it_was(tmp_path):
     on_a_small_disk(tmp_path, check)
 
 
-def test_a_folder_that_turns_read_only_is_named_and_nothing_is_lost(tmp_path):
+def test_read_only_folder_loses_nothing(tmp_path):
     def check(disk: Path) -> None:
         folder = disk / "run"
         with (

@@ -32,8 +32,8 @@ def saved(folder: Path, *steps: int, keep: int = 9) -> CheckpointStore:
 
 
 @pytest.mark.parametrize("part", [".", "trainer", "trainer/shard", "state.json", "manifest.json"])
-def test_what_anyone_can_write_is_refused(tmp_path, part):
-    """Not the folder alone: a file unpacked with all rights can be changed after it was hashed."""
+def test_world_writable_parts_are_refused(tmp_path, part):
+    """A writable file can be changed after it was hashed."""
     saved(tmp_path, 1)
     path = tmp_path / "step-1" / part
     path.chmod(path.stat().st_mode | 0o002)
@@ -42,7 +42,7 @@ def test_what_anyone_can_write_is_refused(tmp_path, part):
 
 
 @as_root
-def test_files_of_others_in_ones_own_folder_are_read_and_folders_of_others_are_not(tmp_path):
+def test_foreign_files_are_read_and_foreign_folders_refused(tmp_path):
     saved(tmp_path, 1)
     folder = tmp_path / "step-1"
     os.chown(folder / "trainer" / "shard", NOBODY, NOBODY)
@@ -63,7 +63,7 @@ print(load(Path(sys.argv[1])).step)
 
 
 @as_root
-def test_a_server_that_takes_root_for_nobody_is_no_other_user(tmp_path):
+def test_root_squashed_files_are_own(tmp_path):
     saved(tmp_path, 1)
     for path in (tmp_path, *tmp_path.rglob("*")):
         os.chown(path, NOBODY, NOBODY)
@@ -79,7 +79,7 @@ def test_a_server_that_takes_root_for_nobody_is_no_other_user(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["trainer", "trainer/shard", "state.json", "manifest.json"])
-def test_a_part_that_lies_elsewhere_is_refused(tmp_path, part):
+def test_links_are_refused(tmp_path, part):
     saved(tmp_path / "run", 1)
     path = tmp_path / "run" / "step-1" / part
     path.rename(tmp_path / "elsewhere")
@@ -88,7 +88,7 @@ def test_a_part_that_lies_elsewhere_is_refused(tmp_path, part):
         load(tmp_path / "run" / "step-1")
 
 
-def test_a_pipe_in_a_checkpoint_is_refused_and_not_waited_for(tmp_path):
+def test_pipe_is_refused(tmp_path):
     saved(tmp_path, 1)
     os.mkfifo(tmp_path / "step-1" / "trainer" / "pipe")
     with pytest.raises(CheckpointError, match="pipe is neither a file nor a folder"):
@@ -96,7 +96,7 @@ def test_a_pipe_in_a_checkpoint_is_refused_and_not_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "trainer/../../outside"])
-def test_a_manifest_cannot_name_what_is_not_in_its_folder(tmp_path, name):
+def test_manifest_names_stay_in_the_folder(tmp_path, name):
     saved(tmp_path / "run", 1)
     (tmp_path / "run" / "outside").write_bytes(b"")
     path = tmp_path / "run" / "step-1" / "manifest.json"
@@ -110,8 +110,8 @@ def test_a_manifest_cannot_name_what_is_not_in_its_folder(tmp_path, name):
         load(tmp_path / "run" / "step-1")
 
 
-def test_a_checkpoint_that_is_a_link_is_passed_over_and_what_it_leads_to_stays(tmp_path):
-    """Pruned, set aside or removed as a leftover: only the link may go."""
+def test_linked_checkpoint_is_skipped_and_its_target_stays(tmp_path):
+    """Pruning, renaming and clean-up may remove the link only."""
     outside = tmp_path / "other"
     saved(outside, 7)
     before = sorted(outside.rglob("*"))
@@ -130,7 +130,7 @@ def test_a_checkpoint_that_is_a_link_is_passed_over_and_what_it_leads_to_stays(t
 
 @pytest.fixture
 def model(tmp_path):
-    """A folder in which one file leads to what is none of the model's."""
+    """A model folder with one link to a foreign file."""
     (tmp_path / "secret").write_text("key")
     folder = tmp_path / "model"
     folder.mkdir()
@@ -139,15 +139,15 @@ def model(tmp_path):
     return folder
 
 
-def test_a_conversion_does_not_copy_what_a_model_folder_links_to(model, tmp_path):
-    """It would be published with the model."""
+def test_conversion_does_not_follow_links(model, tmp_path):
+    """The foreign file would be published with the model."""
     import torch
 
     with pytest.raises(WeightError, match=r"tokenizer\.json is a link to .*secret, outside"):
         carry_along(model, new_folder(tmp_path / "converted"), torch.float32)
 
 
-def test_the_links_of_the_hubs_cache_are_followed_to_the_models_own_blobs_alone(tmp_path):
+def test_hub_cache_links_reach_own_blobs_only(tmp_path):
     snapshot, blobs = tmp_path / "m" / "snapshots" / "abc", tmp_path / "m" / "blobs"
     for folder in (snapshot, blobs):
         folder.mkdir(parents=True)
@@ -159,7 +159,7 @@ def test_the_links_of_the_hubs_cache_are_followed_to_the_models_own_blobs_alone(
         list(files_within(snapshot, ["*"]))
 
 
-def test_a_folder_to_write_that_is_a_link_is_left_alone(tmp_path):
+def test_linked_destination_is_refused(tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "kept").touch()
     (tmp_path / "export.partial").symlink_to("target")

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what becomes of those it makes."""
+"""The checkpoints of a run: resume, save, prune, fall back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.runs.checkpoints import written_by
 from tests.support.runs.runs_alone import advance, config_of, record_step, saved_steps
 
 
-def test_a_damaged_newest_checkpoint_is_skipped_and_said(tmp_path):
+def test_damaged_newest_checkpoint_is_skipped(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 4)
     shard = tmp_path / "checkpoints" / "step-4" / "trainer" / "shard"
@@ -44,11 +44,11 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_said(tmp_path):
 
 
 def found_damaged(run: Run) -> None:
-    """What the ranks that read a checkpoint lead to."""
+    """Fall back as if ranks had found the current checkpoint damaged."""
     run.fall_back(CorruptCheckpointError(f"{run.checkpoints.current.path}: shard is damaged"))
 
 
-def test_a_checkpoint_that_its_readers_find_damaged_is_left_in_the_same_run(tmp_path):
+def test_run_falls_back_from_checkpoint_found_damaged(tmp_path):
     """Opened anew the run would count a restart, and forget that its samples are of another rule:
     the configuration in the folder is the new one by then."""
     config = config_of(tmp_path)
@@ -76,14 +76,14 @@ def test_a_checkpoint_that_its_readers_find_damaged_is_left_in_the_same_run(tmp_
     assert log.count("resuming after step") == 3
 
 
-def test_with_every_checkpoint_damaged_the_run_ends(tmp_path):
+def test_run_ends_if_every_checkpoint_is_damaged(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
     with pytest.raises(CheckpointError, match="no checkpoint of this run can be used"):
         found_damaged(Run.open(config_of(tmp_path)))
 
 
-def test_a_checkpoint_is_named_once_however_often_the_command_is_queued_again(tmp_path):
+def test_requeued_command_resumes_from_newer_checkpoint(tmp_path):
     """Taken again at every requeue it would throw away what was trained since, and end the run
     where pruning has deleted it."""
     with Run.open(config_of(tmp_path)) as run:
@@ -108,8 +108,8 @@ def test_a_checkpoint_is_named_once_however_often_the_command_is_queued_again(tm
         assert run.step == 2
 
 
-def test_a_checkpoint_of_another_run_is_named_once_too_and_need_not_stay(tmp_path):
-    """Checkpoints from before the choice are no reason to leave it, whatever their number."""
+def test_target_of_another_run_is_used_once(tmp_path):
+    """Older checkpoints of the folder do not replace the target."""
     other, own = config_of(tmp_path / "other"), tmp_path / "own"
     with Run.open(other) as run:
         advance(run, 2)
@@ -128,14 +128,14 @@ def test_a_checkpoint_of_another_run_is_named_once_too_and_need_not_stay(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["missing", "a-file"])
-def test_a_named_checkpoint_that_is_not_there_is_one_message(tmp_path, name):
+def test_missing_target_is_one_message(tmp_path, name):
     (tmp_path / "a-file").touch()
     with pytest.raises(CheckpointError, match=rf"run\.resume = .*{name}: there is no such"):
         Run.open(config_of(tmp_path / "run", resume=str(tmp_path / name)))
 
 
-def test_the_checkpoint_of_weights_that_are_still_evaluated_is_kept(tmp_path):
-    """A run that is stopped then has them nowhere else."""
+def test_checkpoint_under_evaluation_is_kept(tmp_path):
+    """A stopped run has these weights nowhere else."""
     config = config_of(tmp_path)
     config = config.model_copy(update={"checkpoint": CheckpointConfig(every=1, keep=2)})
     with Run.open(config) as run:
@@ -148,8 +148,8 @@ def test_the_checkpoint_of_weights_that_are_still_evaluated_is_kept(tmp_path):
             assert saved_steps(tmp_path) == [f"step-{one}" for one in sorted(others | {step})]
 
 
-def test_groups_are_kept_until_a_checkpoint_behind_them_is_committed(tmp_path):
-    """A start that finds its checkpoint damaged, or a save that fails, has steps to do again."""
+def test_journal_is_kept_until_the_next_commit(tmp_path):
+    """After a damaged checkpoint or a failed save, steps are repeated."""
     journal = tmp_path / JOURNAL_FOLDER
     journal.mkdir()
     for version in range(4):
@@ -175,8 +175,8 @@ def save_with(run: Run, step: int, write: WriteTrainer) -> None:
         run.save(write)
 
 
-def test_a_failed_save_is_named_tried_again_and_leaves_nothing(tmp_path):
-    """A run of weeks must not end with a file server's bad minute, nor go on for days unsaved."""
+def test_failed_save_is_repeated(tmp_path):
+    """A file server may fail for a minute; the run must not stay unsaved for days."""
     good = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
     with Run.open(config_of(tmp_path)) as run:
         for step in run.steps():
@@ -188,7 +188,7 @@ def test_a_failed_save_is_named_tried_again_and_leaves_nothing(tmp_path):
     assert saved_steps(tmp_path) == ["step-3"]
 
 
-def test_a_run_whose_saves_keep_failing_ends_with_what_it_had(tmp_path):
+def test_second_failed_save_ends_the_run(tmp_path):
     good = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
     with (
         pytest.raises(CheckpointError, match="step 5 .*rank 1: no space"),
@@ -200,8 +200,8 @@ def test_a_run_whose_saves_keep_failing_ends_with_what_it_had(tmp_path):
     assert saved_steps(tmp_path) == ["step-2"]
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
-    """And the state that is saved is the step's own, whatever has come since."""
+def test_training_continues_during_a_save(tmp_path):
+    """The saved state is the step's own."""
     written = threading.Event()
 
     def slow(folder: Path) -> Any:
@@ -221,8 +221,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
     assert len(manifest["config_sha256"]) == 64 and "torch" in manifest["versions"]
 
 
-def test_where_updates_outlast_the_grace_every_step_is_saved_and_an_update_is_given_up(tmp_path):
-    """Else a preempted run of long steps would lose all steps since its last checkpoint."""
+def test_long_updates_save_every_step_and_are_interrupted(tmp_path):
+    """A preempted run of long steps must not lose completed steps."""
     config = config_of(tmp_path, grace_s=0.2)
     config = config.model_copy(update={"checkpoint": CheckpointConfig(every=100)})
     write = written_by(lambda folder: (folder / "shard").write_bytes(b"shard"))
@@ -239,7 +239,7 @@ def test_where_updates_outlast_the_grace_every_step_is_saved_and_an_update_is_gi
     assert saved_steps(tmp_path) == ["step-2", "step-3"]
 
 
-def test_minutes_make_a_step_due_as_well_as_its_number(tmp_path):
+def test_every_minutes_makes_a_step_due(tmp_path):
     checkpoint = CheckpointConfig(every=100, every_minutes=1e-9)
     config = config_of(tmp_path).model_copy(update={"checkpoint": checkpoint})
     with Run.open(config) as run:
@@ -247,8 +247,8 @@ def test_minutes_make_a_step_due_as_well_as_its_number(tmp_path):
     assert saved_steps(tmp_path) == ["step-1"]
 
 
-def test_an_interrupted_run_saves_its_last_step_once(tmp_path):
-    """Saving the step a run resumed from again would need to overwrite it."""
+def test_interrupted_run_saves_its_last_step_once(tmp_path):
+    """The step that a run resumed from is saved already."""
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
         run.save(lambda folder: pytest.fail("step 2 is saved already"))

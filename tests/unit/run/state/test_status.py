@@ -1,4 +1,4 @@
-"""Would catch: a status that says less, or other, than the run does, or ends the run itself."""
+"""status.json matches the run, and never ends it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megadapo.run.state.lease import Lease
 from megadapo.run.state.status import STATUS_FILE, StatusFile, read_status
 
 
-def test_a_status_follows_the_run(tmp_path):
+def test_status_follows_the_run(tmp_path):
     status = StatusFile(tmp_path, num_steps=9)
     status.resumed(2)
     status.phase("train")
@@ -27,10 +27,8 @@ def test_a_status_follows_the_run(tmp_path):
     assert read_status(tmp_path).restarts == 1
 
 
-def test_a_status_says_that_a_long_phase_gets_on_without_being_written_all_the_time(
-    tmp_path, monkeypatch
-):
-    """A rollout of an hour would look like one that hangs."""
+def test_progress_of_a_long_phase_is_written_rarely(tmp_path, monkeypatch):
+    """A rollout of an hour must not look hung."""
     now = [100.0]
     monkeypatch.setattr("megadapo.run.state.status.time.monotonic", lambda: now[0])
     status = StatusFile(tmp_path, num_steps=9)
@@ -61,7 +59,7 @@ def test_a_status_says_that_a_long_phase_gets_on_without_being_written_all_the_t
         (8, KeyboardInterrupt(), "failed", "KeyboardInterrupt"),
     ],
 )
-def test_the_last_line_says_why_where_and_how_to_go_on(tmp_path, step, error, state, reason):
+def test_last_line_has_reason_and_resume_command(tmp_path, step, error, state, reason):
     status = StatusFile(tmp_path, num_steps=9)
     status.resumed(0)
     status.saved(6)
@@ -75,7 +73,7 @@ def test_the_last_line_says_why_where_and_how_to_go_on(tmp_path, step, error, st
     assert reason is None or (reason in line and reason in read.reason)
 
 
-def test_a_status_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, caplog):
+def test_unwritable_status_is_a_warning(tmp_path, caplog):
     folder = tmp_path / "gone"
     folder.mkdir()
     status = StatusFile(folder, num_steps=9)
@@ -87,7 +85,7 @@ def test_a_status_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, capl
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"state": "running", "other": 1}'])
-def test_what_is_no_status_is_refused_by_its_name(tmp_path, text):
+def test_invalid_status_is_refused(tmp_path, text):
     (tmp_path / STATUS_FILE).write_text(text)
     with pytest.raises(DataError, match=STATUS_FILE):
         read_status(tmp_path)
@@ -96,7 +94,7 @@ def test_what_is_no_status_is_refused_by_its_name(tmp_path, text):
     assert read_status(tmp_path).restarts == 0
 
 
-def test_the_command_tells_a_living_driver_from_one_that_is_gone(tmp_path, capsys):
+def test_command_tells_living_from_dead_driver(tmp_path, capsys):
     assert main(["status", str(tmp_path)]) == DataError.exit_code
     assert "not a run's folder" in capsys.readouterr().err
     lease = Lease.take(tmp_path)

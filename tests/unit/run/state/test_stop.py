@@ -23,15 +23,15 @@ def stop():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_waits_for_the_next_check(stop, number):
-    """Raised in the middle of an update, it would leave half-updated weights to be saved."""
+def test_signal_waits_for_the_next_check(stop, number):
+    """An error in the middle of an update would leave half-updated weights."""
     os.kill(os.getpid(), number)
     time.sleep(0.01)
     with pytest.raises(RunInterruptedError, match=number.name):
         stop.check()
 
 
-def test_an_interruptible_block_ends_at_once(stop):
+def test_interruptible_block_ends_at_once(stop):
     start = time.monotonic()
     with pytest.raises(RunInterruptedError), stop.interruptible():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -39,7 +39,7 @@ def test_an_interruptible_block_ends_at_once(stop):
     assert time.monotonic() - start < 1
 
 
-def test_a_signal_that_came_before_ends_an_interruptible_block_before_it_begins(stop):
+def test_earlier_signal_prevents_an_interruptible_block(stop):
     os.kill(os.getpid(), signal.SIGTERM)
     entered = False
     with pytest.raises(RunInterruptedError), stop.interruptible():
@@ -47,8 +47,8 @@ def test_a_signal_that_came_before_ends_an_interruptible_block_before_it_begins(
     assert not entered
 
 
-def test_a_library_that_wraps_what_the_handler_raises_does_not_hide_it(stop):
-    """Ray's C core turns it into a SystemError, which would end the run unsaved."""
+def test_wrapped_interruption_is_unwrapped(stop):
+    """Ray's C core turns it into a SystemError."""
     with pytest.raises(RunInterruptedError), stop.interruptible():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -57,19 +57,19 @@ def test_a_library_that_wraps_what_the_handler_raises_does_not_hide_it(stop):
             raise SystemError("returned a result with an exception set") from error
 
 
-def test_errors_of_the_block_itself_come_through(stop):
+def test_other_errors_pass_through(stop):
     with pytest.raises(SystemError, match="its own"), stop.interruptible():
         raise SystemError("its own")
 
 
-def test_after_an_interruptible_block_signals_wait_again(stop):
+def test_signals_wait_again_after_an_interruptible_block(stop):
     with stop.interruptible():
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.01)
 
 
-def test_uninstalling_gives_the_handlers_back():
+def test_uninstall_restores_handlers():
     before = signal.getsignal(signal.SIGTERM)
     stop = StopSignal()
     stop.install()
@@ -111,7 +111,7 @@ print(time.monotonic() - start)
     ],
     ids=["no-grace", "in-time", "too-long", "no-room-for-a-save", "longer-than-expected"],
 )
-def test_what_outlasts_the_grace_is_given_up(
+def test_block_that_outlasts_the_grace_is_interrupted(
     grace_s, expected_s, takes_s, reserved_s, outcome, at_s
 ):
     """Catches a scheduler's SIGKILL in the middle of an update that could not have ended, and an
@@ -136,7 +136,7 @@ while True:
 
 
 @pytest.mark.fault
-def test_a_second_signal_ends_a_process_that_never_checks():
+def test_second_signal_ends_the_process():
     process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     process.send_signal(signal.SIGTERM)

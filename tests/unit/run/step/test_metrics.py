@@ -1,4 +1,4 @@
-"""A step's results reach the metrics under every name, and nothing that was left out is silent."""
+"""A step's results have a metric for every name, and every omission has a warning."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ def metrics(sampled: SampledBatch = SAMPLED) -> dict[str, int | float | None]:
     return step_metrics(3, sampled, UPDATE, policy_version=7, config=CONFIG)
 
 
-def test_every_name_but_what_the_run_itself_adds_is_given():
-    """A metric that is forgotten here would be null in every run."""
+def test_every_metric_name_is_given():
+    """A missing metric would be null in every run."""
     assert set(metrics()) == {*METRIC_NAMES, *OWN} - ADDED_BY_THE_RUN
 
 
-def test_parts_of_rewards_have_metrics_of_their_own(tmp_path):
+def test_reward_parts_have_metrics(tmp_path):
     found = metrics(replace(SAMPLED, reward_parts={"mine/format": 0.5}))
     with MetricsLog(tmp_path) as log:
         log.record(found)
@@ -106,7 +106,7 @@ def test_parts_of_rewards_have_metrics_of_their_own(tmp_path):
     assert record["reward/mine/format"] == 0.5
 
 
-def test_tools_have_numbers_where_there_is_a_tool():
+def test_tool_metrics_need_a_tool():
     """0 calls are a number, and what was not generated but read has none."""
     tools, branching = ToolsConfig(tool="mark"), BranchingConfig(initial_rollouts=2)
     on = CONFIG.model_copy(
@@ -131,11 +131,11 @@ def test_tools_have_numbers_where_there_is_a_tool():
     assert found(CONFIG, **values) == [None, None, None, None]
 
 
-def test_parity_without_fresh_tokens_is_unmeasured_and_not_nan():
+def test_parity_without_fresh_tokens_is_null():
     assert metrics()["parity/logprob_abs_max"] is None
 
 
-def test_staleness_and_the_causes_of_the_gap_have_their_names():
+def test_staleness_and_parity_causes_have_names():
     causes = ParityCauses(batch_shape_abs_mean=1e-7, engine_abs_max=0.5)
     stale = Staleness(token_share=0.25, max=3, weight_truncated_share=0.5)
     update = replace(UPDATE, parity_causes=causes, staleness=stale)
@@ -146,18 +146,18 @@ def test_staleness_and_the_causes_of_the_gap_have_their_names():
     assert found["staleness/weight_masked_share"] is None
 
 
-def test_the_policy_version_is_the_engines_and_not_the_steps():
+def test_policy_version_is_the_engines():
     assert (metrics()["step"], metrics()["policy_version"]) == (3, 7)
 
 
-def test_the_punishment_is_that_of_every_response_generated():
-    """Lengths 90 and 100 lie 30 and 40 of 40 tokens inside of the buffer, at half weight."""
+def test_overlong_penalty_covers_all_responses():
+    """Lengths 90 and 100 are 30 and 40 of 40 tokens inside the buffer, at half weight."""
     found = metrics(replace(SAMPLED, reward_mean=0.25))
     assert found["reward/overlong_penalty_mean"] == pytest.approx(-0.5 * (0.75 + 1.0) / 4)
     assert found["reward/shaped_mean"] == pytest.approx(0.25 - 0.5 * (0.75 + 1.0) / 4)
 
 
-def test_the_spread_over_engines_and_ranks_is_shown():
+def test_spread_over_engines_and_ranks():
     found = metrics()
     assert (found["rollout/engine_tokens_min"], found["rollout/engine_tokens_max"]) == (200, 300)
     assert (found["time/engine_min_s"], found["time/engine_max_s"]) == (1.5, 2.5)
@@ -168,8 +168,8 @@ def test_the_spread_over_engines_and_ranks_is_shown():
     assert (found["memory/rank_min_mib"], found["memory/rank_max_mib"]) == (7, 9)
 
 
-def test_the_tail_of_a_step_is_shown():
-    """The longest answer decides how long a step takes: the mean alone hides it."""
+def test_tail_of_group_times():
+    """The longest response sets the step's time, which the mean hides."""
     found = metrics()
     lengths = [found[f"response_length/{name}"] for name in ("mean", "p50", "p95", "max")]
     assert lengths == [63.75, 75.0, pytest.approx(98.5), 100.0]
@@ -182,8 +182,8 @@ def test_the_tail_of_a_step_is_shown():
     assert found["tokens/stopped"] == 70
 
 
-def test_a_step_for_which_nothing_came_back_has_no_means():
-    """A step of carried groups alone would divide by zero, or write what no JSON reader takes."""
+def test_step_without_responses_has_null_means():
+    """A step of carried groups alone must neither divide by zero nor write NaN."""
     nothing = replace(
         SAMPLED,
         num_sampled=0,
@@ -198,8 +198,8 @@ def test_a_step_for_which_nothing_came_back_has_no_means():
         assert found[name] is None
 
 
-def test_a_step_that_generated_nothing_says_so_and_not_zero():
-    """A replay would look like engines that stand still."""
+def test_replayed_step_has_null_generation():
+    """Zero would look like hung engines."""
     found = metrics(replace(SAMPLED, num_tokens=None, reward_seconds=None, engines=()))
     names = ("tokens/generated", "time/reward_s", "time/engine_max_s", "rollout/engine_tokens_min")
     assert [found[name] for name in names] == [None] * 4
@@ -211,11 +211,11 @@ def notes(num_groups: int = 8, update: UpdateResult = UPDATE, **values: object) 
     return "\n".join(step_warnings(3, sampled, update, CONFIG))
 
 
-def test_a_healthy_step_says_nothing():
+def test_healthy_step_has_no_warnings():
     assert notes() == ""
 
 
-def test_each_reason_for_leaving_something_out_is_said_with_its_count():
+def test_each_omission_is_a_warning_with_its_count():
     assert "only 5 of 8 groups" in notes(5)
     assert "5 of 8 groups of the batch are saved" in notes(5, num_tokens=None)
     assert "5 groups dropped: the reserve is full" in notes(num_dropped=5)
@@ -224,13 +224,13 @@ def test_each_reason_for_leaving_something_out_is_said_with_its_count():
 
 
 @pytest.mark.parametrize("num_tokens", [500, None])
-def test_a_step_with_too_few_groups_says_what_its_updates_are_made_of(num_tokens: int | None):
-    """Updates of another size than planned, at the same learning rate, must not go unseen."""
+def test_too_few_groups_warn_about_smaller_updates(num_tokens: int | None):
+    """Updates of an unplanned size must be visible."""
     assert "with 3 updates of 1 or 2 groups instead of 2" in notes(5, num_tokens=num_tokens)
     assert "with 2 updates of 2 groups" in notes(4, num_tokens=num_tokens)
 
 
-def test_disagreements_of_the_two_opinions_are_counted_apart():
+def test_disagreements_are_counted_by_side():
     counts = VerifierCounts(
         num_scored=100,
         num_only_rule=3,
