@@ -2,11 +2,11 @@
 
 A token has up to three log-probs: mu, the engine's when it sampled the token (the behaviour
 policy); pi_prox, the trainer's before the step's first update (the proximal policy); and pi, the
-trainer's in the update. Recomputed, the token's policy term is
+trainer's in the update. With recomputed log-probs the token's policy term is:
 
-    w * -min(r A, clip(r) A)    with r = pi / pi_prox and w = bound(pi_prox / mu), a constant,
+    w * -min(r A, clip(r) A)    with r = pi / pi_prox and w = bound(pi_prox / mu), a constant.
 
-so the clip limits how far the step moves the policy, and w corrects for the sampling policy.
+The clip limits how far the step moves the policy; w corrects for the sampling policy.
 With the rollout's own log-probs there is one ratio, r = pi / mu, and no weight: the clip also cuts
 tokens that drifted out of its window before the step.
 

@@ -13,7 +13,7 @@ class ClusterConfig(Section, title="cluster"):
     placement: Literal["colocated", "separate"] = "colocated"
     """Whether engines share the trainer's GPUs (and sleep while it works) or have their own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to run on; auto takes CUDA if this machine has it."""
+    """Device to run on; auto takes CUDA if this machine has a GPU."""
     address: str | None = None
     """Address of a running Ray cluster; none starts Ray on this machine, on loopback."""
     allow_unauthenticated: bool = False

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def evaluate_policy(config: RunConfig) -> EvaluationRecord:
-    """Evaluate the run's newest checkpoint, or `model.path` if there is none.
+    """Evaluate the run's newest checkpoint, or `model.path` without checkpoints.
 
     `run.resume` = "never" always evaluates `model.path`. The same trainer and engines start as for
     training, so a checkpoint needs no conversion.

@@ -85,7 +85,7 @@ def tables(name: str | None = None) -> list[Table]:
 
 
 def markdown() -> str:
-    """Return docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     blocks = [_INTRODUCTION]
     for table in tables():
         lines = ["| key | type | default | |", "| --- | --- | --- | --- |"]

@@ -39,7 +39,7 @@ class RunSection(Section, title="run"):
 
 
 class CheckpointConfig(Section, title="checkpoint"):
-    """How often checkpoints are written, and how many are kept."""
+    """Intervals between checkpoints, and the number of checkpoints to keep."""
 
     every: PositiveInt = 10
     """Steps between checkpoints. The last step is always saved, also if a run ends early while its

@@ -1,1 +1,1 @@
-"""What a run shows: metrics, progress, report, plot, and what the machine offers."""
+"""Metrics, progress, saved rollouts, report and plot of a run; facts about the machine."""

@@ -65,7 +65,7 @@ class Runner(abc.ABC):
     def _results(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
     ) -> Sequence[Reply | str]:
-        """Return for each response the result of `ResultReader.read`, or why there is none."""
+        """Return each response's result of `ResultReader.read`, or the reason why it is missing."""
 
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from megadapo.rewards.workers.processes import START_TIMEOUT_S, Lost, ProcessPool, Program, Reply
 
 Pair = tuple[str, str]
-"""(answer, gold)."""
+"""Answer and gold answer."""
 
 MAX_CHARS = 512
 MAX_DEPTH = 12

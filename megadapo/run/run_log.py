@@ -126,7 +126,7 @@ class RunLog:
         evaluation_journal_path(self._folder, evaluation.step).unlink(missing_ok=True)
 
     def recall_evaluation(self) -> None:
-        """Put the newest evaluation into the next record if no record has it.
+        """Put the newest evaluation into the next record unless a record contains it.
 
         A run that repeats a step does not repeat the step's evaluation. The evaluation before the
         first step is in no record.

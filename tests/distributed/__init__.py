@@ -1,1 +1,1 @@
-"""What two to four trainer processes compute together."""
+"""Tests of what two to four trainer processes compute together."""

@@ -118,8 +118,8 @@ def test_other_process_reads_buckets(tmp_path):
 
 
 def test_delta_on_gpu_equals_cpu():
-    """Catches a section that depends on the device, and a change in the wrong row of a parameter
-    whose rows lie apart."""
+    """Catches a section that depends on the device, and a change in the wrong row of a
+    parameter with strided rows."""
     torch.manual_seed(0)
     before = torch.randn(512, 256).mul_(0.02).bfloat16()
     after = before.clone()

@@ -27,7 +27,7 @@ RAY_PORT = 6379
 BINARIES = Path(sys.executable).parent
 CLOCK = Path(__file__).parent / "clock"
 APART_S = 600
-"""How far a machine's clock is ahead of that of the machine before it."""
+"""Seconds by which each machine's clock is ahead of the one before."""
 
 _INSIDE = """
 set -e
@@ -120,7 +120,7 @@ class Machine:
     def run(
         self, *command: str, timeout_s: float = 60.0, environment: Mapping[str, str] = {}
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end."""
+        """Run a command and wait for it."""
         process = self.start(*command, environment=environment)
         try:
             output, _ = process.communicate(timeout=timeout_s)
@@ -173,7 +173,7 @@ class Machine:
             self._shell.wait()
 
     def unplug(self) -> None:
-        """Take its link down; its processes go on."""
+        """Take its link down; its processes continue."""
         self._network.set_link(self._number, "down")
 
 

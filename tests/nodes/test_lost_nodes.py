@@ -1,4 +1,4 @@
-"""A node that dies, or whose link does, in each part of a step: said by name, then gone on."""
+"""A node dies or loses its link in each phase of a step: it is named, and the run resumes."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def other(lan: Network, shared: Path) -> Machine:
 def test_lost_node_is_named_and_run_continues_when_it_returns(
     lan: Network, shared: Path, other: Machine, part: str, fault: str
 ) -> None:
-    """Catches a run that waits for the dead, an error that names a socket in place of a node, and
-    a supervisor that gives up, or goes on from steps that were never saved."""
+    """Catches a run that waits for a dead node, an error that names a socket instead of a node, and
+    a supervisor that gives up or resumes from unsaved steps."""
     folder = shared / f"{part}-{fault}"
     supervisor = begin(
         lan.machines[0],

@@ -32,7 +32,7 @@ def test_run_over_two_nodes_completes(lan: Network, shared: Path, layout: str) -
 
 
 def test_node_without_run_folder_is_named(lan: Network, shared: Path) -> None:
-    """Catches a checkpoint of which another node's part lies on that node's disk."""
+    """Catches a checkpoint with a part on another node's own disk."""
     third = lan.boot(3, [])
     try:
         third.start_ray(lan.machines[0], num_cpus=1)

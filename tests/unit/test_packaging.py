@@ -103,7 +103,7 @@ def resolved_for_cuda(folder: Path, *more: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def cuda_versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of requirements/gpu.in; needs a package index."""
+    """Versions resolved from requirements/gpu.in; needs a package index."""
     return resolved_for_cuda(tmp_path_factory.mktemp("cuda"))
 
 

@@ -20,12 +20,12 @@ RENEW = "run tools/signatures.py"
 
 
 def kept_of(package: str) -> dict[str, str | None]:
-    """What is kept of the version that CUDA machines have."""
+    """Return the recorded signatures of the version that CUDA machines have."""
     return KEPT[f"{package}=={TOOL['pinned_versions']()[package]}"]
 
 
 def test_signatures_are_of_the_pinned_versions_and_complete() -> None:
-    """A pin that is raised without them, or an import that nobody looked up."""
+    """Catches a raised pin without new signatures, and an import that is not recorded."""
     assert set(kept_of("megatron-core")) == TOOL["used_of"]("megatron"), RENEW
     assert kept_of("transformer-engine"), RENEW
 
@@ -39,7 +39,7 @@ def test_megatron_is_called_as_the_pinned_version_can_be() -> None:
 
 
 def test_a_call_that_does_not_fit_is_noticed() -> None:
-    """Of the checker itself."""
+    """The checker itself finds wrong calls."""
     (wrong, few, fits, open_end) = (
         TOOL["call_from"](ast.parse(text, mode="eval").body, "f", "here")
         for text in ("f(1, size=2)", "f()", "f(1, width=2)", "f(**options)")
@@ -73,7 +73,7 @@ def test_engines_start_with_arguments_that_vllm_has() -> None:
 
 
 def test_memory_is_offered_as_torch_shares_it() -> None:
-    """What opens a GPU's memory in another process goes there by name, in torch's own order."""
+    """Handles of GPU memory are sent by name, in torch's own order."""
     tree = ast.parse(Path(torch.multiprocessing.reductions.__file__).read_text())
     (shared,) = (
         [ast.unparse(name) for name in node.targets[0].elts]

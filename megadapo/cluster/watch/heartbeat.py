@@ -123,7 +123,7 @@ def report_progress() -> None:
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """Return a process's last heartbeat; None if there is none or it is just being written."""
+    """Return a process's last heartbeat; None without one or while it is being written."""
     try:
         return Heartbeat(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

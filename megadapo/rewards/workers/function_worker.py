@@ -40,7 +40,7 @@ _STARTS = "starts a process, and reward.functions.processes is false"
 def main() -> None:
     """Serve calls, `{"calls": [[argument, ...], ...]}` to `{"results": [result, ...]}`.
 
-    A result is that of `ResultReader.read`, or `{"error"}` if the function failed.
+    A result is the output of `ResultReader.read`, or `{"error"}` if the function failed.
     """
     serve(_prepare)
 

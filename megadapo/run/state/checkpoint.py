@@ -175,7 +175,7 @@ class CheckpointStore:
             )
 
     def prune(self, in_use: Collection[int] = ()) -> None:
-        """Delete damaged checkpoints, and those that no rule keeps and no reader has `in_use`."""
+        """Delete damaged checkpoints, and any that no rule keeps and no reader has `in_use`."""
         for path in self._committed()[self._keep :]:
             step = step_of(path)
             if step not in in_use and not (self._keep_every and step % self._keep_every == 0):

@@ -1,4 +1,4 @@
-"""The difference between a run's configuration and that of its last start."""
+"""The difference between the configurations of a run's last start and of this one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ConfigDiff:
 
 
 def check_config_diff(config: RunConfig, checkpoint: Path, *, accept_changes: bool) -> ConfigDiff:
-    """Compare a configuration with that of the run that wrote a checkpoint.
+    """Compare a configuration with the one of the run that wrote a checkpoint.
 
     A checkpoint from another folder starts a new run, whose changes are only listed.
 

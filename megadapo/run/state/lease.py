@@ -121,7 +121,7 @@ def heartbeat_of(folder: Path, pid: int) -> float | None:
 
 
 def holder_of(folder: Path, *, stale_s: float = STALE_S) -> Driver | None:
-    """Return the living driver of a run, None if there is none; write no file."""
+    """Return the living driver of a run, or None; write no file."""
     path = folder / LEASE_FILE
     holder = _read(path)
     if holder is None:
@@ -222,7 +222,7 @@ def _age_s(path: Path) -> float:
 
 
 def _read(path: Path) -> Driver | None:
-    """Return the holder of a lease; None if there is none or it is being written."""
+    """Return the holder of a lease; None without a lease or while it is being written."""
     try:
         return Driver(**json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):

@@ -133,7 +133,7 @@ def read_status(folder: Path) -> Status:
     """Return the status of the run in a folder.
 
     Raises:
-        DataError: there is none, or it is not a status.
+        DataError: the file is missing, or it is not a status.
     """
     path = folder / STATUS_FILE
     try:

@@ -100,7 +100,7 @@ class Supervisor:
         return code if code >= 0 else 128 - code
 
     def _start(self) -> tuple[int, Status | None]:
-        """Run one driver to its end; the status is None if the run did not start."""
+        """Run one driver until it ends; the status is None if the run did not start."""
         # in its own session, so that Ctrl-C reaches it once, from here
         self._child = subprocess.Popen(self._command, start_new_session=True)
         code = self._wait_for(self._child)

@@ -30,7 +30,7 @@ def step_metrics(
     config: RunConfig,
     published: PublishReport | None = None,
 ) -> dict[str, int | float | None]:
-    """Return a step's metrics, except those that `RunLog.record` adds.
+    """Return a step's metrics, except the ones that `RunLog.record` adds.
 
     Args:
         policy_version: version of the step's weights in the engines.
@@ -90,7 +90,7 @@ def step_metrics(
 
 
 def _update(published: PublishReport | None) -> dict[str, int | float | None]:
-    """What the update of the engines' weights took."""
+    """Return bytes, density and times of the weight update."""
     return {
         "weights/bytes": None if published is None else published.num_bytes,
         "weights/density": None if published is None else published.density,

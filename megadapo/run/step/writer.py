@@ -1,4 +1,4 @@
-"""What is written about each step, and the last save of a run that ends early."""
+"""The records of each step, and the last save of a run that ends early."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What an update remembers of some sequences: the wrong token's log-prob, one of another update, or
-a step that computes something else because it was asked to remember, would all go unnoticed."""
+"""Recorded log-probs of some sequences. Catches the log-prob of a wrong token or update, and a step
+whose results change because it records."""
 
 from __future__ import annotations
 

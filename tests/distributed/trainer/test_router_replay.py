@@ -1,8 +1,8 @@
 """Router replay: the experts of a batch are used, and the split does not matter.
 
-Catches choices that reach another token, layer or micro-batch than their own, most of all where a
-layer is computed a second time for the backward pass; routers that go on choosing; a reference
-policy that is told as well; and batches whose choices are of another model.
+Catches choices that reach another token, layer or micro-batch than their own, above all if a
+layer is recomputed for the backward pass; routers that still choose; a reference policy that
+replays too; and batches with the choices of another model.
 """
 
 from __future__ import annotations

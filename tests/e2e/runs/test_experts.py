@@ -38,8 +38,7 @@ PROMPT_LENGTH, RESPONSE_LENGTH = 9, 60
     ids=["free", "replayed", "replayed-partial"],
 )
 def test_experts_on_two_ranks_train(tmp_path: Path, further: list[str]) -> None:
-    """Every step's parity is that of weights which the step before has published; with an engine's
-    experts at other tokens or layers than its own it would be lost by orders of magnitude."""
+    """Catches experts replayed at a wrong token or layer, which breaks parity."""
     folder = tmp_path / "run"
     split = ["--trainer.data_parallel=2", "--trainer.expert_parallel=2"]
     aux = "--trainer.router_aux_loss_coef=0.001"
@@ -53,7 +52,7 @@ def test_experts_on_two_ranks_train(tmp_path: Path, further: list[str]) -> None:
 
 
 def engine_routes(_index: int, folder: Path, answer: Path) -> None:
-    """What one engine samples, and the experts it sends each token to.
+    """Return the tokens that one engine samples, and the experts of each token.
 
     vLLM itself returns these on GPUs only, so its routers are asked here.
     """

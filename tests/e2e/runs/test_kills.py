@@ -1,5 +1,5 @@
-"""Would catch: a run that does not go on by itself from where a kill left it, goes on to other
-numbers, or leaves processes, shared memory or files behind.
+"""Would catch: a killed run that does not resume by itself, gets other numbers, or leaves
+processes, shared memory or files behind.
 
 MEGADAPO_KILLS sets the number of random kills; tests/support/runs/kills.py spreads them over
 several sittings.
@@ -48,8 +48,8 @@ POINTS = {
         "megadapo.run.run:Run.complete",
     ),
 }
-"""What is about to be called, in a rank or the driver; of a save: when it is copied, written,
-reported, has its state, its manifest, is renamed, and pruned."""
+"""Functions before which a rank or the driver is killed. A save is copied, written, reported, gets
+its state and its manifest, is renamed and pruned."""
 
 
 @pytest.mark.timeout(7200)

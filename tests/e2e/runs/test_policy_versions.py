@@ -43,10 +43,10 @@ class KeepingEngine(RolloutEngine):
     """An engine whose updates keep the prefix cache, so that only its salt protects it."""
 
     async def reset_prefix_cache(self) -> None:
-        """Forget nothing."""
+        """Keep all cached prefixes."""
 
     async def forget(self) -> None:
-        """Forget everything."""
+        """Drop all cached prefixes."""
         await super().reset_prefix_cache()
 
 
@@ -95,8 +95,8 @@ def stopped_after(count: int, engines: Engines, groups: list[GroupRequest]) -> l
 
 
 def test_token_logprobs_match_their_version(started: Started) -> None:
-    """Catches an answer that goes on with cached keys of the weights before, versions that are off
-    by a token, and log-probs that a continuation puts in another place."""
+    """Catches a response that continues with cached keys of earlier weights, versions that are off
+    by a token, and misplaced log-probs of a continuation."""
     engines = started.engines
     groups = [replace(group, settings=SETTINGS) for group in make_requests(48, 1)]
     for model, version in ((0, 1), (1, 2)):

@@ -41,8 +41,7 @@ def trained_responses(folder: Path, step: int) -> Iterator[SavedResponse]:
 
 
 def check_numbers(folder: Path, *, max_staleness: int) -> None:
-    """What the metrics say of staleness is so of the tokens that were trained on; and they were
-    trained on as the oracles ask for, with nothing stale behind the bound."""
+    """Catches wrong staleness metrics, and tokens older than the bound in a batch."""
     records = metrics(folder)
     assert [record["step"] for record in records] == list(range(1, NUM_STEPS + 1))
     for record in records:
@@ -92,8 +91,7 @@ def test_partial_rollouts_mix_policy_versions(tmp_path: Path) -> None:
 
 
 def test_one_step_off_survives_a_kill(tmp_path: Path) -> None:
-    """The batch that waits when a checkpoint is written is part of it: sampled anew after the kill
-    it would be of other weights."""
+    """Catches a checkpoint without the waiting batch: other weights would sample it again."""
     folder, killed = tmp_path / "ahead", tmp_path / "killed"
     result = run(folder, *AHEAD)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,8 +1,8 @@
-"""Kills a process of a whole run when it comes to a named point, once for each point.
+"""Kills a process of a whole run at a named point, once for each point.
 
-Python imports this file at its start where its folder is in PYTHONPATH. KILL_AT is a folder with an
-empty file `module:name` for each point, which is taken away when the point is come to; the process
-ends there, before the function is called.
+Python imports this file at its start if its folder is in PYTHONPATH. KILL_AT is a folder with an
+empty file `module:name` for each point. At the point the file is removed and the process ends,
+before the function is called.
 """
 
 import importlib.abc

@@ -1,7 +1,7 @@
-"""How much memory a trainer rank on the CPU allocates: what torch's allocator handed out.
+"""Peak memory of torch's allocator in a trainer rank on the CPU.
 
-Runs inside the trainer processes. Counted from the rank's first tensor on, so that what is there
-before an update is in the number as well.
+Runs inside the trainer processes and counts from the rank's first tensor on, so the peak of an
+update includes everything allocated before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trainer's part of a checkpoint, written by whatever a test likes to write."""
+"""A trainer's part of a checkpoint, with the files that a test writes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ PADDED_ROWS = 64
 
 
 def trainer_tensors(model: Path, scale: float) -> dict[str, torch.Tensor]:
-    """What a trainer holds of a model whose weights were all multiplied by `scale`."""
+    """Return a trainer's part of a model whose weights are multiplied by `scale`."""
     layout, source = open_layout(model), open_source(model)
     layers = tuple(range(layout.shape.num_layers))
     position = ShardPosition(layer_indices=layers, padded_vocab_size=PADDED_ROWS)

@@ -1,10 +1,10 @@
-"""Kills processes of supervised runs at random instants, and says what became of each run.
+"""Kills processes of supervised runs at random instants, and reports the outcome of each run.
 
     python -m tests.support.runs.kills FOLDER --kills 50 --budget_s 500
 
-goes on for so long, or until there have been so many kills; called again it goes on from there.
-FOLDER/kills.json has every kill. Each run goes on by itself; in the end its metrics are those of a
-run that nobody disturbed, and no process, shared memory or temporary file of it is left.
+runs for that time or that number of kills; called again it continues. FOLDER/kills.json has every
+kill. Each run resumes by itself. In the end its metrics equal those of an undisturbed run, and no
+process, shared memory or temporary file of it remains.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NAMES = {
     "raylet": r"/raylet/raylet\b",
     "gcs": r"gcs_server",
 }
-"""How the command line of each kind of process looks."""
+"""Command line of each kind of process."""
 REGISTRATION = "/dev/shm/__KMP_REGISTERED_LIB_"
 """One page by which OpenMP finds a second copy of itself; it stays where a process is killed."""
 TINY_BYTES = 1 << 20
@@ -71,9 +71,9 @@ class Kill:
     signal: str
     target: str
     moment: str
-    """What was waited for."""
+    """Phase in which the kill was planned."""
     phase: str = ""
-    """What the driver said it was at."""
+    """Phase that the driver reported."""
     step: int = -1
     """Last step that was complete."""
     command: str = ""
@@ -91,7 +91,7 @@ class DisturbedRun:
     how: signal.Signals
     overrides: Sequence[str]
     step_s: float
-    """What a step takes that nobody disturbs."""
+    """Seconds of an undisturbed step."""
     seed: int
     until: float
     """On the monotonic clock, when the run is to be stopped."""
@@ -141,7 +141,7 @@ class DisturbedRun:
             return self._process.wait(timeout=120)
 
     def leftovers(self) -> list[str]:
-        """What is still there of a run that has ended."""
+        """Return processes, shared memory and files that a finished run left."""
         left = [name.replace("\0", " ") for _, name in descendants(self.folder)]
         left += [name for name in sorted(self.segments) if Path(name).exists()]
         # what was compiled is for the next run on this machine
@@ -275,7 +275,7 @@ def campaign(
     targets: Sequence[str] = TARGETS,
     overrides: Sequence[str] = OVERRIDES,
 ) -> list[str]:
-    """Go on with the kills in FOLDER/kills.json; returns what is wrong with a run that ended."""
+    """Continue the kills in FOLDER/kills.json; return the problems of a finished run."""
     if how == signal.SIGSTOP:
         overrides = (*overrides, *DEADLINES)
     until = time.monotonic() + budget_s

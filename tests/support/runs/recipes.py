@@ -1,4 +1,4 @@
-"""What a recipe is refused for."""
+"""Return the message with which a recipe is refused."""
 
 from __future__ import annotations
 

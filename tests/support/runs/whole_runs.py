@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: starting them, finding their processes, reading metrics."""
+"""Helpers of tests of whole runs: starting them, finding their processes, reading metrics."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(folder: Path, *overrides: str, num_steps: int = NUM_STEPS) -> subprocess
 
 
 def marked(folder: Path) -> dict[str, str]:
-    """An environment by which all processes of a run are found, whatever they call themselves."""
+    """Return an environment that marks all processes of a run, under any name."""
     return {**os.environ, "RUN_UNDER_TEST": str(folder)}
 
 

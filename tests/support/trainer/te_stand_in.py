@@ -1,7 +1,7 @@
 """Transformer Engine's layers in plain torch, for megatron-core's TE layer spec on a CPU.
 
 Parameter names, marks and arithmetic are written after the sources of the pinned version. Every
-call is checked against that version's signature, as requirements/signatures.json has it.
+call is checked against that version's signature in requirements/signatures.json.
 """
 
 from __future__ import annotations

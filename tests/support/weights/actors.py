@@ -171,7 +171,7 @@ class SilentEngine(RolloutEngine):
         super().__init__(spec, mark)
 
     async def _answer_one(self) -> None:
-        """Answer nothing."""
+        """Return None, to show that the actor lives."""
 
     async def fingerprints(self) -> list[dict[str, tuple[list[int], int]]]:
         """Return shape and checksum of every parameter, per rank."""

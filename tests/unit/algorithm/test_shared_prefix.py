@@ -57,7 +57,7 @@ def test_hard_and_soft_advantages_have_equal_sums():
 
 
 def test_advantages_of_tokens_are_averaged_token_by_token():
-    """As those of steps are: two responses with one beginning of 2 tokens."""
+    """Two responses share a prefix of 2 tokens."""
     own = [np.array([1.0, 2.0, 3.0]), np.array([5.0, -4.0])]
     found = hard_advantages(own, [3, 2], [None, Branch(0, 2)])
     assert [one.tolist() for one in found] == [[3.0, -1.0, 3.0], [3.0, -1.0]]

@@ -30,7 +30,7 @@ def test_ended_processes_count_as_zero() -> None:
 
 
 def test_heap_fragments_are_returned() -> None:
-    """By default the C library only returns the end of the heap."""
+    """The C library returns only the end of the heap by default."""
     small = [bytes(32 << 10) for _ in range(4096)]
     kept = small[::64]
     before = private_bytes(os.getpid())

@@ -111,7 +111,7 @@ def test_folder_without_configuration_names_the_file(tmp_path: Path) -> None:
 
 
 def test_every_key_of_every_section_is_described() -> None:
-    """A key that is never explained is a key nobody dares to touch."""
+    """Catches a key without a description."""
     for dotted, field in fields_below(RunConfig):
         if section_of(field) is None:
             assert field.description and field.description.endswith((".", ")")), dotted

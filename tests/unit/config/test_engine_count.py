@@ -1,4 +1,4 @@
-"""What `rollout.num_engines = "auto"` means on which machine."""
+"""The number of engines for `rollout.num_engines = "auto"` by machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_engines_are_counted_by_the_trainers_gpus(
 def test_a_resolved_configuration_says_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a run that goes on with other engines than it was started with."""
+    """Catches a resumed run with another number of engines."""
     monkeypatch.setattr("megadapo.config.run_config.has_gpu", lambda: False)
     printed = tmp_path / "printed.toml"
     printed.write_text(to_toml(quickstart()))

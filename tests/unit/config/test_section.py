@@ -31,7 +31,7 @@ class Inner(Section, title="outer.inner"):
 
 class Outer(Section, title="outer"):
     folder: Annotated[Path, Field(strict=False)]
-    """Where it lies."""
+    """Path of the folder."""
     size: int = 1
     flag: bool = False
     kind: Literal["a", "b"] = "a"
@@ -189,7 +189,7 @@ def test_a_section_made_in_code_is_refused_with_its_dotted_keys() -> None:
 
 
 def test_a_section_is_a_plain_value() -> None:
-    """Sections are dictionary keys, travel to other processes, and nobody changes them."""
+    """Sections are dictionary keys, are sent to other processes, and cannot be changed."""
     outer = Outer(folder=Path("x"), limit=None)
     assert pickle.loads(pickle.dumps(outer)) == outer
     assert {outer: 1}[Outer(folder=Path("x"), limit=None, size=1)] == 1

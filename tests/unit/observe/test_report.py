@@ -1,6 +1,6 @@
-"""Would catch: model output that becomes markup, a script that the page's policy would not let run
-or one too many that it would, a spike or a broken bound that thinning hides, a report that grows
-without limit or leaves out a step, a run of an older or newer version that cannot be shown."""
+"""Would catch: model output that becomes markup, a script that the page's policy blocks, or a
+foreign one that it allows. Also a spike or a broken bound that thinning hides, a report that grows
+without limit or leaves out a step, and a run of another version that cannot be shown."""
 
 from __future__ import annotations
 

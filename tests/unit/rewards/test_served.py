@@ -67,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(reply).encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Print nothing."""
+        """Suppress the access log."""
 
 
 @pytest.fixture

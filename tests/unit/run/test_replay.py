@@ -34,7 +34,7 @@ from tests.unit.run.step.test_rollouts import CONFIG, MAX_TOKENS
 from tests.unit.run.step.test_rollouts import tokenizer as tokenizer
 
 STEPS = range(POLICY_VERSION, POLICY_VERSION + 3)
-"""The second one is that of ScriptedEngines' policy."""
+"""The second one is sampled by ScriptedEngines' policy."""
 SIZES = {
     "architectures": ["Qwen2ForCausalLM"],
     "num_attention_heads": 4,

@@ -109,7 +109,7 @@ def test_suspended_reader_blames_no_process(ranks: Ranks) -> None:
 
 
 def test_process_without_readable_heartbeat_is_named(tmp_path: Path) -> None:
-    """As on a node where the run's folder is a different one."""
+    """A node may see another folder under the run's path."""
     now = [0.0]
     paths = [tmp_path / "none.pulse"]
     limits = {"with_progress": [], "limit_s": LIMIT_S, "limit": "key", "clock": lambda: now[0]}

@@ -55,7 +55,7 @@ def test_silent_service_is_named_and_slow_one_is_not() -> None:
 
 
 def test_driver_stuck_in_ray_without_its_daemon_is_ended() -> None:
-    """As when it waits for a stopped daemon inside Ray, where it ignores signals."""
+    """Inside Ray the driver waits for a stopped daemon and ignores signals."""
     ended: list[str] = []
     watch = manual_watch(ended)
     for _ in range(5):

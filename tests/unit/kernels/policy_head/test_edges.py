@@ -42,7 +42,7 @@ OBJECTIVES = {
     "entropy": PolicyObjective(entropy_coef=0.02),
 }
 EDGES = torch.tensor([0, 3, 3, 5, 7, 8, 10, 12])
-"""Of seven sequences: usual, empty, masked, ratio 0, one token, ratio infinite, usual."""
+"""Seven sequences: usual, empty, masked, ratio 0, one token, ratio infinite, usual."""
 MASKED, RATIO_0, RATIO_INFINITE = slice(3, 5), slice(5, 7), slice(8, 10)
 
 
@@ -122,7 +122,7 @@ def test_token_without_old_logprob_is_dropped(name: str, value: float) -> None:
 
 
 def derivative_of_sequence(log_ratio: float) -> Tensor:
-    """Of -s A with A = -1, in each of a sequence's tokens, in fp32."""
+    """The gradient of -s A with A = -1, in each of a sequence's tokens, in fp32."""
     logprobs = -torch.arange(1.0, 9.0) / 7.0
     old = sequence_shifted(
         logprobs, logprobs - log_ratio, torch.zeros(8, dtype=torch.int64), num_sequences=1

@@ -30,7 +30,7 @@ from megadapo.kernels.policy_head.terms import (
 from megadapo.kernels.policy_head.tiles import PolicyInputs
 
 UNCLIPPED = {"clip_low": 1.0 - 1e-10, "clip_high": 1e10}
-"""A window that e^-20 and e^20 lie in: no clip cuts a gradient that the clamp must cut."""
+"""A clip window that contains e^-20 and e^20, so that only the clamp cuts gradients."""
 LOG_RATIOS = (
     -200.0,
     -30.0,
@@ -283,7 +283,7 @@ def test_zero_width_window_keeps_first_gradient() -> None:
 
 
 def test_ratio_at_dual_clip_is_not_clipped() -> None:
-    """As at the window's edges: a bound that counts itself would count one token more."""
+    """At the window's edges: a bound that counts itself would count one token more."""
     values = make_inputs((1.125,), (0.0,))
     bound = terms(values, PolicyObjective()).ratio[0].item()
     at_bound = terms(values, PolicyObjective(dual_clip=bound))
@@ -310,7 +310,7 @@ def test_token_without_finite_inputs_is_dropped(name: str, value: float, gate: s
 
 
 def test_terms_without_reference_and_importance_weights() -> None:
-    """As with a reference that agrees and weights of 1, in fp32 and uint8."""
+    """A reference that agrees and weights of 1, in fp32 and uint8."""
     values = make_inputs(LOG_RATIOS, (0.0,))
     values["importance_weights"] = torch.ones_like(values["importance_weights"])
     objective = PolicyObjective(kl_coef=0.1, entropy_coef=0.02)

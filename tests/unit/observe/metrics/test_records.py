@@ -93,7 +93,7 @@ def test_names_are_those_users_build_dashboards_on() -> None:
 def test_names_that_a_run_gives_follow_the_others_and_no_other_name_is_taken(
     tmp_path: Path,
 ) -> None:
-    """A misspelt metric would be null in every run, and a new one beside it nobody looks for."""
+    """Catches a misspelt metric, which would be null in every run."""
     with MetricsLog(tmp_path) as log:
         log.record({"step": 1, "reflection/wait": 0.25, "policy/loss": 0.5})
         with pytest.raises(AssertionError, match="policy/los"):
@@ -224,7 +224,7 @@ def test_foreign_evaluation_is_a_clear_error(tmp_path: Path) -> None:
 
 @pytest.mark.fault
 def test_kill_at_any_instant_loses_at_most_the_step_in_progress(tmp_path: Path) -> None:
-    """What `record` has returned from is in the file after SIGKILL."""
+    """Catches a record that is lost by SIGKILL after `record` has returned."""
     code = (
         "import sys; from pathlib import Path\n"
         "from megadapo.observe.metrics.records import MetricsLog\n"

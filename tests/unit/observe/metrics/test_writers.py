@@ -53,7 +53,7 @@ def test_a_folder_of_that_name_is_no_package(
 def test_a_disk_that_refuses_the_events_does_not_end_a_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What can be made again of metrics.jsonl must not cost a step."""
+    """A copy of metrics.jsonl must not cost a step."""
     (tmp_path / "tensorboard").touch()
     writer = open_writer("tensorboard", tmp_path, {}, None)
     writer.write({"reward/mean": 1.0}, 1)
@@ -74,7 +74,7 @@ def test_groups_that_cannot_be_counted_are_config_errors(saved: object) -> None:
 
 
 def test_importing_writers_imports_none_of_them() -> None:
-    """Seconds of imports, and a failure where a package is broken that nobody asked for."""
+    """Catches seconds of imports, and a failure of a broken package that no run uses."""
     code = (
         "import sys, megadapo.observe.metrics.records\n"
         "loaded = {'wandb', 'mlflow', 'tensorboard', 'torch'} & set(sys.modules)\n"

@@ -156,7 +156,7 @@ def test_impossible_export_is_one_message(
 def test_damaged_checkpoint_is_skipped_or_refused(
     run: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """torch reads a flipped bit without a word; whoever names the step must not get another."""
+    """torch reads a flipped bit without an error; a named step must not be replaced by another."""
     shard = next((run / "checkpoints" / "step-3" / "trainer").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1

@@ -50,7 +50,7 @@ def test_empty_folder_has_no_checkpoint(tmp_path):
 
 
 def test_steps_are_ordered_as_numbers(tmp_path):
-    """As text, step-9 would beat step-10."""
+    """Compared as text, step-9 is above step-10."""
     checkpoint, _ = saved(tmp_path, 9, 10).newest()
     assert checkpoint is not None and checkpoint.step == 10
 

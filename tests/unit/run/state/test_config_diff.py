@@ -1,4 +1,4 @@
-"""A resumed run reports changes; it refuses those that change what it learns."""
+"""A resumed run reports changes; it refuses changes to what it learns."""
 
 from __future__ import annotations
 

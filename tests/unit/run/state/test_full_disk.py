@@ -1,5 +1,5 @@
-"""Would catch: a full or read-only disk that ends a run with a traceback instead of a name, tears
-what was there, keeps the space of what failed, or cannot be gone on from when there is room again.
+"""Would catch: a full or read-only disk that ends a run with a traceback instead of a named
+error, tears files, keeps the space of a failed write, or prevents resuming when there is room.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def found_damaged(run: Run) -> None:
 
 
 def test_run_falls_back_from_checkpoint_found_damaged(tmp_path):
-    """Opened anew the run would count a restart, and forget that its samples are of another rule:
-    the configuration in the folder is the new one by then."""
+    """Opening the run again would count a restart and miss that its samples follow another rule,
+    because the folder has the new configuration by then."""
     config = config_of(tmp_path)
     config = config.model_copy(update={"checkpoint": CheckpointConfig(every=1, keep=3)})
     with Run.open(config) as run:

@@ -70,7 +70,7 @@ def test_failures_preemption_and_kills_are_restarted(tmp_path):
 
 
 def test_driver_without_heartbeat_is_killed_and_restarted(tmp_path):
-    """Nothing else would end a stopped driver: its children wait for it."""
+    """Only the supervisor can end a stopped driver: its children wait for it."""
     code, output, starts = supervise(
         tmp_path,
         """

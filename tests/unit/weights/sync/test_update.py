@@ -1,4 +1,4 @@
-"""Which updates compare checksums: engines would sample from wrong weights unnoticed."""
+"""Checksums of updates: without them engines could sample from wrong weights unnoticed."""
 
 from __future__ import annotations
 
