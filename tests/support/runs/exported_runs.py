@@ -1,6 +1,6 @@
 """Run folders with real checkpoints of a small model, written in the trainer's names and stacking.
 
-`tests/distributed/trainer/test_export.py` has checkpoints that megatron-core itself wrote.
+Checkpoints of megatron-core itself: `tests/distributed/trainer/checkpoint/test_export.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Losses of TRL and verl for fixed inputs: run it in their environment, it writes JSON.
 
-    python tests/support/trainer/public_losses.py trl > tests/unit/algorithm/public_trl.json
-    python tests/support/trainer/public_losses.py verl > tests/unit/algorithm/public_verl.json
+    python tests/support/trainer/public_losses.py trl > tests/unit/algorithm/public/trl.json
+    python tests/support/trainer/public_losses.py verl > tests/unit/algorithm/public/verl.json
 
 It calls their own functions and computes nothing itself. `test_public_losses.py` holds this project
 to the numbers, and needs neither library.

@@ -24,7 +24,7 @@ from megadapo.algorithm.objective import PolicyObjective
 from megadapo.algorithm.reference import kl_estimates, policy_loss
 
 HERE = Path(__file__).parent
-TRL, VERL = (json.loads((HERE / f"public_{name}.json").read_text()) for name in ("trl", "verl"))
+TRL, VERL = (json.loads((HERE / "public" / f"{name}.json").read_text()) for name in ("trl", "verl"))
 INPUTS: dict[str, Any] = TRL["inputs"]
 LENGTHS = np.array(INPUTS["lengths"])
 SEQUENCES = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
