@@ -204,7 +204,6 @@ def supervised_config(
                 "router_aux_loss_coef": ROUTER_AUX_LOSS_COEF if num_experts else 0.0,
                 "optimizer": {
                     "lr": lr,
-                    "schedule": "cosine",
                     "warmup_steps": min(WARMUP_STEPS, num_steps // 10),
                     "decay_steps": num_steps,
                     "weight_decay": 0.01,

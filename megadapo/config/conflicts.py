@@ -156,7 +156,7 @@ def _check_steps(
 
 
 def _check_critic(
-    algorithm: AlgorithmConfig, critic: CriticConfig, run: RunSection
+    algorithm: AlgorithmConfig, critic: CriticConfig, trainer: TrainerConfig, run: RunSection
 ) -> Iterator[str]:
     if algorithm.advantage != "gae":
         if critic != CriticConfig():
@@ -166,6 +166,12 @@ def _check_critic(
         yield (
             f"critic.warmup = {critic.warmup} leaves no step of run.num_steps = {run.num_steps} in "
             "which the policy is trained"
+        )
+    decay_steps, warmup = trainer.optimizer.decay_steps, critic.optimizer.warmup_steps
+    if 0 < decay_steps <= warmup:
+        yield (
+            f"trainer.optimizer.decay_steps = {decay_steps} is the critic's too: it must be 0 or "
+            f"above critic.optimizer.warmup_steps = {warmup}"
         )
 
 
@@ -239,19 +245,19 @@ def _check_router_replay(trainer: TrainerConfig, rollout: RolloutConfig) -> Iter
 
 
 def _check_cpu_optimizers(
-    trainer: TrainerConfig, critic: CriticConfig, model: ModelConfig, cluster: ClusterConfig
+    trainer: TrainerConfig, model: ModelConfig, cluster: ClusterConfig
 ) -> Iterator[str]:
-    for key, optimizer in (("trainer", trainer.optimizer), ("critic", critic.optimizer)):
-        if optimizer.cpu_offload_fraction == 0.0:
-            continue
-        found = f"{key}.optimizer.cpu_offload_fraction = {optimizer.cpu_offload_fraction:g}"
-        if cluster.device == "cpu":
-            yield f'{found} needs GPUs, but cluster.device = "cpu"; without them set it to 0'
-        if model.dtype == "float32":
-            yield (
-                f"{found}: Megatron's hybrid optimizer cannot load fp32 weights, which are their "
-                'own masters; set it to 0, or model.dtype = "bfloat16"'
-            )
+    fraction = trainer.optimizer.cpu_offload_fraction
+    if fraction == 0.0:
+        return
+    found = f"trainer.optimizer.cpu_offload_fraction = {fraction:g}"
+    if cluster.device == "cpu":
+        yield f'{found} needs GPUs, but cluster.device = "cpu"; without them set it to 0'
+    if model.dtype == "float32":
+        yield (
+            f"{found}: Megatron's hybrid optimizer cannot load fp32 weights, which are their own "
+            'masters; set it to 0, or model.dtype = "bfloat16"'
+        )
 
 
 def _check_left_out(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:

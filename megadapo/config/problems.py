@@ -17,12 +17,13 @@ from pydantic_core import ErrorDetails
 from megadapo.config.recipe import toml_value
 from megadapo.section import COLLECT, NONE_TEXT, Section
 
+_WHOLE_SOFTMAX = (
+    "the trainer scores tokens with the whole softmax, so training rollouts sample from all of it"
+)
 HINTS = {
     "dapo": "did you mean algorithm?",
-    "rollout.top_k": (
-        "the trainer scores tokens with the whole softmax, so training rollouts sample from all "
-        "of it"
-    ),
+    "rollout.top_k": _WHOLE_SOFTMAX,
+    "rollout.top_p": f"{_WHOLE_SOFTMAX}; evaluation.top_p may differ",
 }
 """Hints for frequent unknown keys whose nearest name is misleading."""
 

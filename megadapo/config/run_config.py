@@ -66,14 +66,14 @@ class RunConfig(Section, title="megadapo"):
 
     def warnings(self) -> list[str]:
         """Return a warning for each warm-up that is longer than the run."""
-        optimizers = {"trainer": self.trainer.optimizer}
+        warmups = {"trainer": self.trainer.optimizer.warmup_steps}
         if self.algorithm.advantage == "gae":
-            optimizers["critic"] = self.critic.optimizer
+            warmups["critic"] = self.critic.optimizer.warmup_steps
         return [
-            f"{name}.optimizer.warmup_steps = {optimizer.warmup_steps} is longer than "
+            f"{name}.optimizer.warmup_steps = {warmup} is longer than "
             f"run.num_steps = {self.run.num_steps}: the run never reaches {name}.optimizer.lr"
-            for name, optimizer in optimizers.items()
-            if optimizer.warmup_steps > self.run.num_steps
+            for name, warmup in warmups.items()
+            if warmup > self.run.num_steps
         ]
 
     def conflicts(self) -> Iterator[str]:

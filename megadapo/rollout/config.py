@@ -41,9 +41,6 @@ class RolloutConfig(Section, title="rollout"):
     """Spread whole experts over an engine's tensor-parallel ranks instead of splitting each."""
     temperature: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
     """Sampling temperature of training rollouts; log-probs are taken at this temperature."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus of training rollouts; only 1, since the trainer scores tokens with the whole
-    softmax."""
     max_response_tokens: PositiveInt = 20480
     """Longest response, in tokens; a longer one is cut off with finish reason "length"."""
     max_num_seqs: PositiveInt = 256
@@ -82,12 +79,6 @@ class RolloutConfig(Section, title="rollout"):
     """The tool that responses may call while they are written."""
 
     def conflicts(self) -> Iterator[str]:
-        if self.top_p < 1.0:
-            yield (
-                f"rollout.top_p = {self.top_p} truncates the sampling distribution, but the "
-                "trainer scores tokens with the whole softmax: set rollout.top_p = 1 "
-                "(evaluation.top_p may differ)"
-            )
         if self.expert_parallel and self.tensor_parallel == 1:
             yield (
                 "rollout.expert_parallel spreads experts over the tensor-parallel ranks: set "

@@ -96,7 +96,7 @@ class SamplingInputs:
             config.sampling,
             settings=SamplingSettings(
                 temperature=config.rollout.temperature,
-                top_p=config.rollout.top_p,
+                top_p=1.0,  # the trainer scores tokens with the whole softmax
                 max_tokens=config.rollout.max_response_tokens,
                 tools=config.rollout.tools,
                 branching=config.sampling.branching,

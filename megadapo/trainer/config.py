@@ -16,6 +16,9 @@ from pydantic import (
 
 from megadapo.section import Section, Timeout
 
+ADAM_EPS = 1e-8
+"""Adam's term against division by zero."""
+
 
 class ModelConfig(Section, title="model"):
     """The model to train."""
@@ -39,10 +42,9 @@ class OptimizerConfig(Section, title="trainer.optimizer"):
     """Learning rate after warm-up."""
     warmup_steps: NonNegativeInt = 20
     """Rollout steps over which the learning rate rises linearly to `lr`."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """Course of the learning rate after warm-up."""
     decay_steps: NonNegativeInt = 0
-    """Rollout step at which the cosine reaches `min_lr`; only for schedule = "cosine"."""
+    """Rollout step at which a cosine that starts after warm-up reaches `min_lr`; 0: the learning
+    rate stays at `lr`."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the cosine."""
     weight_decay: NonNegativeFloat = 0.1
@@ -51,8 +53,6 @@ class OptimizerConfig(Section, title="trainer.optimizer"):
     """Decay of Adam's first moment."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999
     """Decay of Adam's second moment."""
-    eps: PositiveFloat = 1e-8
-    """Adam's term against division by zero."""
     grad_clip: NonNegativeFloat = 1.0
     """Bound on the global gradient norm of an update; 0 turns clipping off."""
     cpu_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -60,16 +60,15 @@ class OptimizerConfig(Section, title="trainer.optimizer"):
     updates them (Megatron's hybrid optimizer); only with CUDA and model.dtype = "bfloat16"."""
 
     def conflicts(self) -> Iterator[str]:
-        section = self.model_config.get("title")
-        if self.schedule == "cosine" and self.decay_steps <= self.warmup_steps:
+        if 0 < self.decay_steps <= self.warmup_steps:
             yield (
-                f"{section}.decay_steps = {self.decay_steps} must be above warmup_steps = "
-                f'{self.warmup_steps} where schedule = "cosine"'
+                f"trainer.optimizer.decay_steps = {self.decay_steps} must be 0 or above "
+                f"trainer.optimizer.warmup_steps = {self.warmup_steps}"
             )
-        if self.schedule == "constant" and self.decay_steps != 0:
+        if self.decay_steps == 0 and self.changed("min_lr"):
             yield (
-                f'{section}.decay_steps has no effect with schedule = "constant"; set '
-                'schedule = "cosine" or leave it out'
+                "trainer.optimizer.min_lr: used only with trainer.optimizer.decay_steps; leave it "
+                "out, or set that"
             )
 
     def lr_at(self, step: int) -> float:
@@ -77,7 +76,7 @@ class OptimizerConfig(Section, title="trainer.optimizer"):
         assert step >= 1, step
         if step < self.warmup_steps:
             return self.lr * step / self.warmup_steps
-        if self.schedule == "constant":
+        if self.decay_steps == 0:
             return self.lr
         progress = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
         cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
@@ -242,11 +241,20 @@ class TrainerConfig(Section, title="trainer"):
             )
 
 
-class CriticOptimizerConfig(OptimizerConfig, title="critic.optimizer"):
-    """AdamW of the critic, on the policy's step count."""
+class CriticOptimizerConfig(Section, title="critic.optimizer"):
+    """AdamW of the critic, on the policy's step count. Everything that is not here is as in
+    `[trainer.optimizer]`."""
 
     lr: NonNegativeFloat = 1e-5
     """Learning rate after warm-up."""
+    warmup_steps: NonNegativeInt = 20
+    """Rollout steps over which the learning rate rises linearly to `lr`."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay of matrices; biases and norms get none."""
+
+    def completed_by(self, policy: OptimizerConfig) -> OptimizerConfig:
+        """Return the critic's optimizer: these values, and the policy's for all others."""
+        return policy.model_copy(update=dict(self))
 
 
 class CriticConfig(Section, title="critic"):

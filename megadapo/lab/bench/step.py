@@ -26,6 +26,7 @@ from megadapo.lab.bench.trl_settings import StepTime, TrlSettings
 from megadapo.lab.record import write_record
 from megadapo.models.folder import path_from_anywhere
 from megadapo.observe.metrics.records import MetricRecord
+from megadapo.trainer.config import ADAM_EPS
 
 OVERRIDES = (
     "evaluation.every=0",
@@ -288,7 +289,7 @@ def trl_settings(
         overlong_buffer=algorithm.overlong_buffer,
         overlong_factor=algorithm.overlong_factor,
         temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
+        top_p=1.0,
         clip_low=algorithm.objective.clip_low,
         clip_high=algorithm.objective.clip_high,
         lr=optimizer.lr,
@@ -296,7 +297,7 @@ def trl_settings(
         weight_decay=optimizer.weight_decay,
         beta1=optimizer.beta1,
         beta2=optimizer.beta2,
-        eps=optimizer.eps,
+        eps=ADAM_EPS,
         grad_clip=optimizer.grad_clip,
         seed=config.run.seed,
         num_threads=os.cpu_count() or 1,

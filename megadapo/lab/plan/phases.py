@@ -174,7 +174,7 @@ def _state(config: RunConfig, models: Models, kind: RankKind) -> StateBytes:
     if models.critic is not None:
         layout = ModelLayout(models.critic.family, models.critic.shape)
         critic_kind = rank_kinds(layout, config.trainer)[kind.stage]
-        kinds.append((critic_kind, config.critic.optimizer))
+        kinds.append((critic_kind, config.critic.optimizer.completed_by(config.trainer.optimizer)))
     states = [
         state_bytes(
             one,

@@ -16,7 +16,7 @@ from megadapo.errors import ConfigError
 SAMPLES = (
     *("data.train", "data.max_prompt_tokens", "data.overlong_prompts"),
     *("reward.rule", "reward.decide", "reward.functions"),
-    *("rollout.temperature", "rollout.top_p", "rollout.max_response_tokens", "rollout.tools"),
+    *("rollout.temperature", "rollout.max_response_tokens", "rollout.tools"),
     *("sampling.responses_per_prompt", "sampling.selection", "sampling.branching"),
     *("sampling.min_accuracy", "sampling.max_accuracy"),
 )

@@ -47,10 +47,11 @@ class Critic(TrainedModel):
         model = describe_critic(read_hf_config(self._folder))
         validate_critic(model, policy)
         validate_model_layout(model, settings.trainer)
+        self.optimizer_config = self.section.optimizer.completed_by(settings.trainer.optimizer)
         super().__init__(
             settings,
             model,
-            self.section.optimizer,
+            self.optimizer_config,
             build_chunks=build_value_chunks,
             set_weights=self._set_weights,
         )

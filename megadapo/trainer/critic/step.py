@@ -46,7 +46,7 @@ class CriticStep:
             kl_coef: coefficient of the KL divergence in the rewards.
         """
         self._critic, self._split, self._kl_coef = critic, split, kl_coef
-        self._lr = critic.section.optimizer.lr_at(step)
+        self._lr = critic.optimizer_config.lr_at(step)
         self._reduced: list[CriticSums] = []
         self._grad_norms: list[float] = []
         self.targets: list[list[ValueTargets]] = []

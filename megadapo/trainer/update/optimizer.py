@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.profiler import record_function
 
-from megadapo.trainer.config import OptimizerConfig, TrainerConfig
+from megadapo.trainer.config import ADAM_EPS, OptimizerConfig, TrainerConfig
 
 
 def wrap_for_gradients(
@@ -119,7 +119,7 @@ def build_optimizer(
             weight_decay=config.weight_decay,
             adam_beta1=config.beta1,
             adam_beta2=config.beta2,
-            adam_eps=config.eps,
+            adam_eps=ADAM_EPS,
             clip_grad=config.grad_clip,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,

@@ -121,8 +121,9 @@ from tests.support.runs.recipes import refused
             ["critic.warmup = 3", "run.num_steps"],
         ),
         (
-            ["algorithm.advantage=gae", "critic.optimizer.decay_steps=4"],
-            ["critic.optimizer.decay_steps", "schedule"],
+            ["algorithm.advantage=gae", "trainer.optimizer.decay_steps=20"]
+            + ["trainer.optimizer.warmup_steps=2"],
+            ["trainer.optimizer.decay_steps = 20", "critic.optimizer.warmup_steps = 20"],
         ),
         (
             ["algorithm.objective.kl_coef=0.1", "algorithm.reference.kind=refreshed"],

@@ -27,9 +27,9 @@ def test_importing_the_configuration_imports_nothing_heavy() -> None:
 
 
 def test_all_wrong_sections_are_reported_together(recipe: Path) -> None:
-    message = refused(recipe, "--run.num_steps=0", "--rollout.top_p=2.0", "--reserve.x=1")
+    message = refused(recipe, "--run.num_steps=0", "--evaluation.top_p=2.0", "--reserve.x=1")
     assert message.splitlines()[0].endswith("3 problems")
-    assert "run.num_steps" in message and "rollout.top_p" in message and "reserve" in message
+    assert "run.num_steps" in message and "evaluation.top_p" in message and "reserve" in message
 
 
 @pytest.mark.parametrize(

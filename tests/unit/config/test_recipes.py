@@ -86,7 +86,7 @@ def test_32b_recipe_has_each_of_the_papers_numbers() -> None:
     updates = 512 * 16 // config.algorithm.responses_per_mini_batch
     assert updates == 16
     optimizer = config.trainer.optimizer
-    assert (optimizer.lr, optimizer.schedule, optimizer.warmup_steps) == (1e-6, "constant", 20)
+    assert (optimizer.lr, optimizer.decay_steps, optimizer.warmup_steps) == (1e-6, 0, 20)
     objective = config.algorithm.objective
     assert (objective.clip_low, objective.clip_high) == (0.2, 0.28)
     assert (objective.dual_clip, objective.kl_coef, objective.entropy_coef) == (None, 0.0, 0.0)
@@ -96,7 +96,7 @@ def test_32b_recipe_has_each_of_the_papers_numbers() -> None:
     assert config.algorithm.overlong_buffer == 4096
     assert config.algorithm.overlong_factor == 1.0
     assert not config.algorithm.overlong_filtering
-    assert (config.rollout.temperature, config.rollout.top_p) == (1.0, 1.0)
+    assert config.rollout.temperature == 1.0
     evaluation = config.evaluation
     assert evaluation.samples_per_problem == 32
     assert (evaluation.temperature, evaluation.top_p) == (1.0, 0.7)

@@ -8,7 +8,7 @@ from megadapo.rollout.config import EvaluationConfig, RolloutConfig, SamplingCon
 
 def test_defaults_are_those_of_the_paper():
     rollout, sampling, evaluation = RolloutConfig(), SamplingConfig(), EvaluationConfig()
-    assert (rollout.temperature, rollout.top_p, rollout.max_response_tokens) == (1.0, 1.0, 20480)
+    assert (rollout.temperature, rollout.max_response_tokens) == (1.0, 20480)
     assert (sampling.prompts_per_step, sampling.responses_per_prompt) == (512, 16)
     assert (evaluation.samples_per_problem, evaluation.temperature, evaluation.top_p) == (
         32,
@@ -32,8 +32,8 @@ def test_defaults_are_those_of_the_paper():
         ),
         (RolloutConfig, {"enable_nccl_comm_suspend": True}, "rollout.enable_nccl_comm_suspend"),
         (RolloutConfig, {"temperature": 0.0}, "rollout.temperature"),
-        (RolloutConfig, {"top_p": 0.0}, "rollout.top_p"),
-        (RolloutConfig, {"top_p": 1.1}, "rollout.top_p"),
+        (EvaluationConfig, {"top_p": 0.0}, "evaluation.top_p"),
+        (EvaluationConfig, {"top_p": 1.1}, "evaluation.top_p"),
         (RolloutConfig, {"kv_cache_gib": 0}, "rollout.kv_cache_gib"),
         (RolloutConfig, {"gpu_memory_utilization": 1.0}, "rollout.gpu_memory_utilization"),
         (RolloutConfig, {"engine_progress_timeout_s": 0.0}, "rollout.engine_progress_timeout_s"),
