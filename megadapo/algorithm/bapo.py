@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field
 
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.section import Section
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 _ROUNDING = 1e-6
 """Share of a step by which a range may miss a whole number of steps."""
+
+BoundGrid = Annotated[tuple[float, ...], Field(min_length=3, max_length=3)]
+"""First value, last value and step of a bound."""
 
 
 class BapoConfig(Section, title="algorithm.bapo"):
@@ -36,37 +40,29 @@ class BapoConfig(Section, title="algorithm.bapo"):
     """Ratios of the search. minibatch: those of the mini-batch itself under the current weights, at
     the cost of one more forward pass; lagged: those of the step's previous mini-batch, at no
     cost."""
-    low_min: NonNegativeFloat = 0.6
-    """Lower bound of the ratio at the start of the search."""
-    low_max: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
-    """Largest lower bound."""
-    low_step: PositiveFloat = 0.02
-    """Step of the lower bound."""
-    high_min: Annotated[float, Field(ge=1.0)] = 1.2
-    """Upper bound of the ratio at the start of the search."""
-    high_max: Annotated[float, Field(ge=1.0)] = 3.0
-    """Largest upper bound."""
-    high_step: PositiveFloat = 0.05
-    """Step of the upper bound."""
+    low: BoundGrid = (0.6, 0.9, 0.02)
+    """Lower bound of the ratio: at the start of the search, its largest value, and its step."""
+    high: BoundGrid = (1.2, 3.0, 0.05)
+    """Upper bound of the ratio: at the start of the search, its largest value, and its step."""
 
     def conflicts(self) -> Iterator[str]:
-        for side in ("low", "high"):
-            smallest, largest = getattr(self, f"{side}_min"), getattr(self, f"{side}_max")
-            if smallest > largest:
+        for key, range_, outer in (("low", self.low, (0.0, 1.0)), ("high", self.high, (1.0, inf))):
+            smallest, largest, step = range_
+            if not outer[0] <= smallest <= largest <= outer[1] or step <= 0.0:
                 yield (
-                    f"algorithm.bapo.{side}_min = {smallest} is above "
-                    f"algorithm.bapo.{side}_max = {largest}"
+                    f"algorithm.bapo.{key} = {list(range_)} must be [first, last, step] with "
+                    f"{outer[0]:g} <= first <= last <= {outer[1]:g} and a step above 0"
                 )
 
     @property
     def low_edges(self) -> np.ndarray:
         """All lower bounds, ascending."""
-        return _edges(self.low_min, self.low_max, self.low_step)
+        return _edges(*self.low)
 
     @property
     def high_edges(self) -> np.ndarray:
         """All upper bounds, ascending."""
-        return _edges(self.high_min, self.high_max, self.high_step)
+        return _edges(*self.high)
 
 
 def _edges(smallest: float, largest: float, step: float) -> np.ndarray:

@@ -28,23 +28,25 @@ AdvantageRule = Literal[
 
 
 class ReferenceConfig(Section, title="algorithm.reference"):
-    """Reference policy of the KL divergence."""
+    """Reference policy of the KL divergence: the run's first weights, unless a key changes that."""
 
-    kind: Literal["fixed", "refreshed", "averaged"] = "fixed"
-    """Weights of the reference policy. fixed: the run's first weights; refreshed: the policy's of
-    some steps ago; averaged: a moving average of the policy's."""
-    refresh_every: PositiveInt = 100
-    """Number of steps after which a refreshed reference policy gets the policy's weights."""
-    decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.99
-    """Share of its own weights that an averaged reference policy keeps at a step."""
+    refresh_every: PositiveInt | None = None
+    """Number of steps after which the reference policy gets the policy's weights; none: never."""
+    decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Share of its own weights that the reference policy keeps at a step, as a moving average of
+    the policy's; none: no average."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the reference policy keeps the run's first weights."""
+        return self.refresh_every is None and self.decay is None
 
     def conflicts(self) -> Iterator[str]:
-        for key, kind in (("refresh_every", "refreshed"), ("decay", "averaged")):
-            if self.kind != kind and self.changed(key):
-                yield (
-                    f"algorithm.reference.{key}: read only with algorithm.reference.kind = "
-                    f'"{kind}"; leave it out'
-                )
+        if self.refresh_every is not None and self.decay is not None:
+            yield (
+                "algorithm.reference.decay and algorithm.reference.refresh_every are two ways to "
+                "change the reference policy; leave one out"
+            )
 
 
 class PretrainingConfig(Section, title="algorithm.pretraining"):

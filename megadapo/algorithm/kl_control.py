@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from megadapo.section import Section
+
+MAX_ERROR = 0.2
+"""Limit of the relative error of the KL divergence, of either sign (arXiv 1909.08593)."""
 
 
 class KlControlConfig(Section, title="algorithm.kl_control"):
@@ -21,20 +24,17 @@ class KlControlConfig(Section, title="algorithm.kl_control"):
     horizon: PositiveInt = 10_000
     """Number of responses over which a relative error e of the KL divergence multiplies the
     coefficient by about exp(e)."""
-    clamp: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    """Limit of the relative error, of either sign."""
 
     def conflicts(self) -> Iterator[str]:
-        for key in self.changed("horizon", "clamp"):
-            if self.target is None:
-                yield (
-                    f"algorithm.kl_control.{key}: read only with algorithm.kl_control.target; set "
-                    "that, or leave it out"
-                )
+        if self.target is None and self.changed("horizon"):
+            yield (
+                "algorithm.kl_control.horizon: read only with algorithm.kl_control.target; set "
+                "that, or leave it out"
+            )
 
 
 def controlled_coef(coef: float, kl: float, num_responses: int, config: KlControlConfig) -> float:
-    """Return the coefficient after a step: coef (1 + clip(kl / target - 1, +-clamp) n / horizon).
+    """Return the coefficient after a step: coef (1 + clip(kl / target - 1, +-0.2) n / horizon).
 
     Source: arXiv 1909.08593, section 2.2, whose gain of 0.1 per update is n / horizon here.
 
@@ -44,7 +44,7 @@ def controlled_coef(coef: float, kl: float, num_responses: int, config: KlContro
         num_responses: n, responses of the step.
     """
     assert config.target is not None, "the coefficient is constant without a target"
-    error = max(-config.clamp, min(config.clamp, kl / config.target - 1.0))
+    error = max(-MAX_ERROR, min(MAX_ERROR, kl / config.target - 1.0))
     return coef * (1.0 + error * num_responses / config.horizon)
 
 

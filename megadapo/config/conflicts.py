@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 
 from megadapo.algorithm.config import AlgorithmConfig
+from megadapo.algorithm.kl_control import MAX_ERROR
 from megadapo.cluster.config import ClusterConfig
 from megadapo.config.sections import CheckpointConfig, RunSection
 from megadapo.data.config import DataConfig
@@ -109,22 +110,22 @@ def _check_evaluation_engine(
 
 
 def _check_reference(algorithm: AlgorithmConfig, run: RunSection) -> Iterator[str]:
-    reference = algorithm.reference
-    if reference.kind == "refreshed" and reference.refresh_every >= run.num_steps:
+    refresh_every = algorithm.reference.refresh_every
+    if refresh_every is not None and refresh_every >= run.num_steps:
         yield (
-            f"algorithm.reference.refresh_every = {reference.refresh_every}: a run of "
-            f"run.num_steps = {run.num_steps} never uses refreshed weights: lower it, or set "
-            'algorithm.reference.kind = "fixed"'
+            f"algorithm.reference.refresh_every = {refresh_every}: a run of "
+            f"run.num_steps = {run.num_steps} never uses refreshed weights: lower it, or leave it "
+            "out"
         )
 
 
 def _check_kl_control(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]:
     control = algorithm.kl_control
     num_responses = sampling.prompts_per_step * sampling.responses_per_prompt
-    if control.target is not None and control.clamp * num_responses >= control.horizon:
+    if control.target is not None and MAX_ERROR * num_responses >= control.horizon:
         yield (
             f"algorithm.kl_control.horizon = {control.horizon}: {num_responses} responses a step "
-            f"(sampling) times algorithm.kl_control.clamp = {control.clamp:g} must be below it, or "
+            f"(sampling) times {MAX_ERROR:g}, the largest error that counts, must be below it, or "
             "one step could take the coefficient to 0"
         )
 

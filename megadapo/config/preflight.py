@@ -127,10 +127,10 @@ def _check_model(config: RunConfig) -> list[str]:
             "trainer.expert_tensor_parallel with trainer.expert_parallel needs GPUs: set one of "
             "them to 1 on the CPU"
         )
-    for section in (trainer, config.critic):
-        if section.optimizer.cpu_offload_fraction > 0.0 and not config.cluster.uses_cuda:
-            title = section.optimizer.model_config["title"]
-            raise ConfigError(f"{title}.cpu_offload_fraction needs GPUs: set it to 0 on the CPU")
+    if trainer.optimizer.cpu_offload_fraction > 0.0 and not config.cluster.uses_cuda:
+        raise ConfigError(
+            "trainer.optimizer.cpu_offload_fraction needs GPUs: set it to 0 on the CPU"
+        )
     pretraining = config.algorithm.pretraining
     if pretraining.data is not None and pretraining.max_text_tokens > model.max_positions:
         raise ConfigError(

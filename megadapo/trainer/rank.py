@@ -148,7 +148,7 @@ class TrainerRank(TrainedModel):
     def _set_weights(self) -> None:
         """Set the first weights, unless a checkpoint replaces them and no reference needs them."""
         settings = self.settings
-        keeps_first = settings.objective.kl_coef != 0.0 and settings.reference.kind == "fixed"
+        keeps_first = settings.objective.kl_coef != 0.0 and settings.reference.is_fixed
         if not (settings.reads_weights or keeps_first):
             return
         if settings.model.init == "pretrained":

@@ -68,7 +68,7 @@ class ReferencePolicy:
         # a bf16 average would not move by a hundredth of a small update
         self._average = (
             {name: value.float() for name, value in self._weights.items()}
-            if self._config.kind == "averaged"
+            if self._config.decay is not None
             else None
         )
 
@@ -112,11 +112,12 @@ class ReferencePolicy:
     @torch.no_grad()
     def follow(self, step: int) -> None:
         """Take over or average the policy's weights after the updates of `step`, from 1."""
-        if self._average is not None:
+        decay, refresh_every = self._config.decay, self._config.refresh_every
+        if self._average is not None and decay is not None:
             for name, average in self._average.items():
-                average.lerp_(self._parameters[name].detach().cpu().float(), 1 - self._config.decay)
+                average.lerp_(self._parameters[name].detach().cpu().float(), 1 - decay)
                 self._weights[name].copy_(average)
-        elif self._config.kind == "refreshed" and step % self._config.refresh_every == 0:
+        elif refresh_every is not None and step % refresh_every == 0:
             for name, weight in self._weights.items():
                 weight.copy_(self._parameters[name])
 
@@ -128,7 +129,7 @@ class ReferencePolicy:
         Returns:
             A function that writes it into the trainer's checkpoint while training continues.
         """
-        if self._config.kind == "fixed":
+        if self._config.is_fixed:
             return lambda folder: {}
         positions: list[ShardPosition] = [position] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(positions, position)
@@ -153,12 +154,12 @@ class ReferencePolicy:
             CheckpointError: the checkpoint has no reference.
             WeightError: it is damaged, or of another model.
         """
-        if self._config.kind == "fixed":
+        if self._config.is_fixed:
             return
         if not (folder / FOLDER).is_dir():
             raise CheckpointError(
-                f"{folder} has no weights of a reference policy, which algorithm.reference.kind = "
-                f'"{self._config.kind}" needs: set the kind back to "fixed"'
+                f"{folder} has no weights of a reference policy, because its run kept the first "
+                "ones: leave out algorithm.reference.refresh_every and algorithm.reference.decay"
             )
         import_weights(folder / FOLDER, self._state, layout, position)
         for name, kept in self._state.items():

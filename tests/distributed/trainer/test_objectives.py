@@ -29,15 +29,7 @@ from tests.support.trainer.probes import (
 )
 from tests.support.trainer.ranks import Ranks, settings_for
 
-BAPO = BapoConfig(
-    target_share=0.435,
-    low_min=0.88,
-    low_max=0.98,
-    low_step=0.01,
-    high_min=1.01,
-    high_max=1.15,
-    high_step=0.01,
-)
+BAPO = BapoConfig(target_share=0.435, low=(0.88, 0.98, 0.01), high=(1.01, 1.15, 0.01))
 """A grid over the few ratios of a tiny batch, and a target within it."""
 CASES = {
     "gspo": PolicyObjective(ratio="sequence", clip_low=0.01, clip_high=0.01),

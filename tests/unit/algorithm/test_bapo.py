@@ -14,7 +14,7 @@ from megadapo.algorithm.objective import PolicyObjective
 
 ADVANTAGES = torch.tensor([1.0, 1.0, 1.0] + [-1.0] * 7)
 RATIOS = torch.tensor([1.0, 1.5, 2.52, 0.5, 0.75, 1.0, 1.1, 1.0, 1.0, 1.25])
-OFFICIAL = {"low_max": 0.8, "low_step": 0.05, "high_max": 2.0, "target_share": 0.5}
+OFFICIAL = {"low": (0.6, 0.8, 0.05), "high": (1.2, 2.0, 0.05), "target_share": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ def loop(ratios: Tensor, advantages: Tensor, config: BapoConfig) -> tuple[float,
         positive = (ratios.clamp(max=high) * sizes)[good].sum()
         return float(positive / (positive + (ratios.clamp(min=low) * sizes)[bad].sum()))
 
-    low, high = config.low_min, config.high_min
-    while share(low, high) < config.target_share and low + config.low_step <= config.low_max + 1e-9:
-        if high + config.high_step <= config.high_max + 1e-9:
-            high = round(high + config.high_step, 12)
+    (low, low_max, low_step), (high, high_max, high_step) = config.low, config.high
+    while share(low, high) < config.target_share and low + low_step <= low_max + 1e-9:
+        if high + high_step <= high_max + 1e-9:
+            high = round(high + high_step, 12)
         else:
-            low = round(low + config.low_step, 12)
+            low = round(low + low_step, 12)
     return low, high, share(low, high)
 
 
@@ -117,7 +117,7 @@ def test_edges_do_not_accumulate_rounding() -> None:
     config = BapoConfig()
     assert (len(config.low_edges), len(config.high_edges)) == (16, 37)
     assert (config.low_edges[-1], config.high_edges[-1]) == (0.9, 3.0)
-    alone = BapoConfig(low_min=0.8, low_max=0.8)
+    alone = BapoConfig(low=(0.8, 0.8, 0.02))
     assert alone.low_edges.tolist() == [0.8]
 
 

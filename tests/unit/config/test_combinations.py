@@ -126,16 +126,16 @@ from tests.support.runs.recipes import refused
             ["trainer.optimizer.decay_steps = 20", "critic.optimizer.warmup_steps = 20"],
         ),
         (
-            ["algorithm.objective.kl_coef=0.1", "algorithm.reference.kind=refreshed"],
+            ["algorithm.objective.kl_coef=0.1", "algorithm.reference.refresh_every=3"],
             ["algorithm.reference.refresh_every", "run.num_steps"],
         ),
         (
             [
                 "algorithm.advantage=rloo",
                 "algorithm.objective={kl_coef = 0.1, kl_in = 'reward', kl_value = 'k1'}",
-                "algorithm.kl_control={target = 0.1, horizon = 40, clamp = 1.0}",
+                "algorithm.kl_control={target = 0.1, horizon = 8}",
             ],
-            ["algorithm.kl_control.horizon = 40", "algorithm.kl_control.clamp", "sampling"],
+            ["algorithm.kl_control.horizon = 8", "0.2", "sampling"],
         ),
         (
             ["algorithm.importance.stale_logprobs=rollout", "algorithm.importance.high=3.0"],

@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[3]
         (["--rollout.tensor_parallel=3"], "rollout.tensor_parallel = 3 .*num_attention_heads"),
         (
             ["--rollout.tensor_parallel=2", "--rollout.expert_parallel=true"],
-            "rollout.expert_parallel = true is for models with experts",
+            "rollout.expert_parallel = true needs a model with experts",
         ),
         (
             [
