@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     Field,
-    PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
     model_serializer,
@@ -214,14 +213,6 @@ class RewardConfig(Section, title="reward"):
     batch comes are left out and counted."""
     symbolic_workers: PositiveInt = 2
     """Number of processes for the symbolic comparison, one thread each."""
-    symbolic_timeout_s: Timeout = 2.0
-    """Limit of one symbolic comparison in seconds, after which its process is killed: wall-clock
-    time if it decides, CPU time otherwise."""
-    symbolic_seconds_per_minute: PositiveFloat = 15.0
-    """Seconds in any minute that responses may wait for symbolic comparisons that decide; if
-    answers take longer, the rest is skipped and counted."""
-    symbolic_memory_mib: Annotated[int, Field(ge=256)] = 1024
-    """Address space of one symbolic process, in MiB; below 256 it would not start."""
 
     @property
     def is_rule_alone(self) -> bool:

@@ -30,6 +30,14 @@ MAX_LOST_SHARE = 0.02
 """Share of comparisons that may be lost to time limits and crashes without a warning."""
 LOSS_WINDOW = 1024
 """Number of answers over which that share is measured."""
+SYMBOLIC_TIMEOUT_S = 2.0
+"""Limit of one symbolic comparison, after which its process is killed: wall-clock time if it
+decides, CPU time otherwise."""
+SYMBOLIC_SECONDS_PER_MINUTE = 15.0
+"""Seconds in any minute that responses may wait for symbolic comparisons that decide; if answers
+take longer, the rest is skipped and counted."""
+SYMBOLIC_MEMORY_BYTES = 1 << 30
+"""Address space of one symbolic process."""
 NO_CROSS_CHECK = "answers are not compared symbolically; rewards stay the same: "
 
 
@@ -74,8 +82,10 @@ class Verifier:
         InfraError: the symbolic processes cannot be started, and they decide.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._config = config
+    def __init__(
+        self, config: RewardConfig, *, symbolic_timeout_s: float = SYMBOLIC_TIMEOUT_S
+    ) -> None:
+        self._config, self._symbolic_timeout_s = config, symbolic_timeout_s
         self._lock = threading.Lock()
         self._counts = VerifierCounts()
         self._disagreements: deque[Disagreement] = deque(maxlen=100)
@@ -215,9 +225,9 @@ class Verifier:
         try:
             pool = SymbolicPool(
                 num_workers=config.symbolic_workers,
-                timeout_s=config.symbolic_timeout_s,
-                seconds_per_minute=config.symbolic_seconds_per_minute if decides else math.inf,
-                memory_bytes=config.symbolic_memory_mib << 20,
+                timeout_s=self._symbolic_timeout_s,
+                seconds_per_minute=SYMBOLIC_SECONDS_PER_MINUTE if decides else math.inf,
+                memory_bytes=SYMBOLIC_MEMORY_BYTES,
                 idle=not decides,
             )
         except InfraError as error:

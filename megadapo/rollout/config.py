@@ -25,8 +25,6 @@ NUMBER_OR_AUTO: dict[str, Any] = {
 }
 """JSON schema of a count in a recipe; "auto" is replaced before the section is made."""
 
-JournalSync = Literal["never", "step", "group"]
-
 
 class RolloutConfig(Section, title="rollout"):
     """The engines: their number, their size, and the sampling of responses."""
@@ -181,10 +179,7 @@ class SamplingConfig(Section, title="sampling"):
     """Responses that branch off others of their group."""
     journal: bool = True
     """Write each scored group to RUN/journal until a checkpoint holds its step, so that a restarted
-    run does not generate it again."""
-    journal_fsync: JournalSync = "step"
-    """When to flush the journal to disk, so that it survives a crash of the machine: never, after
-    each step or after each group."""
+    run does not generate it again. It is flushed to disk after each step."""
 
     def conflicts(self) -> Iterator[str]:
         yield from self._round_conflicts()

@@ -126,7 +126,7 @@ def _start_live(
     trainer.watch = _each(engines.check, evaluations.check, cluster.daemons.check, progress)
     journal = None
     if folder is not None and config.sampling.journal:
-        journal = Journal(folder, samples_digest(config), fsync=config.sampling.journal_fsync)
+        journal = Journal(folder, samples_digest(config))
         stack.callback(journal.close)
     sampler = inputs.sampler(config, evaluations.sampling_engines, journal)
     ahead = config.sampling.mode == "one_step_off"

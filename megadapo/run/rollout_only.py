@@ -14,6 +14,7 @@ from megadapo.config.recipe import RESOLVED_FILE
 from megadapo.errors import ConfigError
 from megadapo.observe.metrics.records import METRICS_FILE
 from megadapo.observe.rollouts.files import rollouts_path, saved_steps, write_rollouts
+from megadapo.rewards.verifier import SYMBOLIC_SECONDS_PER_MINUTE
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.run.processes import start_engines_alone
@@ -79,7 +80,7 @@ class RolloutOnly:
         sampled = self._sampler.next_batch()
         self._inputs.start_cross_check(sampled)
         # without an update there is no idle time for the cross-check
-        verifier.finish_cross_check(config.reward.symbolic_seconds_per_minute)
+        verifier.finish_cross_check(SYMBOLIC_SECONDS_PER_MINUTE)
         if sampled.saved:
             saved = saved_groups(
                 step,

@@ -28,10 +28,6 @@ class WeightsConfig(Section, title="weights"):
     """"full" sends all weights at every update. "delta" sends the elements that changed since the
     last update, and keeps a copy of the sent weights in main memory. "auto" is "delta" for 16-bit
     weights that engines keep between updates, else "full"."""
-    max_delta: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.25
-    """Share of a full update's bytes above which a delta is sent as a full update."""
-    full_every: Annotated[int, Field(gt=0)] = 50
-    """Interval of full updates among delta updates."""
     deadline_s: Annotated[float, Field(ge=1.0, le=NCCL_TIMEOUT_S)] = 120.0
     """Seconds that one bucket, or one phase of an update, may take before the run stops."""
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "folder"] = "auto"

@@ -21,7 +21,6 @@ from megadapo.data.group import Group
 from megadapo.data.group_codec import decode_group, encode_group
 from megadapo.data.prompts import Prompt
 from megadapo.errors import InfraError
-from megadapo.rollout.config import JournalSync
 from megadapo.rollout.journal.record_log import RecordLog
 from megadapo.rollout.types import GroupRequest
 
@@ -41,16 +40,14 @@ _DIFFERENCES = {
 class Journal:
     """The groups that the current weights have generated, in this process and killed ones."""
 
-    def __init__(self, run_folder: Path, settings: str, *, fsync: JournalSync = "step") -> None:
+    def __init__(self, run_folder: Path, settings: str) -> None:
         """Keep the settings; nothing is read or written yet.
 
         Args:
             settings: identifies how groups are requested and scored.
-            fsync: when records are forced to disk.
         """
         self._folder = run_folder / JOURNAL_FOLDER
         self._settings = settings
-        self._fsync = fsync
         self._header: dict[str, Any] = {}
         self._log: RecordLog | None = None
         self._offsets: dict[bytes, int] = {}
@@ -88,8 +85,6 @@ class Journal:
     def append_group(self, digest: bytes, group: Group) -> None:
         """Write a group; a disk error adds a warning and ends the journal of these weights."""
         self._append(digest, {"group": encode_group(group), "seconds": group.seconds})
-        if self._fsync == "group":
-            self._sync()
 
     def find_step(self, digest: bytes) -> dict[str, Any] | None:
         """Return the entry of the step that started from the position with this digest."""
@@ -98,13 +93,11 @@ class Journal:
     def append_step(self, digest: bytes, entry: Mapping[str, Any]) -> None:
         """Write a whole step, as JSON values."""
         self._append(digest, entry)
-        if self._fsync != "never":
-            self._sync()
+        self._sync()
 
     def end_step(self) -> None:
-        """Force the groups of a complete batch to disk, if fsync is "step"."""
-        if self._fsync == "step":
-            self._sync()
+        """Force the groups of a complete batch to disk."""
+        self._sync()
 
     def drain_warnings(self) -> list[str]:
         """Return the warnings since the last call."""

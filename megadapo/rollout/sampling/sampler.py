@@ -313,6 +313,6 @@ class Sampler:
         waiting = [
             [entry["prompt_index"] for entry in state[key]] for key in ("reserve", "unfinished")
         ]
-        config = self._config.model_dump(mode="json", exclude={"journal", "journal_fsync"})
+        config = self._config.model_dump(mode="json", exclude={"journal"})
         name = json.dumps([config, state["cursor"], waiting], sort_keys=True)
         return hashlib.sha256(name.encode()).digest()

@@ -19,6 +19,7 @@ from megadapo.weights.sync.delta.state import Delta
 from megadapo.weights.sync.peers import UpdatableEngines, UpdatePeers, phase
 from megadapo.weights.sync.plan import EngineShape, UpdatePlan
 from megadapo.weights.sync.update import (
+    MAX_DELTA,
     Sums,
     Update,
     UpdateVersions,
@@ -192,11 +193,10 @@ class Publisher:
             "encode",
             base=base,
             version=version,
-            max_share=self._config.max_delta,
+            max_share=MAX_DELTA,
             with_checksums=self._versions.verifies(in_full=False),
         )
-        max_delta = self._config.max_delta
-        delta, density = combine_if_small(plan, encoded, base=base, max_delta=max_delta)
+        delta, density = combine_if_small(plan, encoded, base=base)
         return self._begin(version, delta, density)
 
     def _begin(

@@ -38,6 +38,12 @@ class Update:
     """Header of the changes; None if all weights are sent."""
 
 
+MAX_DELTA = 0.25
+"""Share of a full update's bytes above which a delta is sent as a full update."""
+FULL_EVERY = 50
+"""Interval of full updates among delta updates."""
+
+
 class UpdateVersions:
     """The versions of a connection's updates: which one every engine has, which were verified.
 
@@ -62,7 +68,7 @@ class UpdateVersions:
     @property
     def base(self) -> int | None:
         """Version that a delta can be sent from; None if all weights must be sent."""
-        is_due = self._num_since_full + 1 >= self._config.full_every
+        is_due = self._num_since_full + 1 >= FULL_EVERY
         return self._base if self.deltas and not is_due else None
 
     def verifies(self, *, in_full: bool) -> bool:
@@ -87,12 +93,12 @@ class UpdateVersions:
 
 
 def combine_if_small(
-    plan: UpdatePlan, encoded: Sequence[Encoded | None], *, base: int, max_delta: float
+    plan: UpdatePlan, encoded: Sequence[Encoded | None], *, base: int
 ) -> tuple[Delta | None, float | None]:
     """Combine the sections of all trainer ranks, given by rank.
 
     Returns:
-        The delta, or None if it exceeds `max_delta` of a full update's bytes; and the density, or
+        The delta, or None if it exceeds MAX_DELTA of a full update's bytes; and the density, or
         None if a rank has stopped encoding.
     """
     complete = [one for one in encoded if one is not None]
@@ -101,7 +107,7 @@ def combine_if_small(
     delta = combine(plan, complete, base)
     num_elements = sum(one.num_elements for one in complete)
     density = sum(one.num_changed for one in complete) / num_elements
-    return (delta if sum(delta.sizes) <= max_delta * plan.num_bytes else None), density
+    return (delta if sum(delta.sizes) <= MAX_DELTA * plan.num_bytes else None), density
 
 
 def move(peers: UpdatePeers, update: Update, sums: Sums) -> float:

@@ -22,7 +22,7 @@ DENSITY = 0.046
 STEP = 1.52e-6
 """Step that changes as many elements of weights of 0.02 as 16 updates at a rate of 1e-6."""
 CONFIG = RolloutConfig(tensor_parallel=2, max_response_tokens=16, max_num_seqs=8)
-WEIGHTS = WeightsConfig(verify="every", mode="delta", full_every=100)
+WEIGHTS = WeightsConfig(verify="every", mode="delta")
 SIZES = {
     "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
     "num_key_value_heads": 2, "num_hidden_layers": 4, "tie_word_embeddings": True,

@@ -26,7 +26,7 @@ SOON_S = 60.0
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[Verifier]:
-    with Verifier(RewardConfig(symbolic_timeout_s=30.0)) as verifier:
+    with Verifier(RewardConfig(), symbolic_timeout_s=30.0) as verifier:
         yield verifier
 
 
@@ -45,7 +45,7 @@ def test_rule_decides_and_cross_check_follows(verifier: Verifier) -> None:
 
 
 def test_disagreements_are_counted_and_kept() -> None:
-    with Verifier(RewardConfig(symbolic_timeout_s=30.0, symbolic_workers=1)) as verifier:
+    with Verifier(RewardConfig(symbolic_workers=1), symbolic_timeout_s=30.0) as verifier:
         verifier.score_batch(RESPONSES, GOLDS)
         # the rule removes "cm", the symbolic comparison does not know it
         verifier.score_batch(["Answer: x cm", "Answer: 42."], ["x", "42"])
@@ -68,8 +68,8 @@ def test_disagreements_are_counted_and_kept() -> None:
 
 @pytest.mark.fault
 def test_slow_cross_check_drops_and_counts_pairs() -> None:
-    config = RewardConfig(symbolic_workers=1, symbolic_timeout_s=300.0)
-    with Verifier(config) as verifier:
+    config = RewardConfig(symbolic_workers=1)
+    with Verifier(config, symbolic_timeout_s=300.0) as verifier:
         started = time.perf_counter()
         for step in range(3):
             slow = [f"Answer: (x+y+z+w)^{{{90 + i}}}" for i in range(30)]
@@ -88,7 +88,7 @@ def test_slow_cross_check_drops_and_counts_pairs() -> None:
 @pytest.mark.fault
 def test_irreplaceable_workers_only_stop_the_cross_check(monkeypatch) -> None:
     """The cross-check only observes, so it must not end a long run, but must report its end."""
-    with Verifier(RewardConfig(symbolic_workers=1, symbolic_timeout_s=30.0)) as verifier:
+    with Verifier(RewardConfig(symbolic_workers=1), symbolic_timeout_s=30.0) as verifier:
         monkeypatch.setattr(sys, "executable", "/bin/false")
         os.kill(verifier._pool.process_ids[0], signal.SIGKILL)
         verifier.score_batch(["Answer: 1", "Answer: 2"], ["1", "2"])
@@ -118,7 +118,7 @@ def test_failed_process_start_only_stops_the_cross_check(monkeypatch) -> None:
 @pytest.mark.fault
 def test_hung_workers_delay_nothing() -> None:
     """All of them hang, also after they are replaced."""
-    with Verifier(RewardConfig(symbolic_workers=2, symbolic_timeout_s=1.0)) as verifier:
+    with Verifier(RewardConfig(symbolic_workers=2), symbolic_timeout_s=1.0) as verifier:
         started = time.perf_counter()
         for _ in range(3):
             for pid in verifier._pool.process_ids:
@@ -145,8 +145,8 @@ def test_cross_check_is_optional_but_a_deciding_comparison_is_not(monkeypatch):
 
 
 def test_symbolic_decides_if_chosen_with_the_rule_as_fallback() -> None:
-    config = RewardConfig(decide="symbolic", symbolic_timeout_s=30.0)
-    with Verifier(config) as verifier:
+    config = RewardConfig(decide="symbolic")
+    with Verifier(config, symbolic_timeout_s=30.0) as verifier:
         scores = verifier.score_batch([*RESPONSES, "Answer: 9!!!"], [*GOLDS, "9!!!"])
     assert [v.correct for v in scores] == [True, True, True, False, False, True]
     assert [v.reward for v in scores] == [1.0, 1.0, 1.0, -1.0, -1.0, 1.0]
@@ -184,9 +184,9 @@ def test_batch_needs_a_gold_per_response(verifier: Verifier) -> None:
 @pytest.mark.fault
 def test_lost_comparisons_warn_and_keep_the_reward(caplog) -> None:
     """Without a warning, every reward could be 0."""
-    config = RewardConfig(symbolic_workers=1, symbolic_timeout_s=3.0)
+    config = RewardConfig(symbolic_workers=1)
     texts = [SLOW, "Answer: 42"]
-    with caplog.at_level(logging.WARNING), Verifier(config) as verifier:
+    with caplog.at_level(logging.WARNING), Verifier(config, symbolic_timeout_s=3.0) as verifier:
         assert [v.correct for v in verifier.score_batch(texts, ["42", "42"])] == [False, True]
         verifier.finish_cross_check(SOON_S)
         assert verifier.cross_checks(texts, "42") == [None, True]
@@ -198,10 +198,6 @@ def test_lost_comparisons_warn_and_keep_the_reward(caplog) -> None:
     [
         ({"decide": "symbolic", "symbolic": False}, "reward.decide"),
         ({"symbolic_workers": 0}, "reward.symbolic_workers"),
-        ({"symbolic_timeout_s": 0.0}, "reward.symbolic_timeout_s"),
-        ({"symbolic_timeout_s": float("nan")}, "reward.symbolic_timeout_s"),
-        ({"symbolic_seconds_per_minute": -1.0}, "reward.symbolic_seconds_per_minute"),
-        ({"symbolic_memory_mib": 10}, "reward.symbolic_memory_mib"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key(wrong: dict, key: str) -> None:
@@ -214,7 +210,7 @@ class AsyncScorer:
     """An actor that scores on the event loop's thread, which is not a main thread."""
 
     def __init__(self) -> None:
-        self.verifier = Verifier(RewardConfig(decide="symbolic", symbolic_timeout_s=30.0))
+        self.verifier = Verifier(RewardConfig(decide="symbolic"), symbolic_timeout_s=30.0)
 
     async def score(self) -> list[Score]:
         return self.verifier.score_batch(RESPONSES, GOLDS)

@@ -43,7 +43,7 @@ class KilledAfter(ScriptedEngines):
 def journal_in(
     folder: Path, *, weights: str = WEIGHTS, settings: str = "settings", version: int = 3
 ) -> Journal:
-    journal = Journal(folder, settings, fsync="never")
+    journal = Journal(folder, settings)
     journal.begin(version, weights)
     return journal
 
@@ -221,16 +221,15 @@ def test_folder_that_cannot_be_created_is_reported(tmp_path):
     assert "cannot be written" in journal.drain_warnings()[0]
 
 
-@pytest.mark.parametrize(("fsync", "num_syncs"), [("never", 0), ("step", 1), ("group", 8)])
-def test_fsync_setting(tmp_path, monkeypatch, fsync, num_syncs):
+def test_groups_are_flushed_once_a_step(tmp_path, monkeypatch):
     synced, real = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.fstat(file)), real(file)))
-    journal = Journal(tmp_path, "settings", fsync=fsync)
+    journal = Journal(tmp_path, "settings")
     journal.begin(3, WEIGHTS)
     sampler_with(journal, ScriptedEngines(), selection="all").next_batch()
     files = [entry for entry in synced if stat.S_ISREG(entry.st_mode)]
-    assert len(files) == num_syncs
-    assert len(synced) - len(files) == (fsync != "never"), "the directory entry, once"
+    assert len(files) == 1
+    assert len(synced) - len(files) == 1, "the directory entry, once"
 
 
 def test_batch_sampled_ahead_is_reused(tmp_path):

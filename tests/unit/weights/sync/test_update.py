@@ -35,7 +35,7 @@ def test_number_verifies_first_and_every_nth_update(verify, expected):
 def test_deltas_count_and_new_connection_starts_with_verification():
     """Catches a count that restarts with each connection, and deltas that are not counted: with
     engines that come and go nothing would be verified for long."""
-    versions = UpdateVersions(WeightsConfig(verify=4, full_every=100), deltas=True)
+    versions = UpdateVersions(WeightsConfig(verify=4), deltas=True)
     full = [True, False, False, False, False, True, False]
     expected = [True, False, False, False, True, True, False]
     assert [send_update(versions, in_full=one) for one in full] == expected
