@@ -1,7 +1,7 @@
-"""Would catch: a page that names what is not there, an example that no longer works, a dead link.
+"""Tests catch a page with a missing name, a broken example or a dead link.
 
-Backticked names in the pages are looked up: files, functions in files, commands with their options,
-keys of the configuration, metrics, errors and make's targets.
+Backticked names of the pages are looked up: files, functions in files, commands with their options,
+configuration keys, metrics, errors and make targets.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ MADE = (
     *("log.txt", "build/", "rollouts/", "journal/", "tensorboard/", "exports/", "checkpoints/"),
     "logs/",
 )
-"""What a run or make writes."""
+"""Files and folders that a run or make writes."""
 
 per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The fenced blocks of a page that are in a language."""
+    """Return the fenced blocks of a page in a language."""
     return [text for name, text in _FENCE.findall(page.read_text()) if name == language]
 
 
 def spans(page: Path) -> list[str]:
-    """Everything in single backticks, line breaks undone."""
+    """Return the texts in single backticks, without line breaks."""
     prose = _FENCE.sub("", page.read_text())
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
 
 
 def find(name: str) -> Path | None:
-    """The file or folder of that name, below the repository or below the package."""
+    """Return the file or folder of that name, below the repository or below the package."""
     candidates = (ROOT / name, ROOT / "megadapo" / name)
     return next((path for path in candidates if path.exists()), None)
 
@@ -104,7 +104,7 @@ def _exists(span: str) -> bool:
 
 @cache
 def definitions(path: Path) -> frozenset[str]:
-    """Functions, classes and Class.method of a module."""
+    """Return the functions, classes and Class.method names of a module."""
     return frozenset(_defined(ast.parse(path.read_text()).body, ""))
 
 
@@ -136,7 +136,7 @@ def test_keys_metrics_and_errors_exist(page: Path) -> None:
 
 
 def command_lines(page: Path) -> Iterator[list[str]]:
-    """The words of every `megadapo ...` of a page, up to what a block's second column says."""
+    """Yield the words of each `megadapo ...` of a page, without a block's second column."""
     in_blocks = [line for text in blocks(page, "") for line in text.splitlines()]
     for line in [*spans(page), *in_blocks]:
         command = re.split(r"\s{2,}|,", line.strip())[0]
@@ -189,7 +189,7 @@ def test_make_targets_exist(page: Path) -> None:
     assert not set(named) - set(targets)
 
 
-def test_the_packages_are_those_that_lint_knows() -> None:
+def test_packages_match_lint_contract() -> None:
     page = ROOT / "docs" / "architecture.md"
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contract = settings["tool"]["importlinter"]["contracts"][0]
@@ -212,7 +212,7 @@ def test_every_error_and_oracle_is_explained() -> None:
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources with every diff of docs/extending.md applied."""
+    """Return a copy of the sources with every diff of docs/extending.md applied."""
     folder = tmp_path_factory.mktemp("extended")
     for name in ("megadapo", "kernels", "tests/support"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -232,7 +232,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_examples_of_extending_work(extended: Path) -> None:
+def test_examples_of_extending_work(extended: Path) -> None:
     examples = blocks(ROOT / "docs" / "extending.md", "python")
     assert len(examples) == 4
     environment = os.environ | {"PYTHONPATH": str(extended), "OMP_NUM_THREADS": "1"}
@@ -247,8 +247,8 @@ def test_the_examples_of_extending_work(extended: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_extending_counts_the_files_it_changes() -> None:
-    """By hand beside the diffs: a test, and the two generated files where a key is added."""
+def test_extending_counts_its_files() -> None:
+    """Compare the counts; some files have no diff: tests, and two generated files for a new key."""
     page = ROOT / "docs" / "extending.md"
     per_section = [
         len(set(re.findall(r"^\+\+\+ b/(\S+)", section, re.M)))
