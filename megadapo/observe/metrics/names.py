@@ -55,8 +55,8 @@ METRICS = {
     "tools/token_share": "Share of response tokens that a tool wrote.",
     "tools/branches_per_group": "Responses of a group that branch off another one; null without "
     "sampling.branching.",
-    "tools/entropy_rise": "Mean normalised entropy after a tool call, less that of the response's "
-    "start.",
+    "tools/entropy_rise": "Mean normalised entropy after a tool call, minus its value at the "
+    "response's start.",
     "rollout/engine_busy_share": "Share of the engines' time in which they had work.",
     "rollout/slot_use": "Mean share of rollout.max_num_seqs in use while busy.",
     "rollout/preemptions": "Responses that vLLM preempted for lack of key-value cache.",
