@@ -105,7 +105,6 @@ def gather(
         MegadapoError: the error that an actor raised, or InfraError if one died, failed otherwise
             or did not answer in time. Of several errors, the root cause.
     """
-    import ray
 
     def take(call: ObjectRef[Any], index: int) -> Any:
         death = None if describe_death is None else partial(describe_death, index)
@@ -116,23 +115,35 @@ def gather(
     index_of = {call: index for index, call in enumerate(calls)}
     results: list[Any] = [None] * len(calls)
     while index_of:
-        remaining = max(0.0, deadline - time.monotonic())
-        slice_s = remaining if watch is None else min(remaining, WATCH_S)
-        ready, _ = ray.wait(list(index_of), num_returns=1, timeout=slice_s)
-        if watch is not None:
-            watch()
-        if not ready and slice_s < remaining:
-            continue
-        if not ready:
+        ended = _next_ended(list(index_of), deadline, watch)
+        if ended is None:
             silent = list(index_of.values())
             own = [logs[index] for index in silent] if logs else []
             raise timeout_error([names[index] for index in silent], doing, timeout_s, limit, own)
-        index = index_of.pop(ready[0])
+        index = index_of.pop(ended)
         try:
-            results[index] = take(ready[0], index)
+            results[index] = take(ended, index)
         except MegadapoError as first:
             raise _root_cause(first, index_of, take) from None
     return results
+
+
+def _next_ended(
+    calls: list[ObjectRef[Any]], deadline: float, watch: Callable[[], None] | None
+) -> ObjectRef[Any] | None:
+    """Wait for a call to end and return it; return None at the deadline."""
+    import ray
+
+    while True:
+        remaining = max(0.0, deadline - time.monotonic())
+        slice_s = remaining if watch is None else min(remaining, WATCH_S)
+        ready, _ = ray.wait(calls, num_returns=1, timeout=slice_s)
+        if watch is not None:
+            watch()
+        if ready:
+            return ready[0]
+        if slice_s >= remaining:
+            return None
 
 
 def result_of(
@@ -199,7 +210,8 @@ def translate_error(
         return ProcessDiedError(describe_death())
     if issubclass(kind, ProcessDiedError):
         return kind(f"{name} died during {doing}: {hint}")
-    return kind(f"{name} did not finish {doing}: {hint} ({_first_line(error)})")
+    cause = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    return kind(f"{name} did not finish {doing}: {hint} ({cause})")
 
 
 def _kind(error: RayError) -> tuple[type[InfraError], str]:
@@ -213,11 +225,6 @@ def _kind(error: RayError) -> tuple[type[InfraError], str]:
             return _NODE
     names = {kind.__name__ for kind in type(error).__mro__}
     return next((ours, hint) for theirs, ours, hint in KINDS if names.intersection(theirs))
-
-
-def _first_line(error: RayError) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _root_cause(

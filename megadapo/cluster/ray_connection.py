@@ -96,11 +96,12 @@ def admits_strangers() -> bool:
     import ray
 
     address = ray.get_runtime_context().gcs_address
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH_")}
     try:
         # in a process of its own, since Ray reads its token once a process
         asked = subprocess.run(
             [sys.executable, "-P", "-c", _PROBE, address],
-            env=_without_token(),
+            env=environment | {"RAY_AUTH_MODE": "disabled"},
             capture_output=True,
             text=True,
             timeout=_PROBE_TIMEOUT_S,
@@ -163,8 +164,3 @@ def _own_sigterm_handler() -> Iterator[None]:
     yield
     if callable(before):
         signal.signal(signal.SIGTERM, before)
-
-
-def _without_token() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
-    return kept | {"RAY_AUTH_MODE": "disabled"}

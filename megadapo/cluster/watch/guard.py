@@ -92,7 +92,9 @@ def kill_marked(mark: str) -> None:
             break
         for pid in found:
             with contextlib.suppress(OSError):
-                leftovers |= _shared_memory(pid)
+                # blocks of multiprocessing.SharedMemory that the process has mapped
+                maps = _read(f"/proc/{pid}/maps").decode()
+                leftovers |= set(re.findall(r"/dev/shm/psm_\w+", maps))
                 os.kill(pid, signal.SIGKILL)
         time.sleep(SWEEP_PAUSE_S)
     for path in leftovers:
@@ -117,11 +119,6 @@ def send_signal(processes: Iterable[tuple[int, str | None]], number: signal.Sign
         if started is not None and start_time(pid) == started:
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
-
-
-def _shared_memory(pid: int) -> set[str]:
-    """Return the paths of the multiprocessing.SharedMemory blocks that a process has mapped."""
-    return set(re.findall(r"/dev/shm/psm_\w+", _read(f"/proc/{pid}/maps").decode()))
 
 
 def _read(path: str) -> bytes:
