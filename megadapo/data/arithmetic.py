@@ -153,7 +153,8 @@ def worked_answer(problem: Problem, rng: random.Random, *, kind: Kind, wrong: bo
         kind: "direct" gives the answer line alone, "steps" adds the partial sums before it.
         wrong: make one small error; an error in a partial sum carries over to the answer.
     """
-    slip = _slip(rng) if wrong else 0
+    # an error from -10 to 10 without 0, too small to make a sum negative
+    slip = rng.choice((-1, 1)) * rng.randint(1, 10) if wrong else 0
     if kind == "direct":
         return f"Answer: {problem.answer + slip}"
     digits = CHAIN_DIGITS if problem.task == "arithmetic-chain" else 1
@@ -165,11 +166,6 @@ def worked_answer(problem: Problem, rng: random.Random, *, kind: Kind, wrong: bo
         steps.append(f"{total:0{digits}}+{term}={result:0{digits}}")
         total = result
     return f"{';'.join(steps)}\nAnswer: {total}"
-
-
-def _slip(rng: random.Random) -> int:
-    """Return an error from -10 to 10 without 0, too small to make a sum negative."""
-    return rng.choice((-1, 1)) * rng.randint(1, 10)
 
 
 def _joined(terms: Iterable[int]) -> str:

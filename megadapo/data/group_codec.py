@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megadapo.algorithm.groups import Branch, Steps
+from megadapo.algorithm.groups import Branch
 from megadapo.data.group import NO_VERSION, Group, Response, Score, ToolCall
 from megadapo.data.prompts import Prompt
 
@@ -123,13 +123,17 @@ def decode_score(entry: Mapping[str, Any], num_tokens: int) -> Score:
     """
     kinds = {"reward": int | float, "correct": bool, "answer": str, "symbolic_correct": bool | None}
     _check_types(entry, kinds)
+    steps = tuple((int(end), float(value)) for end, value in entry["steps"])
+    ends = [0, *(end for end, _ in steps), num_tokens]
+    if ends != sorted(ends):
+        raise ValueError(f"steps end at {ends[1:-1]} in a response of {num_tokens} tokens")
     return Score(
         reward=entry["reward"],
         correct=entry["correct"],
         answer=entry["answer"],
         symbolic_correct=entry["symbolic_correct"],
         parts=tuple((name, float(value)) for name, value in entry["reward_parts"].items()),
-        steps=_decode_steps(entry["steps"], num_tokens),
+        steps=steps,
     )
 
 
@@ -212,14 +216,6 @@ def decode_experts(entry: Mapping[str, Any] | None) -> np.ndarray | None:
     if (ascending[..., 1:] == ascending[..., :-1]).any():
         raise ValueError("a token is routed to one expert twice")
     return experts
-
-
-def _decode_steps(entry: Sequence[Sequence[float]], num_tokens: int) -> Steps:
-    steps = tuple((int(end), float(score)) for end, score in entry)
-    ends = [0, *(end for end, _ in steps), num_tokens]
-    if ends != sorted(ends):
-        raise ValueError(f"steps end at {ends[1:-1]} in a response of {num_tokens} tokens")
-    return steps
 
 
 def _decode_branch(parent: int, num_tokens: int) -> Branch:

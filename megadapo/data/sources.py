@@ -138,7 +138,11 @@ def read_text_rows(source: str) -> Iterator[Row]:
         elif file.suffix == ".jsonl":
             yield from _jsonl_rows(file)
         else:
-            yield _whole_file(file)
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from error
+            yield Row(str(file), {TEXT: text})
 
 
 def _files(source: str, suffixes: tuple[str, ...]) -> list[Path]:
@@ -235,13 +239,6 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
             if not isinstance(columns, dict):
                 raise DataError(f"{place}: not a JSON object but {type(columns).__name__}")
             yield Row(place, columns)
-
-
-def _whole_file(file: Path) -> Row:
-    try:
-        return Row(str(file), {TEXT: file.read_text(encoding="utf-8")})
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from error
 
 
 def _is_unicode(text: str) -> bool:
