@@ -119,7 +119,11 @@ def _choices(machine: Machine) -> Iterator[Choice]:
         yield Choice(what="layers", used="megadapo's own norm and packed attention", why=why)
     yield _optimizer(machine, has_te)
     yield _head(machine)
-    yield _transport(machine)
+    if machine.uses_cuda:
+        used = 'CUDA IPC if placement = "colocated", NCCL if "separate"'
+        yield Choice(what="weight transport", used=used, why="CUDA device")
+    else:
+        yield Choice(what="weight transport", used="shared memory", why="no CUDA device")
     yield _dtype(machine)
 
 
@@ -142,13 +146,6 @@ def _head(machine: Machine) -> Choice:
         return Choice(what="policy head", used=used, why="Triton has no CPU backend")
     used = "vendor matrix products, torch row passes"
     return Choice(what="policy head", used=used, why="no C compiler (gcc) for faster ones")
-
-
-def _transport(machine: Machine) -> Choice:
-    if machine.uses_cuda:
-        used = 'CUDA IPC if placement = "colocated", NCCL if "separate"'
-        return Choice(what="weight transport", used=used, why="CUDA device")
-    return Choice(what="weight transport", used="shared memory", why="no CUDA device")
 
 
 def _dtype(machine: Machine) -> Choice:
@@ -179,7 +176,11 @@ def _gpu_errors(machine: Machine, gpu: Gpu) -> Iterator[str]:
 
 
 def _warnings(machine: Machine) -> Iterator[str]:
-    yield from _old_packages(machine)
+    for name, oldest in _OLDEST.items():
+        version = machine.packages[name]
+        if version is not None and _release(version) < oldest:
+            wanted = ".".join(map(str, oldest))
+            yield f"{name} {version} is older than {wanted}, the oldest tested version"
     yield from _gpu_warnings(machine)
     if machine.packages["apex"] is not None and not machine.nvidia_apex:
         yield (
@@ -198,14 +199,6 @@ def _warnings(machine: Machine) -> Iterator[str]:
         )
     if machine.num_cores < 2:
         yield "one core: trainer and engine take turns; expect half the speed"
-
-
-def _old_packages(machine: Machine) -> Iterator[str]:
-    for name, oldest in _OLDEST.items():
-        version = machine.packages[name]
-        if version is not None and _release(version) < oldest:
-            wanted = ".".join(map(str, oldest))
-            yield f"{name} {version} is older than {wanted}, the oldest tested version"
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -114,10 +114,13 @@ class NodeInspector:
     """The actor on a node; it takes no slot of the cluster."""
 
     def facts(self, folder: Path | None) -> NodeFacts:
+        wanted = folder or Path("/tmp")
+        # a folder that does not exist yet will be on the disk of its nearest parent
+        existing = next(path for path in (wanted, *wanted.parents) if path.exists())
         return NodeFacts(
             machine=inspect_machine(),
             megadapo=f"{megadapo.__version__} ({_digest_of_sources()})",
-            free_disk_gib=shutil.disk_usage(_there(folder or Path("/tmp"))).free / GIB,
+            free_disk_gib=shutil.disk_usage(existing).free / GIB,
         )
 
     def clock(self) -> ClockReading:
@@ -144,11 +147,6 @@ class NodeInspector:
         started = time.perf_counter()
         ray.get(probe, timeout=ANSWER_TIMEOUT_S)
         return time.perf_counter() - started
-
-
-def _there(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists on this node."""
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _digest_of_sources() -> str:
