@@ -80,6 +80,7 @@ class Machine:
 def inspect_machine() -> Machine:
     """Collect the facts; only `nvidia-smi` is started."""
     driver, gpus = _nvidia_smi()
+    compiler = find_compiler()
     return Machine(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
@@ -88,16 +89,11 @@ def inspect_machine() -> Machine:
         shm_gib=_shm_gib(),
         gpus=gpus,
         driver=driver,
-        c_compiler=_c_compiler(),
+        c_compiler=None if compiler is None else " ".join(compiler),
         packages={name: _version(distributions) for name, distributions in PACKAGES.items()},
         torch_cuda=_torch_cuda(),
         nvidia_apex=_has_nvidia_apex(),
     )
-
-
-def _c_compiler() -> str | None:
-    command = find_compiler()
-    return None if command is None else " ".join(command)
 
 
 def _version(distributions: tuple[str, ...]) -> str | None:

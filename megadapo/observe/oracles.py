@@ -87,15 +87,11 @@ def check_oracles(
 
 def is_within(record: MetricRecord, metric: str, bound: float) -> bool:
     """Return whether a step keeps a bound. A missing value or NaN breaks it."""
-    if metric.startswith("parity/") and _is_all_stale(record):
+    # parity is not measured if the current weights sampled no token of the batch
+    if metric.startswith("parity/") and record.get("staleness/token_share") == 1.0:
         return True
     value = record.get(metric)
     return value is not None and value <= bound
-
-
-def _is_all_stale(record: MetricRecord) -> bool:
-    """Return whether the current weights sampled no token of the step's batch."""
-    return record.get("staleness/token_share") == 1.0
 
 
 def _check_skipped(records: Sequence[MetricRecord], limit: int) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -268,18 +269,9 @@ def _reflection(axes: Axes, run: PlottedRun, colour: str) -> None:
             _line(axes, run, name, colour, label, alpha=0.6, linestyle=style, linewidth=1.0)
 
 
-def _length_by_accuracy(axes: Axes, run: PlottedRun, colour: str) -> None:
-    axes.set_title("Length (tokens) against accuracy")
-    _by_accuracy(axes, run, "response_length/mean", colour)
-
-
-def _entropy_by_accuracy(axes: Axes, run: PlottedRun, colour: str) -> None:
-    axes.set_title("Entropy (nats) against accuracy")
-    _by_accuracy(axes, run, "policy/entropy", colour)
-
-
-def _by_accuracy(axes: Axes, run: PlottedRun, name: str, colour: str) -> None:
+def _by_accuracy(axes: Axes, run: PlottedRun, colour: str, *, name: str, title: str) -> None:
     """Draw a metric against training accuracy, one point a step, the last one marked."""
+    axes.set_title(f"{title} against accuracy")
     axes.set_xlabel("training accuracy")
     accuracy, values = (dict(zip(*run.series(one), strict=True)) for one in ("accuracy/mean", name))
     steps = sorted(accuracy.keys() & values.keys())
@@ -290,9 +282,11 @@ def _by_accuracy(axes: Axes, run: PlottedRun, name: str, colour: str) -> None:
     axes.plot(x[-1:], y[-1:], color=colour, marker="o", linestyle="none", label="the last step")
 
 
-PANELS = (
+PANELS: tuple[Callable[[Axes, PlottedRun, str], None], ...] = (
     *(_accuracy, _length, _entropy, _group_time),
     *(_reward, _clip, _parity, _use),
-    *(_length_by_accuracy, _entropy_by_accuracy, _watched, _reflection),
+    partial(_by_accuracy, name="response_length/mean", title="Length (tokens)"),
+    partial(_by_accuracy, name="policy/entropy", title="Entropy (nats)"),
+    *(_watched, _reflection),
 )
 """Functions that draw one run in one colour, in reading order."""

@@ -107,11 +107,15 @@ def summarise(folder: Path) -> RunSummary:
 def print_report(folder: Path, *, console: Console | None = None) -> RunSummary:
     """Print the before/after table of a run, its files and next commands; return the summary."""
     summary = summarise(folder)
-    parts = Group(
-        _before_after_table(summary), _costs_table(summary), Text(), _artefacts(folder), Text()
-    )
+    cost_table = Table.grid(padding=(0, 2))
+    for row in costs(summary):
+        cost_table.add_row(*row)
+    files = Table.grid(padding=(0, 2))
+    for name, what in _ARTEFACTS:
+        if (folder / name).exists():
+            files.add_row(what, str(folder / name))
     console = console or Console()
-    console.print(parts)
+    console.print(Group(_before_after_table(summary), cost_table, Text(), files, Text()))
     console.print(
         f"Train further:    megadapo train {folder} --run.num_steps=N\n"
         f"Draw the curves:  megadapo plot {folder}\n"
@@ -139,11 +143,15 @@ def before_after(summary: RunSummary) -> list[tuple[str, str, str]]:
 
 def costs(summary: RunSummary) -> list[tuple[str, str]]:
     """Return time, tokens, groups and exactness of the run as (label, text)."""
+    cache = []
+    if summary.preemptions is not None and summary.kv_use_max is not None:
+        used = f"{summary.kv_use_max:.0%} in use at most, {summary.preemptions:,} preemptions"
+        cache = [("key-value cache", used)]
     return [
         ("time in steps", str(timedelta(seconds=round(summary.wall_s)))),
         ("tokens", _tokens(summary)),
         ("groups", f"{summary.groups_sampled:,} sampled, {summary.groups_kept:,} kept"),
-        *_engine_costs(summary),
+        *cache,
         ("first ratio off by", _cell(summary.ratio_first_max_error, "{:.1e} at most")),
         ("trainer/engine gap", _cell(summary.logprob_abs_max, "{:.1e} nats at most")),
     ]
@@ -152,13 +160,6 @@ def costs(summary: RunSummary) -> list[tuple[str, str]]:
 def _tokens(summary: RunSummary) -> str:
     stopped = f"{summary.tokens_stopped:,} of stopped responses, " if summary.tokens_stopped else ""
     return f"{summary.tokens_generated:,} generated, {stopped}{summary.tokens_trained:,} trained on"
-
-
-def _engine_costs(summary: RunSummary) -> list[tuple[str, str]]:
-    if summary.preemptions is None or summary.kv_use_max is None:
-        return []
-    used = f"{summary.kv_use_max:.0%} in use at most, {summary.preemptions:,} preemptions"
-    return [("key-value cache", used)]
 
 
 def _held_out_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
@@ -200,18 +201,3 @@ def _held_out(evaluation: EvaluationRecord) -> str:
 
 def _cell(value: int | float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
-
-
-def _costs_table(summary: RunSummary) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for row in costs(summary):
-        table.add_row(*row)
-    return table
-
-
-def _artefacts(folder: Path) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for name, what in _ARTEFACTS:
-        if (folder / name).exists():
-            table.add_row(what, str(folder / name))
-    return table

@@ -38,7 +38,9 @@ class MetricWriter(Protocol):
 
 def missing_packages(names: Sequence[WriterName]) -> list[str]:
     """Return the packages that these writers lack; each has its writer's name."""
-    return [name for name in names if not _is_installed(name)]
+    specs = [(name, importlib.util.find_spec(name)) for name in names]
+    # a folder of that name in the current directory is found too, but without an origin
+    return [name for name, spec in specs if spec is None or spec.origin is None]
 
 
 def open_writer(
@@ -172,9 +174,3 @@ class MlflowWriter:
 
 def _measured(record: Record) -> dict[str, int | float]:
     return {name: value for name, value in record.items() if value is not None and name != "step"}
-
-
-def _is_installed(name: str) -> bool:
-    # a folder of that name in the current directory is found too, but without an origin
-    spec = importlib.util.find_spec(name)
-    return spec is not None and spec.origin is not None

@@ -42,7 +42,10 @@ class Distributions:
     def length(self) -> HeatMap:
         """Return responses by length in tokens."""
         longest = max((max(counter, default=0) for counter in self._lengths.values()), default=0)
-        width = _nice(math.ceil((longest + 1) / MAX_LENGTH_ROWS))
+        needed = math.ceil((longest + 1) / MAX_LENGTH_ROWS)
+        # the next of 1, 2, 5, 10, 20, 50 ...
+        scale = int(10 ** math.floor(math.log10(max(needed, 1))))
+        width = next(scale * unit for unit in (1, 2, 5, 10) if scale * unit >= needed)
         num_rows = longest // width + 1
         rows = {step: _rows(counter, width) for step, counter in self._lengths.items()}
         return _heat(rows, [float(width * row) for row in range(num_rows + 1)])
@@ -65,12 +68,6 @@ def _rows(lengths: Counter[int], width: int) -> Counter[int]:
     for length, count in lengths.items():
         rows[length // width] += count
     return rows
-
-
-def _nice(width: int) -> int:
-    """Return the next of 1, 2, 5, 10, 20, 50 ..."""
-    scale = int(10 ** math.floor(math.log10(max(width, 1))))
-    return next(scale * unit for unit in (1, 2, 5, 10) if scale * unit >= width)
 
 
 def _heat(rows: dict[int, Counter[int]], edges: list[float]) -> HeatMap:

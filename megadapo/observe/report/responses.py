@@ -11,8 +11,9 @@ import gzip
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -77,11 +78,16 @@ def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> Sa
     totals = []
     for run, folder in enumerate(folders):
         counts, num_groups, num_responses = Distributions(), 0, 0
-        for group in _read_groups(folder):
+        steps = saved_steps(folder)
+        for group in chain.from_iterable(read_rollouts(rollouts_path(folder, s)) for s in steps):
             entry = _entry(run, group)
             lengths = [len(saved.response.token_ids) for saved in group.responses]
             counts.add(entry.step, lengths, entry.correct)
-            shelf.add(entry, _compress(_shown(group)))
+            shown = {
+                "prompt": group.prompt.to_json(),
+                "responses": [_shown_response(response) for response in group.responses],
+            }
+            shelf.add(entry, _compress(shown))
             num_groups += 1
             num_responses += len(lengths)
         totals.append((counts, num_groups, num_responses))
@@ -119,11 +125,6 @@ class _Shelf:
         return [entry for entry, _ in kept], [chunk for _, chunk in kept]
 
 
-def _read_groups(folder: Path) -> Iterator[SavedGroup]:
-    for step in saved_steps(folder):
-        yield from read_rollouts(rollouts_path(folder, step))
-
-
 def _entry(run: int, group: SavedGroup) -> GroupEntry:
     messages = group.prompt.messages
     return GroupEntry(
@@ -138,14 +139,6 @@ def _entry(run: int, group: SavedGroup) -> GroupEntry:
         truncated=[saved.response.truncated for saved in group.responses],
         disagreed=[saved.disagreed for saved in group.responses],
     )
-
-
-def _shown(group: SavedGroup) -> dict[str, object]:
-    """Return what the page shows of a group, as JSON values."""
-    return {
-        "prompt": group.prompt.to_json(),
-        "responses": [_shown_response(response) for response in group.responses],
-    }
 
 
 def _shown_response(saved: SavedResponse) -> dict[str, object]:

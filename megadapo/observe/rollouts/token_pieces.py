@@ -49,7 +49,9 @@ def token_pieces(decode: Decode, token_ids: Sequence[int], text: str) -> tuple[s
     num_shown = 0
     for end, _ in enumerate(token_ids, start=1):
         whole = decode(token_ids[context:end])
-        stable = _without_unfinished(whole)
+        stable = whole
+        for _ in range(MAX_UNFINISHED):
+            stable = stable.removesuffix(_UNFINISHED)
         pieces.append(stable[num_shown:])
         num_shown = max(num_shown, len(stable))
         if len(stable) == len(whole):
@@ -63,9 +65,3 @@ def token_pieces(decode: Decode, token_ids: Sequence[int], text: str) -> tuple[s
     if pieces and text.startswith(joined):
         pieces[-1] += text[len(joined) :]
     return tuple(pieces)
-
-
-def _without_unfinished(text: str) -> str:
-    for _ in range(MAX_UNFINISHED):
-        text = text.removesuffix(_UNFINISHED)
-    return text
