@@ -148,15 +148,19 @@ def judge_reward(
         reply, num_retries = client.chat(
             content, model=model, temperature=0.0, max_tokens=max_tokens
         )
-        found = re.findall(pattern, reply)
-        if not found:
-            raise NoAnswer(f"the judge gave no score: {reply[-80:]!r}")
-        score = float(found[-1])
-        if not 0.0 <= score <= scale:
-            raise NoAnswer(f"the judge's score {score:g} is not from 0 to {scale:g}")
-        return {"score": score / scale, "retries": num_retries}
+        return {"score": _find_score(reply, pattern, scale) / scale, "retries": num_retries}
 
     return _concurrently(judge, len(responses), max_concurrent)
+
+
+def _find_score(reply: str, pattern: str, scale: float) -> float:
+    found = re.findall(pattern, reply)
+    if not found:
+        raise NoAnswer(f"the judge gave no score: {reply[-80:]!r}")
+    score = float(found[-1])
+    if not 0.0 <= score <= scale:
+        raise NoAnswer(f"the judge's score {score:g} is not from 0 to {scale:g}")
+    return score
 
 
 def reward_model_reward(

@@ -107,11 +107,16 @@ class SymbolicPool:
             InfraError: the pool is closed, or workers cannot be restarted.
         """
         with self._lock:
-            asked = [pair for pair in dict.fromkeys(pairs) if self._admits(pair)]
+            different = list(dict.fromkeys(pairs))
+            asked = [pair for pair in different if not any(refusal(text) for text in pair)]
+            self._count("num_refused", len(different) - len(asked))
             requests = [{"answer": answer, "gold": gold} for answer, gold in asked]
             started = time.monotonic()
-            until = started + self._allowance(started)
-            replies = self._processes.run(requests, self._timeout_s, until)
+            # what is left in the minute that ends now
+            while self._busy and self._busy[0][0] < started - 60.0:
+                self._busy.popleft()
+            left_s = self._seconds_per_minute - sum(seconds for _, seconds in self._busy)
+            replies = self._processes.run(requests, self._timeout_s, started + left_s)
             self._busy.append((started, time.monotonic() - started))
             results = dict(zip(asked, map(self._result, replies), strict=True))
             return [results.get(pair) for pair in pairs]
@@ -119,11 +124,6 @@ class SymbolicPool:
     def close(self) -> None:
         """Kill the workers; a batch in progress gets no further results."""
         self._processes.close()
-
-    def _admits(self, pair: Pair) -> bool:
-        refused = any(refusal(text) for text in pair)
-        self._count("num_refused", int(refused))
-        return not refused
 
     def _result(self, reply: Reply | Lost) -> bool | None:
         """Count a reply and return its result."""
@@ -136,12 +136,6 @@ class SymbolicPool:
             return None
         self._count("num_checked")
         return bool(reply["result"] == "equal")
-
-    def _allowance(self, now: float) -> float:
-        """Return the seconds left in the minute that ends now."""
-        while self._busy and self._busy[0][0] < now - 60.0:
-            self._busy.popleft()
-        return self._seconds_per_minute - sum(seconds for _, seconds in self._busy)
 
     def _count(self, name: str, num: int = 1) -> None:
         counts = self._counts

@@ -150,14 +150,18 @@ class Verifier:
                         self._scored.setdefault(pair, []).append(by_rule.correct)
         if self._pool is None or self._cross_check is not None:
             return scores
-        equal = self._compare_now(pairs)
+        asked = [pair for pair in pairs if pair is not None]
+        equal = dict(zip(asked, self._pool.check_batch(asked), strict=True))
+        self._watch_losses(len(asked))
+        decided = []
         for pair, by_rule in zip(pairs, scores, strict=True):
+            symbolic = None
             if pair is not None:
-                self._count_disagreement(pair, by_rule.correct, equal.get(pair))
-        return [
-            _decided_symbolically(by_rule, None if pair is None else equal.get(pair))
-            for pair, by_rule in zip(pairs, scores, strict=True)
-        ]
+                symbolic = equal.get(pair)
+                self._count_disagreement(pair, by_rule.correct, symbolic)
+            correct = by_rule.correct if symbolic is None else symbolic
+            decided.append(Score(1.0 if correct else -1.0, correct, by_rule.answer, symbolic))
+        return decided
 
     def ask_cross_check(self, first: Iterable[tuple[str, str]] = ()) -> None:
         """Start to compare symbolically what was scored since the last call, in the background.
@@ -249,13 +253,6 @@ class Verifier:
             self._count_disagreement(pair, correct, result)
         self._watch_losses(len(by_rule))
 
-    def _compare_now(self, pairs: Sequence[Pair | None]) -> dict[Pair, bool | None]:
-        assert self._pool is not None
-        asked = [pair for pair in pairs if pair is not None]
-        equal = dict(zip(asked, self._pool.check_batch(asked), strict=True))
-        self._watch_losses(len(asked))
-        return equal
-
     def _watch_losses(self, num_asked: int, *, last: bool = False) -> None:
         """Warn if too many comparisons have been lost since the last check."""
         assert self._pool is not None
@@ -302,11 +299,6 @@ def _pair(response: str, gold: str) -> Pair | None:
     """Return the answer and gold to compare; None without an answer."""
     answer = extract_answer(response)
     return None if answer is None else (answer, gold)
-
-
-def _decided_symbolically(by_rule: Score, symbolic: bool | None) -> Score:
-    correct = by_rule.correct if symbolic is None else symbolic
-    return Score(1.0 if correct else -1.0, correct, by_rule.answer, symbolic)
 
 
 def _num_lost(counts: SymbolicCounts) -> int:

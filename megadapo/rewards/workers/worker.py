@@ -37,7 +37,9 @@ def serve(prepare: Callable[[Mapping[str, Any]], Handler], *, limits_written: bo
     settings = json.loads(sys.argv[1])
     replies = _take_stdout(settings["output_bytes"])
     try:
-        _limit_resources(settings["memory_bytes"])
+        memory_bytes = settings["memory_bytes"]
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if limits_written:
             limit_written(settings["output_bytes"])
         handler = prepare(settings)
@@ -68,11 +70,6 @@ def _yield_cores() -> None:
 def limit_written(num_bytes: int) -> None:
     """Limit the size of any one file that this process writes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
-
-
-def _limit_resources(memory_bytes: int) -> None:
-    for limit, value in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(limit, (value, value))
 
 
 def _limit_cpu(seconds: int) -> None:
