@@ -116,22 +116,20 @@ class Generation:
         )
 
     def _in_flight(self, request: GroupRequest, policy_version: int) -> InFlightGroup:
+        tools = request.settings.tools
+        # a tool starts at its first use
+        if tools.tool is not None and tools not in self._tools:
+            self._tools[tools] = TOOLS[tools.tool](tools)
+            self._tools[tools].start()
         return InFlightGroup(
             request=request,
             policy_version=policy_version,
             add_request=self._add_request,
-            tool=self._tool(request.settings.tools),
+            tool=self._tools.get(tools),
             tokenizer=self._tokenizer,
             vocab_size=self._llm.model_config.get_vocab_size(),
             returns_experts=self._returns_experts,
         )
-
-    def _tool(self, config: ToolsConfig) -> Tool | None:
-        """Return the tool of a configuration; start it at its first use."""
-        if config.tool is not None and config not in self._tools:
-            self._tools[config] = TOOLS[config.tool](config)
-            self._tools[config].start()
-        return self._tools.get(config)
 
     async def _abort(self, groups: Sequence[InFlightGroup]) -> None:
         """Have vLLM end every unfinished response and return its tokens."""

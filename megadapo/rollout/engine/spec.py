@@ -121,11 +121,12 @@ def validate_engine_layout(shape: ModelShape, rollout: RolloutConfig) -> None:
     Raises:
         ConfigError: names each key that does not fit, and the size of the model that it must fit.
     """
-    problems = [
-        *_tensor_problems(shape, rollout),
-        *_stage_problems(shape, rollout),
-        *_expert_problems(shape, rollout),
-    ]
+    problems = list(_tensor_problems(shape, rollout))
+    stages, num_layers = rollout.pipeline_parallel, shape.num_layers
+    if num_layers < stages:
+        found = _misfit("pipeline_parallel", stages, "fit into", "num_hidden_layers", num_layers)
+        problems.append(found)
+    problems += _expert_problems(shape, rollout)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -143,14 +144,6 @@ def _tensor_problems(shape: ModelShape, rollout: RolloutConfig) -> Iterator[str]
     heads = shape.num_kv_heads
     if heads % ranks and ranks % heads:
         yield _misfit("tensor_parallel", ranks, "divide or repeat", "num_key_value_heads", heads)
-
-
-def _stage_problems(shape: ModelShape, rollout: RolloutConfig) -> Iterator[str]:
-    stages = rollout.pipeline_parallel
-    if shape.num_layers < stages:
-        yield _misfit(
-            "pipeline_parallel", stages, "fit into", "num_hidden_layers", shape.num_layers
-        )
 
 
 def _expert_problems(shape: ModelShape, rollout: RolloutConfig) -> Iterator[str]:

@@ -219,7 +219,10 @@ class Sampler:
             if not self._recall(step, request):
                 requests.append(request)
         if self._config.longest_first:
-            requests.sort(key=self._expected_length, reverse=True)
+            requests.sort(
+                key=lambda one: self._difficulty.mean_length(self._cursor.prompt(one.key).id),
+                reverse=True,
+            )
         if requests:
             step.pool.submit(requests)
 
@@ -248,9 +251,6 @@ class Sampler:
 
     def _keep_rate(self, prompt_index: int) -> KeepRate:
         return self._difficulty.keep_rate(self._cursor.prompt(prompt_index).id)
-
-    def _expected_length(self, request: GroupRequest) -> float:
-        return self._difficulty.mean_length(self._cursor.prompt(request.key).id)
 
     def _request(
         self, prompt_index: int, unfinished: UnfinishedGroup | None = None
