@@ -124,7 +124,9 @@ class BackgroundExports:
             self._num_written += 1
             return
         code = child.process.returncode
-        self._failed(step, f"exit code {code}, {_last_line(child.log)} ({child.log})")
+        output = child.log.read_text(encoding="utf-8", errors="replace").strip()
+        last_line = (output.splitlines() or ["without output"])[-1]
+        self._failed(step, f"exit code {code}, {last_line} ({child.log})")
 
     def _failed(self, step: int, why: str) -> None:
         self._num_failed += 1
@@ -142,8 +144,3 @@ def _start_child(checkpoint: Path, destination: Path, log: Path) -> subprocess.P
         )
     os.setpriority(os.PRIO_PROCESS, process.pid, LOWEST_PRIORITY)
     return process
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "without output"

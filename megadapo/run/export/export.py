@@ -115,20 +115,7 @@ def export_checkpoint(
     weights, layout = _open_weights(source, base, critic=critic)
     partial = new_folder(destination)
     written = partial / "model"
-    with progress_bar("export", len(layout.hf_shapes)) as advance:
-        export_weights(
-            weights.tensors(),
-            written,
-            layout=layout,
-            dtype=weights.dtype,
-            base_folder=base,
-            on_tensor=lambda _: advance(),
-        )
-    if critic:
-        text = json.dumps(critic_config(read_json(written / "config.json")), indent=2) + "\n"
-        (written / "config.json").write_text(text, encoding="utf-8")
-    else:
-        _complete_generation_config(written)
+    _write_model(weights, layout, written, base=base, critic=critic)
     if quantize is not None:
         quantize_folder(written, partial / quantize, quantize)
         written = partial / quantize
@@ -166,6 +153,26 @@ def _open_weights(
     model = describe_critic(read_json(base / "config.json"))
     layout = ModelLayout(model.family, model.shape)
     return TrainerCheckpoint(folder / CRITIC_FOLDER, layout), layout
+
+
+def _write_model(
+    weights: TrainerCheckpoint, layout: ModelLayout, folder: Path, *, base: Path, critic: bool
+) -> None:
+    """Write unquantised weights, and tokenizer and configs from the base model's folder."""
+    with progress_bar("export", len(layout.hf_shapes)) as advance:
+        export_weights(
+            weights.tensors(),
+            folder,
+            layout=layout,
+            dtype=weights.dtype,
+            base_folder=base,
+            on_tensor=lambda _: advance(),
+        )
+    if critic:
+        text = json.dumps(critic_config(read_json(folder / "config.json")), indent=2) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+    else:
+        _complete_generation_config(folder)
 
 
 def _trained_model(source: ExportSource, config: dict[str, Any], *, critic: bool) -> str:

@@ -41,6 +41,7 @@ def model_card(
         is_critic: whether the export is the critic, which cannot answer.
     """
     evaluations = [] if run_folder is None else read_evaluations(run_folder)
+    recipe = [line for table in _RECIPE_TABLES for line in _lines(config, table)]
     parts = [
         f"---\n{_front_matter(base_model, is_critic=is_critic)}\n---",
         f"# {Path(base_model).name}, {step} steps of {'PPO, critic' if is_critic else 'DAPO'}",
@@ -48,7 +49,7 @@ def model_card(
         if is_critic
         else _what_it_is(base_model, step, config, quantized),
         "" if is_critic else _accuracy_table(evaluations, step, config),
-        _recipe(config),
+        "\n".join(["## Recipe", "", "```toml", *recipe, "```"]) if recipe else "",
         f"Written by megadapo {__version__}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -112,13 +113,6 @@ def _accuracy_table(
     ]
     head = "| | accuracy, with standard error | mean response length (tokens) |\n|---|---|---|"
     return "\n".join([", ".join([what, *sampling]) + ":", "", head, *rows])
-
-
-def _recipe(config: Mapping[str, Any]) -> str:
-    lines = [line for table in _RECIPE_TABLES for line in _lines(config, table)]
-    if not lines:
-        return ""
-    return "\n".join(["## Recipe", "", "```toml", *lines, "```"])
 
 
 def _lines(config: Mapping[str, Any], table: tuple[str, ...]) -> Iterator[str]:

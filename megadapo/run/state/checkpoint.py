@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ class OpenCheckpoint:
             stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             try:
                 trainer = self.wait()
-                text = json.dumps(state, default=_to_json)
+                text = json.dumps(state, default=methodcaller("to_json"))
                 files = {f"{TRAINER}/{name}": entry for name, entry in trainer.items()}
                 files[STATE] = _write(self.folder / STATE, text)
                 _check_present(self.folder, files)
@@ -370,8 +371,3 @@ def _write(path: Path, text: str) -> FileEntry:
     with hashed_file(path) as file:
         file.write(text.encode())
     return file.entry
-
-
-def _to_json(value: Any) -> Any:
-    """Convert a value of the state that has its own JSON form."""
-    return value.to_json()

@@ -48,7 +48,7 @@ class StopSignal:
             self._previous = {s: signal.signal(s, self._handle) for s in SIGNALS}
             if self._grace_s > 0:
                 number = signal.SIGALRM
-                self._previous[number] = signal.signal(number, self._end_of_grace)
+                self._previous[number] = signal.signal(number, lambda *_: self._stop_if_late())
 
     def uninstall(self) -> None:
         """Restore the previous signal handlers."""
@@ -117,9 +117,6 @@ class StopSignal:
                 f"run.grace_s = {self._grace_s:g} were left for it"
             )
         signal.setitimer(signal.ITIMER_REAL, left)
-
-    def _end_of_grace(self, number: int, frame: FrameType | None) -> None:
-        self._stop_if_late()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._requested is not None:

@@ -45,6 +45,21 @@ def step_metrics(
             [response.text for group in sampled.groups for response in group.responses],
             config.observe.reflection_phrases,
         ),
+        **_groups(sampled),
+        "tokens/trained": update.tokens_trained,
+        **_tool_use(sampled, config),
+        **_training(update),
+        **_update(published),
+        **_tail(sampled),
+        **_spread("train/rank_tokens_{}", [share.num_tokens for share in update.shares]),
+        **_spread("memory/rank_{}_mib", [share.private_bytes / MIB for share in update.shares]),
+        **_spread("time/rank_logprobs_{}_s", [share.logprobs_seconds for share in update.shares]),
+    }
+
+
+def _groups(sampled: SampledBatch) -> dict[str, int | float | None]:
+    """Return counts of groups, and of the tokens that engines generated for them."""
+    return {
         "groups/sampled": sampled.num_sampled,
         "groups/kept": sampled.num_kept,
         "groups/all_correct": sampled.num_all_correct,
@@ -58,8 +73,12 @@ def step_metrics(
         "groups/from_journal": sampled.num_from_journal,
         "tokens/generated": sampled.num_tokens,
         "tokens/stopped": sampled.num_tokens_stopped,
-        "tokens/trained": update.tokens_trained,
-        **_tool_use(sampled, config),
+    }
+
+
+def _training(update: UpdateResult) -> dict[str, int | float | None]:
+    """Return metrics of the loss, the gradient and the policy."""
+    return {
         "policy/loss": update.loss,
         "policy/entropy": update.entropy,
         "policy/ratio_mean": update.ratio_mean,
@@ -81,11 +100,6 @@ def step_metrics(
         **{f"pretraining/{name}": value for name, value in vars(update.pretraining).items()},
         **{f"critic/{name}": value for name, value in vars(update.critic).items()},
         **{f"experts/{name}": value for name, value in vars(update.experts).items()},
-        **_update(published),
-        **_tail(sampled),
-        **_spread("train/rank_tokens_{}", [share.num_tokens for share in update.shares]),
-        **_spread("memory/rank_{}_mib", [share.private_bytes / MIB for share in update.shares]),
-        **_spread("time/rank_logprobs_{}_s", [share.logprobs_seconds for share in update.shares]),
     }
 
 
