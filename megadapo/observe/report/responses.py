@@ -83,7 +83,7 @@ def read_responses(folders: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> Sa
             entry = _entry(run, group)
             lengths = [len(saved.response.token_ids) for saved in group.responses]
             counts.add(entry.step, lengths, entry.correct)
-            shown = {
+            shown: dict[str, object] = {
                 "prompt": group.prompt.to_json(),
                 "responses": [_shown_response(response) for response in group.responses],
             }
