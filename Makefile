@@ -82,6 +82,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_prose.py
 
 format: install
 	$(BIN)/ruff check --fix .
