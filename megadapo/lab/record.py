@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -40,8 +41,13 @@ def write_text(path: Path, text: str) -> None:
 def machine() -> dict[str, Any]:
     """Return this machine's hardware and the versions of installed packages."""
     found = inspect_machine()
+    cpu = None
+    with contextlib.suppress(OSError):  # only Linux has this file
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = (line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+        cpu = next(names, None)
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu,
         "cores": found.num_cores,
         "gpus": [gpu.name for gpu in found.gpus],
         "system": found.system,
@@ -52,11 +58,3 @@ def machine() -> dict[str, Any]:
             **{name: version for name, version in found.packages.items() if version},
         },
     }
-
-
-def _cpu_name() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # only Linux has this file
-        return None
-    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), None)

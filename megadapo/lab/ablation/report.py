@@ -18,7 +18,7 @@ from megadapo.lab.ablation.measures import (
     share_trained_without_signal,
     share_without_signal,
 )
-from megadapo.lab.ablation.result import AblationResult, Effect, to_json
+from megadapo.lab.ablation.result import AblationResult, to_json
 from megadapo.lab.record import write_record, write_text
 from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.plot import COLOURS, STYLE, finish, save
@@ -136,12 +136,16 @@ def _effects(result: AblationResult) -> TextTable:
     rows = []
     for effect in result.effects:
         one = measures[effect.expectation.measure]
+        interval = "-"
+        if effect.interval is not None:
+            form = one.form.replace("{:", "{:+")
+            interval = " to ".join(form.format(bound) for bound in effect.interval)
         rows.append(
             [
                 effect.row,
                 f"{one.label} {effect.expectation.change}",
                 _cell(effect.difference, one, sign=True),
-                _interval(effect, one),
+                interval,
                 effect.verdict,
                 effect.expectation.source,
             ]
@@ -164,13 +168,6 @@ def _cell(
     return " ".join(parts)
 
 
-def _interval(effect: Effect, one: Measure) -> str:
-    if effect.interval is None:
-        return "-"
-    form = one.form.replace("{:", "{:+")
-    return " to ".join(form.format(bound) for bound in effect.interval)
-
-
 def markdown(title: str, tables: Sequence[TextTable]) -> str:
     """Return the tables as a Markdown page."""
     return "\n".join([f"# {title}", *(line for table in tables for line in _lines(table))]) + "\n"
@@ -179,16 +176,14 @@ def markdown(title: str, tables: Sequence[TextTable]) -> str:
 def _lines(table: TextTable) -> Iterator[str]:
     yield from ("", f"## {table.title}", "", table.note, "")
     yield _line(table.head)
-    yield _line(
-        [_alignment([row[column] for row in table.rows]) for column in range(len(table.head))]
-    )
+    alignments = []
+    for column in range(len(table.head)):
+        # numbers are aligned right, words left
+        is_number = all(re.match(r"[-+]?\d|-$", row[column]) for row in table.rows)
+        alignments.append("---:" if is_number else "---")
+    yield _line(alignments)
     for row in table.rows:
         yield _line(row)
-
-
-def _alignment(cells: Sequence[str]) -> str:
-    """Align numbers right and words left."""
-    return "---:" if all(re.match(r"[-+]?\d|-$", cell) for cell in cells) else "---"
 
 
 def _line(cells: Sequence[str]) -> str:

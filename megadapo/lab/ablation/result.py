@@ -85,10 +85,6 @@ class AblationResult:
         runs = {result.row.name: result.runs for result in self.rows}
         return difference(runs[row], runs[other], one.name)
 
-    def _noise(self, one: Measure) -> Noise | None:
-        comparisons = self.ablation.rows.comparisons
-        return Noise.of([self.difference(row, other, one) for row, other in comparisons])
-
     @property
     def unchanged(self) -> list[str]:
         """Rows with the same results as the row they are compared with, except for the seconds."""
@@ -107,17 +103,21 @@ class AblationResult:
     @property
     def effects(self) -> list[Effect]:
         """The expectations of all rows with the measured differences."""
-        measures = {one.name: one for one in MEASURES}
+        comparisons = self.ablation.rows.comparisons
+        differences = {
+            one.name: {pair: self.difference(*pair, one) for pair in comparisons}
+            for one in MEASURES
+        }
         expected = {result.row.name: result.row.expects for result in self.rows}
         return [
             Effect(
                 row=row,
                 other=other,
                 expectation=expectation,
-                difference=self.difference(row, other, measures[expectation.measure]),
-                noise=self._noise(measures[expectation.measure]),
+                difference=differences[expectation.measure][row, other],
+                noise=Noise.of(list(differences[expectation.measure].values())),
             )
-            for row, other in self.ablation.rows.comparisons
+            for row, other in comparisons
             for expectation in expected[row]
         ]
 

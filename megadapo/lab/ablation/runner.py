@@ -107,7 +107,12 @@ class Runner:
         if code == 0:
             self._show(f"{child.run.name} finished after {seconds:.0f} s")
             return
-        failure = Failure(run=child.run, exit_code=code, message=_last_words(child))
+        output = child.run.log.read_bytes()[child.log_start :].decode(errors="replace")
+        lines = output.strip().splitlines()
+        errors = [line for line in lines if line.startswith("megadapo: ")]
+        # the error of the command if it printed one, or else its last line
+        message = (errors or lines or ["no output"])[-1].removeprefix("megadapo: ")
+        failure = Failure(run=child.run, exit_code=code, message=message)
         self._failures.append(failure)
         self._show(f"{failure}")
 
@@ -118,11 +123,3 @@ class Runner:
             child.process.wait()
             child.guard.stand_down()
         self._children.clear()
-
-
-def _last_words(child: _Child) -> str:
-    """Return the error of a failed process, or else the last line of its output."""
-    output = child.run.log.read_bytes()[child.log_start :].decode(errors="replace")
-    lines = output.strip().splitlines()
-    errors = [line for line in lines if line.startswith("megadapo: ")]
-    return (errors or lines or ["no output"])[-1].removeprefix("megadapo: ")

@@ -152,21 +152,17 @@ def _results(
     results = []
     for name, timing in timings.items():
         check = checks.get(name, HeadResult(name=name, shape=str(shape)))
+        # the smaller of two peaks: the first call of a size also fills caches
+        peaks = [peak_extra_mib(calls[name], device) for _ in range(2)]
         measured = {
             "best_ms": timing.best_ms,
             "median_ms": timing.median_ms,
             "ratio_to_products": timing.best_ms / floor,
             "useful_tflops": shape.useful_tflop / timing.best_ms * 1e3,
-            "peak_extra_mib": _peak_extra_mib(calls[name], device),
+            "peak_extra_mib": min((peak for peak in peaks if peak is not None), default=None),
         }
         results.append(HeadResult(**(asdict(check) | measured)))
     return results
-
-
-def _peak_extra_mib(call: Callable[[], object], device: torch.device) -> float | None:
-    """Return the smaller of two peaks: the first call of a size also fills caches."""
-    peaks = [peak_extra_mib(call, device) for _ in range(2)]
-    return min((peak for peak in peaks if peak is not None), default=None)
 
 
 def format_table(results: Sequence[HeadResult]) -> str:
@@ -223,7 +219,7 @@ def run(
         every += results
     if json_file is not None:
         report = {
-            "device": _device_name(device),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "threads": torch.get_num_threads(),
             "clock": clock,
             "results": [asdict(result) for result in every],
@@ -261,7 +257,3 @@ def parse_shape(text: str, temperature: float) -> HeadShape:
     if shape.num_tokens % 8 or min(shape.num_tokens, shape.hidden_size, shape.vocab_size) < 1:
         raise ConfigError(f"--shape={text}: T must be a multiple of 8, and all sizes positive")
     return shape
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,15 +76,13 @@ class Soak:
 
         None with fewer than two saves that have enough steps around them.
         """
-        ratios = [
-            self.seconds[after] / statistics.median(around)
-            for after in range(self.save_every, len(self.seconds), self.save_every)
-            if len(around := self._around(after)) == 2 * AROUND
-        ]
+        ratios = []
+        for number in range(self.save_every, len(self.seconds), self.save_every):
+            around = self.seconds[max(0, number - AROUND) : number]
+            around += self.seconds[number + 1 :][:AROUND]
+            if len(around) == 2 * AROUND:
+                ratios.append(self.seconds[number] / statistics.median(around))
         return float(statistics.median(ratios)) if len(ratios) > 1 else None
-
-    def _around(self, number: int) -> list[float]:
-        return self.seconds[max(0, number - AROUND) : number] + self.seconds[number + 1 :][:AROUND]
 
     def processes(self) -> list[ProcessMemory]:
         """Return the processes alive in all of the last two thirds, the fastest growing first."""
@@ -94,7 +92,8 @@ class Soak:
                 name=self._names[pid],
                 pid=pid,
                 mib=values[self.num_steps],
-                growth_mib=100 * _slope(steps, [values[step] for step in steps]),
+                growth_mib=100
+                * statistics.linear_regression(steps, [values[step] for step in steps]).slope,
             )
             for (pid, _), values in self._memory.items()
             if all(step in values for step in steps)
@@ -150,10 +149,6 @@ def report(soak: Soak) -> dict[str, Any]:
         "processes": [asdict(one) for one in soak.processes()],
         "holds": soak.holds,
     }
-
-
-def _slope(steps: Sequence[int], values: Sequence[float]) -> float:
-    return float(statistics.linear_regression(steps, values).slope)
 
 
 def _name(pid: int) -> str:

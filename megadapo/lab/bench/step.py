@@ -188,17 +188,20 @@ def compare(
     theirs = Side(name=f"TRL {baseline.version}", steps=[other for _, other in steps])
     print(table(ours, theirs))
     if json_file is not None:
-        results = {
-            "ratio": ours.answers_per_s / theirs.answers_per_s,
-            "sides": [
-                {**side.summary, "steps": [asdict(s) for s in side.steps]}
-                for side in (ours, theirs)
-            ],
+        conditions = {
             "warmup": warmup,
             "ours": {name: to_dict(config)[name] for name in SECTIONS},
             "theirs": {k: v for k, v in asdict(settings).items() if k not in NOT_RECORDED},
         }
-        write_record(json_file, results)
+        write_record(json_file, comparison(ours, theirs) | conditions)
+
+
+def comparison(ours: Side, theirs: Side) -> dict[str, Any]:
+    """Return the measurements of both sides as JSON values."""
+    sides = [
+        {**side.summary, "steps": [asdict(step) for step in side.steps]} for side in (ours, theirs)
+    ]
+    return {"ratio": ours.answers_per_s / theirs.answers_per_s, "sides": sides}
 
 
 def alternate(

@@ -86,9 +86,8 @@ class WeightsRank:
             name, tensor = self._next
             tensors.append((name, list(tensor.shape), used))
             if self._rank == 0:
-                self._bucket(max(bucket_bytes, tensor.nbytes))[used : used + tensor.nbytes].copy_(
-                    tensor.view(-1).view(torch.uint8)
-                )
+                bucket = self._bucket(max(bucket_bytes, tensor.nbytes))
+                bucket[used : used + tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
             used += tensor.nbytes
             self._next = next(self._gathering, None)
         if not tensors:

@@ -13,7 +13,7 @@ from megadapo.rollout.config import RolloutConfig
 from megadapo.trainer.config import TrainerConfig
 from megadapo.weights.layout.layout import ModelLayout
 from megadapo.weights.layout.placement import replica_positions, stage_chunks
-from megadapo.weights.layout.shards import EnginePosition, Shard, ShardPosition
+from megadapo.weights.layout.shards import EnginePosition, Shard
 
 FP32_BYTES = 4
 SCALED_WEIGHTS, SCALE_BYTES = 128 * 128, 4
@@ -96,17 +96,23 @@ def rank_kinds(layout: ModelLayout, trainer: TrainerConfig) -> list[RankKind]:
         stages=[tuple(layer for chunk in stage for layer in chunk) for stage in chunks],
     )
     firsts = positions[:: trainer.tensor_parallel * trainer.num_replicas]
-    return [
-        RankKind(
+    kinds = []
+    for position in firsts:
+        num_layers = len(position.layer_indices)
+        # all layers have the same number of parameters
+        layer = list(layout.megatron_layer(position, "0"))
+        ends = layout.megatron_shards(replace(position, layer_indices=()))
+        experts = (shard for shard in layer if ".experts." in shard.name)
+        kind = RankKind(
             stage=position.pp_rank,
             num_stages=position.pp_size,
             chunk_layers=tuple(len(chunk) for chunk in chunks[position.pp_rank]),
-            num_parameters=_num_parameters(layout, position),
-            num_expert_parameters=_num_expert_parameters(layout, position),
+            num_parameters=_num_elements(ends) + num_layers * _num_elements(layer),
+            num_expert_parameters=num_layers * _num_elements(experts),
             has_head=position.has_head,
         )
-        for position in firsts
-    ]
+        kinds.append(kind)
+    return kinds
 
 
 def state_bytes(
@@ -174,31 +180,18 @@ def mlp_width(model: ModelDescription) -> int:
     return model.routing.experts_per_token * model.shape.expert_ffn_size
 
 
-def _num_parameters(layout: ModelLayout, position: ShardPosition) -> int:
-    """Count one rank's parameters; all layers have the same number."""
-    ends = _num_elements(layout.megatron_shards(replace(position, layer_indices=())))
-    layer = _num_elements(layout.megatron_layer(position, "0"))
-    return ends + len(position.layer_indices) * layer
-
-
-def _num_expert_parameters(layout: ModelLayout, position: ShardPosition) -> int:
-    layer = layout.megatron_layer(position, "0")
-    experts = (shard for shard in layer if ".experts." in shard.name)
-    return len(position.layer_indices) * _num_elements(experts)
-
-
 @lru_cache(maxsize=16)
 def _engine_parameters(
     layout: ModelLayout, positions: tuple[EnginePosition, ...]
 ) -> tuple[int, int]:
     """Return all and only the linear layers' parameters of the largest engine rank."""
-    ranks = (list(layout.engine_shards(position)) for position in positions)
-    return max((_num_elements(shards), _num_linear(shards)) for shards in ranks)
-
-
-def _num_linear(shards: Iterable[Shard]) -> int:
-    matrices = (shard for shard in shards if shard.width is not None)
-    return _num_elements(shard for shard in matrices if shard.name.startswith("model.layers."))
+    sizes = []
+    for position in positions:
+        shards = list(layout.engine_shards(position))
+        in_layers = (shard for shard in shards if shard.name.startswith("model.layers."))
+        linear = (shard for shard in in_layers if shard.width is not None)
+        sizes.append((_num_elements(shards), _num_elements(linear)))
+    return max(sizes)
 
 
 def _num_elements(shards: Iterable[Shard]) -> int:

@@ -205,7 +205,10 @@ class _OperatorMeter(TorchDispatchMode):
     ) -> Any:
         results = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if not _moves_nothing(func):
+        aliases = [result.alias_info for result in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        is_allocation = name.startswith(("aten::empty", "aten::new_empty"))
+        if not (is_view or is_allocation):
             written = _bytes_of(results)
             inputs = [*args, *(value for key, value in (kwargs or {}).items() if key != "out")]
             if name in _LOOKUPS:
@@ -219,10 +222,3 @@ class _OperatorMeter(TorchDispatchMode):
 def _bytes_of(values: Any) -> int:
     leaves = tree_leaves(values)
     return sum(tensor.nbytes for tensor in leaves if isinstance(tensor, torch.Tensor))
-
-
-def _moves_nothing(func: Any) -> bool:
-    """Return whether an operator only makes a view, or allocates without writing."""
-    aliases = [result.alias_info for result in func._schema.returns]
-    is_view = any(alias is not None and not alias.is_write for alias in aliases)
-    return is_view or func._schema.name.startswith(("aten::empty", "aten::new_empty"))

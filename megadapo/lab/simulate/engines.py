@@ -115,7 +115,11 @@ class VirtualEngines:
         shares: dict[int, list[VirtualResponse]] = {}
         loads = [engine.load for engine in self._engines]
         for request in groups:
-            index = self._next_engine(loads)
+            if self._dispatch == "in_turn":
+                index = self._num_dispatched % len(loads)
+                self._num_dispatched += 1
+            else:
+                index = loads.index(min(loads))
             group, sequences = self._start(request, index)
             loads[index] += len(sequences)
             if sequences:
@@ -188,12 +192,6 @@ class VirtualEngines:
                 )
             )
         return activities
-
-    def _next_engine(self, loads: Sequence[int]) -> int:
-        if self._dispatch == "in_turn":
-            self._num_dispatched += 1
-            return (self._num_dispatched - 1) % len(loads)
-        return loads.index(min(loads))
 
     def _start(self, request: GroupRequest, index: int) -> tuple[_Group, list[VirtualResponse]]:
         if not request.begun:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megadapo.lab.record import write_record
 from megadapo.lab.simulate.fit import RunFit
 from megadapo.lab.simulate.simulation import Assumptions, PolicyResult
-from megadapo.lab.simulate.task import LogNormalLengths, TaskSettings
+from megadapo.lab.simulate.task import LogNormalLengths
 from megadapo.observe.plot import COLOURS, STYLE, save
 
 if TYPE_CHECKING:
@@ -87,9 +87,13 @@ def write_json(results: Sequence[PolicyResult], assumptions: Assumptions, path: 
     Raises:
         DataError: the file cannot be written.
     """
+    task = dict(vars(assumptions.task))
+    lengths = task.pop("lengths")
+    # measured lengths are not listed
+    task["lengths"] = asdict(lengths) if isinstance(lengths, LogNormalLengths) else "measured"
     document = {
         "engines": asdict(assumptions.engines),
-        "task": _described(assumptions.task),
+        "task": task,
         "policies": [asdict(one) for one in results],
     }
     write_record(path, document)
@@ -135,10 +139,3 @@ _PANELS: tuple[tuple[str, Callable[[PolicyResult], float], str], ...] = (
     ("Length bias (%)", lambda one: 100.0 * one.length_bias, "{:+.1f}"),
     ("Staleness, mean (weight publications)", lambda one: one.staleness_mean, "{:.2f}"),
 )
-
-
-def _described(task: TaskSettings) -> dict[str, Any]:
-    """Return the task as JSON values; measured lengths are not listed."""
-    lengths = asdict(task.lengths) if isinstance(task.lengths, LogNormalLengths) else "measured"
-    fields = {name: value for name, value in vars(task).items() if name != "lengths"}
-    return {**fields, "lengths": lengths}
