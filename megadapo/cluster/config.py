@@ -6,6 +6,9 @@ from typing import Literal
 
 from megadapo.section import Section, Timeout
 
+START_TIMEOUT_S = 1800.0
+"""Default of `cluster.start_timeout_s`."""
+
 
 class ClusterConfig(Section, title="cluster"):
     """Settings of the Ray cluster and the placement of processes on it."""
@@ -19,8 +22,9 @@ class ClusterConfig(Section, title="cluster"):
     allow_unauthenticated: bool = False
     """Whether to join a Ray cluster without a token: anyone who reaches one of its nodes can run
     code on all of them."""
-    start_timeout_s: Timeout = 600.0
-    """Seconds to wait until the cluster has the GPUs that the layout needs."""
+    start_timeout_s: Timeout = START_TIMEOUT_S
+    """Seconds that each of these may take: the cluster has the GPUs that the layout needs; an
+    engine has loaded and answered a request; ranks have started and read the weights."""
 
     @property
     def uses_cuda(self) -> bool:

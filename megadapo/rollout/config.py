@@ -67,8 +67,6 @@ class RolloutConfig(Section, title="rollout"):
     """Whether a sleeping engine frees the NCCL buffers between its ranks; experimental in vLLM."""
     batch_invariant: bool = False
     """vLLM's batch-invariant kernels on CUDA: the same bits for every batch, at a cost in speed."""
-    start_timeout_s: Timeout = 900.0
-    """Seconds until an engine must have loaded and answered a request."""
     engine_progress_timeout_s: Timeout = 180.0
     """Seconds without a token after which an engine with work counts as dead."""
     max_engine_restarts: NonNegativeInt = 3

@@ -155,7 +155,7 @@ def _start_replay(
     tokenizer = load_tokenizer(config)
     pretraining_data = load_pretraining_data(config, phases, tokenizer)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=0)
-    trainer = start_trainer(settings, phases, cluster, stack, config.run.folder)
+    trainer = start_trainer(config, settings, phases, cluster, stack)
     trainer.watch = _each(cluster.daemons.check, _progress(on_progress, trainer))
     return _workers(config, trainer, GpuSharing(trainer), rollouts, tokenizer, pretraining_data)
 

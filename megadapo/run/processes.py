@@ -56,7 +56,7 @@ def start_processes(
             )
         if one_by_one:
             engines.sleep()
-    trainer = start_trainer(settings, phases, cluster, stack, config.run.folder)
+    trainer = start_trainer(config, settings, phases, cluster, stack)
     with phases.phase("wait for engines"):
         if not one_by_one:
             engines.wait_until_ready()
@@ -98,6 +98,7 @@ def _start_engines(
         model=path_from_anywhere(config.model.path),
         dtype=config.model.dtype,
         max_prompt_tokens=config.data.max_prompt_tokens,
+        start_timeout_s=config.cluster.start_timeout_s,
         **options,
     )
     stack.callback(engines.shutdown)
@@ -105,15 +106,24 @@ def _start_engines(
 
 
 def start_trainer(
-    settings: TrainerSettings, phases: Phases, cluster: Cluster, stack: ExitStack, folder: Path
+    config: RunConfig,
+    settings: TrainerSettings,
+    phases: Phases,
+    cluster: Cluster,
+    stack: ExitStack,
 ) -> Trainer:
-    """Start the trainer of the run in `folder`; end it with `stack`.
+    """Start the trainer of a run; end it with `stack`.
 
     Raises:
         InfraError: a rank did not start.
     """
     with phases.phase("start trainer"):
-        trainer = Trainer.start(settings, cluster, log_folder=folder / LOGS_FOLDER)
+        trainer = Trainer.start(
+            settings,
+            cluster,
+            log_folder=config.run.folder / LOGS_FOLDER,
+            start_timeout_s=config.cluster.start_timeout_s,
+        )
         stack.callback(trainer.shutdown)
     return trainer
 

@@ -157,8 +157,6 @@ class TrainerConfig(Section, title="trainer"):
     1, and a step with another ratio ends the run."""
     num_threads: NonNegativeInt = 0
     """CPU threads of each rank; 0 divides the machine's cores over its ranks."""
-    start_timeout_s: Timeout = 1800.0
-    """Time limit in seconds for ranks to start, form their groups and read the weights."""
     timeout_s: Timeout = 1800.0
     """Time limit in seconds of a save, of a load, and of one collective."""
     progress_timeout_s: Timeout = 600.0

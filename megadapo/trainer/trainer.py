@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megadapo.cluster.calls import gather
+from megadapo.cluster.config import START_TIMEOUT_S
 from megadapo.cluster.environment import cpu_environment, full_precision
 from megadapo.cluster.process_log import trainer_log
 from megadapo.cluster.watch.diagnostics import (
@@ -85,7 +86,14 @@ class Trainer:
         """One actor handle per rank; empty after they have ended."""
 
     @classmethod
-    def start(cls, settings: TrainerSettings, cluster: Cluster, *, log_folder: Path) -> Trainer:
+    def start(
+        cls,
+        settings: TrainerSettings,
+        cluster: Cluster,
+        *,
+        log_folder: Path,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> Trainer:
         """Start the ranks of the settings on the cluster's trainer slots.
 
         Raises:
@@ -98,6 +106,7 @@ class Trainer:
             log_folder=log_folder,
             uses_cuda=cluster.uses_cuda,
             num_cores=cluster.trainer_cores(),
+            start_timeout_s=start_timeout_s,
         )
 
     @classmethod
@@ -109,6 +118,7 @@ class Trainer:
         log_folder: Path,
         uses_cuda: bool,
         num_cores: Sequence[int] = (),
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> Trainer:
         """Start one rank per entry of Ray actor `options`; return when all are ready.
 
@@ -128,8 +138,8 @@ class Trainer:
         start = partial(
             trainer._gather,
             doing="start",
-            timeout_s=settings.trainer.start_timeout_s,
-            limit="trainer.start_timeout_s",
+            timeout_s=start_timeout_s,
+            limit="cluster.start_timeout_s",
         )
         ranks = trainer.ranks
         trainer._locations = start([rank.location.remote() for rank in ranks])

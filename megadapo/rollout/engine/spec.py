@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megadapo.cluster.config import START_TIMEOUT_S
 from megadapo.cluster.environment import cpu_environment, full_precision
 from megadapo.errors import ConfigError
 from megadapo.models.shape import ModelShape
@@ -52,6 +53,7 @@ class EngineSpec:
     log_file: Path
     returns_experts: bool = False
     """Whether responses come with the experts of each token."""
+    start_timeout_s: float = START_TIMEOUT_S
 
     @property
     def uses_cuda(self) -> bool:

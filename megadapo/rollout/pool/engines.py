@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from megadapo.cluster.config import START_TIMEOUT_S
 from megadapo.cluster.process_log import engine_log
 from megadapo.data.group import Response
 from megadapo.errors import InfraError
@@ -59,6 +60,7 @@ class Engines(EnginePool):
         weights_from: WeightsFrom = "trainer",
         shares_gpus: bool = True,
         returns_experts: bool = False,
+        start_timeout_s: float = START_TIMEOUT_S,
         wait: bool = True,
     ) -> Self:
         """Start engines.
@@ -88,6 +90,7 @@ class Engines(EnginePool):
                 shares_gpus=shares_gpus,
                 log_file=engine_log(log_folder.resolve(), index),
                 returns_experts=returns_experts,
+                start_timeout_s=start_timeout_s,
             )
             for index in (range(config.num_engines) if numbers is None else numbers)
         ]

@@ -135,7 +135,7 @@ class EngineHandle:
         """Whether the engine has made no progress for too long."""
         config = self.spec.config
         if self.state in ("starting", "ending"):
-            return self._stalled_s > config.start_timeout_s
+            return self._stalled_s > self.spec.start_timeout_s
         return max(self._stalled_s, self._silent_s) > config.engine_progress_timeout_s
 
     @property
@@ -218,8 +218,8 @@ class EngineHandle:
         config = self.spec.config
         if self.state in ("starting", "ending"):
             doing = "start" if self.state == "starting" else "end"
-            limit = "rollout.start_timeout_s"
-            return str(timeout_error([self.name], doing, config.start_timeout_s, limit))
+            limit = "cluster.start_timeout_s"
+            return str(timeout_error([self.name], doing, self.spec.start_timeout_s, limit))
         missing = "has work and gave no token" if self.load else "sent no heartbeat"
         return (
             f"{self.name} {missing} for {config.engine_progress_timeout_s:g} s "

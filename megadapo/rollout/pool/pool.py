@@ -63,8 +63,8 @@ class EnginePool:
                 [engine.awaited for engine in engines if engine.awaited is not None],
                 names=[engine.name for engine in engines],
                 doing="start",
-                timeout_s=self._config.start_timeout_s,
-                limit="rollout.start_timeout_s",
+                timeout_s=self._spec.start_timeout_s,
+                limit="cluster.start_timeout_s",
                 describe_death=lambda index: engines[index].describe_death(),
             )
         except BaseException:
@@ -264,7 +264,7 @@ class EnginePool:
         `keep_weights`: keep the weights in main memory until `wake_weights`.
         """
         if self.shares_gpus:
-            self.call_all("sleep", self._config.start_timeout_s, keep_weights)
+            self.call_all("sleep", self._spec.start_timeout_s, keep_weights)
             for engine in self._present:
                 engine.asleep = True
 
@@ -318,4 +318,4 @@ class EnginePool:
     def _wake(self, what: str) -> None:
         asleep = [engine.spec.index for engine in self._present if engine.asleep]
         refs = self.call("wake", {index: (what,) for index in asleep})
-        self.gather(refs, doing="wake", timeout_s=self._config.start_timeout_s)
+        self.gather(refs, doing="wake", timeout_s=self._spec.start_timeout_s)

@@ -101,7 +101,7 @@ class ScriptedEngine(RolloutEngine):
 
 def start_scripted_engines(num_engines: int, log_folder: Path, **settings: Any) -> Engines:
     """Start engines with weights of version 1; restarted ones get the current version."""
-    limits = {"engine_progress_timeout_s": 6.0, "start_timeout_s": 60.0}
+    limits = {"engine_progress_timeout_s": 6.0}
     config = RolloutConfig(num_engines=num_engines, max_num_seqs=8, **{**limits, **settings})
     engines = Engines(
         [
@@ -110,6 +110,7 @@ def start_scripted_engines(num_engines: int, log_folder: Path, **settings: Any) 
                     index=index,
                     config=config,
                     log_file=log_folder / f"engine-{index}.log",
+                    start_timeout_s=60.0,
                 ),
                 {"num_cpus": 0},
                 ScriptedEngine,
