@@ -7,7 +7,7 @@ shows the text under each field.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Self, get_args
+from typing import Annotated, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -24,6 +24,10 @@ from megadapo.errors import ConfigError
 
 NONE_TEXT = "none"
 """Stands for null, which TOML does not have, in fields that may be None."""
+
+Item = TypeVar("Item")
+Pair = Annotated[tuple[Item, ...], Field(min_length=2, max_length=2)]
+"""Two values of one kind that belong together."""
 
 COLLECT = "collect"
 """Validation context that keeps pydantic's own errors, to report all problems of a file."""

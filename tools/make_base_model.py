@@ -207,7 +207,7 @@ def supervised_config(
                     "warmup_steps": min(WARMUP_STEPS, num_steps // 10),
                     "decay_steps": num_steps,
                     "weight_decay": 0.01,
-                    "beta2": 0.98,
+                    "betas": [0.9, 0.98],
                 },
             },
         }

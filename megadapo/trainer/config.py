@@ -14,10 +14,11 @@ from pydantic import (
     PositiveInt,
 )
 
-from megadapo.section import Section, Timeout
+from megadapo.section import Pair, Section, Timeout
 
 ADAM_EPS = 1e-8
 """Adam's term against division by zero."""
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ModelConfig(Section, title="model"):
@@ -49,10 +50,8 @@ class OptimizerConfig(Section, title="trainer.optimizer"):
     """Learning rate at the end of the cosine."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices; biases and norms get none."""
-    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
-    """Decay of Adam's first moment."""
-    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999
-    """Decay of Adam's second moment."""
+    betas: Pair[Decay] = (0.9, 0.999)
+    """Decay of Adam's first and second moment."""
     grad_clip: NonNegativeFloat = 1.0
     """Bound on the global gradient norm of an update; 0 turns clipping off."""
     cpu_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0

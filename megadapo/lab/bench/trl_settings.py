@@ -31,8 +31,7 @@ class TrlSettings:
     lr: float
     warmup_steps: int
     weight_decay: float
-    beta1: float
-    beta2: float
+    betas: tuple[float, ...]
     eps: float
     grad_clip: float
     seed: int

@@ -63,7 +63,8 @@ def test_cosine_starts_after_warm_up_and_stays_at_its_end() -> None:
     [
         ({"lr": -1.0}, "trainer.optimizer.lr"),
         ({"lr": float("nan")}, "trainer.optimizer.lr"),
-        ({"beta2": 1.0}, "trainer.optimizer.beta2"),
+        ({"betas": (0.9, 1.0)}, "trainer.optimizer.betas"),
+        ({"betas": (0.9,)}, "trainer.optimizer.betas"),
         ({"cpu_offload_fraction": 1.5}, "trainer.optimizer.cpu_offload_fraction"),
         ({"warmup_steps": -1}, "trainer.optimizer.warmup_steps"),
         ({"decay_steps": 20}, "trainer.optimizer.decay_steps"),
