@@ -93,7 +93,7 @@ else
     memory=(--memory "$folder/memory")
     fp8=(train_bf16 fp8)
 fi
-offload=(--trainer.offload.optimizer=cpu --trainer.offload.gradients=cpu --trainer.offload.parameters=cpu)
+offload=('--trainer.offload=["optimizer", "gradients", "parameters"]')
 
 # also one engine in a rehearsal
 short=(--rollout.num_engines=1 --run.num_steps="$steps" --trainer.optimizer.warmup_steps=1 --evaluation.every=0)

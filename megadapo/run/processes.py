@@ -12,7 +12,6 @@ from megadapo.config import RunConfig
 from megadapo.models.folder import path_from_anywhere
 from megadapo.rollout.pool.engines import Engines
 from megadapo.run.sampling import Phases, start_cluster
-from megadapo.trainer.config import OffloadConfig
 from megadapo.trainer.trainer import Trainer
 from megadapo.trainer.types import TrainerSettings
 
@@ -133,7 +132,7 @@ def trainer_settings(config: RunConfig) -> TrainerSettings:
     trainer = config.trainer
     if config.cluster.placement == "separate":
         # no engine would use the freed memory
-        trainer = trainer.model_copy(update={"offload": OffloadConfig()})
+        trainer = trainer.model_copy(update={"offload": ()})
     critic = config.critic
     if critic.path is not None:
         critic = critic.model_copy(update={"path": path_from_anywhere(critic.path)})

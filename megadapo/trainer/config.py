@@ -19,6 +19,8 @@ from megadapo.section import Pair, Section, Timeout
 ADAM_EPS = 1e-8
 """Adam's term against division by zero."""
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+StateKind = Literal["optimizer", "gradients", "parameters"]
+"""Kind of a rank's state that can leave the GPU."""
 
 
 class ModelConfig(Section, title="model"):
@@ -82,26 +84,6 @@ class OptimizerConfig(Section, title="trainer.optimizer"):
         return self.min_lr + (self.lr - self.min_lr) * cosine
 
 
-class OffloadConfig(Section, title="trainer.offload"):
-    """State of the trainer that moves to pinned main memory while engines use the same GPUs
-    (rollout.gpu_memory_utilization); only with cluster.placement = "colocated". Training computes
-    the same bits. Without GPUs it is useful for tests only."""
-
-    optimizer: Literal["none", "cpu"] = "none"
-    """Adam's moments and fp32 masters: on the GPU only in updates, saves and loads. They are
-    copied back while a step's old log-probs are computed."""
-    gradients: Literal["none", "cpu"] = "none"
-    """Gradient buffers: on the GPU only in updates. Each update starts with zeros, so nothing is
-    copied."""
-    parameters: Literal["none", "cpu"] = "none"
-    """Weights: off the GPU while engines generate. An engine that restarts meanwhile gets them from
-    main memory."""
-
-    @property
-    def is_on(self) -> bool:
-        return self != OffloadConfig()
-
-
 class TrainerConfig(Section, title="trainer"):
     """Split of the model and the batch over the trainer's ranks."""
 
@@ -163,8 +145,14 @@ class TrainerConfig(Section, title="trainer"):
     seconds without a micro-batch; then the limit is at least ten times the slowest recent one."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer of the policy."""
-    offload: OffloadConfig = OffloadConfig()
-    """State that leaves the GPUs between updates."""
+    offload: tuple[StateKind, ...] = ()
+    """State that moves to pinned main memory while engines use the same GPUs
+    (rollout.gpu_memory_utilization); only with cluster.placement = "colocated". Training computes
+    the same bits. optimizer: Adam's moments and fp32 masters are on the GPU only in updates, saves
+    and loads, and are copied back while a step's old log-probs are computed. gradients: the buffers
+    are on the GPU only in updates. Each update starts with zeros, so nothing is copied. parameters:
+    weights are off the GPU while engines generate. An engine that restarts meanwhile gets them from
+    main memory."""
 
     def conflicts(self) -> Iterator[str]:
         yield from self._stage_conflicts()

@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Literal
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 from torch.profiler import record_function
 
-from megadapo.trainer.config import OffloadConfig
+from megadapo.trainer.config import StateKind
 from megadapo.trainer.trained_model import TrainedModel
 
-Kind = Literal["parameters", "gradients", "optimizer"]
 Storages = Callable[[], Iterable[UntypedStorage]]
 
 BLOCK_BYTES = 256 << 20
@@ -32,12 +30,12 @@ class Offload:
     `trainer.offload` does not name stay on the device."""
 
     def __init__(
-        self, config: OffloadConfig, models: Sequence[TrainedModel], device: torch.device
+        self, kinds: Sequence[StateKind], models: Sequence[TrainedModel], device: torch.device
     ) -> None:
         self._chunks = [chunk for model in models for chunk in model.chunks]
         self._optimizers = [model.optimizer for model in models]
         self._device = device
-        storages: dict[Kind, Storages] = {
+        storages: dict[StateKind, Storages] = {
             "parameters": lambda: _storages(self._parameters()),
             "gradients": lambda: _storages(self._gradients()),
             "optimizer": self._optimizer_storages,
@@ -45,12 +43,12 @@ class Offload:
         self._kinds: dict[str, OffloadedStorages] = {
             kind: OffloadedStorages(find, device, keeps_values=kind != "gradients")
             for kind, find in storages.items()
-            if getattr(config, kind) == "cpu"
+            if kind in kinds
         }
         self._copies: dict[Tensor, Tensor] = {}
         """Parameter -> its weights in main memory, while it is evicted."""
 
-    def evict(self, *kinds: Kind) -> None:
+    def evict(self, *kinds: StateKind) -> None:
         """Free the device memory of these kinds; megatron-core must not compute until `load`."""
         for kind in kinds:
             if (offloaded := self._kinds.get(kind)) is not None:
@@ -59,13 +57,13 @@ class Offload:
                 copies = offloaded.evict()
                 self._copies |= {view: _like(view, copies[at]) for view, at in places if at}
 
-    def prefetch(self, *kinds: Kind) -> None:
+    def prefetch(self, *kinds: StateKind) -> None:
         """Start to copy these kinds back while the device computes."""
         for kind in kinds:
             if (offloaded := self._kinds.get(kind)) is not None:
                 offloaded.prefetch()
 
-    def load(self, *kinds: Kind) -> None:
+    def load(self, *kinds: StateKind) -> None:
         """Make these kinds available to everything that the device computes from here on."""
         self.prefetch(*kinds)
         for kind in kinds:
@@ -75,7 +73,7 @@ class Offload:
             self._copies = {}
 
     @contextmanager
-    def resident(self, *kinds: Kind) -> Iterator[None]:
+    def resident(self, *kinds: StateKind) -> Iterator[None]:
         """Load these kinds for the block; evict those again that were evicted before."""
         evicted = [kind for kind in kinds if kind in self._kinds and self._kinds[kind].is_evicted]
         self.load(*kinds)

@@ -32,6 +32,7 @@ from megadapo.trainer.checkpoint.checkpoint import (
     num_bytes_written,
     take_snapshot,
 )
+from megadapo.trainer.config import StateKind
 from megadapo.trainer.critic.critic import Critic
 from megadapo.trainer.critic.step import CriticStep
 from megadapo.trainer.model.cpu_platform import CPU
@@ -47,7 +48,7 @@ from megadapo.trainer.model.parallel import (
     process_groups,
 )
 from megadapo.trainer.model.router_replay import check_choices
-from megadapo.trainer.offload import Kind, Offload
+from megadapo.trainer.offload import Offload
 from megadapo.trainer.reference import ReferencePolicy
 from megadapo.trainer.trained_model import TrainedModel
 from megadapo.trainer.types import (
@@ -72,7 +73,7 @@ from megadapo.weights.disk.gather import gather_weights
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.sync.sender import PinnedWeightSender, WeightSender
 
-BETWEEN_UPDATES: tuple[Kind, Kind] = ("gradients", "optimizer")
+BETWEEN_UPDATES: tuple[StateKind, StateKind] = ("gradients", "optimizer")
 """State that is needed in updates only."""
 
 

@@ -221,7 +221,7 @@ class Trainer:
 
     def leave_to_engines(self) -> None:
         """Free the GPU memory that trainer.offload gives to engines while they generate."""
-        if self._config.offload.is_on:
+        if self._config.offload:
             self.call_all("leave_to_engines")
 
     def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:

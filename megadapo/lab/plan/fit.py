@@ -10,7 +10,7 @@ from megadapo.config import RunConfig
 from megadapo.lab.plan.cards import GIB, Card
 from megadapo.lab.plan.phases import GpuKind, Models, gpu_kinds, itemsize_of, longest_sequence
 from megadapo.lab.plan.ranks import EngineBytes, engine_bytes
-from megadapo.trainer.config import OffloadConfig, TrainerConfig
+from megadapo.trainer.config import StateKind, TrainerConfig
 
 STEP_TOKENS = 256
 """Precision of the longest sequence, in tokens."""
@@ -139,15 +139,14 @@ def _offloads(config: RunConfig) -> Iterator[dict[str, Any]]:
     offload = config.trainer.offload
     if config.cluster.placement == "separate":
         return
-    for kind in ("gradients", "optimizer", "parameters"):
-        if getattr(offload, kind) == "none":
-            offload = offload.model_copy(update={kind: "cpu"})
+    cheapest_first: tuple[StateKind, ...] = ("gradients", "optimizer", "parameters")
+    for kind in cheapest_first:
+        if kind not in offload:
+            offload = (*offload, kind)
             yield {"offload": offload}
 
 
 def _assignment(key: str, value: object) -> str:
-    if isinstance(value, OffloadConfig):
-        return ", ".join(f'trainer.{key}.{kind} = "cpu"' for kind in value.changed())
     assert key in TrainerConfig.model_fields
     text = str(value).lower() if isinstance(value, bool) else value
     if isinstance(value, str):

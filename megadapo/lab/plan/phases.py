@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megadapo.config import RunConfig
@@ -25,7 +26,7 @@ from megadapo.lab.plan.ranks import (
 )
 from megadapo.lab.plan.training import UpdateBytes, UpdateLoad, update_bytes
 from megadapo.models.description import ModelDescription, describe_critic
-from megadapo.trainer.config import OffloadConfig, TrainerConfig
+from megadapo.trainer.config import StateKind, TrainerConfig
 from megadapo.weights.layout.layout import ModelLayout
 
 BUCKETS_IN_FLIGHT = 2
@@ -140,7 +141,7 @@ def _trainer_gpu(config: RunConfig, models: Models, kind: RankKind, engine: Engi
     asleep = {"engine, asleep": sleeping_bytes(config)} if is_shared else {}
     awake = {"engine weights": engine.weights} if is_shared else {}
     persistent = _persistent(state, trainer) | _buckets(config, BUCKETS_IN_FLIGHT)
-    offload = trainer.offload if is_shared else OffloadConfig()
+    offload = trainer.offload if is_shared else ()
     idle = _without(persistent, offload, "gradients", "optimizer")
     phases = [
         Phase(name="start", items=_start(state, trainer) | asleep),
@@ -196,19 +197,19 @@ def host_bytes(config: RunConfig, models: Models, engine: EngineBytes, gpus_per_
     """Return a node's pinned main memory for offloaded tensors and for CPU-only ones."""
     layout = ModelLayout(models.policy.family, models.policy.shape)
     states = [_state(config, models, kind) for kind in rank_kinds(layout, config.trainer)]
-    offload, rollout = OffloadConfig(), config.rollout
+    offload: tuple[StateKind, ...] = ()
     engine_share = 0
     if config.cluster.placement == "colocated":
         offload = config.trainer.offload
         # engines sleep while the trainer works, or while a checkpoint is written
         engine_share = engine.weights
-        engine_share += GRAPH_BYTES if rollout.sleep_mode_offload_cudagraph else 0
+        engine_share += GRAPH_BYTES if config.rollout.sleep_mode_offload_cudagraph else 0
     has_reference = config.algorithm.objective.kl_coef != 0.0
     rank_share = max(
         state.main_memory
-        + (state.optimizer if offload.optimizer == "cpu" else 0)
+        + (state.optimizer if "optimizer" in offload else 0)
         # torch rounds a pinned block up to a power of two, and a chunk's weights are one block
-        + (1 << (state.weights - 1).bit_length() if offload.parameters == "cpu" else 0)
+        + (1 << (state.weights - 1).bit_length() if "parameters" in offload else 0)
         + (state.weights if has_reference else 0)
         for state in states
     )
@@ -227,12 +228,18 @@ def replayed_bytes(config: RunConfig, model: ModelDescription) -> int:
     return responses * longest_sequence(config) * per_token
 
 
-_ITEMS = {"parameters": WEIGHTS, "gradients": GRADIENTS, "optimizer": OPTIMIZER}
+_ITEMS: dict[StateKind, str] = {
+    "parameters": WEIGHTS,
+    "gradients": GRADIENTS,
+    "optimizer": OPTIMIZER,
+}
 
 
-def _without(items: dict[str, int], offload: OffloadConfig, *kinds: str) -> dict[str, int]:
+def _without(
+    items: dict[str, int], offload: Sequence[StateKind], *kinds: StateKind
+) -> dict[str, int]:
     """Return `items` without the offloaded ones among `kinds`."""
-    offloaded = [_ITEMS[kind] for kind in kinds if getattr(offload, kind) == "cpu"]
+    offloaded = [_ITEMS[kind] for kind in kinds if kind in offload]
     return {name: size for name, size in items.items() if name not in offloaded}
 
 

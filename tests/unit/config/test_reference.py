@@ -66,7 +66,7 @@ def test_the_tables_have_every_key() -> None:
 
 
 def test_a_section_comes_with_its_subsections() -> None:
-    parts = ["trainer", "trainer.optimizer", "trainer.offload"]
+    parts = ["trainer", "trainer.optimizer"]
     assert [table.name for table in tables("trainer")] == parts
     assert [table.name for table in tables("algorithm.objective")] == ["algorithm.objective"]
     rows = {row.name: row for row in tables("algorithm.objective")[0].rows}

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.trainer.config import OffloadConfig
+from megadapo.trainer.config import StateKind
 from megadapo.trainer.types import TrainerSettings
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.critics import with_critic
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from megadapo.trainer.rank import TrainerRank
 
-ALL = OffloadConfig(optimizer="cpu", gradients="cpu", parameters="cpu")
-KINDS = tuple(OffloadConfig.model_fields)
+KINDS: tuple[StateKind, ...] = get_args(StateKind)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor, bf16": {"tensor": 2, "sequence": True, "dtype": "bfloat16"},
     "data, overlap": {"data": 2, "overlap": True, "bucket": 3000},
@@ -37,7 +36,7 @@ SLOW_LAYOUTS = {"virtual stages, bf16": {"pipeline": 2, "virtual": 2, "dtype": "
 BATCH = random_batch(RAGGED, num_mini_batches=2)
 
 
-def offloading(settings: TrainerSettings, offload: OffloadConfig) -> TrainerSettings:
+def offloading(settings: TrainerSettings, *offload: StateKind) -> TrainerSettings:
     trainer = settings.trainer.model_copy(update={"offload": offload})
     return replace(settings, trainer=trainer)
 
@@ -138,7 +137,7 @@ def test_offload_changes_no_bit_and_frees_memory(
 ) -> None:
     settings = settings_for(str(models / "deep-tied"), **layout)
     stayed = ranks.run(2, steps, settings, tmp_path / "stayed")
-    moved = ranks.run(2, steps, offloading(settings, ALL), tmp_path / "moved")
+    moved = ranks.run(2, steps, offloading(settings, *KINDS), tmp_path / "moved")
     for before, after in zip(stayed, moved, strict=True):
         sizes, free = before.pop("sizes"), after.pop("sizes")
         whole = sizes["built"]
@@ -155,10 +154,11 @@ def test_offload_changes_no_bit_and_frees_memory(
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_leaves_alone(ranks: Ranks, models: Path, tmp_path: Path, kind: str) -> None:
+def test_each_kind_leaves_alone(
+    ranks: Ranks, models: Path, tmp_path: Path, kind: StateKind
+) -> None:
     settings = with_critic(settings_for(str(models / "deep-tied")))
-    one = OffloadConfig.model_validate({kind: "cpu"})
-    (found,) = ranks.run(1, steps, offloading(settings, one), tmp_path)
+    (found,) = ranks.run(1, steps, offloading(settings, kind), tmp_path)
     assert {name for name, size in found["sizes"]["left"].items() if size == 0} == {kind}
     assert found["sizes"]["brought"] == found["sizes"]["left"] | {
         kind: found["sizes"]["brought"][kind]

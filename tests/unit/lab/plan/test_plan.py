@@ -84,8 +84,8 @@ def test_parameters_of_all_stages_add_up_to_the_model() -> None:
         ("trainer.sequence_parallel=false", 0, "train"),
         ("trainer.data_parallel=4", 0, "save"),
         ("rollout.gpu_memory_utilization=0.87", 0, "rollout"),
-        ("trainer.offload.optimizer=none", 0, "rollout"),
-        ("trainer.offload.gradients=none", 1, "save"),
+        ('trainer.offload=["gradients"]', 0, "rollout"),
+        ('trainer.offload=["optimizer"]', 1, "save"),
         ("trainer.data_parallel=4", 1, "train"),
         ("weights.bucket_mib=1024", 1, "sync"),
         ("rollout.tensor_parallel=2", 0, "sync"),
@@ -105,7 +105,10 @@ def test_each_key_takes_memory_where_it_should(override: str, kind: int, phase: 
             "trainer.sequence_parallel = true",
         ),
         (["rollout.gpu_memory_utilization=0.98"], "lower rollout.gpu_memory_utilization to 0.89"),
-        (["rollout.gpu_memory_utilization=0.93"], 'trainer.offload.parameters = "cpu"'),
+        (
+            ["rollout.gpu_memory_utilization=0.93"],
+            'trainer.offload = ["optimizer", "gradients", "parameters"]',
+        ),
         (["trainer.tensor_parallel=1", "trainer.data_parallel=64"], "split the model further"),
         (["rollout.gpu_memory_utilization=0.23"], "the KV cache holds"),
     ],
@@ -183,14 +186,15 @@ def test_offloaded_tensors_count_in_main_memory() -> None:
         return host_bytes(recipe("qwen2.5-7b", *overrides), models, engine, 8) / GIB
 
     size = SIZES["Qwen2.5-7B"] / GIB
-    kept = counted("trainer.offload.optimizer=none")
+    kept = counted('trainer.offload=["gradients"]')
     assert kept == pytest.approx(8 * 2 * size, rel=0.01)
     assert counted() == pytest.approx(12 * size + kept, rel=0.01)
-    assert counted("trainer.offload.parameters=cpu") - counted() == 8 * 4
+    everything = 'trainer.offload=["optimizer", "gradients", "parameters"]'
+    assert counted(everything) - counted() == 8 * 4
     assert counted("rollout.sleep_level=1") == counted()
     assert counted("cluster.placement=separate") == 0.0
     # masters, moments, and gradients on the CPU
-    adam = counted("trainer.offload.optimizer=none", "trainer.optimizer.cpu_offload_fraction=0.5")
+    adam = counted('trainer.offload=["gradients"]', "trainer.optimizer.cpu_offload_fraction=0.5")
     assert adam - kept == pytest.approx(16 * size / 2, rel=0.01)
 
 
@@ -211,8 +215,8 @@ def test_replayed_experts_are_counted() -> None:
 
 
 def test_everything_but_the_process_can_be_offloaded() -> None:
-    offload = [f"trainer.offload.{kind}=cpu" for kind in ("optimizer", "gradients", "parameters")]
-    (kind,) = kinds_of(recipe("qwen2.5-7b", *offload))
+    offload = 'trainer.offload=["optimizer", "gradients", "parameters"]'
+    (kind,) = kinds_of(recipe("qwen2.5-7b", offload))
     phases = {phase.name: phase.items.keys() for phase in kind.phases}
     assert not {"weights", "gradients", "optimizer"} & phases["rollout"]
     assert {"weights", "gradients", "optimizer"} <= phases["train"]
