@@ -51,10 +51,13 @@ class GpuSharing:
             return
         self._on_update_start()
         self._engines.sleep(keep_weights=True)
-        yield
-        self._engines.wake_weights()
-        self._engines.wake_cache()
-        self._on_update_done()
+        try:
+            yield
+        finally:
+            # a save that fails, as on a full disk, is tried again after the next step
+            self._engines.wake_weights()
+            self._engines.wake_cache()
+            self._on_update_done()
 
     def _on_update_start(self) -> None:
         for engines in self._all:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megadapo.errors import CheckpointError
 from megadapo.run.gpu_sharing import GpuSharing
 
 AWAKE = ["engines.wake_weights", "engines.wake_cache"]
@@ -55,6 +56,14 @@ def test_engines_sleep_with_their_weights_while_a_save_begins(shares_gpus: bool)
         seen.append("save")
     around = [*STARTED, "engines.sleep keep_weights=True", "save", *AWAKE, *DONE]
     assert seen == (around if shares_gpus else ["save"])
+
+
+def test_engines_wake_after_a_save_that_fails() -> None:
+    """The run continues after the first failure, and tries to save again after the next step."""
+    seen: list[str] = []
+    with pytest.raises(CheckpointError), gpu_sharing(seen).saving():
+        raise CheckpointError("disk full")
+    assert seen[-4:] == [*AWAKE, *DONE]
 
 
 def test_replay_has_no_engines_to_wait_for() -> None:
