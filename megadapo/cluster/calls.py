@@ -78,6 +78,24 @@ _WORDS_OF_MEMORY = ("running low on memory", "OUT_OF_MEMORY")
 _WORDS_OF_NODE = ("its node has died", "node was terminated")
 
 
+class Watch:
+    """The checks of a run's processes, which are called while one of them is waited for."""
+
+    def __init__(self, *checks: Callable[[], None]) -> None:
+        """Each of `checks` raises the error that ends the run."""
+        self._checks = list(checks)
+
+    def add(self, *checks: Callable[[], None]) -> None:
+        """Add checks, once their processes have started."""
+        self._checks += checks
+
+    def check(self, *, without: Callable[[], None] | None = None) -> None:
+        """Call every check except the one of the part that waits."""
+        for check in self._checks:
+            if check != without:
+                check()
+
+
 def gather(
     calls: Sequence[ObjectRef[Any]],
     *,

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megadapo.cluster.calls import Watch
 from megadapo.config import RunConfig
 from megadapo.errors import CheckpointError
 from megadapo.observe.metrics.records import EvaluationRecord, read_evaluations
@@ -38,8 +39,8 @@ class ReservedEngine:
     """Pool of this one engine."""
     publish: Callable[[int], object]
     """Publishes the trainer's weights to it; the trainer keeps a copy for a restarted engine."""
-    watch: Callable[[], None]
-    """Checks the other processes; raises the error that ends the run."""
+    watch: Watch
+    """Checks of the run's processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +181,7 @@ class Evaluations:
             reserved = self._reserved
             while reserved is not None and reserved.engines.num_in_flight:
                 running.poll(WAIT_S)
-                reserved.watch()
+                reserved.watch.check(without=self.check)
             result = running.finish()
         self._finished.append(_record(self._step, running.policy_version, result))
 

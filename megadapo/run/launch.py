@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megadapo.algorithm.kl_control import KlController
+from megadapo.cluster.calls import Watch
 from megadapo.config import RunConfig
 from megadapo.data.pretraining import PretrainingStream
 from megadapo.rollout.journal.journal import Journal
@@ -108,9 +109,13 @@ def _start_live(
     inputs = SamplingInputs.start(config, phases, stack)
     pretraining_data = load_pretraining_data(config, phases, inputs.tokenizer)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=config.num_engines)
-    trainer, engines, held_out = start_processes(config, settings, phases, cluster, stack)
+    watch = Watch()
+    trainer, engines, held_out = start_processes(config, settings, phases, cluster, stack, watch)
     publisher = _publisher(config, trainer, engines)
-    engines.republish_with(publisher.republish)
+    reserved = None
+    if held_out is not None:
+        pinned = _publisher(config, trainer, held_out, pinned=True)
+        reserved = ReservedEngine(engines=held_out, publish=pinned.publish, watch=watch)
     evaluations = Evaluations(
         config,
         engines,
@@ -118,12 +123,11 @@ def _start_live(
         phases,
         fingerprint=publisher.fingerprint,
         folder=folder,
-        reserved=None if held_out is None else _reserved(config, trainer, engines, held_out),
+        reserved=reserved,
     )
     stack.callback(evaluations.close)
     progress = _progress(on_progress, trainer, engines)
-    engines.watch = _each(trainer.check, evaluations.check, cluster.daemons.check, progress)
-    trainer.watch = _each(engines.check, evaluations.check, cluster.daemons.check, progress)
+    watch.add(trainer.check, engines.check, evaluations.check, cluster.daemons.check, progress)
     journal = None
     if folder is not None and config.sampling.journal:
         journal = Journal(folder, samples_digest(config))
@@ -155,8 +159,9 @@ def _start_replay(
     tokenizer = load_tokenizer(config)
     pretraining_data = load_pretraining_data(config, phases, tokenizer)
     cluster = start_cluster(config, phases, stack, trains=True, num_engines=0)
-    trainer = start_trainer(config, settings, phases, cluster, stack)
-    trainer.watch = _each(cluster.daemons.check, _progress(on_progress, trainer))
+    watch = Watch()
+    trainer = start_trainer(config, settings, phases, cluster, stack, watch)
+    watch.add(cluster.daemons.check, _progress(on_progress, trainer))
     return _workers(config, trainer, GpuSharing(trainer), rollouts, tokenizer, pretraining_data)
 
 
@@ -205,22 +210,6 @@ def _sends_deltas(config: RunConfig) -> bool:
     return config.weights.mode == "delta"
 
 
-def _reserved(
-    config: RunConfig, trainer: Trainer, engines: Engines, held_out: Engines
-) -> ReservedEngine:
-    """Return the evaluation's own engine; the trainer's ranks keep a copy of its weights."""
-    publisher = _publisher(config, trainer, held_out, pinned=True)
-
-    def publish(policy_version: int) -> None:
-        publisher.pin()
-        held_out.republish_with(publisher.republish)
-        publisher.publish(policy_version)
-
-    return ReservedEngine(
-        engines=held_out, publish=publish, watch=_each(trainer.check, engines.check)
-    )
-
-
 def _progress(
     on_progress: OnProgress | None, trainer: Trainer, engines: Engines | None = None
 ) -> Callable[[], None]:
@@ -229,13 +218,3 @@ def _progress(
             on_progress(trainer.num_micro_batches, 0 if engines is None else engines.num_tokens)
 
     return progress
-
-
-def _each(*checks: Callable[[], None]) -> Callable[[], None]:
-    """Return one function that calls all of the checks."""
-
-    def check() -> None:
-        for one in checks:
-            one()
-
-    return check

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from megadapo.cluster.calls import Watch
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.process_log import LOGS_FOLDER
 from megadapo.config import RunConfig
@@ -22,6 +23,7 @@ def start_processes(
     phases: Phases,
     cluster: Cluster,
     stack: ExitStack,
+    watch: Watch,
 ) -> tuple[Trainer, Engines, Engines | None]:
     """Start engines and trainer, at once unless they share GPUs; end them with `stack`.
 
@@ -46,6 +48,7 @@ def start_processes(
             numbers=range(first),
             returns_experts=config.trainer.router_replay,
             wait=one_by_one,
+            watch=watch,
             **options,
         )
         reserved = None
@@ -55,7 +58,7 @@ def start_processes(
             )
         if one_by_one:
             engines.sleep()
-    trainer = start_trainer(config, settings, phases, cluster, stack)
+    trainer = start_trainer(config, settings, phases, cluster, stack, watch)
     with phases.phase("wait for engines"):
         if not one_by_one:
             engines.wait_until_ready()
@@ -110,6 +113,7 @@ def start_trainer(
     phases: Phases,
     cluster: Cluster,
     stack: ExitStack,
+    watch: Watch,
 ) -> Trainer:
     """Start the trainer of a run; end it with `stack`.
 
@@ -122,6 +126,7 @@ def start_trainer(
             cluster,
             log_folder=config.run.folder / LOGS_FOLDER,
             start_timeout_s=config.cluster.start_timeout_s,
+            watch=watch,
         )
         stack.callback(trainer.shutdown)
     return trainer

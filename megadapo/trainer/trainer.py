@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megadapo.cluster.calls import gather
+from megadapo.cluster.calls import Watch, gather
 from megadapo.cluster.config import START_TIMEOUT_S
 from megadapo.cluster.environment import cpu_environment, full_precision
 from megadapo.cluster.process_log import trainer_log
@@ -63,12 +63,15 @@ class Trainer:
         options: Sequence[dict[str, Any]],
         environments: Sequence[dict[str, str]],
         log_folder: Path,
+        watch: Watch,
     ) -> None:
-        """Create one process per entry of Ray actor `options`; `start_ranks` makes it a trainer."""
+        """Create one process per entry of Ray actor `options`; `start_ranks` makes it a trainer.
+
+        `watch`: checks that are called every few seconds while the ranks work.
+        """
         import ray
 
-        self.watch: Callable[[], None] | None = None
-        """Check that is called every few seconds while the ranks work; it may raise."""
+        self._watch = watch
         self.logs = [trainer_log(log_folder, rank) for rank in range(len(options))]
         self._names = [f"trainer rank {rank}" for rank in range(len(options))]
         self._config, self._options = config, list(options)
@@ -93,6 +96,7 @@ class Trainer:
         *,
         log_folder: Path,
         start_timeout_s: float = START_TIMEOUT_S,
+        watch: Watch | None = None,
     ) -> Trainer:
         """Start the ranks of the settings on the cluster's trainer slots.
 
@@ -107,6 +111,7 @@ class Trainer:
             uses_cuda=cluster.uses_cuda,
             num_cores=cluster.trainer_cores(),
             start_timeout_s=start_timeout_s,
+            watch=watch,
         )
 
     @classmethod
@@ -119,11 +124,13 @@ class Trainer:
         uses_cuda: bool,
         num_cores: Sequence[int] = (),
         start_timeout_s: float = START_TIMEOUT_S,
+        watch: Watch | None = None,
     ) -> Trainer:
         """Start one rank per entry of Ray actor `options`; return when all are ready.
 
         Args:
             num_cores: CPU cores of each rank; by default equal shares of this machine.
+            watch: checks of the run's other processes.
         """
         here = max(1, len(os.sched_getaffinity(0)) // len(options))
         recorder = flight_recorder(log_folder.resolve()) if uses_cuda else {}
@@ -134,7 +141,9 @@ class Trainer:
             )
             for cores in num_cores or [here] * len(options)
         ]
-        trainer = cls(settings.trainer, options, environments, log_folder.resolve())
+        trainer = cls(
+            settings.trainer, options, environments, log_folder.resolve(), watch or Watch()
+        )
         start = partial(
             trainer._gather,
             doing="start",
@@ -283,8 +292,7 @@ class Trainer:
 
         def look() -> None:
             self._look()
-            if self.watch is not None:
-                self.watch()
+            self._watch.check(without=self.check)
 
         try:
             return gather(

@@ -63,7 +63,7 @@ def _named_failures(
 
 def heartbeat_file(log: Path) -> Path:
     """Return the heartbeat file of the process with this log."""
-    return log.with_suffix(".pulse")
+    return log.with_suffix(".heartbeat")
 
 
 class TrainerWorker:

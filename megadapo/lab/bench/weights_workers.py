@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -222,7 +222,12 @@ class Engines:
         return {index: ray.get(ref, timeout=TIMEOUT_S) for index, ref in refs.items()}
 
     def finish_weight_update(
-        self, indices: Sequence[int], policy_version: int, *, timeout_s: float
+        self,
+        indices: Sequence[int],
+        policy_version: int,
+        *,
+        timeout_s: float,
+        republish: Callable[[int], object],
     ) -> None:
         method = "finish_weight_update"
         self.gather(self.call(method, {0: ()}), doing=method, timeout_s=timeout_s)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from megadapo.cluster.calls import Watch
 from megadapo.cluster.config import START_TIMEOUT_S
 from megadapo.cluster.process_log import engine_log
 from megadapo.data.group import Response
@@ -36,10 +37,10 @@ class Engines(EnginePool):
     Only one thread may use it at a time; `check` and `on_update_start` may be called by any.
     """
 
-    def __init__(self, handles: Sequence[EngineHandle]) -> None:
+    def __init__(self, handles: Sequence[EngineHandle], watch: Watch | None = None) -> None:
+        """`watch`: checks that are called every few seconds while waiting for groups."""
         super().__init__(handles)
-        self.watch: Callable[[], None] | None = None
-        """Called every few seconds while waiting for groups; may raise to end the run."""
+        self._watch = watch or Watch()
         self._in_flight: dict[int, tuple[GroupRequest, EngineIncarnation]] = {}
         """Each submitted group that was not returned, and its engine, by key."""
         self._finished: dict[int, GroupResponse] = {}
@@ -62,6 +63,7 @@ class Engines(EnginePool):
         returns_experts: bool = False,
         start_timeout_s: float = START_TIMEOUT_S,
         wait: bool = True,
+        watch: Watch | None = None,
     ) -> Self:
         """Start engines.
 
@@ -74,6 +76,7 @@ class Engines(EnginePool):
             shares_gpus: whether a trainer works on the same GPUs.
             returns_experts: whether responses come with the experts of each token.
             wait: False returns at once; call `wait_until_ready` later.
+            watch: checks of the run's other processes.
 
         Raises:
             InfraError: an engine did not start in time or at all; no process is left running.
@@ -94,7 +97,8 @@ class Engines(EnginePool):
             )
             for index in (range(config.num_engines) if numbers is None else numbers)
         ]
-        engines = cls([EngineHandle(spec, cluster.engine_options(spec.index)) for spec in specs])
+        handles = [EngineHandle(spec, cluster.engine_options(spec.index)) for spec in specs]
+        engines = cls(handles, watch)
         if wait:
             engines.wait_until_ready()
         return engines
@@ -207,8 +211,8 @@ class Engines(EnginePool):
             serving[incarnation].submit(share)
 
     def _call_watch(self) -> None:
-        if self.watch is not None and time.monotonic() - self._watched > WATCH_S:
-            self.watch()
+        if time.monotonic() - self._watched > WATCH_S:
+            self._watch.check(without=self.check)
             self._watched = time.monotonic()
 
     def _wait(self, timeout_s: float) -> bool:

@@ -234,10 +234,6 @@ class EnginePool:
         if all(one.state == "gone" for one in self._handles.values()):
             raise InfraError(f"{cause}; {action}; no engine is left")
 
-    def republish_with(self, republish: Callable[[int], object]) -> None:
-        """Set the function that gives the current weights to a restarted engine."""
-        self._republish = republish
-
     def on_update_start(self) -> None:
         """Stop republishing: the trainer's weights are about to change."""
         with self._republishing:
@@ -248,14 +244,22 @@ class EnginePool:
         self._weights_are_current = True
 
     def finish_weight_update(
-        self, indices: Sequence[int], policy_version: int, *, timeout_s: float
+        self,
+        indices: Sequence[int],
+        policy_version: int,
+        *,
+        timeout_s: float,
+        republish: Callable[[int], object],
     ) -> None:
-        """End an update: clear cached keys and values, and mark samples with the version."""
+        """End an update: clear cached keys and values, and mark samples with the version.
+
+        `republish`: gives the same weights to an engine that is started again.
+        """
         method = "finish_weight_update"
         refs = self.call(method, {index: (policy_version,) for index in indices})
         for index in self.gather(refs, doing=method, timeout_s=timeout_s):
             self._handles[index].state = "serving"
-        self.policy_version = policy_version
+        self.policy_version, self._republish = policy_version, republish
         self.on_update_done()
 
     def sleep(self, *, keep_weights: bool = False) -> None:

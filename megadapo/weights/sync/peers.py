@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -59,8 +59,15 @@ class UpdatableEngines(Protocol):
         ...
 
     def finish_weight_update(
-        self, indices: Sequence[int], policy_version: int, *, timeout_s: float
-    ) -> None: ...
+        self,
+        indices: Sequence[int],
+        policy_version: int,
+        *,
+        timeout_s: float,
+        republish: Callable[[int], object],
+    ) -> None:
+        """End an update; `republish` gives the same weights to an engine that is started again."""
+        ...
 
 
 class UpdatePeers:

@@ -63,7 +63,7 @@ class Publisher:
         pipeline_parallel: Stages of an engine.
         expert_parallel: Whether an engine's ranks hold whole experts.
         dtype: Type of the engines' weights.
-        pinned: Whether to send the weights of the last `pin` instead of the present ones.
+        pinned: Whether the ranks keep a copy of the weights that `publish` sends, for `republish`.
         deltas: Whether updates may send only the changes; the engines must keep their weights
             from one update to the next.
         logs: Log files of the trainer's ranks, for error messages.
@@ -85,6 +85,7 @@ class Publisher:
     ) -> None:
         sender = "pinned_sender" if pinned else "weight_sender"
         self._engines, self._config, self._dtype = engines, config, dtype
+        self._pinned = pinned
         self._peers = UpdatePeers(trainer_ranks, sender, engines, config.deadline_s, logs)
         self._engine = EngineShape(
             tp_size=tensor_parallel, pp_size=pipeline_parallel, expert_parallel=expert_parallel
@@ -115,6 +116,8 @@ class Publisher:
                 message names the bucket and the rank, or the parameter. The engines either have
                 their old weights or refuse to generate.
         """
+        if self._pinned:
+            self._peers.call_ranks("pin")
         return self._update(self._engines.updatable(), policy_version)
 
     def republish(self, index: int) -> PublishReport:
@@ -123,10 +126,6 @@ class Publisher:
         The other engines continue to generate; the next `publish` connects to all of them again.
         """
         return self._update([index], self._engines.policy_version)
-
-    def pin(self) -> None:
-        """Copy the present weights on every rank; later updates send this copy."""
-        self._peers.call_ranks("pin")
 
     def fingerprint(self) -> str:
         """Return a hash of every bit of the trainer's present weights.
@@ -153,7 +152,10 @@ class Publisher:
             paused = move(self._peers, update, sums)
         with phase("finish"):
             self._engines.finish_weight_update(
-                self._peers.targets, policy_version, timeout_s=self._config.deadline_s
+                self._peers.targets,
+                policy_version,
+                timeout_s=self._config.deadline_s,
+                republish=self.republish,
             )
         ended = time.monotonic()
         report = PublishReport(policy_version=policy_version, seconds=ended - started)

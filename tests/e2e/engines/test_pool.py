@@ -15,10 +15,15 @@ import psutil
 import pytest
 import ray
 
+from megadapo.cluster.calls import Watch
 from megadapo.errors import InfraError
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.types import GroupRequest
-from tests.support.processes.scripted_processes import TOO_LONG, start_scripted_engines
+from tests.support.processes.scripted_processes import (
+    TOO_LONG,
+    give_version,
+    start_scripted_engines,
+)
 from tests.support.rollout.engine_checks import actor_pid, all_finished, bits, group_request
 from tests.support.weights.actors import ray_on_this_machine
 
@@ -142,7 +147,7 @@ def test_restarted_engine_waits_for_the_update(engines):
     engines.submit(requests(30))
     assert len(answers(engines)) == 30
     assert engines.capacity == 2 * NUM_SLOTS
-    engines.finish_weight_update(engines.updatable(), 2, timeout_s=30)
+    give_version(engines, engines.updatable(), 2)
     assert engines.capacity == 3 * NUM_SLOTS
     engines.submit(requests(30))
     versions = {
@@ -165,16 +170,18 @@ def test_without_restarts_the_last_death_ends_the_run(tmp_path):
     engines.shutdown()
 
 
-def test_driver_watches_the_trainer_while_waiting(engines):
+def test_driver_watches_the_trainer_while_waiting(tmp_path):
     """Otherwise a trainer that dies in a long rollout is found only at the update."""
+    errors = [InfraError("trainer rank 1 died")]
 
-    def died() -> None:
-        raise InfraError("trainer rank 1 died")
+    def died_once() -> None:
+        if errors:
+            raise errors.pop()
 
-    engines.watch = died
+    engines = start_scripted_engines(3, tmp_path, watch=Watch(died_once))
     engines.submit(requests(30))
     with pytest.raises(InfraError, match="trainer rank 1 died"):
         answers(engines)
-    engines.watch = None
     assert len(answers(engines)) == 30
+    engines.shutdown()
     assert ray.is_initialized()

@@ -72,7 +72,6 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     senders = start_senders(folders[0], pp_size=2)
     publisher = Publisher(senders, engines, CONFIG, tensor_parallel=1, dtype=torch.float32)
     publisher.publish(1)
-    engines.republish_with(publisher.republish)
     yield Started(engines, publisher, senders, folders)
     engines.shutdown()
 

@@ -106,7 +106,6 @@ def test_two_rank_engine_restarts_after_failed_update(folder, tmp_path):
     senders = start_senders(folder)
     publisher = Publisher(senders, engines, CONFIG, tensor_parallel=2, dtype=torch.float32)
     publisher.publish(1)
-    engines.republish_with(publisher.republish)
     expected = greedy(engines)
     processes = engine_processes(engines)
     workers = [process for process in processes if "Worker" in " ".join(process.cmdline())]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megadapo.cluster.calls import Watch
 from megadapo.data.group import Response
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.engine import RolloutEngine
@@ -99,7 +100,9 @@ class ScriptedEngine(RolloutEngine):
         return self._child.pid
 
 
-def start_scripted_engines(num_engines: int, log_folder: Path, **settings: Any) -> Engines:
+def start_scripted_engines(
+    num_engines: int, log_folder: Path, *, watch: Watch | None = None, **settings: Any
+) -> Engines:
     """Start engines with weights of version 1; restarted ones get the current version."""
     limits = {"engine_progress_timeout_s": 6.0}
     config = RolloutConfig(num_engines=num_engines, max_num_seqs=8, **{**limits, **settings})
@@ -116,11 +119,19 @@ def start_scripted_engines(num_engines: int, log_folder: Path, **settings: Any) 
                 ScriptedEngine,
             )
             for index in range(num_engines)
-        ]
+        ],
+        watch,
     )
     engines.wait_until_ready()
-    engines.finish_weight_update(range(num_engines), 1, timeout_s=30)
-    engines.republish_with(
-        lambda index: engines.finish_weight_update([index], engines.policy_version, timeout_s=30)
-    )
+    give_version(engines, range(num_engines), 1)
     return engines
+
+
+def give_version(engines: Engines, indices: Sequence[int], policy_version: int) -> None:
+    """Mark the samples of engines with a version, as an update of their weights does."""
+    engines.finish_weight_update(
+        indices,
+        policy_version,
+        timeout_s=30,
+        republish=lambda index: give_version(engines, [index], policy_version),
+    )

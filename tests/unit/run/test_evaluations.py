@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megadapo.cluster.calls import Watch
 from megadapo.config import RunConfig, from_dict
 from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
 from megadapo.rollout.journal.journal import evaluation_journal_path
@@ -84,7 +85,7 @@ class Reserved:
     def __init__(self, folder: Path | None = None) -> None:
         self.others, self.own = ScriptedEngines(), ScriptedEngines(at_once=1)
         self.num_looks = 0
-        engine = ReservedEngine(engines=self.own, publish=self._publish, watch=self._look)
+        engine = ReservedEngine(engines=self.own, publish=self._publish, watch=Watch(self._look))
         self.evaluations = make("engine", self.others, folder, reserved=engine)
 
     def _publish(self, policy_version: int) -> None:

@@ -139,7 +139,7 @@ def test_stopped_rank_is_named_within_the_deadline(
     settings = replace(settings, trainer=settings.trainer.model_copy(update=limits))
     group = start(settings, tmp_path)
     pids = group.call_all("apply", pid_of)
-    group.call_all("apply", stop_the_second_in_an_update, tmp_path / "trainer-rank-1.pulse")
+    group.call_all("apply", stop_the_second_in_an_update, tmp_path / "trainer-rank-1.heartbeat")
     began = time.monotonic()
     batch = random_batch(RAGGED * 4, num_mini_batches=8)
     with pytest.raises(ProcessHungError) as caught:

@@ -29,7 +29,7 @@ class Ranks:
     def __init__(self, folder: Path) -> None:
         self.now = 1000.0
         self.last = {"rank 0": Heartbeat(), "rank 1": Heartbeat()}
-        self._paths = [folder / f"{name}.pulse" for name in self.last]
+        self._paths = [folder / f"{name}.heartbeat" for name in self.last]
         self.watch = HeartbeatWatch(
             list(self.last),
             self._paths,
@@ -111,7 +111,7 @@ def test_suspended_reader_blames_no_process(ranks: Ranks) -> None:
 def test_process_without_readable_heartbeat_is_named(tmp_path: Path) -> None:
     """A node may see another folder under the run's path."""
     now = [0.0]
-    paths = [tmp_path / "none.pulse"]
+    paths = [tmp_path / "none.heartbeat"]
     limits = {"with_progress": [], "limit_s": LIMIT_S, "limit": "key", "clock": lambda: now[0]}
     watch = HeartbeatWatch(["rank 0"], paths, paths, **limits)
     with pytest.raises(ProcessHungError, match="rank 0 sent no heartbeat"):
@@ -121,7 +121,7 @@ def test_process_without_readable_heartbeat_is_named(tmp_path: Path) -> None:
 
 
 def test_sender_writes_work_and_progress(tmp_path: Path) -> None:
-    path = tmp_path / "rank.pulse"
+    path = tmp_path / "rank.heartbeat"
     path.write_text("x" * 1000)
     sender = HeartbeatSender(path, limit_s=0.04)
     with sender.working_on("update"):
