@@ -62,11 +62,7 @@ class ReplayedRollouts(Rollouts):
         self._vocab_size = describe_model(read_hf_config(model)).shape.vocab_size
         self._config = config
         self._folder = folder
-        self._policy_version = first_step - 1
-
-    @property
-    def policy_version(self) -> int:
-        return self._policy_version
+        self.policy_version = first_step - 1
 
     def next_batch(self) -> SampledBatch:
         """Return the groups that the saved run trained on in the next step.
@@ -77,7 +73,7 @@ class ReplayedRollouts(Rollouts):
             DataError: the file is damaged, has no trained group, or has a group that does not fit
                 the configuration.
         """
-        step = self._policy_version + 1
+        step = self.policy_version + 1
         path = step_file(self._folder, step)
         saved = list(read_rollouts(path))
         for entry in saved:
@@ -106,13 +102,13 @@ class ReplayedRollouts(Rollouts):
             reward_seconds=None,
             group_seconds=(),
             groups=in_training_order(
-                batch.groups, self._policy_version, self._config.groups_per_mini_batch
+                batch.groups, self.policy_version, self._config.groups_per_mini_batch
             ),
         )
 
     def publish(self, policy_version: int) -> None:
         """Count the policy version."""
-        self._policy_version = policy_version
+        self.policy_version = policy_version
 
     def cross_checks(self, group: Group) -> Sequence[bool | None]:
         """Return the saved verdicts."""
@@ -120,7 +116,7 @@ class ReplayedRollouts(Rollouts):
 
     def _is_fresh(self, saved: SavedGroup) -> bool:
         """Return whether the current policy version sampled a token of the group."""
-        current = self._policy_version
+        current = self.policy_version
         return not saved.from_reserve and any(
             (one.response.policy_versions == current).any() for one in saved.responses
         )

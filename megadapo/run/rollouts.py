@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,28 +37,23 @@ def without_samples(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, SAMPLER_STATE: {**sampler, "reserve": [], "unfinished": [], **waiting}}
 
 
-class Rollouts:
+class Rollouts(ABC):
     """A source of batches that receives the weights trained on them.
 
     The methods that do nothing suit a source without engines.
     """
 
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights published last."""
-        raise NotImplementedError
-
+    @abstractmethod
     def next_batch(self) -> SampledBatch:
         """Return the groups of the step after the published weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def publish(self, policy_version: int) -> PublishReport | None:
         """Take the trainer's weights; return how the update went if there are engines."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cross_checks(self, group: Group) -> Sequence[bool | None]:
         """Return the cross-check's result for each response, None where it is not known."""
-        raise NotImplementedError
 
     def wait(self) -> None:
         """Wait until no response is sampled or scored, so that engines can take weights."""
@@ -99,17 +95,13 @@ class LiveRollouts(Rollouts):
     journal: Journal | None = None
     """The journal that keeps sampled groups until a checkpoint holds their step."""
 
-    @property
-    def policy_version(self) -> int:
-        return self.engines.policy_version
-
     def next_batch(self) -> SampledBatch:
         batch = self.sampler.next_batch()
         if self.config.cluster.engines_sleep:
             self.evaluations.finish_pending()
         self.inputs.start_cross_check(batch)
         groups = in_training_order(
-            batch.groups, self.policy_version, self.config.groups_per_mini_batch
+            batch.groups, self.engines.policy_version, self.config.groups_per_mini_batch
         )
         return replace(batch, groups=groups)
 
