@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megadapo.commands.common import Commands, add_command
 
-FATES = ("trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band")
+DISPOSITIONS = ("trained", "to_reserve", "dropped", "all_correct", "all_wrong", "out_of_band")
 """Values of observe.rollouts.saved_group.Disposition, repeated since its import needs numpy."""
 
 
@@ -28,7 +28,9 @@ def add(commands: Commands) -> None:
         help="only responses on which the rule and the symbolic comparison differ",
     )
     parser.add_argument("--prompt", metavar="ID", help="only prompts whose id starts with ID")
-    parser.add_argument("--fate", choices=FATES, help="only groups with this outcome")
+    parser.add_argument(
+        "--fate", dest="disposition", choices=DISPOSITIONS, help="only groups with this outcome"
+    )
     parser.add_argument(
         "--limit", type=int, default=20, metavar="N", help="most groups to print; default: 20"
     )
@@ -43,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     # keep colours, and exit if the text fits on one screen
     os.environ.setdefault("LESS", "-RFX")
     wanted = Filter(
-        fate=arguments.fate,
+        disposition=arguments.disposition,
         prompt=arguments.prompt,
         correct=True if arguments.correct else False if arguments.wrong else None,
         truncated=arguments.truncated,

@@ -78,20 +78,21 @@ class ReplayedRollouts(Rollouts):
         saved = list(read_rollouts(path))
         for entry in saved:
             self._check(entry, step, path)
-        trained = [s for s in saved if s.fate == "trained"]
+        trained = [s for s in saved if s.disposition == "trained"]
         trained.sort(key=lambda s: s.prompt_index)
         if not trained:
             raise DataError(f"{path}: has no group that was trained on")
         generated = [s for s in saved if not s.from_reserve] or trained
         counters = StepCounters(
             stats=[
-                GroupStats.from_group(s.group, is_mixed=s.fate not in REJECTED) for s in generated
+                GroupStats.from_group(s.group, is_mixed=s.disposition not in REJECTED)
+                for s in generated
             ],
-            to_reserve=_groups(s for s in saved if s.fate == "to_reserve"),
-            dropped=_groups(s for s in saved if s.fate == "dropped"),
+            to_reserve=_groups(s for s in saved if s.disposition == "to_reserve"),
+            dropped=_groups(s for s in saved if s.disposition == "dropped"),
             rejected=RejectedGroups(self._config.observe.saved_groups),
         )
-        for group in (s.group for s in saved if s.fate in REJECTED):
+        for group in (s.group for s in saved if s.disposition in REJECTED):
             counters.rejected.add(group)
         stale = _groups(s for s in trained if not self._is_fresh(s))
         batch = counters.batch(_groups(trained), stale, self._config.observe.saved_groups)

@@ -55,10 +55,10 @@ class Rollouts(ABC):
     def cross_checks(self, group: Group) -> Sequence[bool | None]:
         """Return the cross-check's result for each response, None where it is not known."""
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # noqa: B027
         """Wait until no response is sampled or scored, so that engines can take weights."""
 
-    def evaluate(self, step: int) -> None:
+    def evaluate(self, step: int) -> None:  # noqa: B027
         """Start to score the published weights on the held-out problems."""
 
     def scored(self) -> list[EvaluationRecord]:
@@ -77,7 +77,7 @@ class Rollouts(ABC):
         """Return the state with which a resumed run continues after the last batch."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Restore what `state_dict` returned."""
 
 

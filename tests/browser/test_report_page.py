@@ -182,15 +182,15 @@ def test_filters_by_what_responses_are(page: Page) -> None:
     wait_for_list(page, 1, 2, 3, 4, 5, 6)
 
 
-def test_filters_by_step_fate_prompt_and_text(page: Page) -> None:
+def test_filters_by_step_disposition_prompt_and_text(page: Page) -> None:
     page.choose("[name=step]", "2")
     wait_for_list(page, 3, 4, 5)
     page.click("[title='next step']")
     wait_for_list(page, 6)
     page.choose("[name=step]", "")
-    page.choose("[name=fate]", "all_correct")
+    page.choose("[name=disposition]", "all_correct")
     wait_for_list(page, 2)
-    page.choose("[name=fate]", "")
+    page.choose("[name=disposition]", "")
     page.type("[name=prompt]", "id-4")
     wait_for_list(page, 4)
     page.click("#responses .filters > button")

@@ -37,7 +37,7 @@ class GroupEntry:
     run: int
     step: int
     prompt_index: int
-    fate: str
+    disposition: str
     from_reserve: bool
     prompt_id: str
     excerpt: str
@@ -131,7 +131,7 @@ def _entry(run: int, group: SavedGroup) -> GroupEntry:
         run=run,
         step=group.step,
         prompt_index=group.prompt_index,
-        fate=group.fate,
+        disposition=group.disposition,
         from_reserve=group.from_reserve,
         prompt_id=group.prompt.id,
         excerpt=messages[-1][1][:_EXCERPT] if messages else "",

@@ -1,7 +1,8 @@
 """A saved group, and its JSON line in `RUN/rollouts/step-N.jsonl.zst`:
 
-    {"step": int, "fate": "trained" | "to_reserve" | "dropped" | "all_correct" | "all_wrong" |
-                          "out_of_band",
+    {"step": int,
+     "disposition": "trained" | "to_reserve" | "dropped" | "all_correct" | "all_wrong" |
+                    "out_of_band",
      "from_reserve": bool, "prompt_index": int,
      "prompt": {"id": str, "messages": [[role, content], ...], "ground_truth": str,
                 "data_source": str},
@@ -96,7 +97,7 @@ class SavedGroup:
     step: int
     """Step that generated the group, or trained on it if it is from the reserve."""
     prompt_index: int
-    fate: Disposition
+    disposition: Disposition
     from_reserve: bool
     """Whether an earlier step generated the group."""
     prompt: Prompt
@@ -119,7 +120,7 @@ def encode_saved(saved: SavedGroup) -> dict[str, Any]:
     """Return a group as the JSON values of its line."""
     return {
         "step": saved.step,
-        "fate": saved.fate,
+        "disposition": saved.disposition,
         "from_reserve": saved.from_reserve,
         "prompt_index": saved.prompt_index,
         "prompt": saved.prompt.to_json(),
@@ -150,13 +151,13 @@ def decode_saved(entry: Mapping[str, Any]) -> SavedGroup:
     Raises:
         KeyError, TypeError, ValueError: the entry is not a saved group.
     """
-    if entry["fate"] not in get_args(Disposition):
-        raise ValueError(f"unknown fate {entry['fate']!r}")
+    if entry["disposition"] not in get_args(Disposition):
+        raise ValueError(f"unknown disposition {entry['disposition']!r}")
     group = decode_group(entry)
     return SavedGroup(
         step=entry["step"],
         prompt_index=group.prompt_index,
-        fate=entry["fate"],
+        disposition=entry["disposition"],
         from_reserve=entry["from_reserve"],
         prompt=group.prompt,
         prompt_ids=group.prompt_ids,

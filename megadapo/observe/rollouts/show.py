@@ -28,7 +28,7 @@ INDENT = 4
 class Filter:
     """The groups and responses to show; None shows all."""
 
-    fate: Disposition | None = None
+    disposition: Disposition | None = None
     prompt: str | None = None
     """Prefix of the prompt's id."""
     correct: bool | None = None
@@ -39,7 +39,7 @@ class Filter:
 
     def responses(self, group: SavedGroup) -> list[tuple[int, SavedResponse]]:
         """Return the responses of a group to show, each with its number."""
-        if self.fate not in (None, group.fate):
+        if self.disposition not in (None, group.disposition):
             return []
         if self.prompt is not None and not group.prompt.id.startswith(self.prompt):
             return []
@@ -129,7 +129,9 @@ def _render_group(
 ) -> RenderableType:
     num_correct = sum(saved.score.correct for saved in group.responses)
     num_responses = len(group.responses)
-    title = f"group {group.prompt_index}: {group.fate}, {num_correct} of {num_responses} correct"
+    title = (
+        f"group {group.prompt_index}: {group.disposition}, {num_correct} of {num_responses} correct"
+    )
     if group.from_reserve:
         title += ", from the reserve"
     parts: list[RenderableType] = [Rule(Text(title, "bold cyan"), style="cyan")]

@@ -22,7 +22,7 @@ class SampledGroup:
     """A group with its disposition in a step."""
 
     group: Group
-    fate: Disposition
+    disposition: Disposition
     from_reserve: bool
     """Whether an earlier step generated it."""
 
@@ -129,7 +129,11 @@ def encode_batch(batch: SampledBatch) -> dict[str, Any]:
         "groups": [encode_group(group) for group in batch.groups],
         "engines": [asdict(activity) for activity in batch.engines],
         "saved": [
-            {"group": encode_group(s.group), "fate": s.fate, "from_reserve": s.from_reserve}
+            {
+                "group": encode_group(s.group),
+                "disposition": s.disposition,
+                "from_reserve": s.from_reserve,
+            }
             for s in batch.saved
         ],
     }
@@ -148,7 +152,9 @@ def decode_batch(entry: Mapping[str, Any]) -> SampledBatch:
             "engines": tuple(EngineActivity(**activity) for activity in entry["engines"]),
             "saved": tuple(
                 SampledGroup(
-                    group=decode_group(s["group"]), fate=s["fate"], from_reserve=s["from_reserve"]
+                    group=decode_group(s["group"]),
+                    disposition=s["disposition"],
+                    from_reserve=s["from_reserve"],
                 )
                 for s in entry["saved"]
             ),

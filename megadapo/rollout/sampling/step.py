@@ -91,10 +91,10 @@ class RejectedGroups:
 
     def add(self, group: Group) -> None:
         """Keep the group if it is among the first of its disposition by prompt index."""
-        fate: Disposition = "all_correct"
+        disposition: Disposition = "all_correct"
         if not all(group.correct):
-            fate = "out_of_band" if any(group.correct) else "all_wrong"
-        groups = self._groups[fate]
+            disposition = "out_of_band" if any(group.correct) else "all_wrong"
+        groups = self._groups[disposition]
         groups.append(group)
         if self._limit != "all" and len(groups) > self._limit:
             groups.remove(max(groups, key=lambda one: one.prompt_index))
@@ -103,8 +103,8 @@ class RejectedGroups:
         """Return the kept groups that are in a step's statistics."""
         indices = {one.prompt_index for one in stats}
         return [
-            SampledGroup(group=group, fate=fate, from_reserve=False)
-            for fate, groups in self._groups.items()
+            SampledGroup(group=group, disposition=disposition, from_reserve=False)
+            for disposition, groups in self._groups.items()
             for group in groups
             if group.prompt_index in indices
         ]
@@ -177,15 +177,17 @@ class StepCounters:
 
     def _mixed_groups(self, kept: Sequence[Group], stale: Sequence[Group]) -> list[SampledGroup]:
         old = {group.prompt_index for group in stale}
-        fates: tuple[tuple[Disposition, Sequence[Group]], ...] = (
+        dispositions: tuple[tuple[Disposition, Sequence[Group]], ...] = (
             ("trained", kept),
             ("to_reserve", self.to_reserve),
             ("dropped", self.dropped),
             ("dropped", self.surplus),
         )
         return [
-            SampledGroup(group=group, fate=fate, from_reserve=group.prompt_index in old)
-            for fate, groups in fates
+            SampledGroup(
+                group=group, disposition=disposition, from_reserve=group.prompt_index in old
+            )
+            for disposition, groups in dispositions
             for group in groups
         ]
 
@@ -251,18 +253,18 @@ def choose_saved(groups: Sequence[SampledGroup], limit: SavedGroups) -> tuple[Sa
     ordered = sorted(groups, key=lambda sampled: sampled.group.prompt_index)
     if limit == "all" or limit >= len(ordered):
         return tuple(ordered)
-    by_fate: dict[Disposition, list[SampledGroup]] = defaultdict(list)
+    by_disposition: dict[Disposition, list[SampledGroup]] = defaultdict(list)
     for sampled in ordered:
-        by_fate[sampled.fate].append(sampled)
+        by_disposition[sampled.disposition].append(sampled)
     shares: Counter[Disposition] = Counter()
     turns = cycle(_TURNS)
     while shares.total() < limit:
-        fate = next(turns)
-        shares[fate] += shares[fate] < len(by_fate[fate])
+        disposition = next(turns)
+        shares[disposition] += shares[disposition] < len(by_disposition[disposition])
     chosen = {
-        members[place * len(members) // shares[fate]].group.prompt_index
-        for fate, members in by_fate.items()
-        for place in range(shares[fate])
+        members[place * len(members) // shares[disposition]].group.prompt_index
+        for disposition, members in by_disposition.items()
+        for place in range(shares[disposition])
     }
     return tuple(sampled for sampled in ordered if sampled.group.prompt_index in chosen)
 

@@ -40,7 +40,7 @@ class _Trained:
 
 def saved_sequences(sampled: SampledBatch) -> list[int]:
     """Return the sequences of the step's batch that are responses of saved groups, ascending."""
-    saved = {entry.group.prompt_index for entry in sampled.saved if entry.fate == "trained"}
+    saved = {entry.group.prompt_index for entry in sampled.saved if entry.disposition == "trained"}
     indices = (group.prompt_index for group in sampled.groups for _ in group.responses)
     return [sequence for sequence, index in enumerate(indices) if index in saved]
 
@@ -69,11 +69,11 @@ def saved_groups(
     for entry in sampled.saved:
         group = entry.group
         untrained = [_Trained()] * len(group.responses)
-        results = trained[group.prompt_index] if entry.fate == "trained" else untrained
+        results = trained[group.prompt_index] if entry.disposition == "trained" else untrained
         yield SavedGroup(
             step=step,
             prompt_index=group.prompt_index,
-            fate=entry.fate,
+            disposition=entry.disposition,
             from_reserve=entry.from_reserve,
             prompt=group.prompt,
             prompt_ids=group.prompt_ids,

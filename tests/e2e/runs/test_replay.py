@@ -120,8 +120,8 @@ def test_rollout_command_samples_as_training(source: Path, tmp_path: Path) -> No
     assert saved_steps(folder) == [1, 2] and not (tmp_path / "x").exists()
     assert not (folder / "metrics.jsonl").exists() and not (folder / "checkpoints").exists()
     for mine, trained in zip(groups(folder, 1), groups(source, 1), strict=True):
-        assert (mine.prompt_index, mine.fate, mine.prompt) == (
-            *(trained.prompt_index, trained.fate, trained.prompt),
+        assert (mine.prompt_index, mine.disposition, mine.prompt) == (
+            *(trained.prompt_index, trained.disposition, trained.prompt),
         )
         for one, two in zip(mine.responses, trained.responses, strict=True):
             assert one.response.token_ids.tolist() == two.response.token_ids.tolist()

@@ -36,7 +36,7 @@ AHEAD = (
 
 def trained_responses(folder: Path, step: int) -> Iterator[SavedResponse]:
     for group in read_rollouts(rollouts_path(folder, step)):
-        if group.fate == "trained":
+        if group.disposition == "trained":
             yield from group.responses
 
 

@@ -57,7 +57,7 @@ def test_saved_rollouts_match_their_update(uninterrupted):
         path = rollouts_path(uninterrupted, record["step"])
         groups = list(read_rollouts(path))
         assert len(groups) == 8
-        trained = [group for group in groups if group.fate == "trained"]
+        trained = [group for group in groups if group.disposition == "trained"]
         assert trained
         for response in (response for group in groups for response in group.responses):
             assert "".join(response.tokens) == response.response.text

@@ -50,12 +50,15 @@ def untrained(text: str, **values: object) -> SavedResponse:
 
 
 def saved_group(
-    *responses: SavedResponse, step: int = 4, prompt_index: int = 7, fate: Disposition = "trained"
+    *responses: SavedResponse,
+    step: int = 4,
+    prompt_index: int = 7,
+    disposition: Disposition = "trained",
 ) -> SavedGroup:
     return SavedGroup(
         step=step,
         prompt_index=prompt_index,
-        fate=fate,
+        disposition=disposition,
         from_reserve=False,
         prompt=Prompt(f"id-{prompt_index}", (("system", "Add."), ("user", "1+1=?")), "2", "test"),
         prompt_ids=(5, 151_000, 7),
@@ -78,5 +81,5 @@ def awkward_group(prompt_index: int = 0) -> SavedGroup:
         ),
         untrained("\x1b[2J\ud800</script>", correct=False, reward=-1.0),
         prompt_index=prompt_index,
-        fate="to_reserve",
+        disposition="to_reserve",
     )

@@ -47,7 +47,7 @@ def _steps(long_tokens: int) -> list[list[SavedGroup]]:
     return [
         [
             _group(1, clipped, lowered),
-            _group(2, _response("all good", trained=False), fate="all_correct"),
+            _group(2, _response("all good", trained=False), disposition="all_correct"),
         ],
         [
             _group(3, _response("needle in hay"), _response("hay", correct=False)),
@@ -65,13 +65,13 @@ def _steps(long_tokens: int) -> list[list[SavedGroup]]:
 
 
 def _group(
-    prompt_index: int, *responses: SavedResponse, fate: Disposition = "trained"
+    prompt_index: int, *responses: SavedResponse, disposition: Disposition = "trained"
 ) -> SavedGroup:
     question = HOSTILE if prompt_index == 5 else f"question {prompt_index}"
     return SavedGroup(
         step=1 + (prompt_index > 2) + (prompt_index > 5),
         prompt_index=prompt_index,
-        fate=fate,
+        disposition=disposition,
         from_reserve=False,
         prompt=Prompt(f"id-{prompt_index}", (("user", question),), "2", "test"),
         prompt_ids=(1, 2),

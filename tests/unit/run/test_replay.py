@@ -130,7 +130,7 @@ def contents(batch: SampledBatch) -> list[object]:
     timed |= {"num_tokens_stopped", "num_stopped", "num_resting", "group_seconds"}
     return [
         [encode_group(group) for group in batch.groups],
-        [(encode_group(entry.group), entry.fate) for entry in batch.saved],
+        [(encode_group(entry.group), entry.disposition) for entry in batch.saved],
         {name: value for name, value in vars(batch).items() if name not in timed},
     ]
 
@@ -167,7 +167,7 @@ def test_partially_saved_batch_is_replayed(
     batches = sample(config)
     save(tmp_path, batches, tokenizer)
     for batch, whole in zip(replayed(config, tmp_path), batches, strict=True):
-        kept = {s.group.prompt_index for s in whole.saved if s.fate == "trained"}
+        kept = {s.group.prompt_index for s in whole.saved if s.disposition == "trained"}
         assert 0 < len(kept) < 8
         assert [g.prompt_index for g in batch.groups] == [
             g.prompt_index for g in whole.groups if g.prompt_index in kept
@@ -204,7 +204,7 @@ def test_groups_that_do_not_fit_the_run_are_rejected(
 ) -> None:
     """Unknown tokens would otherwise be an index error in a trainer rank."""
     saved = list(read_rollouts(rollouts_path(tmp_path, STEPS[0])))
-    group = next(g for g in saved if g.fate == "trained")
+    group = next(g for g in saved if g.disposition == "trained")
     first, *others = group.responses
     negative = replace(first.response, token_ids=-1 - first.response.token_ids)
     strange = {
@@ -217,7 +217,7 @@ def test_groups_that_do_not_fit_the_run_are_rejected(
         "tokens outside": {
             "responses": (replace(first, response=negative), *others),
         },
-        "no group that was trained on|has no group": {"fate": "all_wrong"},
+        "no group that was trained on|has no group": {"disposition": "all_wrong"},
     }
     for said, values in strange.items():
         damage(tmp_path, group, **values)

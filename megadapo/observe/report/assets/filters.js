@@ -6,7 +6,7 @@ function filterBar() {
     onsubmit: (event) => event.preventDefault(),
     oninput: changed,
   });
-  const fates = [...new Set(data.groups.map((group) => group.fate))];
+  const dispositions = [...new Set(data.groups.map((group) => group.disposition))];
   view.run = select(
     "run",
     "All runs",
@@ -17,10 +17,10 @@ function filterBar() {
     "All steps",
     [...new Set(data.groups.map((g) => g.step))].sort((a, b) => a - b).map((s) => [s, `step ${s}`]),
   );
-  view.fate = select(
-    "fate",
-    "Any fate",
-    fates.map((fate) => [fate, FATES[fate] ?? fate]),
+  view.disposition = select(
+    "disposition",
+    "Any disposition",
+    dispositions.map((disposition) => [disposition, DISPOSITIONS[disposition] ?? disposition]),
   );
   view.correct = select("correct", "Right and wrong", [
     ["yes", "correct"],
@@ -41,7 +41,7 @@ function filterBar() {
     ...(severalRuns ? [view.run] : []),
     stepper,
     view.correct,
-    view.fate,
+    view.disposition,
     el("label", {}, view.truncated, "truncated"),
     el(
       "label",
@@ -96,7 +96,7 @@ function passes(group) {
   return (
     (view.run.value === "" || group.run === Number(view.run.value)) &&
     (view.step.value === "" || group.step === Number(view.step.value)) &&
-    (view.fate.value === "" || group.fate === view.fate.value) &&
+    (view.disposition.value === "" || group.disposition === view.disposition.value) &&
     group.prompt_id.includes(view.prompt.value.trim())
   );
 }

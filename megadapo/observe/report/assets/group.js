@@ -57,7 +57,7 @@ function groupHead(index, { prompt }) {
       "div",
       { class: "item-head" },
       el("h3", {}, `${name}step ${entry.step}, group ${entry.prompt_index}`),
-      fateChip(entry),
+      dispositionChip(entry),
       moves,
     ),
     list,

@@ -2,7 +2,7 @@
 
 const MAX_LISTED = 150;
 const MAX_CACHED = 64;
-const FATES = {
+const DISPOSITIONS = {
   trained: "trained",
   to_reserve: "to reserve",
   dropped: "dropped",
@@ -119,7 +119,7 @@ function listItem(index, hits) {
       severalRuns ? swatch(group.run) : null,
       el("b", {}, `step ${group.step}`),
       el("span", { class: "muted" }, `#${group.prompt_index}`),
-      fateChip(group),
+      dispositionChip(group),
     ),
     el("span", { class: "excerpt" }, group.excerpt),
     el(
@@ -131,11 +131,11 @@ function listItem(index, hits) {
   );
 }
 
-function fateChip(group) {
-  const fate = FATES[group.fate] ?? group.fate;
+function dispositionChip(group) {
+  const disposition = DISPOSITIONS[group.disposition] ?? group.disposition;
   return el(
     "span",
-    { class: group.fate === "trained" ? "chip good" : "chip idle" },
-    group.from_reserve ? "from reserve" : fate,
+    { class: group.disposition === "trained" ? "chip good" : "chip idle" },
+    group.from_reserve ? "from reserve" : disposition,
   );
 }

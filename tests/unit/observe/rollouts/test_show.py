@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from megadapo.cli import run_command
-from megadapo.commands.show import FATES
+from megadapo.commands.show import DISPOSITIONS
 from megadapo.errors import ConfigError, DataError
 from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup
@@ -64,7 +64,7 @@ def test_group_is_shown_with_all_facts(tmp_path: Path) -> None:
         ({"disagreed": True, "truncated": True}, set()),
         ({"prompt": "id-7"}, {"all correct", "all wrong", "cut off", "as text only"}),
         ({"prompt": "d-7"}, set()),
-        ({"fate": "all_wrong"}, set()),
+        ({"disposition": "all_wrong"}, set()),
     ],
 )
 def test_filters(tmp_path: Path, wanted: dict, texts: set[str]) -> None:
@@ -74,16 +74,16 @@ def test_filters(tmp_path: Path, wanted: dict, texts: set[str]) -> None:
     assert f"{int(bool(texts))} of 1 saved groups" in text
 
 
-def test_groups_are_filtered_by_fate(tmp_path: Path) -> None:
+def test_groups_are_filtered_by_disposition(tmp_path: Path) -> None:
     groups = [
-        saved_group(CORRECT, prompt_index=i, fate=fate)
-        for i, fate in enumerate(get_args(Disposition))
+        saved_group(CORRECT, prompt_index=i, disposition=disposition)
+        for i, disposition in enumerate(get_args(Disposition))
     ]
     save(tmp_path, 1, *groups)
-    for index, fate in enumerate(FATES):
-        text = shown(tmp_path, fate=fate)
-        assert f"group {index}: {fate}" in text and text.count("group ") == 1
-    assert get_args(Disposition) == FATES
+    for index, disposition in enumerate(DISPOSITIONS):
+        text = shown(tmp_path, disposition=disposition)
+        assert f"group {index}: {disposition}" in text and text.count("group ") == 1
+    assert get_args(Disposition) == DISPOSITIONS
 
 
 def test_limit_shows_the_number_of_hidden_groups(tmp_path: Path) -> None:

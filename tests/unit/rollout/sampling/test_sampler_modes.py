@@ -43,7 +43,9 @@ def test_partial_loses_and_repeats_no_group(finish):
     batches = take(sampler, 12)
     trained = [group.prompt_index for batch in batches for group in batch.groups]
     assert len(trained) == len(set(trained)) == 12 * 8
-    consumed = [s.group.prompt_index for b in batches for s in b.saved if s.fate != "trained"]
+    consumed = [
+        s.group.prompt_index for b in batches for s in b.saved if s.disposition != "trained"
+    ]
     asked = set(engines.asked)
     waiting = {entry.prompt_index for entry in sampler._unfinished}
     reserved = {group.prompt_index for group in sampler._reserve._groups}
@@ -113,7 +115,7 @@ def test_max_accuracy():
     batches = take(make_sampler(ScriptedEngines(), max_accuracy=0.5, saved_groups="all"), 3)
     right = [sum(group.correct) for batch in batches for group in batch.groups]
     assert set(right) == {1}
-    out = [s for b in batches for s in b.saved if s.fate == "out_of_band"]
+    out = [s for b in batches for s in b.saved if s.disposition == "out_of_band"]
     assert {sum(s.group.correct) for s in out} == {2}
 
 

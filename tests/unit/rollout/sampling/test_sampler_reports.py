@@ -69,17 +69,19 @@ def test_all_groups_are_saved_with_their_disposition():
         indices = [sampled.group.prompt_index for sampled in batch.saved]
         assert indices == sorted(set(indices))
         assert len(indices) == batch.num_sampled + batch.num_from_reserve
-        fates = Counter(sampled.fate for sampled in batch.saved)
-        assert fates["trained"] == batch.num_kept
-        assert fates["to_reserve"] == batch.num_to_reserve
-        assert fates["dropped"] == batch.num_dropped
-        assert fates["all_correct"] == batch.num_all_correct
-        assert fates["all_wrong"] == batch.num_all_wrong
-        trained = [sampled.group for sampled in batch.saved if sampled.fate == "trained"]
+        dispositions = Counter(sampled.disposition for sampled in batch.saved)
+        assert dispositions["trained"] == batch.num_kept
+        assert dispositions["to_reserve"] == batch.num_to_reserve
+        assert dispositions["dropped"] == batch.num_dropped
+        assert dispositions["all_correct"] == batch.num_all_correct
+        assert dispositions["all_wrong"] == batch.num_all_wrong
+        trained = [sampled.group for sampled in batch.saved if sampled.disposition == "trained"]
         assert {id(one) for one in trained} == {id(one) for one in batch.groups}
         assert sum(sampled.from_reserve for sampled in batch.saved) == batch.num_from_reserve
-    seen = Counter(sampled.fate for batch in batches for sampled in batch.saved)
-    assert min(seen[fate] for fate in get_args(Disposition)) > 0, f"not all fates occurred: {seen}"
+    seen = Counter(sampled.disposition for batch in batches for sampled in batch.saved)
+    assert min(seen[disposition] for disposition in get_args(Disposition)) > 0, (
+        f"not all dispositions occurred: {seen}"
+    )
 
 
 def test_nothing_is_saved_by_default():

@@ -34,32 +34,32 @@ def test_shortfall_message_exactly():
     )
 
 
-def sampled(*fates: Disposition) -> list[SampledGroup]:
+def sampled(*dispositions: Disposition) -> list[SampledGroup]:
     (prompt,) = make_prompts(1)
     groups = [
         Group(prompt_index=index, prompt=prompt, prompt_ids=(), responses=(), scores=())
-        for index in range(len(fates))
+        for index in range(len(dispositions))
     ]
     return [
-        SampledGroup(group=group, fate=fate, from_reserve=False)
-        for group, fate in zip(groups, fates, strict=True)
+        SampledGroup(group=group, disposition=disposition, from_reserve=False)
+        for group, disposition in zip(groups, dispositions, strict=True)
     ]
 
 
-def fates_of(groups: Sequence[SampledGroup]) -> list[str]:
-    return [group.fate for group in groups]
+def dispositions_of(groups: Sequence[SampledGroup]) -> list[str]:
+    return [group.disposition for group in groups]
 
 
 def test_saved_groups_cover_every_disposition():
     """Trained groups alone would hide why the others were rejected."""
     step = sampled(*["all_wrong"] * 20, *["trained"] * 20, *["all_correct"] * 20, "dropped")
-    assert Counter(fates_of(choose_saved(step, 8))) == {
+    assert Counter(dispositions_of(choose_saved(step, 8))) == {
         "trained": 5,
         "all_wrong": 1,
         "all_correct": 1,
         "dropped": 1,
     }
-    assert fates_of(choose_saved(step, 1)) == ["trained"]
+    assert dispositions_of(choose_saved(step, 1)) == ["trained"]
     assert choose_saved(step, 0) == ()
 
 

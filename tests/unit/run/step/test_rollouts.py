@@ -112,9 +112,13 @@ def test_responses_are_saved_with_their_own_results(
     write_rollouts(path, saved)
     found = list(read_rollouts(path))
     assert [g.prompt_index for g in found] == [s.group.prompt_index for s in sampled.saved]
-    assert saved != "all" or {g.fate for g in found} >= {"trained", "to_reserve"}
+    assert saved != "all" or {g.disposition for g in found} >= {"trained", "to_reserve"}
     for group, entry in zip(found, sampled.saved, strict=True):
-        assert (group.step, group.fate, group.from_reserve) == (9, entry.fate, entry.from_reserve)
+        assert (group.step, group.disposition, group.from_reserve) == (
+            9,
+            entry.disposition,
+            entry.from_reserve,
+        )
         # repr hides float32's last bits, the encoding of a checkpoint does not
         without = replace(group.group, scores=entry.group.scores)
         assert encode_group(without) == encode_group(entry.group)
@@ -127,7 +131,7 @@ def test_responses_are_saved_with_their_own_results(
             size = len(response.response.token_ids)
             assert response.penalty == overlong_penalty(size, max_length=MAX_TOKENS, buffer=4)
             assert response.shaped_reward == response.score.reward + response.penalty
-            if group.fate == "trained":
+            if group.disposition == "trained":
                 assert response.advantage == group_advantages(shaped)[i]
                 assert np.array_equal(response.logprobs_old, marks(entry.group, i))
                 assert np.array_equal(response.logprobs_update, -marks(entry.group, i))
@@ -160,7 +164,7 @@ def test_token_advantages_and_steps_are_saved(
     path = rollouts_path(tmp_path, 9)
     entries = saved_groups(9, sampled, values, trained(sampled), config, tokenizer, later_verdicts)
     write_rollouts(path, entries)
-    found = [group for group in read_rollouts(path) if group.fate == "trained"]
+    found = [group for group in read_rollouts(path) if group.disposition == "trained"]
     responses = [response for group in found for response in group.responses]
     expected = {group.prompt_index: values[3 * i : 3 * i + 3] for i, group in enumerate(groups)}
     whole = [tokens for group in found for tokens in expected[group.prompt_index]]
@@ -188,7 +192,7 @@ def test_trainer_advantages_take_precedence(
         saved = saved_groups(9, sampled, values, update, config, tokenizer, later_verdicts)
         for group, entry in zip(saved, sampled.saved, strict=True):
             for i, response in enumerate(group.responses):
-                if update is None or entry.fate != "trained":
+                if update is None or entry.disposition != "trained":
                     assert response.advantage is None and response.advantages is None
                     continue
                 tokens = marks(entry.group, i) / 2
