@@ -1,7 +1,7 @@
 """Losses of TRL and verl for fixed inputs: run it in their environment, it writes JSON.
 
-    python tests/support/trainer/public_losses.py trl > tests/unit/algorithm/public/trl.json
-    python tests/support/trainer/public_losses.py verl > tests/unit/algorithm/public/verl.json
+    python tools/public_losses.py trl > tests/unit/algorithm/public/trl.json
+    python tools/public_losses.py verl > tests/unit/algorithm/public/verl.json
 
 It calls their own functions and computes nothing itself. `test_public_losses.py` holds this project
 to the numbers, and needs neither library.
@@ -69,7 +69,8 @@ def padded(rows: list[list[float]]) -> Tensor:
     return table
 
 
-def ragged(table: Tensor) -> list[list[float]]:
+def ragged(table: Tensor | None) -> list[list[float]]:
+    assert table is not None, "no gradient"
     return [row[:length] for row, length in zip(table.tolist(), LENGTHS, strict=True)]
 
 
@@ -255,6 +256,6 @@ if __name__ == "__main__":
     found = {
         "versions": {name: importlib.metadata.version(name) for name in (library, "torch")},
         "inputs": {"lengths": LENGTHS, "advantages": ADVANTAGES, "rewards": REWARDS, **INPUTS},
-        "results": {"trl": Trl, "verl": Verl}[library]().numbers(),
+        "results": (Trl() if library == "trl" else Verl()).numbers(),
     }
     print(json.dumps(found, indent=1))
