@@ -1,7 +1,7 @@
 # make quickstart   a small model learns to reason on two CPU cores
 # make test         the test suite, two parts at once, each shown when it is done; make test-all adds
 #                   the minutes-long ones; both test the report's page where chromium is installed
-# make test-unit    tests/unit alone
+# make test-unit    tests/unit and tests/project alone
 # make test-nodes   whole runs over several machines, made of Linux namespaces; by root only
 # make test-megatron  the trainer's tests on the newest megatron-core it is known to run on
 # make mutants      small wrong changes to the pure packages: does a test notice each one?
@@ -41,7 +41,7 @@ test-unit-tensors:
 	$(BIN)/pytest -m "not gpu and not full" --durations=6 tests/unit/kernels tests/unit/weights
 
 test-unit-others:
-	$(BIN)/pytest -m "not gpu and not full $(BROWSER)" --durations=6 --ignore=tests/unit/kernels --ignore=tests/unit/weights tests/unit
+	$(BIN)/pytest -m "not gpu and not full $(BROWSER)" --durations=6 --ignore=tests/unit/kernels --ignore=tests/unit/weights tests/unit tests/project
 
 test-distributed:
 	$(BIN)/pytest -m "not gpu and not full" --durations=12 tests/distributed

@@ -1,12 +1,12 @@
-"""Would catch: a filter that shows the wrong responses, a colour that means something else than it
-says, a page that runs what a model wrote, asks the network for anything, or has script errors."""
+"""The report in a browser; after each test it must have no script error and no network request."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +35,18 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = demo_run(tmp_path_factory.mktemp("runs") / "demo")
     return write_report([folder], folder / "report.html")
+
+
+@pytest.fixture
+def show(browser: Page, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    """Open the report of some runs; afterwards nothing may have gone wrong in it."""
+
+    def opened(*runs: Path, **how: Any) -> Page:
+        browser.open(write_report(runs, tmp_path / "report.html", **how))
+        return browser
+
+    yield opened
+    assert_quiet(browser)
 
 
 @pytest.fixture
@@ -116,52 +128,45 @@ def bands(page: Page) -> dict[str, int]:
     )
 
 
-def test_the_tail_is_a_band_for_each_run_that_measured_it(browser: Page, tmp_path: Path) -> None:
+def test_the_tail_is_a_band_for_each_run_that_measured_it(show, tmp_path: Path) -> None:
     runs = [demo_run(tmp_path / "one"), demo_run(tmp_path / "two"), demo_run(tmp_path / "old")]
     forget(runs[2], "response_length/p50", "response_length/max", "time/group_", "rollout/")
-    browser.open(write_report(runs, tmp_path / "tail.html"))
-    assert bands(browser) == {
+    page = show(*runs)
+    assert bands(page) == {
         "Accuracy": 3,
         "Response length": 2,
         "Tokens": 3,
         "Time of a group": 2,
     }
-    assert "not trained on" in browser.text("#curves")
-    browser.open(write_report(runs[2:], tmp_path / "old.html"))
-    assert bands(browser) == {"Accuracy": 1, "Tokens": 1}
-    assert "Long tail" not in browser.text("#curves")
-    assert_quiet(browser)
+    assert "not trained on" in page.text("#curves")
+    show(runs[2])
+    assert bands(page) == {"Accuracy": 1, "Tokens": 1}
+    assert "Long tail" not in page.text("#curves")
 
 
-def test_tables_come_first_as_plain_text_and_only_where_there_are_any(
-    browser: Page, tmp_path: Path
-) -> None:
+def test_tables_come_first_as_plain_text_and_only_where_there_are_any(show, tmp_path: Path) -> None:
     run = demo_run(tmp_path / "one")
     table = TextTable(
         title="Rows", note="a note", head=["row", "x"], rows=[["first", "1"], [HOSTILE, "2"]]
     )
-    browser.open(write_report([run], tmp_path / "tables.html", tables=[table]))
-    assert browser.texts("#tables tbody th")[0] == "first"
-    shown = browser.js("document.querySelectorAll('#tables tbody th')[1].textContent")
+    page = show(run, tables=[table])
+    assert page.texts("#tables tbody th")[0] == "first"
+    shown = page.js("document.querySelectorAll('#tables tbody th')[1].textContent")
     assert shown == HOSTILE
-    assert browser.js("document.querySelector('main > section').id") == "tables"
-    browser.open(write_report([run], tmp_path / "none.html"))
-    assert browser.js("document.getElementById('tables')") is None
-    assert_quiet(browser)
+    assert page.js("document.querySelector('main > section').id") == "tables"
+    assert show(run).js("document.getElementById('tables')") is None
 
 
-def test_length_against_accuracy_has_a_point_for_each_step(browser: Page, tmp_path: Path) -> None:
+def test_length_against_accuracy_has_a_point_for_each_step(show, tmp_path: Path) -> None:
     """Steps of equal accuracy, too: each of them is a point."""
-    runs = [demo_run(tmp_path / "one"), demo_run(tmp_path / "two", num_steps=4)]
-    browser.open(write_report(runs, tmp_path / "against.html"))
+    page = show(demo_run(tmp_path / "one"), demo_run(tmp_path / "two", num_steps=4))
     title = "node.innerText === 'Length'"
     panel = f"[...document.querySelectorAll('#curves h4')].find((node) => {title})"
-    counts = browser.js(
+    counts = page.js(
         f"{panel}.closest('.panel').querySelector('.plot').plot.data"
         ".map((column) => column.filter((value) => value !== null).length)"
     )
     assert counts == [10, 6, 4]
-    assert_quiet(browser)
 
 
 def test_filters_by_what_responses_are(page: Page) -> None:
@@ -250,17 +255,15 @@ def test_a_token_explains_itself(page: Page) -> None:
     assert lines[lines.index("advantage") + 1] == "1"
 
 
-def test_a_long_response_is_shown_in_pieces(browser: Page, tmp_path: Path) -> None:
-    folder = demo_run(tmp_path / "long", long_tokens=1500)
-    browser.open(write_report([folder], tmp_path / "long.html"))
-    browser.choose("[name=step]", "3")
-    wait_for_list(browser, 6)
+def test_a_long_response_is_shown_in_pieces(show, tmp_path: Path) -> None:
+    page = show(demo_run(tmp_path / "long", long_tokens=1500))
+    page.choose("[name=step]", "3")
+    wait_for_list(page, 6)
     tokens = f"document.querySelector('{BODIES}').querySelectorAll('.token').length"
-    browser.wait(f"{tokens} === 1200")
-    assert browser.text(f"{BODIES} .more") == "Show 300 more tokens"
-    browser.click(f"{BODIES} .more")
-    browser.wait(f"{tokens} === 1500")
-    assert_quiet(browser)
+    page.wait(f"{tokens} === 1200")
+    assert page.text(f"{BODIES} .more") == "Show 300 more tokens"
+    page.click(f"{BODIES} .more")
+    page.wait(f"{tokens} === 1500")
 
 
 def test_what_a_model_wrote_runs_nothing(page: Page) -> None:
@@ -306,51 +309,48 @@ def test_theme_follows_the_system_until_it_is_chosen(page: Page) -> None:
     assert (page.text("#theme"), page.js(background)) == ("Theme: dark", dark)
 
 
-def test_several_runs_share_axes_and_can_be_hidden(browser: Page, tmp_path: Path) -> None:
+def test_several_runs_share_axes_and_can_be_hidden(show, tmp_path: Path) -> None:
     runs = [demo_run(tmp_path / "one"), demo_run(tmp_path / "two", num_steps=9)]
     (tmp_path / "two" / "rollouts" / "step-1.jsonl.zst").unlink()
-    browser.open(write_report(runs, tmp_path / "both.html"))
+    page = show(*runs)
     first = "document.querySelector('#curves .plot').plot"
-    assert browser.js(f"{first}.series.length") == 9
-    assert browser.js(f"{first}.scales.x.max") == 9
-    wait_for_list(browser, 1, 2, 3, 4, 5, 6, 3, 4, 5, 6)
-    assert browser.texts(".comparison tr:nth-child(2) td")[0] == "16.0 \u2192 16.0"
-    assert ["run.num_steps", "6", "9"] in [row.split("\t") for row in browser.texts(".config tr")]
-    browser.click(".run-toggle:nth-child(1)")
-    browser.wait(f"{first}.series.length === 5")
-    wait_for_list(browser, 3, 4, 5, 6)
-    assert_quiet(browser)
+    assert page.js(f"{first}.series.length") == 9
+    assert page.js(f"{first}.scales.x.max") == 9
+    wait_for_list(page, 1, 2, 3, 4, 5, 6, 3, 4, 5, 6)
+    assert page.texts(".comparison tr:nth-child(2) td")[0] == "16.0 \u2192 16.0"
+    assert ["run.num_steps", "6", "9"] in [row.split("\t") for row in page.texts(".config tr")]
+    page.click(".run-toggle:nth-child(1)")
+    page.wait(f"{first}.series.length === 5")
+    wait_for_list(page, 3, 4, 5, 6)
 
 
-def test_run_without_responses_says_so(browser: Page, tmp_path: Path) -> None:
+def test_run_without_responses_says_so(show, tmp_path: Path) -> None:
     folder = demo_run(tmp_path / "bare")
     for path in (folder / "rollouts").iterdir():
         path.unlink()
-    browser.open(write_report([folder], tmp_path / "bare.html"))
-    assert "saved no responses" in browser.text("#responses")
-    assert "saved no responses" in browser.text("#distributions")
-    assert_quiet(browser)
+    page = show(folder)
+    assert "saved no responses" in page.text("#responses")
+    assert "saved no responses" in page.text("#distributions")
 
 
-def test_odd_groups_and_a_single_step_are_shown(browser: Page, tmp_path: Path) -> None:
+def test_odd_groups_and_a_single_step_are_shown(show, tmp_path: Path) -> None:
     """No token at all, lost log-probs, half a character, metrics that are not numbers."""
     with MetricsLog(tmp_path / "odd") as log:
         log.record({"step": 1, "policy_version": 1, "policy/loss": math.nan, "accuracy/mean": 0.5})
     folder = tmp_path / "odd"
     write_rollouts(rollouts_path(folder, 4), [awkward_group()])
-    browser.open(write_report([folder], tmp_path / "odd.html"))
+    page = show(folder)
     for mode in ("text", "ratio", "clip", "probability", "version"):
-        browser.wait(f"document.querySelectorAll('{BODIES}').length === 3")
-        browser.click(f"[data-mode={mode}]")
-    assert "1 value not finite" in browser.text("#curves")
-    parts = [fact for fact in browser.texts(".response-facts dt") if "judge" in fact.lower()]
+        page.wait(f"document.querySelectorAll('{BODIES}').length === 3")
+        page.click(f"[data-mode={mode}]")
+    assert "1 value not finite" in page.text("#curves")
+    parts = [fact for fact in page.texts(".response-facts dt") if "judge" in fact.lower()]
     assert [part.lower() for part in parts] == ["judge", "judge/<b>"]
-    browser.click("[data-mode=ratio]")
-    browser.move(f"{BODIES} .token")
-    browser.wait("!document.getElementById('token-card').hidden")
-    lines = browser.text("#token-card").split("\n")
+    page.click("[data-mode=ratio]")
+    page.move(f"{BODIES} .token")
+    page.wait("!document.getElementById('token-card').hidden")
+    lines = page.text("#token-card").split("\n")
     assert lines[lines.index("score of step 1 of 2") + 1] == "0.1"
-    assert_quiet(browser)
 
 
 @pytest.mark.parametrize("width", [1280, 2000, 420])

@@ -1,6 +1,8 @@
-"""Would catch: gathered weights that are old or another rank's, and torch's coalesced gather on
-Gloo: looked into while it fills a bucket, it corrupts memory once in some thousand times, of which
-the rank dies at any later time."""
+"""Gathers of weights beside the compute, which must not be torch's coalesced ones on Gloo.
+
+Looked into while it fills a bucket, that gather corrupts memory once in some thousand times, of
+which the rank dies at any later time.
+"""
 
 from __future__ import annotations
 

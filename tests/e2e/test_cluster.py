@@ -11,15 +11,37 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from megadapo.cluster.config import ClusterConfig
+from megadapo.config import load_config
 from megadapo.errors import ConfigError
 from tests.support import REPOSITORY
 
 CLUSTERS = REPOSITORY / "docs" / "clusters.md"
+
+
+def execute(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a Python of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | environment,
+    )
+
+
+def answer_of(script: str, *arguments: str, **environment: str) -> Any:
+    """Return what a script printed last, as JSON."""
+    result = execute(script, *arguments, **environment)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
 
 PROBE = """
 import json, os, psutil, ray
@@ -52,39 +74,35 @@ def test_ray_listens_on_loopback_only():
 
     Ray must not join another user's cluster, and more processes than cores must start.
     """
-    elsewhere = os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}
-    result = subprocess.run(
-        [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=200, env=elsewhere
-    )
-    assert result.returncode == 0, result.stderr
-    answer = json.loads(result.stdout.splitlines()[-1])
+    answer = answer_of(PROBE, RAY_ADDRESS="127.0.0.1:1")
     assert len(set(answer["pids"])) == 5
     assert answer["listening"]
     assert all(ip.removeprefix("::ffff:") in ("127.0.0.1", "::1") for ip in answer["listening"])
 
 
 GPUS = """
-import json, ray
+import json, sys, ray
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.config import ClusterConfig
 
-ray.init(address="local", num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False)
-cluster = Cluster.start(
-    ClusterConfig(device="cuda"),
-    num_trainer_ranks=4,
-    num_engines=2,
-    engine_ranks=2,
-    tensor_parallel=2,
+num_gpus, config, sizes = (json.loads(text) for text in sys.argv[1:])
+ray.init(
+    address="local", num_cpus=2 * num_gpus, num_gpus=num_gpus, include_dashboard=False,
+    log_to_driver=False,
 )
+cluster = Cluster.start(ClusterConfig(**config), **sizes)
 
 @ray.remote
 class Actor:
     def gpu(self):
         return str(ray.get_gpu_ids()[0])
 
-actors = [Actor.options(**cluster.trainer_options(rank)).remote() for rank in range(4)]
-trainer = ray.get([actor.gpu.remote() for actor in actors])
-print(json.dumps([trainer, cluster.engine_gpus(0) + cluster.engine_gpus(1)]))
+engines = range(sizes["num_engines"])
+options = [cluster.trainer_options(rank) for rank in range(sizes["num_trainer_ranks"])]
+options += [cluster.engine_options(index) for index in engines]
+actors = [Actor.options(**entry).remote() for entry in options]
+gpus = ray.get([actor.gpu.remote() for actor in actors])
+print(json.dumps([gpus, [gpu for index in engines for gpu in cluster.engine_gpus(index)]]))
 cluster.shutdown()
 """
 
@@ -94,57 +112,22 @@ cluster.shutdown()
 )
 def test_trainer_and_engines_share_gpus_by_name(names):
     """Each GPU has one trainer rank and one engine rank, also if a scheduler names GPUs by UUID."""
-    result = subprocess.run(
-        [sys.executable, "-c", GPUS],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": names},
-    )
-    assert result.returncode == 0, result.stderr
-    trainer, engines = json.loads(result.stdout.splitlines()[-1])
-    assert trainer == engines == sorted(names.split(","))
-
-
-ONE_GPU = """
-import ray
-from megadapo.cluster.cluster import Cluster
-from megadapo.config import load_config
-
-config = load_config("configs/quickstart.toml", ["cluster.device=cuda"])
-assert config.num_engines == 1
-ray.init(address="local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
-cluster = Cluster.start(
-    config.cluster,
-    num_trainer_ranks=config.trainer.num_ranks,
-    num_engines=config.num_engines,
-    engine_ranks=config.rollout.ranks_per_engine,
-)
-
-@ray.remote
-class Actor:
-    def gpu(self):
-        return str(ray.get_gpu_ids()[0])
-
-options = [cluster.trainer_options(0), cluster.engine_options(0)]
-both = [Actor.options(**entry).remote() for entry in options]
-print(*ray.get([one.gpu.remote() for one in both]), *cluster.engine_gpus(0))
-cluster.shutdown()
-"""
+    sizes = {"num_trainer_ranks": 4, "num_engines": 2, "engine_ranks": 2, "tensor_parallel": 2}
+    words = ("4", '{"device": "cuda"}', json.dumps(sizes))
+    gpus, engine_gpus = answer_of(GPUS, *words, CUDA_VISIBLE_DEVICES=names)
+    assert gpus[:4] == engine_gpus == sorted(names.split(","))
 
 
 def test_quickstart_fits_a_single_gpu():
     """Otherwise a first run waits for a second GPU."""
-    result = subprocess.run(
-        [sys.executable, "-c", ONE_GPU],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=REPOSITORY,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1].split() == ["0", "0", "0"]
+    config = load_config(REPOSITORY / "configs" / "quickstart.toml", ["cluster.device=cuda"])
+    sizes = {
+        "num_trainer_ranks": config.trainer.num_ranks,
+        "num_engines": config.num_engines,
+        "engine_ranks": config.rollout.ranks_per_engine,
+    }
+    words = ("1", config.cluster.model_dump_json(), json.dumps(sizes))
+    assert answer_of(GPUS, *words, CUDA_VISIBLE_DEVICES="0") == [["0", "0"], ["0"]]
 
 
 DRIVER = """
@@ -223,14 +206,7 @@ print("left")
 )
 def test_driver_does_not_wait_for_stopped_daemon(tmp_path, daemon, exit_code, says):
     """Requests to a stopped daemon wait inside Ray, where no signal is handled."""
-    environment = {**os.environ, "RAY_UNDER_TEST": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", STOPS, daemon],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = execute(STOPS, daemon, RAY_UNDER_TEST=str(tmp_path))
     assert done.returncode == exit_code, done.stderr
     assert re.search(says, done.stderr)
     assert ("left" in done.stdout) == (exit_code == 0)
@@ -263,11 +239,8 @@ def test_documented_commands_start_a_cluster_with_token(tmp_path):
     subprocess.run(["bash", "-ec", commands], env=environment, check=True, timeout=120)
     try:
         assert (tmp_path / ".ray" / "auth_token").stat().st_size
-        join = [sys.executable, "-c", JOIN]
-        stranger = {**environment, "RAY_AUTH_MODE": "disabled"}
-        member = {**environment, "RAY_AUTH_MODE": "token"}
-        assert subprocess.run(join, env=member, timeout=120).returncode == 0
-        refused = subprocess.run(join, env=stranger, timeout=120, capture_output=True, text=True)
+        assert execute(JOIN, **{**environment, "RAY_AUTH_MODE": "token"}).returncode == 0
+        refused = execute(JOIN, **{**environment, "RAY_AUTH_MODE": "disabled"})
         assert refused.returncode != 0 and "InfraError: no Ray cluster at auto" in refused.stderr
     finally:
         for process in started_with(f"RAY_UNDER_TEST={tmp_path}"):
@@ -323,16 +296,9 @@ def test_cluster_without_token_is_refused_and_doctor_asks_every_node(tmp_path):
     driver.chmod(0o755)
     folder = tmp_path / "run"
     arguments = [f"{driver.parent}:{os.environ['PATH']}", "--json", f"--folder={folder}"]
-    # makes Ray listen on loopback
-    environment = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-    environment["RAY_AUTH_MODE"] = "disabled"
-    result = subprocess.run(
-        [sys.executable, "-c", TWO_NODES, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=environment,
-    )
+    # the first makes Ray listen on loopback
+    modes = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled"}
+    result = execute(TWO_NODES, *arguments, **modes)
     diagnosis = json.loads(result.stdout)
     assert result.returncode == (1 if diagnosis["errors"] else 0), result.stderr
     assert "set cluster.allow_unauthenticated = true if the network is" in result.stderr

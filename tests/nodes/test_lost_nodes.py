@@ -42,8 +42,6 @@ def other(lan: Network, shared: Path) -> Machine:
 def test_lost_node_is_named_and_run_continues_when_it_returns(
     lan: Network, shared: Path, other: Machine, part: str, fault: str
 ) -> None:
-    """Catches a run that waits for a dead node, an error that names a socket instead of a node, and
-    a supervisor that gives up or resumes from unsaved steps."""
     folder = shared / f"{part}-{fault}"
     supervisor = begin(
         lan.machines[0],

@@ -22,8 +22,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_run_over_two_nodes_completes(lan: Network, shared: Path, layout: str) -> None:
-    """Catches what is looked for at the wrong address, in another node's memory, or in the folder
-    where a node's Ray began."""
+    """Each node has its own addresses, memory, and folder where its Ray began."""
     folder = shared / layout.replace(" ", "-")
     done = train(lan.machines[0], folder, *LAYOUTS[layout])
     assert done.returncode == 0, done.stdout
@@ -32,7 +31,7 @@ def test_run_over_two_nodes_completes(lan: Network, shared: Path, layout: str) -
 
 
 def test_node_without_run_folder_is_named(lan: Network, shared: Path) -> None:
-    """Catches a checkpoint with a part on another node's own disk."""
+    """A checkpoint would have a part on that node's own disk."""
     third = lan.boot(3, [])
     try:
         third.start_ray(lan.machines[0], num_cpus=1)

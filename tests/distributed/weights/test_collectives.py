@@ -22,10 +22,9 @@ from megadapo.weights.sync.sender import WeightSender
 from megadapo.weights.sync.transports.in_place import SharedMemoryInbox
 from megadapo.weights.sync.transports.transports import open_inbox
 from tests.support.models.tiny_models import make_model
+from tests.support.weights.connection import BUCKET, Shards, rank_params
 from tests.support.weights.message_order import Message, stuck_ranks
-from tests.support.weights.ranks import Kept, rank_params, run_ranks
-
-BUCKET = 4096
+from tests.support.weights.ranks import run_ranks
 
 
 def groups_by(rank: int, positions, *same: str):
@@ -115,7 +114,7 @@ def relay_and_compare(rank: int, folder: Path, engine: EngineShape, places: list
     dist.all_gather_object(offers, offer)
     # one engine of two ranks, or two of one
     place = divmod(rank - 2, engine.num_ranks)
-    receiver, inbox, target = None, None, Kept()
+    receiver, inbox, target = None, None, Shards()
     if rank >= 2:
         inbox = SharedMemoryInbox(offers)
         receiver = WeightReceiver(
@@ -205,7 +204,7 @@ def send_and_compare(rank: int, folder: Path, engine: EngineShape) -> None:
         device=torch.device("cpu"), position=plan.chain_position(0, place[0], place[1]),
     )  # fmt: skip
     for _ in range(2):
-        target = Kept()
+        target = Shards()
         receiver.start(target, inbox, with_checksums=False)
         for number in rounds:
             receiver.take(number)

@@ -23,7 +23,8 @@ from megadapo.weights.sync.receiver import WeightReceiver
 from megadapo.weights.sync.sender import WeightSender
 from megadapo.weights.sync.transports.transports import open_inbox
 from tests.support.models.tiny_models import make_model
-from tests.support.weights.ranks import Kept, rank_params, run_ranks
+from tests.support.weights.connection import Live, rank_params
+from tests.support.weights.ranks import run_ranks
 
 LARGE_BUCKET = 8 << 20
 NOISE = 2 << 20
@@ -71,19 +72,6 @@ def relay_and_measure(rank: int, folder: Path) -> None:
     grown = peak_growth(update)
     assert grown <= 2 * LARGE_BUCKET + NOISE, f"rank {rank} grew by {grown} bytes"
     dist.barrier()
-
-
-class Live(Kept):
-    """A target whose parameters exist before the update, as on CUDA."""
-
-    def __init__(self, shapes):
-        self.done = {name: torch.ones(shape) for name, shape in shapes.items()}
-
-    def begin(self, name, shape):
-        return self.done[name]
-
-    def complete(self, name, tensor):
-        pass
 
 
 def send_and_measure(rank: int, folder: Path) -> None:

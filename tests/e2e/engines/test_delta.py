@@ -15,7 +15,7 @@ from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
 from tests.support.models.tiny_models import ENGINE, make_model
 from tests.support.rollout.engine_checks import call_all
-from tests.support.weights.actors import ray_on_this_machine, start_senders, start_silent_engine
+from tests.support.weights.actors import start_senders, start_silent_engine
 
 NUM_UPDATES = 20
 DENSITY = 0.046
@@ -28,12 +28,7 @@ SIZES = {
     "num_key_value_heads": 2, "num_hidden_layers": 4, "tie_word_embeddings": True,
 }  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    yield from ray_on_this_machine()
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.usefixtures("local_ray")]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +96,7 @@ def test_updates_from_files_give_the_same_bits_and_damage_is_found(peers, tmp_pa
     train(senders, 102)
     assert publisher.publish(3).in_full and len(publisher.drain_warnings()) == 1
     train(senders, 103)
-    ray.get(senders[1].tear_at.remote(0))
+    ray.get(senders[1].tear_at.remote(0, tmp_path))
     torn = publisher.publish(4)
     (note,) = publisher.drain_warnings()
     assert torn.in_full and "of" in note and "bytes. All weights are sent." in note

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megadapo.data.group import NO_VERSION, Score
+from megadapo.data.group import NO_VERSION
 from megadapo.data.group_codec import encode_group
-from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.errors import InfraError
-from megadapo.rollout.config import BranchingConfig, EvaluationConfig, SamplingConfig
+from megadapo.rollout.config import BranchingConfig, EvaluationConfig
 from megadapo.rollout.sampling.evaluation import EvaluationInProgress, HeldOut, InterleavedEngines
-from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.tools import ToolsConfig
-from megadapo.rollout.types import SamplingSettings, response_seeds
+from megadapo.rollout.types import response_seeds
 from tests.support.rollout.engine_checks import (
     EOS,
     MAX_PROMPT_TOKENS,
     MAX_RESPONSE_TOKENS,
+    PROMPTS,
     SETTINGS,
+    CorrectIfOddLength,
     Reference,
     all_finished,
     ask,
@@ -29,6 +29,7 @@ from tests.support.rollout.engine_checks import (
     call_all,
     group_request,
     make_requests,
+    make_sampler,
     running_engines,
     worst_error,
 )
@@ -263,50 +264,10 @@ def test_branches_are_independent_of_the_batch(engines, reference, tools):
     )
 
 
-class CorrectIfOddLength:
-    """A verifier that accepts texts of odd length (the limit is even)."""
-
-    num_threads = 1
-
-    def score_group(self, prompt, texts, token_ids):
-        right = [len(text) % 2 == 1 for text in texts]
-        return [Score(1.0 if ok else -1.0, ok, "", None) for ok in right]
-
-
 @pytest.fixture(scope="module")
-def prompts():
-    return [Prompt(f"p{i}", (("user", f"{i * 37 % 100}+{i}=?"),), "", "test") for i in range(60)]
-
-
-def make_sampler(engines, model, prompts):
-    return Sampler(
-        engines,
-        PromptStream(prompts, 0),
-        CorrectIfOddLength(),
-        SamplingConfig(prompts_per_step=12, responses_per_prompt=4),
-        settings=SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_RESPONSE_TOKENS),
-        tokenizer=AutoTokenizer.from_pretrained(model),
-        seed=3,
-    )
-
-
-def test_resumed_sampling_equals_uninterrupted_sampling(engines, model, prompts):
-    """The state passes through JSON; surplus groups are sampled again with equal tokens."""
-    sampler = make_sampler(engines, model, prompts)
-    sampler.next_batch()
-    state = json.loads(json.dumps(sampler.state_dict(), allow_nan=False))
-    expected = sampler.next_batch()
-    resumed = make_sampler(engines, model, prompts)
-    resumed.load_state_dict(state)
-    again = resumed.next_batch()
-    assert [encode_group(g) for g in again.groups] == [encode_group(g) for g in expected.groups]
-    assert resumed.state_dict() == sampler.state_dict()
-
-
-@pytest.fixture(scope="module")
-def held_out(model, prompts):
+def held_out(model):
     return HeldOut.create(
-        prompts,
+        PROMPTS,
         EvaluationConfig(samples_per_problem=4),
         tokenizer=AutoTokenizer.from_pretrained(model),
         max_response_tokens=MAX_RESPONSE_TOKENS,
@@ -326,13 +287,13 @@ def test_evaluation_on_a_real_engine(engines, held_out):
     assert result.standard_error == pytest.approx(0.03, rel=0.5)
 
 
-def test_interleaved_evaluation_changes_no_result(engines, model, prompts, held_out):
+def test_interleaved_evaluation_changes_no_result(engines, model, held_out):
     """Both share the engine's batches, and neither may change a bit of the other."""
-    expected = make_sampler(engines, model, prompts).next_batch()
+    expected = make_sampler(engines, model, prompts_per_step=12).next_batch()
     shared = InterleavedEngines(engines)
     with EvaluationInProgress(engines, CorrectIfOddLength(), held_out) as under_way:
         shared.evaluation = under_way
         under_way.submit(8)
-        batch = make_sampler(shared, model, prompts).next_batch()
+        batch = make_sampler(shared, model, prompts_per_step=12).next_batch()
         assert under_way.finish() == evaluate(engines, held_out)
     assert [encode_group(g) for g in batch.groups] == [encode_group(g) for g in expected.groups]

@@ -6,8 +6,6 @@ loads and repacks its shards, so the weights after an update can be compared wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import ray
 import torch
@@ -17,18 +15,13 @@ from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
 from tests.support.models.tiny_models import make_engine_model
 from tests.support.rollout.engine_checks import call_all
-from tests.support.weights.actors import ray_on_this_machine, start_senders, start_silent_engine
+from tests.support.weights.actors import start_senders, start_silent_engine
 
 CONFIG = RolloutConfig(
     tensor_parallel=2, expert_parallel=True, max_response_tokens=16, max_num_seqs=8
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    yield from ray_on_this_machine()
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.usefixtures("local_ray")]
 
 
 def test_update_gives_every_rank_what_vllm_loads_from_the_checkpoint(tmp_path):

@@ -1,14 +1,29 @@
 """Several engines, and one engine over several ranks, on one machine."""
 
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
 import pytest
 
+from megadapo.data.group_codec import encode_group
+from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.types import response_seeds
 from tests.support.rollout.engine_checks import (
     Reference,
+    actor_pid,
     ask,
     bits,
     group_request,
     make_requests,
+    make_sampler,
     running_engines,
     worst_error,
 )
@@ -16,18 +31,46 @@ from tests.support.rollout.engine_checks import (
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
-def test_two_engines_on_one_machine_agree(tiny_model, tmp_path):
-    """Both give the same responses; threads pinned to one core would only be slow."""
-    with running_engines(tiny_model, tmp_path, num_engines=2) as engines:
-        seeds = response_seeds(8, "both")
-        twins = [group_request(key, (9, 8, 7, 6), seeds) for key in (0, 1)]
-        answers = bits(ask(engines, twins))
-        assert answers[0] == answers[1]
-        groups = make_requests(9, 2)
-        answers = ask(engines, groups)
-        assert worst_error(Reference(tiny_model), groups, answers) < 1e-5
-        assert bits(ask(engines, groups[::-1])) == bits(answers)
-    assert {path.name for path in tmp_path.iterdir()} == {"engine-0.log", "engine-1.log"}
+def batches(engines: Engines, model: Path) -> list[list[dict[str, object]]]:
+    """Return every token, log-prob bit and score of three steps."""
+    sampler = make_sampler(engines, model, prompts_per_step=8)
+    return [[encode_group(group) for group in sampler.next_batch().groups] for _ in range(3)]
+
+
+@contextmanager
+def delays(engines: Engines) -> Iterator[None]:
+    """Stop the processes of each engine for a moment, like a slow node."""
+    families = [
+        [process, *process.children(recursive=True)]
+        for process in (psutil.Process(actor_pid(engines, index)) for index in range(3))
+    ]
+    source, over = random.Random(0), threading.Event()
+
+    def disturb() -> None:
+        while not over.wait(0.05):
+            processes = source.choice(families)
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for process in processes:
+                    process.send_signal(number)
+                time.sleep(source.uniform(0.05, 0.4))
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_batches_of_three_delayed_engines_equal_those_of_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with running_engines(tiny_model, tmp_path, num_threads=1) as engines:
+        expected = batches(engines, tiny_model)
+    settings = {"num_engines": 3, "num_threads": 1, "max_num_seqs": 8}
+    with running_engines(tiny_model, tmp_path, **settings) as engines, delays(engines):
+        assert batches(engines, tiny_model) == expected
 
 
 def test_tensor_parallel_engine_computes_the_same_model(tiny_model, tmp_path):

@@ -1,6 +1,6 @@
 """Dead and hung engines, as real processes without vLLM, which start in a second.
 
-test_restarts.py has the same with vLLM.
+`tests/e2e/sync/test_sync_faults.py` has the same with vLLM, in whole runs.
 """
 
 from __future__ import annotations
@@ -25,17 +25,11 @@ from tests.support.processes.scripted_processes import (
     start_scripted_engines,
 )
 from tests.support.rollout.engine_checks import actor_pid, all_finished, bits, group_request
-from tests.support.weights.actors import ray_on_this_machine
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault]
+pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.usefixtures("local_ray")]
 
 NUM_SLOTS = 10
 """Capacity of an idle engine."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    yield from ray_on_this_machine()
 
 
 @pytest.fixture

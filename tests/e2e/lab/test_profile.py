@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.support import REPOSITORY
+from tests.support.runs.whole_runs import megadapo
 
 
 @pytest.mark.slow
@@ -16,14 +14,13 @@ from tests.support import REPOSITORY
 def test_step_is_profiled_on_its_ranks_and_traced_over_all_processes(tmp_path):
     """No rank hangs, the table has the head, and the trace has every process at the right time."""
     trace = tmp_path / "trace.json"
-    command = [
-        *(sys.executable, "-m", "megadapo.cli", "profile", "--step", "configs/quickstart.toml"),
+    result = megadapo(
+        *("profile", "--step", "configs/quickstart.toml"),
         *("--steps=1", "--sequences=8", f"--trace={trace}", "--trainer.tensor_parallel=2"),
         *("--rollout.num_engines=1", "--sampling.prompts_per_step=8"),
         "--algorithm.responses_per_mini_batch=32",
-    ]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
+        timeout=300,
+    )
     assert "tokens on 2 ranks" in result.stdout
     for row in (
         "gradients ",

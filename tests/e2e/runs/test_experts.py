@@ -1,8 +1,4 @@
-"""A model with experts in engines and trainer at once: whole runs, and who goes to which expert.
-
-Catches experts that an update leaves behind, a router that engine and trainer compute differently,
-and weights of a token's experts that do not add up the same way.
-"""
+"""A model with experts in engines and trainer at once: whole runs, and who goes to which expert."""
 
 from __future__ import annotations
 
@@ -32,18 +28,16 @@ PROMPT_LENGTH, RESPONSE_LENGTH = 9, 60
     "further",
     [
         [],
-        ["--trainer.router_replay=true"],
         ["--trainer.router_replay=true", "--sampling.mode=partial", "--sampling.max_staleness=2"],
     ],
-    ids=["free", "replayed", "replayed-partial"],
+    ids=["free", "replayed-partial"],
 )
-def test_experts_on_two_ranks_train(tmp_path: Path, further: list[str]) -> None:
-    """Catches experts replayed at a wrong token or layer, which breaks parity."""
+def test_experts_on_two_ranks_keep_parity(tmp_path: Path, further: list[str]) -> None:
+    """Experts replayed at a wrong token or layer, or left behind by an update, would break it."""
     folder = tmp_path / "run"
     split = ["--trainer.data_parallel=2", "--trainer.expert_parallel=2"]
     aux = "--trainer.router_aux_loss_coef=0.001"
-    ended = run(folder, f"--model.path={MODEL}", *split, aux, *further, num_steps=3)
-    assert ended.returncode == 0, ended.stderr
+    run(folder, f"--model.path={MODEL}", *split, aux, *further, num_steps=3)
     records = metrics(folder)
     assert [record["policy/ratio_first_max_error"] for record in records] == [0.0] * 3
     assert all(record["parity/logprob_abs_max"] < 1e-4 for record in records)

@@ -1,5 +1,4 @@
-"""Would catch: a killed run that does not resume by itself, gets other numbers, or leaves
-processes, shared memory or files behind.
+"""A killed run resumes by itself, has the same numbers, and leaves no process or file behind.
 
 MEGADAPO_KILLS sets the number of random kills; tests/support/runs/kills.py spreads them over
 several sittings.
@@ -8,23 +7,12 @@ several sittings.
 from __future__ import annotations
 
 import os
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from megadapo.observe.metrics.records import read_evaluations
-from tests.support import REPOSITORY
 from tests.support.runs.kills import campaign, table
-from tests.support.runs.whole_runs import (
-    NUM_STEPS,
-    command,
-    descendants,
-    marked,
-    metrics,
-    untimed,
-    with_traps,
-)
+from tests.support.runs.whole_runs import NUM_STEPS, assert_same_metrics, descendants, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.full]
 
@@ -66,24 +54,12 @@ def test_kill_at_each_point_of_a_step_changes_no_metric(uninterrupted, tmp_path,
     points.mkdir()
     for point in POINTS[part]:
         (points / point).touch()
-    output = supervised(folder, points, "--checkpoint.every=1")
+    process = start(folder, "--restarts=20", "--checkpoint.every=1", points=points)
+    output, _ = process.communicate(timeout=1100)
+    assert process.returncode == 0, output
     assert list(points.iterdir()) == [], output
-    assert untimed(metrics(folder)) == untimed(metrics(uninterrupted))
+    assert_same_metrics(folder, uninterrupted)
     assert read_evaluations(folder) == read_evaluations(uninterrupted)
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == [f"step-{NUM_STEPS - 1}", f"step-{NUM_STEPS}"]
     assert descendants(folder) == []
-
-
-def supervised(folder: Path, points: Path, *overrides: str) -> str:
-    """Run to the end with processes that kill themselves; returns what was said."""
-    done = subprocess.run(
-        command(folder, "--restarts=20", *overrides),
-        cwd=REPOSITORY,
-        env=with_traps(marked(folder), points),
-        capture_output=True,
-        text=True,
-        timeout=1100,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr

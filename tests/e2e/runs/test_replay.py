@@ -1,11 +1,9 @@
-"""Would catch: a replay that is not the training it replays, and rollouts without a trainer that
-are not those of training."""
+"""A replay is the training that it replays, and rollouts without a trainer are training's."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -17,8 +15,7 @@ from megadapo.observe.rollouts.files import (
     saved_steps,
 )
 from megadapo.observe.rollouts.saved_group import SavedGroup, encode_saved
-from tests.support import REPOSITORY
-from tests.support.runs.whole_runs import SMALL, metrics, run, untimed
+from tests.support.runs.whole_runs import SMALL, megadapo, metrics, run, untimed
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -31,16 +28,14 @@ WARMUP = "--trainer.optimizer.warmup_steps=2"
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that saved every group."""
     folder = tmp_path_factory.mktemp("runs") / "source"
-    result = run(folder, "--observe.saved_groups=all", WARMUP, num_steps=NUM_STEPS)
-    assert result.returncode == 0, result.stdout + result.stderr
+    run(folder, "--observe.saved_groups=all", WARMUP, num_steps=NUM_STEPS)
     return folder
 
 
-def replay(
-    source: Path, folder: Path, *overrides: str, num_steps: int = NUM_STEPS
-) -> subprocess.CompletedProcess[str]:
+def replay(source: Path, folder: Path, *overrides: str, **how: int) -> CompletedProcess[str]:
     saved = f"--replay={source / ROLLOUTS_FOLDER}"
-    return run(folder, saved, "--observe.saved_groups=all", WARMUP, *overrides, num_steps=num_steps)
+    how = {"num_steps": NUM_STEPS, **how}
+    return run(folder, saved, "--observe.saved_groups=all", WARMUP, *overrides, **how)
 
 
 def groups(folder: Path, step: int) -> list[SavedGroup]:
@@ -52,7 +47,6 @@ def test_stopped_replay_repeats_the_metrics(source: Path, tmp_path: Path) -> Non
     folder = tmp_path / "replay"
     for num_steps in (2, NUM_STEPS):
         result = replay(source, folder, num_steps=num_steps)
-        assert result.returncode == 0, result.stdout + result.stderr
     assert "resuming after step 2" in result.stdout
     expected = [r | dict.fromkeys(NEEDS_ENGINES) for r in untimed(metrics(source))]
     assert untimed(metrics(folder)) == expected
@@ -62,8 +56,7 @@ def test_stopped_replay_repeats_the_metrics(source: Path, tmp_path: Path) -> Non
         one, two = groups(source, record["step"]), groups(folder, record["step"])
         assert [encode_saved(group) for group in one] == [encode_saved(group) for group in two]
     # a run with engines cannot go on from there: it would not know which prompts come next
-    result = run(folder, WARMUP, num_steps=NUM_STEPS + 1)
-    assert result.returncode == CheckpointError.exit_code
+    result = run(folder, WARMUP, num_steps=NUM_STEPS + 1, code=CheckpointError.exit_code)
     assert "resume it with --replay" in result.stderr
 
 
@@ -80,8 +73,7 @@ def test_pretraining_data_and_kl_coefficient_resume(source: Path, tmp_path: Path
     ]
     for name, stops in (("whole", [NUM_STEPS]), ("stopped", [2, NUM_STEPS])):
         for num_steps in stops:
-            result = replay(source, tmp_path / name, *options, num_steps=num_steps)
-            assert result.returncode == 0, result.stdout + result.stderr
+            replay(source, tmp_path / name, *options, num_steps=num_steps)
     whole, stopped = (untimed(metrics(tmp_path / name)) for name in ("whole", "stopped"))
     assert whole == stopped
     assert len({record["kl/coef"] for record in whole}) == NUM_STEPS
@@ -91,14 +83,13 @@ def test_pretraining_data_and_kl_coefficient_resume(source: Path, tmp_path: Path
 def test_replay_resumes_at_another_split(source: Path, tmp_path: Path) -> None:
     """One step of a long run can be replayed without the steps before it or its machines."""
     folder = tmp_path / "split"
-    result = replay(
+    replay(
         source,
         folder,
         f"--run.resume={source / 'checkpoints' / 'step-2'}",
         "--trainer.tensor_parallel=2",
         "--trainer.pipeline_parallel=2",
     )
-    assert result.returncode == 0, result.stdout + result.stderr
     (split,), whole = metrics(folder), metrics(source)[-1]
     assert split["step"] == NUM_STEPS
     assert split["policy/loss"] == pytest.approx(whole["policy/loss"], rel=1e-4, abs=1e-6)
@@ -108,12 +99,8 @@ def test_replay_resumes_at_another_split(source: Path, tmp_path: Path) -> None:
 
 def test_rollout_command_samples_as_training(source: Path, tmp_path: Path) -> None:
     """Prompts, seeds and weights are those of training."""
-    argv = [sys.executable, "-m", "megadapo.cli", "rollout", "configs/quickstart.toml"]
     options = (f"--run.folder={tmp_path / 'x'}", "--observe.saved_groups=all", "--steps=2", *SMALL)
-    done = subprocess.run(
-        [*argv, *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = megadapo("rollout", "configs/quickstart.toml", *options)
     folder = tmp_path / "x-rollout"
     assert f"megadapo show {folder}" in done.stdout
     assert "step=1 sampled=" in done.stdout and "step=2 sampled=" in done.stdout
@@ -127,8 +114,7 @@ def test_rollout_command_samples_as_training(source: Path, tmp_path: Path) -> No
             assert one.response.token_ids.tolist() == two.response.token_ids.tolist()
             assert (one.score.reward, one.advantage) == (two.score.reward, two.advantage)
             assert one.logprobs_old is None
-    result = replay(folder, tmp_path / "replay", num_steps=2)
-    assert result.returncode == 0, result.stdout + result.stderr
+    replay(folder, tmp_path / "replay", num_steps=2)
     first, second = metrics(tmp_path / "replay")
     assert first["policy/loss"] == metrics(source)[0]["policy/loss"]
     # no token of the second step is of the weights after the first
@@ -136,7 +122,6 @@ def test_rollout_command_samples_as_training(source: Path, tmp_path: Path) -> No
 
 
 def test_replay_refuses_its_source_folder(source: Path) -> None:
-    result = replay(source, source)
-    assert result.returncode == ConfigError.exit_code
+    result = replay(source, source, code=ConfigError.exit_code)
     assert "choose another run.folder" in result.stderr
     assert saved_steps(source) == [1, 2, 3]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,24 +14,19 @@ from megadapo.errors import InfraError
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
 from tests.support.models.tiny_models import make_engine_model
-from tests.support.rollout.engine_checks import EOS, Reference
+from tests.support.rollout.engine_checks import EOS, Reference, start_engines
 from tests.support.weights.actors import (
     GREEDY,
     PROMPTS,
     greedy,
-    ray_on_this_machine,
     start_actors,
-    start_engines,
     start_senders,
 )
 
 LAYOUTS = [{}, {"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}]
 SMALL_BUCKETS = WeightsConfig(bucket_mib=0.05, verify="every")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    yield from ray_on_this_machine()
+pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     pytest.param("tied", {"pipeline_parallel": 2}, marks=pytest.mark.full),
 ])  # fmt: skip
 def test_engines_answer_like_checkpoint(folders, trainer_processes, tmp_path, kind, engine):
-    """Catches late, partial or misplaced weights, and a stale prefix cache."""
+    """Late, partial or misplaced weights, or a stale prefix cache, would change an answer."""
     first, second = folders[kind]
     split = {"tensor_parallel": 1, **engine}
     count = split.pop("num_engines", 1)
@@ -82,7 +76,6 @@ def test_engines_answer_like_checkpoint(folders, trainer_processes, tmp_path, ki
         report = publisher.publish(2 * number + 1)
         assert report.verified and report.num_rounds > 1
         assert report.num_bytes == publisher.plan.num_bytes
-        # The prefix cache of the first weights must not be used with the second.
         assert_equal(greedy(engines), expected[0], atol=1e-5)
         ray.get([sender.load.remote(second) for sender in senders])
         publisher.publish(2 * number + 2)
@@ -115,7 +108,7 @@ def by_transformers(folder):
 
 
 def loses_its_sender(senders, engines, split) -> None:
-    """Catches an update that waits for a dead process, does not name it, or counts as done."""
+    """The update names the dead process, does not wait for it, and does not count as done."""
     publisher = Publisher(senders, engines, SMALL_BUCKETS, **split, dtype=torch.float32)
     publisher.publish(10)
     ray.get(senders[0].signal_at.remote(1, signal.SIGKILL))
@@ -127,7 +120,6 @@ def loses_its_sender(senders, engines, split) -> None:
 
 
 def refuses_another_model(senders, engines, split) -> None:
-    """Catches an engine that accepts another model's weights."""
     config = WeightsConfig(bucket_mib=0.05)
     publisher = Publisher(senders, engines, config, **split, dtype=torch.float32)
     with pytest.raises(InfraError, match="Trainer and engine differ in "):

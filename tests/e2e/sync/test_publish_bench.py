@@ -11,8 +11,7 @@ from megadapo.cli import run_command
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_weights_benchmark_runs(tmp_path, capsys):
-    """Catches a benchmark that fails, and bytes beyond the engine's shard."""
+def test_weights_benchmark_sends_the_engines_shard_only(tmp_path, capsys):
     sizes = {"layers": "2", "hidden": "128", "vocab": "512", "repeat": "1", "bucket-mib": "0.25"}
     words = [word for name, value in sizes.items() for word in (f"--{name}", value)]
     assert run_command(["bench", "weights", *words, "--json", str(tmp_path / "bench.json")]) == 0

@@ -9,43 +9,61 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.config import ClusterConfig
-from megadapo.data.group import NO_VERSION, Response
-from megadapo.rollout.config import RolloutConfig
+from megadapo.data.group import NO_VERSION, Response, Score
+from megadapo.data.prompts import Prompt, PromptStream
+from megadapo.rollout.config import RolloutConfig, SamplingConfig
+from megadapo.rollout.engine.spec import WeightsFrom
 from megadapo.rollout.pool.engines import Engines
+from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import GroupRequest, GroupResponse, SamplingSettings, response_seeds
 
-MAX_PROMPT_TOKENS = 192
+MAX_PROMPT_TOKENS = 200
 MAX_RESPONSE_TOKENS = 48
 EOS = 1
 SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_RESPONSE_TOKENS)
 
 
-@contextmanager
-def running_engines(model: Path, log_folder: Path, **config: Any) -> Iterator[Engines]:
-    """Start engines on a cluster of their own, and end both with the block."""
-    rollout = RolloutConfig(**{"max_response_tokens": MAX_RESPONSE_TOKENS, **config})
-    cluster = Cluster.start(
+def start_cluster(**config: Any) -> Cluster:
+    rollout = RolloutConfig(**config)
+    return Cluster.start(
         ClusterConfig(device="cpu"),
         num_trainer_ranks=1,
         num_engines=rollout.num_engines,
         engine_ranks=rollout.ranks_per_engine,
     )
+
+
+def start_engines(
+    model: Path,
+    log_folder: Path,
+    cluster: Cluster | None = None,
+    *,
+    weights_from: WeightsFrom = "trainer",
+    **config: Any,
+) -> Engines:
+    """Start engines for a model, with or without its weights."""
+    return Engines.start(
+        RolloutConfig(**{"max_response_tokens": MAX_RESPONSE_TOKENS, **config}),
+        cluster or start_cluster(**config),
+        model=str(model),
+        dtype="float32",
+        max_prompt_tokens=MAX_PROMPT_TOKENS,
+        log_folder=log_folder,
+        weights_from=weights_from,
+    )
+
+
+@contextmanager
+def running_engines(model: Path, log_folder: Path, **config: Any) -> Iterator[Engines]:
+    """Start engines on a cluster of their own, and end both with the block."""
+    cluster = start_cluster(**config)
     try:
-        engines = Engines.start(
-            rollout,
-            cluster,
-            model=str(model),
-            dtype="float32",
-            max_prompt_tokens=MAX_PROMPT_TOKENS,
-            log_folder=log_folder,
-            weights_from="folder",
-        )
+        engines = start_engines(model, log_folder, cluster, weights_from="folder", **config)
         try:
             yield engines
         finally:
@@ -114,13 +132,6 @@ def actor_pid(engines: Engines, index: int) -> int:
     return pid
 
 
-def vllm_process(engines: Engines, index: int, title: str) -> psutil.Process:
-    """Return the vLLM process of an engine whose title contains `title`."""
-    children = psutil.Process(actor_pid(engines, index)).children(recursive=True)
-    (found,) = [child for child in children if title in " ".join(child.cmdline())]
-    return found
-
-
 class Reference:
     """The same model in transformers, in fp32."""
 
@@ -158,3 +169,29 @@ def worst_error(
         for response in answers[group.key]
     ]
     return float(max(errors))
+
+
+PROMPTS = [Prompt(f"p{i}", (("user", f"{i * 37 % 100}+{i}=?"),), "", "test") for i in range(60)]
+
+
+class CorrectIfOddLength:
+    """A verifier that accepts texts of odd length (the limit is even)."""
+
+    num_threads = 1
+
+    def score_group(self, prompt: Prompt, texts: Sequence[str], token_ids: object) -> list[Score]:
+        right = [len(text) % 2 == 1 for text in texts]
+        return [Score(1.0 if ok else -1.0, ok, "", None) for ok in right]
+
+
+def make_sampler(engines: Engines, model: Path, *, prompts_per_step: int) -> Sampler:
+    """Return a sampler over real engines."""
+    return Sampler(
+        engines,
+        PromptStream(PROMPTS, 0),
+        CorrectIfOddLength(),
+        SamplingConfig(prompts_per_step=prompts_per_step, responses_per_prompt=4),
+        settings=SETTINGS,
+        tokenizer=AutoTokenizer.from_pretrained(model),
+        seed=3,
+    )

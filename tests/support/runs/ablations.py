@@ -7,9 +7,10 @@ from pathlib import Path
 
 from megadapo.config import to_dict
 from megadapo.lab.ablation.rows import Ablation, RowRun
-from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
+from megadapo.observe.metrics.records import MetricsLog
 from megadapo.run.state.checkpoint import CHECKPOINTS
 from tests.support import REPOSITORY
+from tests.support.runs.recorded_runs import evaluation_record
 
 ROWS = """
 cumulative = true
@@ -55,7 +56,7 @@ def finish(
     with MetricsLog(run.folder) as log:
         for step in range(num_steps + 1):
             if step % 2 == 0:
-                log.record_evaluation(_evaluation(step, accuracy * step / num_steps))
+                log.record_evaluation(evaluation_record(step, accuracy * step / num_steps))
             if step:
                 log.record(
                     {
@@ -77,15 +78,3 @@ def finish(
     checkpoint = run.folder / CHECKPOINTS / f"step-{num_steps}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
-
-
-def _evaluation(step: int, accuracy: float) -> EvaluationRecord:
-    return EvaluationRecord(
-        step=step,
-        policy_version=step,
-        accuracy=accuracy,
-        standard_error=0.02,
-        num_problems=64,
-        samples_per_problem=8,
-        response_length=16.0,
-    )

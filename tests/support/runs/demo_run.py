@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from megadapo.data.group import Response, Score
 from megadapo.data.prompts import Prompt
 from megadapo.observe.metrics.names import METRIC_NAMES
-from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
+from megadapo.observe.metrics.records import MetricsLog
 from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import Disposition, SavedGroup, SavedResponse
+from tests.support.rollout.saved_groups import saved_group, saved_response, untrained
+from tests.support.runs.recorded_runs import evaluation_record
 
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\u2028<!--<script"
 
@@ -24,17 +27,7 @@ def demo_run(folder: Path, *, num_steps: int = 6, long_tokens: int = 4) -> Path:
             values: dict[str, int | float | None] = dict.fromkeys(METRIC_NAMES, 0.5)
             log.record(values | {"step": step, "policy_version": step, "time/step_s": 2.0})
         for step in (0, num_steps):
-            log.record_evaluation(
-                EvaluationRecord(
-                    step=step,
-                    policy_version=step,
-                    accuracy=0.5,
-                    standard_error=0.02,
-                    num_problems=64,
-                    samples_per_problem=8,
-                    response_length=16.0,
-                )
-            )
+            log.record_evaluation(evaluation_record(step))
     (folder / "config.json").write_text(json.dumps({"run": {"num_steps": num_steps}}))
     for step, groups in enumerate(_steps(long_tokens), start=1):
         write_rollouts(rollouts_path(folder, step), groups)
@@ -51,7 +44,9 @@ def _steps(long_tokens: int) -> list[list[SavedGroup]]:
         ],
         [
             _group(3, _response("needle in hay"), _response("hay", correct=False)),
-            _group(4, _response("7"), _response("never ends", correct=False, cut=True)),
+            _group(
+                4, _response("7"), _response("never ends", correct=False, finish_reason="length")
+            ),
             _group(5, _response(HOSTILE), _response("no", correct=False, symbolic_correct=True)),
         ],
         [
@@ -68,14 +63,10 @@ def _group(
     prompt_index: int, *responses: SavedResponse, disposition: Disposition = "trained"
 ) -> SavedGroup:
     question = HOSTILE if prompt_index == 5 else f"question {prompt_index}"
-    return SavedGroup(
+    return replace(
+        saved_group(*responses, prompt_index=prompt_index, disposition=disposition),
         step=1 + (prompt_index > 2) + (prompt_index > 5),
-        prompt_index=prompt_index,
-        disposition=disposition,
-        from_reserve=False,
         prompt=Prompt(f"id-{prompt_index}", (("user", question),), "2", "test"),
-        prompt_ids=(1, 2),
-        responses=responses,
     )
 
 
@@ -83,30 +74,19 @@ def _response(
     text: str,
     *,
     correct: bool = True,
-    cut: bool = False,
-    symbolic_correct: bool | None = None,
     trained: bool = True,
-    ratios: list[float] | None = None,
+    ratios: Sequence[float] = (1.0,),
     version: int = 0,
+    **values: object,
 ) -> SavedResponse:
     """A response whose tokens are its characters; `ratios` are update over old."""
-    old = np.full(len(text), -0.5, dtype=np.float32)
-    change = np.log(ratios or [1.0] * len(text)).astype(np.float32)
-    reward = 1.0 if correct else -1.0
-    return SavedResponse(
-        response=Response(
-            token_ids=np.array([ord(character) for character in text], dtype=np.int32),
-            logprobs=old,
-            finish_reason="length" if cut else "stop",
-            text=text,
-            policy_versions=np.full(len(text), version, dtype=np.int32),
-        ),
-        score=Score(reward, correct, text[-1:], symbolic_correct),
-        tokens=tuple(text),
-        logprobs_old=old if trained else None,
-        logprobs_update=old + change if trained else None,
-        penalty=0.0,
-        shaped_reward=reward,
-        advantage=reward if trained else None,
-        rule_correct=correct,
+    old, reward = np.full(len(text), -0.5, dtype=np.float32), 1.0 if correct else -1.0
+    values |= {"correct": correct, "reward": reward, "shaped_reward": reward, "penalty": 0.0}
+    values |= {"logprobs": old, "policy_versions": np.full(len(text), version, dtype=np.int32)}
+    values.setdefault("symbolic_correct", None)
+    if not trained:
+        return untrained(text, **values)
+    update = old + np.log(ratios).astype(np.float32)
+    return saved_response(
+        text, logprobs_old=old, logprobs_update=update, advantage=reward, **values
     )

@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megadapo.observe.metrics.records import EvaluationRecord, MetricsLog
+from megadapo.observe.metrics.records import MetricsLog
 from megadapo.run.state.checkpoint import CheckpointStore
 from megadapo.weights.disk.load import fill_shard
 from megadapo.weights.disk.sources import open_layout, open_source
 from megadapo.weights.layout.shards import ShardPosition
 from tests.support.runs.checkpoints import written_by
+from tests.support.runs.recorded_runs import evaluation_record
 
 PADDED_ROWS = 64
 
@@ -65,17 +66,9 @@ def write_run(folder: Path, model: Path, *steps: int, tensors: dict | None = Non
     (folder / "config.json").write_text(json.dumps(config))
     with MetricsLog(folder) as log:
         for step in (0, *steps):
-            log.record_evaluation(_evaluation(step))
+            log.record_evaluation(
+                evaluation_record(
+                    step, step / 10, standard_error=0.0123, response_length=20.0 + step
+                )
+            )
     return folder
-
-
-def _evaluation(step: int) -> EvaluationRecord:
-    return EvaluationRecord(
-        step=step,
-        policy_version=step,
-        accuracy=step / 10,
-        standard_error=0.0123,
-        num_problems=64,
-        samples_per_problem=8,
-        response_length=20.0 + step,
-    )

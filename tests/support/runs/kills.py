@@ -26,12 +26,13 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from megadapo.cluster.processes import descendants as below
+import psutil
+
 from megadapo.errors import DataError, RunInterruptedError
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.run.state.status import Status, read_status
 from tests.support import COMPILED, REPOSITORY
-from tests.support.runs.whole_runs import command, descendants, marked, metrics, untimed
+from tests.support.runs.whole_runs import command, descendants, marked, metrics, run, untimed
 
 NUM_STEPS = 8
 KILLS_PER_RUN = 5
@@ -52,6 +53,8 @@ NAMES = {
     "verifier": r"symbolic_worker",
     "raylet": r"/raylet/raylet\b",
     "gcs": r"gcs_server",
+    "driver": r"megadapo\.cli",
+    "everything": "",
 }
 """Command line of each kind of process."""
 REGISTRATION = "/dev/shm/__KMP_REGISTERED_LIB_"
@@ -129,7 +132,6 @@ class DisturbedRun:
             if not self._wait_for(moment) or not self._strike(kill):
                 return
             self.kills.append(kill)
-            self._see_what_becomes_of(kill)
 
     def end(self) -> int:
         """Wait for the end, or stop the run where its time is up; returns the exit code."""
@@ -150,7 +152,8 @@ class DisturbedRun:
         left += [str(path) for path in files if path.stat().st_size > TINY_BYTES]
         shutil.rmtree(self._temporary)
         for pid, _ in descendants(self.folder):
-            _signal(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         return left
 
     @property
@@ -167,102 +170,73 @@ class DisturbedRun:
             time.sleep(20.0 * delay)
             return self._process.poll() is None
 
-        def is_there(status: Status) -> bool:
-            completed = status.step > status.resumed_from
-            return completed and status.state == "running" and moment in ("any", status.phase)
+        def is_there() -> bool:
+            status = self._status
+            if status is None or status.state != "running" or status.step <= status.resumed_from:
+                return False
+            return moment in ("any", status.phase)
 
         if not self._until(is_there):
             return False
         time.sleep(delay * (2 * self.step_s if moment == "any" else 0.3))
         return self._process.poll() is None
 
-    def _until(self, is_there: Callable[[Status], bool]) -> bool:
+    def _until(self, condition: Callable[[], object]) -> bool:
         while self._process.poll() is None and time.monotonic() < self.until:
             self._note_segments()
-            status = self._status
-            if status is not None and is_there(status):
+            if condition():
                 return True
             time.sleep(POLL_S)
         return False
 
     def _strike(self, kill: Kill) -> bool:
-        """Signal a process of the kind, waiting for there to be one."""
-        while self._process.poll() is None and time.monotonic() < self.until:
-            victims = self._victims(kill.target)
-            status = self._status
-            if victims:
-                kill.phase = "" if status is None else status.phase
-                kill.step = 0 if status is None else status.step
-                kill.command = " ".join(victims[0][1].replace("\0", " ").split())[:60]
-                for pid, _ in victims:
-                    _signal(pid, self.how)
-                self._killed_at = time.monotonic()
-                self._killed_pid = None if status is None else status.pid
-                return True
-            time.sleep(POLL_S)
-        return False
-
-    def _victims(self, target: str) -> list[tuple[int, str]]:
-        found = [(pid, _name_of(pid)) for pid in below(self._process.pid)]
-        if target == "everything":
-            return found
-        if target == "driver":
-            return [
-                (pid, name)
-                for pid, name in found
-                if "megadapo.cli" in name and _is_child(pid, self._process.pid)
-            ]
-        found = [(pid, name) for pid, name in found if re.search(NAMES[target], name)]
-        return [self._random.choice(sorted(found))] if found else []
-
-    def _see_what_becomes_of(self, kill: Kill) -> None:
-        went_on = self._until(lambda status: status.step > kill.step)
-        status = self._status
-        if status is None or not (went_on or status.state == "finished"):
+        """Signal a process of the kind, waiting for there to be one, and see what becomes of it."""
+        victims: list[tuple[psutil.Process, str]] = []
+        if not self._until(lambda: victims.extend(self._victims(kill.target)) or victims):
+            return False
+        before = self._status
+        kill.phase, kill.step = ("", 0) if before is None else (before.phase, before.step)
+        kill.command = " ".join(victims[0][1].split())[:60]
+        for process, _ in victims:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(self.how)
+        killed_at = time.monotonic()
+        recovered = self._until(lambda: (now := self._status) is not None and now.step > kill.step)
+        after = self._status
+        if after is None or not (recovered or after.state == "finished"):
             kill.outcome = "out of time" if self._process.poll() is None else "given up"
-            return
-        kill.outcome = "went on" if status.pid == self._killed_pid else "started again"
-        kill.lost_s = round(time.monotonic() - self._killed_at - self.step_s, 1)
+            return True
+        same = before is not None and after.pid == before.pid
+        kill.outcome = "went on" if same else "started again"
+        kill.lost_s = round(time.monotonic() - killed_at - self.step_s, 1)
+        return True
+
+    def _victims(self, target: str) -> list[tuple[psutil.Process, str]]:
+        found, supervisor = [], self._process.pid
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(supervisor).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    name = " ".join(process.cmdline())
+                    is_own = target != "driver" or process.ppid() == supervisor
+                    if is_own and re.search(NAMES[target], name):
+                        found.append((process, name))
+        return found if target == "everything" else found and [self._random.choice(found)]
 
     def _note_segments(self) -> None:
         if time.monotonic() < self._looked + LOOK_S:
             return
         self._looked = time.monotonic()
         for pid, _ in descendants(self.folder):
-            try:
+            with suppress(OSError):
                 maps = Path(f"/proc/{pid}/maps").read_text()
-            except OSError:
-                continue
-            found = re.findall(r"(/dev/shm/\S+)$", maps, re.M)
-            self.segments.update(name for name in found if not name.startswith(REGISTRATION))
-
-
-def _name_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _is_child(pid: int, parent: int) -> bool:
-    try:
-        return f"PPid:\t{parent}\n" in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
+                found = re.findall(r"(/dev/shm/\S+)$", maps, re.M)
+                self.segments.update(name for name in found if not name.startswith(REGISTRATION))
 
 
 def undisturbed(folder: Path, overrides: Sequence[str]) -> Path:
     """The same run without kills; made once."""
     if not (folder / "plot.png").exists():
-        done = subprocess.run(
-            command(folder, *overrides, num_steps=NUM_STEPS), cwd=REPOSITORY, timeout=500
-        )
-        assert done.returncode == 0
+        run(folder, *overrides, num_steps=NUM_STEPS)
     return folder
 
 
@@ -284,27 +258,27 @@ def campaign(
     log = folder / "kills.json"
     runs: list[dict[str, Any]] = json.loads(log.read_text()) if log.exists() else []
     while time.monotonic() < until:
-        so_far = sum(len(run["kills"]) for run in runs)
+        so_far = sum(len(one["kills"]) for one in runs)
         if so_far >= num_kills and (not runs or runs[-1]["ended"]):
             break
         if not runs or runs[-1]["ended"]:
             runs.append({"folder": f"run-{len(runs)}", "ended": False, "kills": [], "problems": []})
         entry, wanted = runs[-1], min(KILLS_PER_RUN, num_kills - so_far)
         kinds = cycle(targets[so_far % len(targets) :] + targets[: so_far % len(targets)])
-        run = DisturbedRun(folder / entry["folder"], how, overrides, step_s, so_far, until)
+        disturbed = DisturbedRun(folder / entry["folder"], how, overrides, step_s, so_far, until)
         try:
-            run.disturb(kinds, wanted)
+            disturbed.disturb(kinds, wanted)
         finally:
-            code = run.end()
-            entry["kills"] += [asdict(kill) for kill in run.kills]
-            entry["problems"] += [f"left: {name}" for name in run.leftovers()]
+            code = disturbed.end()
+            entry["kills"] += [asdict(kill) for kill in disturbed.kills]
+            entry["problems"] += [f"left: {name}" for name in disturbed.leftovers()]
             entry["ended"] = code != RunInterruptedError.exit_code
             if code == 0:
                 entry["problems"] += _differences(folder / entry["folder"], expected)
             elif entry["ended"]:
                 entry["problems"].append(f"exit code {code}")
             log.write_text(json.dumps(runs, indent=1) + "\n")
-    return [problem for run in runs for problem in run["problems"]]
+    return [problem for one in runs for problem in one["problems"]]
 
 
 def _differences(folder: Path, expected: Path) -> list[str]:
@@ -323,11 +297,11 @@ def _differences(folder: Path, expected: Path) -> list[str]:
 def table(path: Path) -> str:
     """FOLDER/kills.json for people."""
     lines = ["| signal | target | phase | after step | outcome | seconds lost |", "|-|-|-|-|-|-|"]
-    for run in json.loads(path.read_text()):
-        for kill in run["kills"]:
+    for entry in json.loads(path.read_text()):
+        for kill in entry["kills"]:
             values = (kill[k] for k in ("signal", "target", "phase", "step", "outcome", "lost_s"))
             lines.append("| " + " | ".join(str(value) for value in values) + " |")
-        lines += [f"{run['folder']}: {problem}" for problem in run["problems"]]
+        lines += [f"{entry['folder']}: {problem}" for problem in entry["problems"]]
     return "\n".join(lines)
 
 

@@ -14,6 +14,17 @@ from megadapo.observe.metrics.records import (
 )
 
 
+def evaluation_record(step: int, accuracy: float = 0.5, **changes: float) -> EvaluationRecord:
+    values = {
+        "policy_version": step,
+        "standard_error": 0.02,
+        "num_problems": 64,
+        "samples_per_problem": 8,
+        "response_length": 16.0,
+    }
+    return EvaluationRecord(step=step, accuracy=accuracy, **values | changes)
+
+
 def record_run(folder: Path, *, num_steps: int, evaluations: bool = True) -> Path:
     """Write a run whose accuracy, length and costs follow simple rules of the step number."""
     with MetricsLog(folder) as log:
@@ -21,15 +32,7 @@ def record_run(folder: Path, *, num_steps: int, evaluations: bool = True) -> Pat
             accuracy = step / (num_steps + 1)
             if evaluations:
                 log.record_evaluation(
-                    EvaluationRecord(
-                        step=step,
-                        policy_version=step,
-                        accuracy=accuracy,
-                        standard_error=0.02,
-                        num_problems=64,
-                        samples_per_problem=8,
-                        response_length=16.0 + step,
-                    )
+                    evaluation_record(step, accuracy, response_length=16.0 + step)
                 )
             if step:
                 values: dict[str, int | float | None] = dict.fromkeys(METRIC_NAMES, 0.5)

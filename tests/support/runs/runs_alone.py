@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from megadapo.config import RunConfig, from_dict
-from megadapo.observe.metrics.records import EvaluationRecord
 from megadapo.run.run import Run
 from tests.support.runs.checkpoints import written_by
 
@@ -20,18 +19,6 @@ def config_of(folder: Path, **run: object) -> RunConfig:
             "checkpoint": {"every": 2},
             "trainer": {"optimizer": {"warmup_steps": 2}},
         }
-    )
-
-
-def evaluation(step: int) -> EvaluationRecord:
-    return EvaluationRecord(
-        step=step,
-        policy_version=step,
-        accuracy=0.5,
-        standard_error=0.1,
-        num_problems=8,
-        samples_per_problem=8,
-        response_length=9.0,
     )
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.support import REPOSITORY
@@ -38,14 +39,24 @@ def command(folder: Path, *overrides: str, num_steps: int = NUM_STEPS) -> list[s
     ]
 
 
-def run(folder: Path, *overrides: str, num_steps: int = NUM_STEPS) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(folder, *overrides, num_steps=num_steps),
+def megadapo(*words: object, timeout: float = 500, code: int = 0) -> subprocess.CompletedProcess:
+    """Run a command to its end; its exit code must be `code`."""
+    result = subprocess.run(
+        [sys.executable, "-m", "megadapo.cli", *map(str, words)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=timeout,
     )
+    assert result.returncode == code, result.stdout + result.stderr
+    return result
+
+
+def run(
+    folder: Path, *overrides: str, num_steps: int = NUM_STEPS, code: int = 0
+) -> subprocess.CompletedProcess:
+    """Start or resume the run, and wait for its end."""
+    return megadapo(*command(folder, *overrides, num_steps=num_steps)[3:], code=code)
 
 
 def marked(folder: Path) -> dict[str, str]:
@@ -74,34 +85,54 @@ def untimed(records: list[dict]) -> list[dict]:
     return [{k: v for k, v in r.items() if not k.startswith(TIMED)} for r in records]
 
 
-def with_traps(environment: dict[str, str], points: Path) -> dict[str, str]:
-    """The environment of a run whose processes kill themselves: tests/support/injected."""
-    paths = [str(REPOSITORY / "tests/support/injected"), environment.get("PYTHONPATH", "")]
-    traps = {"KILL_AT": str(points), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return {**environment, **traps}
-
-
 def start(folder: Path, *overrides: str, points: Path | None = None) -> subprocess.Popen:
     """Start or resume the run in the background.
 
-    `points`: folder of those where a process kills itself, as `with_traps` says.
+    `points`: folder of those where a process kills itself: tests/support/injected.
     """
     environment = marked(folder)
+    if points is not None:
+        paths = [str(REPOSITORY / "tests/support/injected"), environment.get("PYTHONPATH", "")]
+        environment |= {
+            "KILL_AT": str(points),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
     return subprocess.Popen(
         command(folder, *overrides),
         cwd=REPOSITORY,
-        env=environment if points is None else with_traps(environment, points),
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
+def run_killed_at(step: int, folder: Path, *overrides: str) -> None:
+    """Kill the driver when a step is recorded; all other processes must end by themselves."""
+    process = start(folder, *overrides)
+    wait_for_step(process, folder, step)
+    process.kill()
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 45
+    while left := descendants(folder):
+        assert time.monotonic() < deadline, f"processes outlive their driver: {left}"
+        time.sleep(0.5)
+
+
+def assert_same_metrics(folder: Path, expected: Path) -> None:
+    assert untimed(metrics(folder)) == untimed(metrics(expected))
+
+
 def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
     """Wait until the metrics of `step` are on disk."""
     path = folder / "metrics.jsonl"
+    wait_until(lambda: path.exists() and path.read_text().count("\n") >= step, process)
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen) -> None:
+    """Wait for something that a running program does."""
     deadline = time.monotonic() + 300
-    while not path.exists() or len(path.read_text().splitlines()) < step:
+    while not condition():
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "no step within five minutes"
-        time.sleep(0.05)
+        assert time.monotonic() < deadline, "not within five minutes"
+        time.sleep(0.02)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from megadapo.algorithm.reference import generalized_advantages
 from megadapo.data.batch import PackedBatch
 from megadapo.trainer.config import CriticConfig, CriticOptimizerConfig
-from megadapo.trainer.types import Rendezvous, TrainerSettings
+from megadapo.trainer.types import TrainerSettings
 from tests.support.trainer import probes
 
 if TYPE_CHECKING:
@@ -34,15 +34,12 @@ def head_weight(hidden_size: int) -> np.ndarray:
     return np.random.default_rng(5).normal(0.0, 0.3, (1, hidden_size)).astype(np.float32)
 
 
-def observe(
-    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch
-) -> dict[str, Any] | None:
+def observe(rendezvous, settings, batch) -> dict[str, Any]:
     """Advantages of the step's tokens by place, loss and full gradients of the first mini-batch.
 
     Values of the old critic are moved by an amount that depends on the token's place only, so that
     some are clipped.
     """
-    from megadapo.trainer.batch.micro_batch import trained_tokens
     from megadapo.trainer.critic.step import CriticStep
     from megadapo.trainer.critic.value_model import ValueTargets
 
@@ -50,17 +47,14 @@ def observe(
     critic = rank.critic
     assert critic is not None
     set_head(critic)
-    predicted, _ = trained_tokens(batch)
-    split = rank.splitter.split(batch, predicted=predicted, policy_version=0)
+    split = probes.split_of(rank, batch)
     old = [probes.old_policies(rank, micro_batches) for micro_batches in split]
     step = CriticStep(critic, split, old, 1, kl_coef=0.0)
-    places = [micro_batch.source for micro_batches in split for micro_batch in micro_batches]
-    found = [policy.advantages for parts in step.old for policy in parts]
-    rows = [micro_batch.rows for micro_batches in split for micro_batch in micro_batches]
     advantages = {
         int(place): float(value)
-        for source, values, at in zip(places, found, rows, strict=False)
-        for place, value in zip(source, values[at].tolist(), strict=True)
+        for micro_batches, policies in zip(split, step.old, strict=True)
+        for part, policy in zip(micro_batches, policies, strict=False)
+        for place, value in zip(part.source, policy.advantages[part.rows].tolist(), strict=True)
     }
     targets = [
         ValueTargets(
@@ -69,14 +63,9 @@ def observe(
         )
         for micro_batch, target in zip(split[0], step.targets[0], strict=False)
     ]
-    # megatron-core learns in the first pass what to wait for, and overlaps from the second on
-    for _ in range(1 + settings.trainer.overlap_grad_reduce):
-        sums = critic.gradients(split[0], targets)
-    critic.optimizer.prepare_grads()
-    norm = float(critic.optimizer.get_grad_norm())
-    probes.gather_gradients(critic.chunks)
-    sums = sums.reduced(contributes=rank.has_results, device=rank.device)
-    full = gathered(critic, attribute="main_grad")
+    sums, norm, full = probes.full_gradients(
+        rank, critic, lambda: critic.gradients(split[0], targets)
+    )
     everyone: list[dict[int, float]] = [{} for _ in range(rendezvous.world_size)]
     torch.distributed.all_gather_object(everyone, advantages)
     merged = {place: value for part in everyone for place, value in part.items()}
@@ -85,17 +74,13 @@ def observe(
     }
 
 
-def returns_with_kl(
-    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, kl: np.ndarray
-) -> np.ndarray:
+def returns_with_kl(rendezvous, settings, batch, kl: np.ndarray) -> np.ndarray:
     """[T] what the critic's values should be where rewards pay for `kl`, less the same where they
     pay for none; 0 on tokens out of the loss. On one rank."""
-    from megadapo.trainer.batch.micro_batch import trained_tokens
     from megadapo.trainer.critic.step import CriticStep
 
     rank = probes.build(rendezvous, settings)
-    predicted, _ = trained_tokens(batch)
-    split = rank.splitter.split(batch, predicted=predicted, policy_version=0)
+    split = probes.split_of(rank, batch)
     old = [probes.old_policies(rank, micro_batches) for micro_batches in split]
     difference = np.zeros(len(batch.tokens))
     for sign, values in ((1.0, kl), (-1.0, np.zeros_like(kl))):
@@ -111,16 +96,6 @@ def returns_with_kl(
             for micro_batch, target in zip(micro_batches, targets, strict=True):
                 difference[micro_batch.source] += sign * target.returns.double().numpy()
     return difference
-
-
-def gathered(critic: Critic, *, attribute: str = "data") -> dict[str, np.ndarray]:
-    """Full weights of the critic, or another tensor of each, by Hugging Face name; collective."""
-    from megadapo.trainer.model.parallel import process_groups
-    from megadapo.weights.disk.gather import gather_weights
-
-    tensors = {name: getattr(param, attribute) for name, param in critic.parameters.items()}
-    full = gather_weights(tensors, critic.layout, critic.position, process_groups())
-    return {name: tensor.detach().float().numpy().copy() for name, tensor in full}
 
 
 def set_head(critic: Critic) -> None:
@@ -179,25 +154,13 @@ def _moves(places: np.ndarray) -> torch.Tensor:
 
 
 def train(
-    rendezvous: Rendezvous,
-    settings: TrainerSettings,
-    batch: PackedBatch,
-    steps: range,
-    load: Path | None = None,
-    save: Path | None = None,
-    save_after: int | None = None,
+    rendezvous, settings, batch, steps: range, load=None, save: Path | None = None, save_after=None
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Results of the steps, and the full weights of policy and critic after them.
 
     `save_after`: the step whose state is saved; None: the last one's.
     """
-    rank = probes.build(rendezvous, settings)
-    assert rank.critic is not None
-    if load is not None:
-        rank.load(load)
-    results = []
-    for step in steps:
-        results.append(asdict(probes.update(rank, batch, policy_version=0, step=step)))
-        if save is not None and step == (save_after or steps[-1]):
-            probes.save_at(rank, save)
-    return results, probes.weights(rank), gathered(rank.critic)
+    rank = probes.build(rendezvous, settings, load)
+    where = None if save is None else (save_after or steps[-1], save)
+    results = list(probes.steps_of(rank, batch, steps, save=where))
+    return results, probes.gathered(rank), probes.gathered(rank.critic)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megadapo.data.batch import PackedBatch
-from tests.support.trainer.probes import Gradients, gradients
+from tests.support.trainer.probes import Gradients, gradients_by_case
 from tests.support.trainer.ranks import Ranks, settings_for
 
 OVERLAP = {"overlap": True, "bucket": 3000}
@@ -19,7 +19,8 @@ OVERLAP = {"overlap": True, "bucket": 3000}
 def measure(ranks: Ranks, folder: Path, batch: PackedBatch, **layout: Any) -> Gradients:
     """Return rank 0's loss and gradients of the first mini-batch under a layout."""
     settings = settings_for(str(folder), **layout)
-    return ranks.run(settings.trainer.num_ranks, gradients, settings, batch)[0]
+    cases = {"": settings.importance}
+    return ranks.run(settings.trainer.num_ranks, gradients_by_case, settings, batch, cases)[0][""]
 
 
 def assert_same(found: Gradients, expected: Gradients) -> None:

@@ -1,8 +1,12 @@
-"""Actions of a trainer rank for tests; they run inside the trainer processes."""
+"""Actions of a trainer rank for tests; they run inside the trainer processes.
+
+Each begins with the arguments that every rank gets, `Rendezvous` and `TrainerSettings`, or with a
+rank that `build` made of them; batches are `PackedBatch`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megadapo.trainer.batch.micro_batch import MicroBatch
+    from megadapo.trainer.batch.mini_batch import MiniBatch
     from megadapo.trainer.batch.off_policy import OldPolicy
+    from megadapo.trainer.critic.critic import Critic
     from megadapo.trainer.model.head import PolicyHead
     from megadapo.trainer.rank import TrainerRank
     from megadapo.weights.disk.files import Files
@@ -45,55 +51,61 @@ class Gradients:
     experts: ExpertResult = ExpertResult()
 
 
-def build(rendezvous: Rendezvous, settings: TrainerSettings) -> TrainerRank:
+def build(
+    rendezvous: Rendezvous, settings: TrainerSettings, load: Path | None = None
+) -> TrainerRank:
     from megadapo.trainer.rank import TrainerRank
 
-    return TrainerRank(settings, rendezvous)
+    rank = TrainerRank(settings, rendezvous)
+    if load is not None:
+        rank.load(load)
+    return rank
 
 
 def update(rank: TrainerRank, batch: PackedBatch, **how: Any) -> UpdateResult:
     """Train on the batch; `how`: further fields of the request."""
-    return rank.update(UpdateRequest(batch=batch, **how))
+    return rank.update(UpdateRequest(batch=batch, **{"policy_version": 0, **how}))
 
 
-def gradients(
-    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch
-) -> Gradients | None:
-    """Loss and full gradients of the first mini-batch, from rank 0."""
-    found = _gradients(build(rendezvous, settings), batch, settings.importance)
-    return found if rendezvous.rank == 0 else None
+def split_of(rank: TrainerRank, batch: PackedBatch, policy_version: int = 0) -> list[MiniBatch]:
+    """Return the rank's micro-batches of each mini-batch."""
+    from megadapo.trainer.batch.micro_batch import trained_tokens
+
+    predicted, _ = trained_tokens(batch)
+    return rank.splitter.split(batch, predicted=predicted, policy_version=policy_version)
 
 
-def gradients_by_case(
-    rendezvous: Rendezvous,
-    settings: TrainerSettings,
-    batch: PackedBatch,
-    cases: dict[str, ImportanceConfig],
-) -> dict[str, Gradients] | None:
-    """`gradients` for several ways to weight stale tokens, on one and the same trainer."""
+def gradients_by_case(rendezvous, settings, batch, cases: dict[str, ImportanceConfig]):
+    """Return gradients of the first mini-batch for several ways to weight stale tokens, on rank 0.
+
+    All are of one and the same trainer.
+    """
     rank = build(rendezvous, settings)
-    found = {name: _gradients(rank, batch, importance) for name, importance in cases.items()}
+    found = {}
+    for name, importance in cases.items():
+        split, *_ = split_of(rank, batch, int(batch.policy_versions.max()))
+        with rank.experts.counted():
+            logprobs = rank.logprobs_of(split)
+        rank.experts.prepare(int(np.diff(batch.cu_seqlens)[batch.mini_batches[0]].sum()))
+        old = old_policies(rank, split, logprobs, importance)
+        own = gradients_under(rank, rank.head, split, old)
+        found[name] = replace(own, experts=rank.experts.result())
     return found if rendezvous.rank == 0 else None
 
 
 def gradients_by_objective(
-    rendezvous: Rendezvous,
-    settings: TrainerSettings,
-    batch: PackedBatch,
-    cases: dict[str, PolicyObjective],
-    pretraining: PackedBatch | None = None,
-) -> dict[str, Gradients] | None:
-    """`gradients` under several objectives, on one and the same trainer; with a reference policy
-    where there is a KL divergence, and with the clip bounds that are searched for `bapo`.
+    rendezvous, settings, batch, cases: dict[str, PolicyObjective], pretraining=None
+):
+    """Return gradients under several objectives, on one and the same trainer; with a reference
+    policy where there is a KL divergence, and with the clip bounds that are searched for `bapo`.
 
     With texts also `texts`: of these alone, beside a head of another temperature; and `ptx`: of
     them beside the default objective.
     """
-    from megadapo.trainer.batch.micro_batch import trained_tokens
     from megadapo.trainer.batch.off_policy import OldPolicy
 
     rank = build(rendezvous, settings)
-    split, *_ = rank.splitter.split(batch, predicted=trained_tokens(batch)[0], policy_version=0)
+    split, *_ = split_of(rank, batch)
     present = rank.logprobs_of(split)
     found = {}
     for name, objective in cases.items():
@@ -118,23 +130,6 @@ def gradients_by_objective(
     return found if rendezvous.rank == 0 else None
 
 
-def _gradients(rank: TrainerRank, batch: PackedBatch, importance: ImportanceConfig) -> Gradients:
-    from megadapo.trainer.batch.micro_batch import trained_tokens
-    from megadapo.trainer.batch.off_policy import old_policy
-
-    predicted, _ = trained_tokens(batch)
-    present = int(batch.policy_versions.max())
-    split, *_ = rank.splitter.split(batch, predicted=predicted, policy_version=present)
-    with rank.experts.counted():
-        logprobs = rank.logprobs_of(split)
-    rank.experts.prepare(int(np.diff(batch.cu_seqlens)[batch.mini_batches[0]].sum()))
-    old = [
-        old_policy(micro_batch, shifted(micro_batch, values), importance)
-        for micro_batch, values in zip(split, logprobs, strict=False)
-    ]
-    return replace(gradients_under(rank, rank.head, split, old), experts=rank.experts.result())
-
-
 def gradients_under(
     rank: TrainerRank,
     head: PolicyHead,
@@ -145,39 +140,55 @@ def gradients_under(
     """Return loss and full gradients of one mini-batch with the old policies `old`."""
     from megadapo.trainer.update.step import compute_gradients
 
-    # megatron-core learns in the first pass what to wait for, and overlaps from the second on
-    for _ in range(1 + rank.settings.trainer.overlap_grad_reduce):
-        sums, _ = compute_gradients(rank.chunks, head, split, old, pretraining)
-    rank.optimizer.prepare_grads()
-    norm = float(rank.optimizer.get_grad_norm())
-    gather_gradients(rank.chunks)
-    sums = sums.reduced(contributes=rank.has_results, device=rank.device)
-    full = gathered(rank, {name: param.main_grad for name, param in rank.parameters.items()})
+    def compute() -> Any:
+        return compute_gradients(rank.chunks, head, split, old, pretraining)[0]
+
+    sums, norm, full = full_gradients(rank, rank, compute)
     loss = sums.loss
     if sums.num_pretraining_tokens:
         loss += TEXT_COEF * sums.pretraining_loss / sums.num_pretraining_tokens
     return Gradients(loss, full, norm, (sums.positive_gradient, sums.gradient))
 
 
-def old_policies(rank: TrainerRank, split: Sequence[MicroBatch]) -> list[OldPolicy]:
-    """Return the old policies of an update of the current weights."""
-    from megadapo.trainer.batch.off_policy import old_policy
+def full_gradients(rank: TrainerRank, model: TrainerRank | Critic, compute: Callable[[], Any]):
+    """Return the sums over all ranks, the norm, and the full gradients by Hugging Face name.
 
-    pairs = zip(split, rank.logprobs_of(split), strict=False)
-    return [old_policy(*pair, rank.settings.importance) for pair in pairs]
-
-
-def gather_gradients(chunks: list[Any]) -> None:
-    """Join the parts of the sums, of which every data-parallel rank has its own."""
+    `model`: the policy or the critic that `compute` leaves gradients in.
+    """
     import torch
 
-    buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
-    buffers += [buffer for chunk in chunks for buffer in chunk.expert_parallel_buffers]
+    # megatron-core learns in the first pass what to wait for, and overlaps from the second on
+    for _ in range(1 + rank.settings.trainer.overlap_grad_reduce):
+        sums = compute()
+    model.optimizer.prepare_grads()
+    norm = float(model.optimizer.get_grad_norm())
+    # each data-parallel rank has its own part of the sums
+    buffers = [buffer for chunk in model.chunks for buffer in chunk.buffers]
+    buffers += [buffer for chunk in model.chunks for buffer in chunk.expert_parallel_buffers]
     for buffer in buffers:
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=group)
+    sums = sums.reduced(contributes=rank.has_results, device=rank.device)
+    return sums, norm, gathered(model, "main_grad")
+
+
+def old_policies(
+    rank: TrainerRank,
+    split: MiniBatch,
+    logprobs: Iterable[Tensor] | None = None,
+    importance: ImportanceConfig | None = None,
+) -> list[OldPolicy]:
+    """Return the old policies of an update: those of the current weights, or near `logprobs`."""
+    from megadapo.trainer.batch.off_policy import old_policy
+
+    if logprobs is None:
+        near = rank.logprobs_of(split)
+    else:
+        near = [shifted(*pair) for pair in zip(split, logprobs, strict=False)]
+    importance = importance or rank.settings.importance
+    return [old_policy(*pair, importance) for pair in zip(split, near, strict=False)]
 
 
 def shifted(micro_batch: MicroBatch, logprobs: Tensor, pace: float = 1.0) -> Tensor:
@@ -189,41 +200,40 @@ def shifted(micro_batch: MicroBatch, logprobs: Tensor, pace: float = 1.0) -> Ten
     return moved
 
 
-def gathered(rank: TrainerRank, tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
-    """Full tensors by Hugging Face name; collective."""
+def gathered(model: TrainerRank | Critic, attribute: str = "data") -> dict[str, np.ndarray]:
+    """Return full weights, or another tensor of each, by Hugging Face name; collective."""
     from megadapo.trainer.model.parallel import process_groups
     from megadapo.weights.disk.gather import gather_weights
 
-    full = gather_weights(tensors, rank.layout, rank.position, process_groups())
+    tensors = {name: getattr(param, attribute) for name, param in model.parameters.items()}
+    full = gather_weights(tensors, model.layout, model.position, process_groups())
     return {name: tensor.detach().float().numpy().copy() for name, tensor in full}
 
 
-def weights(rank: TrainerRank) -> dict[str, np.ndarray]:
-    return gathered(rank, rank.parameters)
+def steps_of(
+    rank: TrainerRank,
+    batch: PackedBatch,
+    steps: Iterable[int],
+    *,
+    save: tuple[int, Path] | None = None,
+    **how: Any,
+) -> Iterator[dict[str, Any]]:
+    """Yield the result of each step. `save`: after which step to save, and where."""
+    for step in steps:
+        yield asdict(update(rank, batch, step=step, **how))
+        if save is not None and step == save[0]:
+            save_at(rank, save[1])
 
 
 def train(
-    rendezvous: Rendezvous,
-    settings: TrainerSettings,
-    batch: PackedBatch,
-    num_steps: int,
-    *,
-    load: Path | None = None,
-    save: Path | None = None,
-    first_step: int = 1,
-    policy_version: int = 0,
+    rendezvous, settings, batch, num_steps, *, load=None, save=None, first_step=1, **how
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Results of the steps and the full weights after them; on every rank."""
-    rank = build(rendezvous, settings)
-    if load is not None:
-        rank.load(load)
-    steps = range(first_step, first_step + num_steps)
-    results = [
-        asdict(update(rank, batch, policy_version=policy_version, step=step)) for step in steps
-    ]
+    rank = build(rendezvous, settings, load)
+    results = list(steps_of(rank, batch, range(first_step, first_step + num_steps), **how))
     if save is not None:
         save_at(rank, save)
-    return results, weights(rank)
+    return results, gathered(rank)
 
 
 def save_at(
@@ -249,27 +259,14 @@ def save_at(
     return files[0]
 
 
-def updates_with_texts(
-    rendezvous: Rendezvous,
-    settings: TrainerSettings,
-    batch: PackedBatch,
-    pretraining: PackedBatch | None,
-    num_steps: int,
-) -> list[tuple[dict[str, Any], dict[str, np.ndarray]]]:
-    """Results of the steps, all with the same texts, and the full weights after each."""
+def updates_with_texts(rendezvous, settings, batch, pretraining, num_steps):
+    """Return each step's result, all with the same texts, and the full weights after it."""
     rank = build(rendezvous, settings)
-    return [
-        (
-            asdict(update(rank, batch, policy_version=0, step=step, pretraining=pretraining)),
-            weights(rank),
-        )
-        for step in range(1, num_steps + 1)
-    ]
+    steps = steps_of(rank, batch, range(1, num_steps + 1), pretraining=pretraining)
+    return [(result, gathered(rank)) for result in steps]
 
 
-def recorded_update(
-    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, sequences: list[int]
-) -> RankUpdate:
+def recorded_update(rendezvous, settings, batch, sequences: list[int]) -> RankUpdate:
     """Return the recorded tokens of some sequences, on every rank."""
     from megadapo.trainer.update.measure import UpdateRecorder
 
@@ -280,33 +277,26 @@ def recorded_update(
     return RankUpdate(result=result, share=recorder.share(), recorded=tokens)
 
 
-def logprobs(
-    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch
-) -> np.ndarray | None:
+def logprobs(rendezvous, settings, batch) -> np.ndarray | None:
     return build(rendezvous, settings).logprobs(batch)
 
 
-def train_and_export(
-    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, folder: Path
-) -> np.ndarray | None:
+def train_and_export(rendezvous, settings, batch, folder: Path) -> np.ndarray | None:
     """Two steps, then a Hugging Face folder and the log-probs of the same weights."""
     rank = build(rendezvous, settings)
-    for step in (1, 2):
-        update(rank, batch, policy_version=0, step=step)
+    for _ in steps_of(rank, batch, (1, 2)):
+        pass
     rank.export(folder)
     return rank.logprobs(batch)
 
 
-def initial_weights(rendezvous: Rendezvous, settings: TrainerSettings) -> dict[str, np.ndarray]:
-    return weights(build(rendezvous, settings))
+def initial_weights(rendezvous, settings) -> dict[str, np.ndarray]:
+    return gathered(build(rendezvous, settings))
 
 
-def traffic(
-    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch
-) -> tuple[int, int, bool]:
+def traffic(rendezvous, settings, batch) -> tuple[int, int, bool]:
     """Buckets whose sum had been started when the last backward pass ended, all buckets, and
     whether the optimizer step left weights to be gathered."""
-    from megadapo.trainer.batch.micro_batch import trained_tokens
     from megadapo.trainer.update.optimizer import gather_weights_now, step_if_finite
     from megadapo.trainer.update.step import compute_gradients
 
@@ -320,7 +310,7 @@ def traffic(
         finalize(*args, **kwargs)
 
     rank.config.finalize_model_grads_func = look_and_finalize
-    split, *_ = rank.splitter.split(batch, predicted=trained_tokens(batch)[0], policy_version=0)
+    split, *_ = split_of(rank, batch)
     for _ in range(2):
         sums, _ = compute_gradients(rank.chunks, rank.head, split, old_policies(rank, split))
     step_if_finite(rank.optimizer, loss=sums.loss, lr=1e-3)
@@ -346,16 +336,13 @@ def state_bits(rank: TrainerRank) -> list[bytes]:
     return [tensor.view(torch.uint8).numpy().tobytes() for tensor in flat]
 
 
-def steps_with_losses(
-    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, losses: list[float]
-) -> list[tuple[dict[str, Any], bool]]:
-    """The optimizer's answer to each loss beside good gradients, and whether it changed a bit."""
-    from megadapo.trainer.batch.micro_batch import trained_tokens
+def steps_with_losses(rendezvous, settings, batch, losses: list[float]):
+    """Return the optimizer's answer to each loss beside good gradients, and whether a bit moved."""
     from megadapo.trainer.update.optimizer import step_if_finite
     from megadapo.trainer.update.step import compute_gradients
 
     rank = build(rendezvous, settings)
-    split, *_ = rank.splitter.split(batch, predicted=trained_tokens(batch)[0], policy_version=0)
+    split, *_ = split_of(rank, batch)
     answers = []
     for loss in losses:
         compute_gradients(rank.chunks, rank.head, split, old_policies(rank, split))
@@ -365,22 +352,19 @@ def steps_with_losses(
     return answers
 
 
-def update_with_fault(
-    rendezvous: Rendezvous, settings: TrainerSettings, batch: PackedBatch, where: str
-) -> dict[str, Any]:
+def update_with_fault(rendezvous, settings, batch, where: str) -> dict[str, Any]:
     """A good step, one with NaN on the last rank only, and a good one; with what changed."""
     import torch
 
     rank = build(rendezvous, settings)
-    update(rank, batch, policy_version=0, step=1)
+    update(rank, batch, step=1)
     before = state_bits(rank)
     is_victim = rendezvous.rank == rendezvous.world_size - 1
-    heal = _poison(rank, where) if is_victim else None
-    faulty = update(rank, batch, policy_version=0, step=2)
-    if heal is not None:
-        heal()
+    heal = _poison(rank, where) if is_victim else lambda: None
+    faulty = update(rank, batch, step=2)
+    heal()
     unchanged = state_bits(rank) == before
-    healthy = update(rank, batch, policy_version=0, step=3)
+    healthy = update(rank, batch, step=3)
     return {
         "faulty": asdict(faulty),
         "unchanged": unchanged,

@@ -156,66 +156,52 @@ def megatron_version() -> str:
     return megatron.core.__version__.partition("+")[0]
 
 
+_SHORT = {
+    "tensor": "tensor_parallel",
+    "pipeline": "pipeline_parallel",
+    "virtual": "virtual_pipeline",
+    "first": "first_stage_layers",
+    "last": "last_stage_layers",
+    "data": "data_parallel",
+    "context": "context_parallel",
+    "expert": "expert_parallel",
+    "expert_tensor": "expert_tensor_parallel",
+    "aux_loss": "router_aux_loss_coef",
+    "sequence": "sequence_parallel",
+    "bucket": "bucket_parameters",
+}
+"""Short names of `TrainerConfig`'s fields in tests; the others keep theirs."""
+
+
 def settings_for(
     folder: str,
     *,
-    tensor: int = 1,
-    pipeline: int = 1,
-    virtual: int = 1,
-    first: int = 0,
-    last: int = 0,
-    data: int = 1,
-    context: int = 1,
-    expert: int = 1,
-    expert_tensor: int = 1,
-    aux_loss: float = 0.0,
-    router_replay: bool = False,
-    sequence: bool = False,
-    overlap: bool = False,
-    bucket: int = 0,
-    tokens_per_micro_batch: int = 160,
     init: str = "pretrained",
-    lr: float = 1e-3,
-    seed: int = 0,
-    temperature: float = 1.0,
-    grad_clip: float = 1.0,
-    recompute: str = "none",
-    recompute_modules: tuple[str, ...] = ("mlp",),
-    recompute_layers: int = 0,
     dtype: str = "float32",
-    importance: ImportanceConfig | None = None,
+    overlap: bool = False,
+    lr: float = 1e-3,
+    grad_clip: float = 1.0,
     objective: PolicyObjective | None = None,
     bapo: BapoConfig | None = None,
+    importance: ImportanceConfig | None = None,
     reference: ReferenceConfig | None = None,
     advantage: AdvantageRule = "grpo",
+    temperature: float = 1.0,
+    seed: int = 0,
+    **trainer: Any,
 ) -> TrainerSettings:
     """Settings of a trainer over a tiny model."""
+    fields = {"tokens_per_micro_batch": 160}
+    fields |= {_SHORT.get(name, name): value for name, value in trainer.items()}
+    optimizer = OptimizerConfig(lr=lr, warmup_steps=0, weight_decay=0.01, grad_clip=grad_clip)
     return TrainerSettings(
         model=ModelConfig(path=folder, dtype=dtype, init=init),
         trainer=TrainerConfig(
-            tensor_parallel=tensor,
-            pipeline_parallel=pipeline,
-            virtual_pipeline=virtual,
-            first_stage_layers=first,
-            last_stage_layers=last,
-            data_parallel=data,
-            context_parallel=context,
-            expert_parallel=expert,
-            expert_tensor_parallel=expert_tensor,
-            router_aux_loss_coef=aux_loss,
-            router_replay=router_replay,
-            sequence_parallel=sequence,
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap,
-            bucket_parameters=bucket,
-            tokens_per_micro_batch=tokens_per_micro_batch,
-            recompute=recompute,
-            recompute_modules=recompute_modules,
-            recompute_layers=recompute_layers,
             timeout_s=120,
-            optimizer=OptimizerConfig(
-                lr=lr, warmup_steps=0, weight_decay=0.01, grad_clip=grad_clip
-            ),
+            optimizer=optimizer,
+            **fields,
         ),
         objective=objective or PolicyObjective(),
         bapo=bapo or BapoConfig(),

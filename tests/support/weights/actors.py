@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megadapo.cluster.cluster import Cluster
-from megadapo.cluster.config import ClusterConfig
 from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.engine import RolloutEngine
 from megadapo.rollout.engine.spec import EngineSpec, WeightsFrom
@@ -37,11 +34,11 @@ class SenderRank:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self._signal_at: tuple[int, int, int] | None = None
-        self._tear_at: int | None = None
+        self._tear_at: tuple[int, Path] | None = None
 
     def become(self, folder: Path, position: ShardPosition, rank: int) -> None:
         """Load the weights of a rank at `position`."""
-        self._layout, self._position = open_layout(folder), position
+        self._layout, self._position, self._rank = open_layout(folder), position, rank
         self._params = {
             shard.name: torch.nn.Parameter(torch.full(shard.shape, torch.nan))
             for shard in self._layout.megatron_shards(position)
@@ -63,45 +60,25 @@ class SenderRank:
         """Send a signal to a process, or this one, before the bucket of a round is filled."""
         self._signal_at = (round_number, signal, pid or os.getpid())
 
-    def tear_at(self, round_number: int) -> None:
-        """Cut a byte off the file of a round, once."""
-        self._tear_at = round_number
+    def tear_at(self, round_number: int, folder: Path) -> None:
+        """Cut a byte off the file of a round below `folder`, once."""
+        self._tear_at = (round_number, folder)
 
     def weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        answer = self._weight_sender(method, *args, **kwargs)
-        if method == "fill" and self._tear_at == args[0]:
-            self._tear_at = None
-            outbox = self._sender._prepared.outbox
-            (path,) = outbox._folder.glob(f"v{outbox._version}/rank-{outbox._rank}-bucket-*")
-            os.truncate(path, path.stat().st_size - 1)
-        return answer
-
-    def _weight_sender(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if method == "fill" and self._signal_at and self._signal_at[0] == args[0]:
             _, number, pid = self._signal_at
             self._signal_at = None
             os.kill(pid, number)
-        return getattr(self._sender, method)(*args, **kwargs)
+        answer = getattr(self._sender, method)(*args, **kwargs)
+        if method == "fill" and self._tear_at and self._tear_at[0] == args[0]:
+            files = self._tear_at[1].rglob(f"rank-{self._rank}-bucket-*")
+            newest = max(files, key=lambda path: path.stat().st_mtime_ns)
+            os.truncate(newest, newest.stat().st_size - 1)
+            self._tear_at = None
+        return answer
 
     def pid(self) -> int:
         return os.getpid()
-
-
-def ray_on_this_machine() -> Iterator[None]:
-    """Start Ray with CPUs for several placement groups."""
-    import ray
-
-    # as in a run: Ray's default lets its processes starve beside any other program
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(
-        address="local",
-        num_cpus=32,
-        include_dashboard=False,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
-    yield
-    ray.shutdown()
 
 
 def start_actors(count: int) -> list[Any]:
@@ -124,42 +101,6 @@ def start_senders(folder: Path, actors: list[Any] | None = None, **sizes: int) -
     ]
     ray.get(started)
     return ranks
-
-
-def start_engines(
-    folder: Path,
-    log_folder: Path,
-    *,
-    num_engines: int = 1,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    expert_parallel: bool = False,
-    weights_from: WeightsFrom = "trainer",
-    **settings: Any,
-) -> Engines:
-    """Start engines for the model of `folder`, with or without its weights."""
-    config = RolloutConfig(
-        num_engines=num_engines,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        expert_parallel=expert_parallel,
-        **{"max_response_tokens": 16, "max_num_seqs": 8, **settings},
-    )
-    cluster = Cluster.start(
-        ClusterConfig(device="cpu"),
-        num_trainer_ranks=1,
-        num_engines=num_engines,
-        engine_ranks=config.ranks_per_engine,
-    )
-    return Engines.start(
-        config,
-        cluster,
-        model=str(folder),
-        dtype="float32",
-        max_prompt_tokens=200,
-        log_folder=log_folder,
-        weights_from=weights_from,
-    )
 
 
 class SilentEngine(RolloutEngine):

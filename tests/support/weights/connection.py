@@ -21,25 +21,32 @@ BUCKET = 4096
 class Shards:
     """A target that collects whole shards, as vLLM's layerwise reload gets them."""
 
-    def __init__(self, dtype):
-        self.dtype, self.open, self.done = dtype, set(), {}
+    def __init__(self, dtype=torch.float32):
+        self.dtype, self.open, self.done, self.old = dtype, set(), {}, {}
         self.most_open = 0
 
     def begin(self, name, shape):
         self.open.add(name)
         self.most_open = max(self.most_open, len(self.open))
-        return torch.zeros(shape, dtype=self.dtype)
+        return self.old.get(name, torch.zeros(shape, dtype=self.dtype))
 
     def complete(self, name, tensor):
         self.open.remove(name)
         assert name not in self.done
         self.done[name] = tensor
 
+    def compare(self, folder, layout, position):
+        """Check that these are the weights of a folder at an engine rank's position."""
+        expected = expected_shards(folder, layout, position, self.dtype)
+        assert self.done.keys() == expected.keys()
+        assert all(torch.equal(self.done[name], expected[name]) for name in expected)
 
-class Live:
+
+class Live(Shards):
     """A target whose parameters are written in place, as on CUDA."""
 
-    def __init__(self, shapes, dtype):
+    def __init__(self, shapes, dtype=torch.float32):
+        super().__init__(dtype)
         self.done = {name: torch.full(shape, torch.nan).to(dtype) for name, shape in shapes.items()}
         for name, shape in shapes.items():
             # rows with gaps between them, as some kernels need
@@ -56,6 +63,13 @@ class Live:
         """Do nothing: it is written in place."""
 
 
+def rank_params(folder, layout, position):
+    """Return the weights of a trainer rank, read from a folder."""
+    params = {shard.name: torch.empty(shard.shape) for shard in layout.megatron_shards(position)}
+    import_weights(folder, params, layout, position)
+    return params
+
+
 class Connection:
     """All trainer ranks and all ranks of one engine, connected by shared memory or by files."""
 
@@ -68,8 +82,7 @@ class Connection:
         positions = replica_positions(self.layout, **trainer)
         self.senders, self.params = [], []
         for rank, position in enumerate(positions):
-            params = {s.name: torch.empty(s.shape) for s in self.layout.megatron_shards(position)}
-            import_weights(folder, params, self.layout, position)
+            params = rank_params(folder, self.layout, position)
             self.params.append(params)
             self.senders.append(sender(params, self.layout, position, rank))
         self.plan = make_plan(

@@ -18,7 +18,8 @@ from megadapo.rewards.config import RewardConfig
 from megadapo.run.run import Run
 from megadapo.run.state.status import read_status
 from tests.support.runs.checkpoints import written_by
-from tests.support.runs.runs_alone import advance, config_of, evaluation, saved_steps
+from tests.support.runs.recorded_runs import evaluation_record
+from tests.support.runs.runs_alone import advance, config_of, saved_steps
 
 
 def test_fresh_run_starts_at_step_one(tmp_path):
@@ -33,9 +34,9 @@ def test_fresh_run_starts_at_step_one(tmp_path):
 def test_resumed_run_drops_later_records(tmp_path):
     """Redone steps must not be in the metrics twice."""
     with Run.open(config_of(tmp_path)) as run:
-        run.log.record_evaluation(evaluation(0))
+        run.log.record_evaluation(evaluation_record(0))
         advance(run, 3)
-        run.log.record_evaluation(evaluation(3))
+        run.log.record_evaluation(evaluation_record(3))
     with Run.open(config_of(tmp_path)) as run:
         assert run.step == 2
         assert run.checkpoints.current is not None and run.checkpoints.current.state == {
@@ -47,7 +48,7 @@ def test_resumed_run_drops_later_records(tmp_path):
 
 def test_records_without_checkpoint_are_dropped(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
-        run.log.record_evaluation(evaluation(0))
+        run.log.record_evaluation(evaluation_record(0))
         advance(run, 1)
     with Run.open(config_of(tmp_path)):
         assert read_metrics(tmp_path) == [] and read_evaluations(tmp_path) == []
@@ -78,7 +79,7 @@ def test_each_due_step_is_evaluated_once(tmp_path, start, evaluated):
     run = Run.open(config_of(tmp_path))
     run.step = start
     if start:
-        run.log.record_evaluation(evaluation(start))
+        run.log.record_evaluation(evaluation_record(start))
     steps = [start, *range(start + 1, 6)]
     assert [step for step in steps if run.evaluates(step)] == evaluated
 

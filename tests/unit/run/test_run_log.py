@@ -17,7 +17,8 @@ from megadapo.rollout.journal.journal import evaluation_journal_path
 from megadapo.run.run import Run
 from tests.support.rollout.saved_groups import saved_group
 from tests.support.runs.checkpoints import written_by
-from tests.support.runs.runs_alone import advance, config_of, evaluation, record_step
+from tests.support.runs.recorded_runs import evaluation_record
+from tests.support.runs.runs_alone import advance, config_of, record_step
 
 
 def reported(folder: Path) -> list[tuple[object, object]]:
@@ -26,12 +27,12 @@ def reported(folder: Path) -> list[tuple[object, object]]:
 
 def test_evaluation_is_in_the_next_record(tmp_path):
     with Run.open(config_of(tmp_path)) as run:
-        run.log.record_evaluation(evaluation(0))
+        run.log.record_evaluation(evaluation_record(0))
         for step in run.steps():
             if step in (3, 5):
-                run.log.record_evaluation(evaluation(step - 1))
+                run.log.record_evaluation(evaluation_record(step - 1))
             if step == 5:
-                run.log.record_evaluation(evaluation(5))
+                run.log.record_evaluation(evaluation_record(5))
             record_step(run, step)
     nothing = (None, None)
     assert reported(tmp_path) == [nothing, nothing, (0.5, 2), nothing, (0.5, 5)]
@@ -41,7 +42,7 @@ def test_redone_step_reuses_evaluation(tmp_path):
     """The redone record must equal the record of an undisturbed run."""
     with Run.open(config_of(tmp_path)) as run:
         advance(run, 2)
-        run.log.record_evaluation(evaluation(2))
+        run.log.record_evaluation(evaluation_record(2))
     with Run.open(config_of(tmp_path)) as run:
         assert not run.evaluates(2)
         advance(run, 4)
@@ -51,9 +52,9 @@ def test_redone_step_reuses_evaluation(tmp_path):
 def test_redone_step_reports_older_evaluation(tmp_path):
     """The evaluation may be older than the checkpoint."""
     with Run.open(config_of(tmp_path)) as run:
-        run.log.record_evaluation(evaluation(0))
+        run.log.record_evaluation(evaluation_record(0))
         advance(run, 4)
-        run.log.record_evaluation(evaluation(2))
+        run.log.record_evaluation(evaluation_record(2))
     for _ in range(2):
         with Run.open(config_of(tmp_path)) as run:
             advance(run, 5)
@@ -65,7 +66,7 @@ def test_recorded_evaluation_deletes_its_answers(tmp_path):
         files = [evaluation_journal_path(tmp_path, step) for step in (2, 4)]
         for file in files:
             file.touch()
-        run.log.record_evaluation(evaluation(2))
+        run.log.record_evaluation(evaluation_record(2))
         assert [file.exists() for file in files] == [False, True]
 
 

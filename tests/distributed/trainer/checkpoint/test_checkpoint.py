@@ -13,7 +13,7 @@ import pytest
 from megadapo.errors import CheckpointError, CorruptCheckpointError
 from megadapo.weights.disk.files import check_files
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.probes import build, save_at, train, update, weights
+from tests.support.trainer.probes import build, gathered, save_at, train, update
 from tests.support.trainer.ranks import Ranks, settings_for
 
 TP2 = {"tensor": 2}
@@ -283,7 +283,7 @@ def _save_while_training(rendezvous, settings, folder):
     batch, expected = random_batch(RAGGED), []
     for number in range(3):
         update(rank, batch, policy_version=0, step=number + 1)
-        expected.append(weights(rank))
+        expected.append(gathered(rank))
         files = save_at(
             rank,
             folder / str(number),
@@ -295,4 +295,4 @@ def _save_while_training(rendezvous, settings, folder):
 def _loaded(rendezvous, settings, folder):
     rank = build(rendezvous, settings)
     rank.load(folder)
-    return weights(rank)
+    return gathered(rank)

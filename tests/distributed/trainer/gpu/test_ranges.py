@@ -11,12 +11,33 @@ from pathlib import Path
 import pytest
 
 from megadapo.lab.profiling.trace import TracePart, merge_traces
+from megadapo.trainer.types import UpdateResult
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.profile_probes import profiled_update_of, update_of
+from tests.support.trainer.probes import build, train, update
 from tests.support.trainer.ranks import Ranks, settings_for
 
 HEAD = {"head logits", "head rows", "head d_hidden", "head d_weight"}
 PASSES = {"logprobs", "gradients", "optimizer"}
+
+
+def profiled_update(rendezvous, settings, batch, folder: Path) -> UpdateResult:
+    """Leaves rank-N.json, a trace of each rank, in the folder."""
+    import torch
+
+    from megadapo.trainer.model.layer_ranges import layer_ranges
+
+    def num_hooks() -> int:
+        # torch has no public count of what a module calls
+        modules = [module for chunk in rank.chunks for module in chunk.modules()]
+        return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in modules)
+
+    rank = build(rendezvous, settings)
+    before = num_hooks()
+    with layer_ranges(rank.chunks), torch.profiler.profile() as profile:
+        result = update(rank, batch, step=1)
+    assert num_hooks() == before, "ranges cost something after they have ended"
+    profile.export_chrome_trace(str(folder / f"rank-{rendezvous.rank}.json"))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -32,9 +53,9 @@ def test_trace_has_layers_and_head_passes_of_all_ranks(
 ) -> None:
     batch = random_batch(RAGGED)
     settings = settings_for(str(models / model), tokens_per_micro_batch=10_000, **layout)
-    plain = ranks.run(2, update_of, settings, batch)
-    profiled = ranks.run(2, profiled_update_of, settings, batch, tmp_path)
-    assert [asdict(one) for one in profiled] == [asdict(one) for one in plain]
+    plain = [results for (results,), _ in ranks.run(2, train, settings, batch, 1)]
+    profiled = ranks.run(2, profiled_update, settings, batch, tmp_path)
+    assert [asdict(one) for one in profiled] == plain
 
     parts = [TracePart(name=f"rank {r}", file=tmp_path / f"rank-{r}.json") for r in range(2)]
     merge_traces(parts, tmp_path / "both.json")

@@ -1,4 +1,4 @@
-"""Would catch: a Python that README promises and lock, package or Makefile leave out."""
+"""The Pythons that README promises, in the lock, the package and the Makefile."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_without_a_python_one_line_says_what_to_install(tmp_path: Path):
     assert not (tmp_path / "venv").exists()
 
 
-def test_a_named_python_is_taken_or_refused(tmp_path: Path):
+def test_an_old_python_that_is_named_is_refused(tmp_path: Path):
     install_python(tmp_path, "python3")
     old = install_python(tmp_path, "python3.10", "echo 3.10")
     done = make_venv(tmp_path, str(old))
@@ -196,7 +196,6 @@ def test_a_python_without_venv_names_its_package(tmp_path: Path):
 
 
 def test_without_torch_the_index_is_asked_for_and_with_it_the_environment_stays(tmp_path: Path):
-    """The second half would catch an environment that is emptied each time the lock changes."""
     install_python(tmp_path, "python3")
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}
     done = make_venv(tmp_path, **offline)

@@ -1,4 +1,4 @@
-"""Would catch: a call that only a CUDA machine makes, and that its libraries do not take."""
+"""Calls that only a CUDA machine makes, against the signatures of its libraries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def kept_of(package: str) -> dict[str, str | None]:
 
 
 def test_signatures_are_of_the_pinned_versions_and_complete() -> None:
-    """Catches a raised pin without new signatures, and an import that is not recorded."""
     assert set(kept_of("megatron-core")) == TOOL["used_of"]("megatron"), RENEW
     assert kept_of("transformer-engine"), RENEW
 

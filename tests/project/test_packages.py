@@ -1,4 +1,4 @@
-"""Would catch: a kernel that reaches for the trainer, which import-linter cannot see."""
+"""Imports of the kernels, which import-linter cannot see."""
 
 from __future__ import annotations
 

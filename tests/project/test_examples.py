@@ -1,4 +1,4 @@
-"""Would catch: an example that a newcomer copies and that does not start."""
+"""The examples, as a newcomer copies and starts them."""
 
 from __future__ import annotations
 
