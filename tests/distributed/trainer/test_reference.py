@@ -21,7 +21,7 @@ from megadapo.algorithm.config import ReferenceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.definition import loss_and_gradients_of, scaled_model, sequence_logprobs
+from tests.support.trainer.definition import load_wide, loss_and_gradients_of, sequence_logprobs
 from tests.support.trainer.gradients import assert_close_by_block, assert_same
 from tests.support.trainer.probes import Gradients, train
 from tests.support.trainer.ranks import Ranks, settings_for
@@ -116,7 +116,7 @@ def test_split_keeps_loss_and_gradient(
 def k1_by_hand(models: Path) -> np.ndarray:
     """[N] of the response tokens in float64, as the probes shift the policy's log-probs."""
     folder, batch, parts = models / "deep-untied", step_batch(), []
-    policy, reference = scaled_model(folder, SCALE), scaled_model(folder, 1.0)
+    policy, reference = load_wide(folder, SCALE), load_wide(folder)
     for index, prompt_length in enumerate(batch.prompt_lengths):
         start, stop = batch.cu_seqlens[index], batch.cu_seqlens[index + 1]
         tokens = torch.from_numpy(batch.tokens[start:stop])

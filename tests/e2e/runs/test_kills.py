@@ -1,17 +1,19 @@
 """A killed run resumes by itself, has the same numbers, and leaves no process or file behind.
 
-MEGADAPO_KILLS sets the number of random kills; tests/support/runs/kills.py spreads them over
+MEGADAPO_KILLS sets the number of random kills; tools/kills.py spreads them over
 several sittings.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from megadapo.observe.metrics.records import read_evaluations
-from tests.support.runs.kills import campaign, table
+from tests.support import REPOSITORY
 from tests.support.runs.whole_runs import NUM_STEPS, assert_same_metrics, descendants, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.full]
@@ -42,9 +44,13 @@ its state and its manifest, is renamed and pruned."""
 
 @pytest.mark.timeout(7200)
 def test_random_kills_change_no_metric(tmp_path):
-    problems = campaign(tmp_path, num_kills=NUM_KILLS, budget_s=7000)
-    print(table(tmp_path / "kills.json"))
-    assert problems == []
+    words = (tmp_path, "--kills", NUM_KILLS, "--budget_s", 7000)
+    done = subprocess.run(
+        [sys.executable, REPOSITORY / "tools" / "kills.py", *map(str, words)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.timeout(1200)

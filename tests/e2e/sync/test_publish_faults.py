@@ -16,11 +16,8 @@ from megadapo.errors import InfraError
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
 from tests.support.models.tiny_models import make_engine_model
-from tests.support.rollout.engine_checks import start_engines
-from tests.support.weights.actors import (
-    greedy,
-    start_senders,
-)
+from tests.support.rollout.engine_checks import actor_pid, start_engines
+from tests.support.weights.actors import greedy, start_senders
 
 DEADLINE_S = 20.0
 CONFIG = WeightsConfig(bucket_mib=0.05, verify="off", deadline_s=DEADLINE_S)
@@ -69,7 +66,8 @@ def test_two_rank_engine_restarts_after_failed_update(folder, tmp_path):
     publisher = Publisher(senders, engines, CONFIG, tensor_parallel=2, dtype=torch.float32)
     publisher.publish(1)
     expected = greedy(engines)
-    processes = engine_processes(engines)
+    children = psutil.Process(actor_pid(engines, 0)).children(recursive=True)
+    processes = [child for child in children if "VLLM" in " ".join(child.cmdline())]
     workers = [process for process in processes if "Worker" in " ".join(process.cmdline())]
     assert len(processes) >= 3 and len(workers) == 2
 
@@ -83,11 +81,3 @@ def test_two_rank_engine_restarts_after_failed_update(folder, tmp_path):
     _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
     assert alive == []
     engines.shutdown()
-
-
-def engine_processes(engines) -> list[psutil.Process]:
-    """Return the processes in which vLLM runs the model."""
-    (actor,) = engines.actors
-    actor_pid = ray.get(actor.__ray_call__.remote(lambda actor: os.getpid()))
-    children = psutil.Process(actor_pid).children(recursive=True)
-    return [child for child in children if "VLLM" in " ".join(child.cmdline())]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,32 +24,50 @@ def sequence_logprobs(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Ten
     return torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
 
 
-def load_wide(folder: Path) -> torch.nn.Module:
-    """The folder's model in float64."""
-    return AutoModelForCausalLM.from_pretrained(
+def load_wide(folder: Path, scale: float = 1.0) -> torch.nn.Module:
+    """The folder's model in float64, after its float32 weights were multiplied."""
+    model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager"
     )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((parameter.float() * scale).double())
+    return model
 
 
+def sequences(batch: PackedBatch) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield places behind the first token, and the tokens, of each sequence of an update."""
+    for index in batch.mini_batches[0]:
+        start, stop = int(batch.cu_seqlens[index]), int(batch.cu_seqlens[index + 1])
+        yield slice(start + 1, stop), torch.from_numpy(batch.tokens[start:stop])
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Limit torch: so little work is several times slower on threads that wait."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@one_thread()
 def balance_loss(folder: Path, batch: PackedBatch) -> tuple[float, float, dict[str, np.ndarray]]:
     """Load-balancing loss of the first mini-batch, mean over layers; the most tokens of an expert
     against its layer's mean; and the gradients of the loss added up over the layers."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     model = load_wide(folder)
-    logits: dict[int, list[torch.Tensor]] = {}
-    for number, layer in enumerate(model.model.layers):
-        kept = logits.setdefault(number, [])
+    logits: list[list[torch.Tensor]] = []
+    for layer in model.model.layers:
+        logits.append([])
         layer.mlp.gate.register_forward_hook(
-            lambda module, inputs, output, kept=kept: kept.append(
+            lambda module, inputs, output, kept=logits[-1]: kept.append(
                 torch.nn.functional.linear(inputs[0].flatten(0, -2), module.weight)
             )
         )
-    for index in batch.mini_batches[0]:
-        start, stop = int(batch.cu_seqlens[index]), int(batch.cu_seqlens[index + 1])
-        model(torch.from_numpy(batch.tokens[start:stop])[None])
+    for _, tokens in sequences(batch):
+        model(tokens[None])
     losses, loads = [], []
-    for parts in logits.values():
+    for parts in logits:
         probabilities = torch.cat(parts).softmax(-1)
         num_experts = probabilities.shape[-1]
         chosen = probabilities.topk(model.config.num_experts_per_tok, -1).indices
@@ -56,7 +76,6 @@ def balance_loss(folder: Path, batch: PackedBatch) -> tuple[float, float, dict[s
         loads.append(num_experts * shares.max().item())
     total = torch.stack(losses).sum()
     total.backward()
-    torch.set_num_threads(num_threads)
     return total.item() / len(losses), max(loads), gradients_by_name(model)
 
 
@@ -87,31 +106,32 @@ def batch_logprobs(folder: Path, batch: PackedBatch, dtype: torch.dtype) -> np.n
     return result
 
 
+@one_thread()
 def loss_and_gradients(
     folder: Path, batch: PackedBatch, importance: ImportanceConfig | None = None
 ) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and gradients of the first mini-batch, with old log-probs shifted by 0.15 sin(t)."""
     importance = importance or ImportanceConfig()
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so little work is several times slower on threads that wait
     model = load_wide(folder)
     total = torch.zeros((), dtype=torch.float64)
-    for index in batch.mini_batches[0]:
-        start, stop = int(batch.cu_seqlens[index]), int(batch.cu_seqlens[index + 1])
-        logprobs = sequence_logprobs(model, torch.from_numpy(batch.tokens[start:stop]))
-        places = torch.arange(start + 1, stop)
-        old = logprobs.detach() + 0.15 * torch.sin(places.double())
-        weight, old = corrected(old, batch, slice(start + 1, stop), importance)
+    for places, tokens in sequences(batch):
+        logprobs = sequence_logprobs(model, tokens)
+        old = logprobs.detach() + shift(places)
+        weight, old = corrected(old, batch, places, importance)
         ratio = (logprobs - old).exp()
-        advantages = torch.from_numpy(batch.advantages[start + 1 : stop]).double()
-        weights = torch.from_numpy(batch.loss_weights[start + 1 : stop]).double()
+        advantages = torch.from_numpy(batch.advantages[places]).double()
+        weights = torch.from_numpy(batch.loss_weights[places]).double()
         surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
         total = total - (weights * weight * surrogate).sum()
     total.backward()
-    torch.set_num_threads(num_threads)
     return total.item(), gradients_by_name(model)
 
 
+def shift(places: slice, pace: float = 1.0) -> torch.Tensor:
+    return 0.15 * torch.sin(pace * torch.arange(places.start, places.stop).double())
+
+
+@one_thread()
 def loss_and_gradients_of(
     folder: Path,
     batch: PackedBatch,
@@ -125,55 +145,40 @@ def loss_and_gradients_of(
     Old log-probs are 0.15 sin(t) above the present ones, those of the reference 0.15 sin(0.7 t); or
     with a scale, the policy's weights are the folder's times that, and the reference's those.
     """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    model, reference = scaled_model(folder, scale or 1.0), scaled_model(folder, 1.0)
-    places, logprobs, entropies, lengths, referred = [], [], [], [], []
-    for index in batch.mini_batches[0]:
-        start, stop = int(batch.cu_seqlens[index]), int(batch.cu_seqlens[index + 1])
-        log_p = model(torch.from_numpy(batch.tokens[start:stop])[None]).logits[0, :-1]
-        log_p = log_p.log_softmax(-1)
-        targets = torch.from_numpy(batch.tokens[start + 1 : stop])[:, None]
-        places.append(torch.arange(start + 1, stop))
-        logprobs.append(log_p.gather(1, targets)[:, 0])
-        entropies.append(-(log_p.exp() * log_p).sum(-1))
-        lengths.append(stop - start - 1)
+    model, reference = load_wide(folder, scale or 1.0), load_wide(folder)
+    parts: list[tuple[torch.Tensor, ...]] = []
+    for places, tokens in sequences(batch):
+        log_p = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        logprob = log_p.gather(1, tokens[1:, None])[:, 0]
+        referred = logprob.detach() + shift(places, 0.7)
         if scale is not None:
             with torch.no_grad():
-                tokens = torch.from_numpy(batch.tokens[start:stop])
-                referred.append(sequence_logprobs(reference, tokens))
-    at, logprob = torch.cat(places), torch.cat(logprobs)
-    old = logprob.detach() + 0.15 * torch.sin(at.double())
-    advantages = torch.from_numpy(batch.advantages).double()[at]
-    weights = torch.from_numpy(batch.loss_weights).double()[at]
+                referred = sequence_logprobs(reference, tokens)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        advantages, weights = (
+            torch.from_numpy(values[places]).double()
+            for values in (batch.advantages, batch.loss_weights)
+        )
+        old = logprob.detach() + shift(places)
+        parts.append((logprob, old, advantages, weights, referred, entropy))
+    logprob, old, advantages, weights, referred, entropy = map(torch.cat, zip(*parts, strict=True))
     if objective.gate == "bapo":
         chosen = weights != 0
         ratios = (logprob.detach() - old).exp()[chosen]
         sums = bapo_sums(ratios, advantages[chosen], bapo)
         objective = search_bounds(sums.numpy(), bapo).put_into(objective)
-    made_up = logprob.detach() + 0.15 * torch.sin(0.7 * at.double())
     loss = policy_loss(
         logprob,
         old,
         advantages,
         weights,
-        torch.tensor([0, *np.cumsum(lengths)]),
+        torch.tensor([0, *np.cumsum([len(part[0]) for part in parts])]),
         objective=objective,
-        logprobs_ref=torch.cat(referred) if referred else made_up,
-        entropy=torch.cat(entropies),
+        logprobs_ref=referred,
+        entropy=entropy,
     )
     loss.backward()
-    torch.set_num_threads(num_threads)
     return loss.item(), gradients_by_name(model)
-
-
-def scaled_model(folder: Path, scale: float) -> torch.nn.Module:
-    """The folder's model in float64, after its float32 weights were multiplied."""
-    model = load_wide(folder)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_((parameter.float() * scale).double())
-    return model
 
 
 def corrected(

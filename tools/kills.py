@@ -1,6 +1,6 @@
 """Kills processes of supervised runs at random instants, and reports the outcome of each run.
 
-    python -m tests.support.runs.kills FOLDER --kills 50 --budget_s 500
+    python tools/kills.py FOLDER --kills 50 --budget_s 500
 
 runs for that time or that number of kills; called again it continues. FOLDER/kills.json has every
 kill. Each run resumes by itself. In the end its metrics equal those of an undisturbed run, and no
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,17 @@ import psutil
 from megadapo.errors import DataError, RunInterruptedError
 from megadapo.observe.metrics.records import read_evaluations
 from megadapo.run.state.status import Status, read_status
-from tests.support import COMPILED, REPOSITORY
-from tests.support.runs.whole_runs import command, descendants, marked, metrics, run, untimed
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support import COMPILED, REPOSITORY  # noqa: E402 - needs the path above
+from tests.support.runs.whole_runs import (  # noqa: E402
+    command,
+    descendants,
+    marked,
+    metrics,
+    run,
+    untimed,
+)
 
 NUM_STEPS = 8
 KILLS_PER_RUN = 5
@@ -192,7 +201,12 @@ class DisturbedRun:
     def _strike(self, kill: Kill) -> bool:
         """Signal a process of the kind, waiting for there to be one, and see what becomes of it."""
         victims: list[tuple[psutil.Process, str]] = []
-        if not self._until(lambda: victims.extend(self._victims(kill.target)) or victims):
+
+        def found() -> bool:
+            victims.extend(self._victims(kill.target))
+            return bool(victims)
+
+        if not self._until(found):
             return False
         before = self._status
         kill.phase, kill.step = ("", 0) if before is None else (before.phase, before.step)
@@ -264,7 +278,7 @@ def campaign(
         if not runs or runs[-1]["ended"]:
             runs.append({"folder": f"run-{len(runs)}", "ended": False, "kills": [], "problems": []})
         entry, wanted = runs[-1], min(KILLS_PER_RUN, num_kills - so_far)
-        kinds = cycle(targets[so_far % len(targets) :] + targets[: so_far % len(targets)])
+        kinds = islice(cycle(targets), so_far % len(targets), None)
         disturbed = DisturbedRun(folder / entry["folder"], how, overrides, step_s, so_far, until)
         try:
             disturbed.disturb(kinds, wanted)
