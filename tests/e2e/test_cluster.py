@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from megadapo.cluster.config import ClusterConfig
 from megadapo.config import load_config
 from megadapo.errors import ConfigError
 from tests.support import REPOSITORY
+from tests.support.runs.whole_runs import descendants, marked
 
 CLUSTERS = REPOSITORY / "docs" / "clusters.md"
 
@@ -206,12 +208,12 @@ print("left")
 )
 def test_driver_does_not_wait_for_stopped_daemon(tmp_path, daemon, exit_code, says):
     """Requests to a stopped daemon wait inside Ray, where no signal is handled."""
-    done = execute(STOPS, daemon, RAY_UNDER_TEST=str(tmp_path))
+    done = execute(STOPS, daemon, RUN_UNDER_TEST=str(tmp_path))
     assert done.returncode == exit_code, done.stderr
     assert re.search(says, done.stderr)
     assert ("left" in done.stdout) == (exit_code == 0)
     deadline = time.monotonic() + 30
-    while left := started_with(f"RAY_UNDER_TEST={tmp_path}"):
+    while left := descendants(tmp_path):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
 
@@ -232,10 +234,12 @@ def test_documented_commands_start_a_cluster_with_token(tmp_path):
     port = free_port()
     commands = block.replace("HEAD", "127.0.0.1").replace("6379", str(port))
     folder = Path(sys.executable).parent
-    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{folder}:{os.environ['PATH']}"}
-    environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
-    # so that the test ends its own processes and no other cluster's
-    environment["RAY_UNDER_TEST"] = str(tmp_path)
+    # marked, so that the test ends its own processes and no other cluster's
+    environment = {**marked(tmp_path), "HOME": str(tmp_path)}
+    environment |= {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "RAY_ADDRESS": f"127.0.0.1:{port}",
+    }
     subprocess.run(["bash", "-ec", commands], env=environment, check=True, timeout=120)
     try:
         assert (tmp_path / ".ray" / "auth_token").stat().st_size
@@ -243,23 +247,14 @@ def test_documented_commands_start_a_cluster_with_token(tmp_path):
         refused = execute(JOIN, **{**environment, "RAY_AUTH_MODE": "disabled"})
         assert refused.returncode != 0 and "InfraError: no Ray cluster at auto" in refused.stderr
     finally:
-        for process in started_with(f"RAY_UNDER_TEST={tmp_path}"):
-            process.kill()
+        for pid, _ in descendants(tmp_path):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
-
-
-def started_with(variable: str) -> list[psutil.Process]:
-    """Return every process that inherited an environment variable."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if variable in Path(f"/proc/{process.pid}/environ").read_text().split("\0"):
-                found.append(process)
-    return found
 
 
 TWO_NODES = """
