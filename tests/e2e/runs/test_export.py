@@ -90,7 +90,7 @@ def test_split_run_learns_the_same_and_exports_its_model(
 ) -> None:
     """The first step's samples come from equal weights and seeds, so they are the same responses;
     its loss may differ by rounding only. The same seeds give the same responses, and so the same
-    score, only from the same weights as those that the run exports."""
+    score, only from equal weights, so the export has the weights of the run."""
     folder = tmp_path / "split"
     run(
         folder,

@@ -40,7 +40,7 @@ def command(folder: Path, *overrides: str, num_steps: int = NUM_STEPS) -> list[s
 
 
 def megadapo(*words: object, timeout: float = 500, code: int = 0) -> subprocess.CompletedProcess:
-    """Run a command to its end; its exit code must be `code`."""
+    """Run a command and wait for it; its exit code must be `code`."""
     result = subprocess.run(
         [sys.executable, "-m", "megadapo.cli", *map(str, words)],
         cwd=REPOSITORY,
