@@ -9,8 +9,6 @@ from megadapo.commands.common import Commands, Spinner, add_command, load_checke
 from megadapo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from megadapo.config import RunConfig
     from megadapo.run.rollout_only import RolloutStep
 
@@ -54,6 +52,7 @@ def sample_steps(config: RunConfig, *, num_steps: int) -> list[RolloutStep]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from megadapo.observe.tables import TextTable
     from megadapo.run.rollout_only import RolloutOnly, rollout_folder
 
     console = Console()
@@ -67,7 +66,8 @@ def sample_steps(config: RunConfig, *, num_steps: int) -> list[RolloutStep]:
             done.append(rollouts.sample(step))
             line = _line(done[-1])
             progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-    _print_table(done, console)
+    title = "groups, and the responses of all groups sampled"
+    print(TextTable(title=title, head=COLUMNS, rows=[_cells(one) for one in done]).text())
     if config.observe.saved_groups != 0:
         look = f"Read the responses:  megadapo show {rollout_folder(config)}"
         console.print(look, markup=False, highlight=False, soft_wrap=True)
@@ -92,14 +92,3 @@ def _cells(done: RolloutStep) -> tuple[str, ...]:
 def _line(done: RolloutStep) -> str:
     pairs = zip(COLUMNS, _cells(done), strict=True)
     return " ".join(f"{name.replace(' ', '_')}={text}" for name, text in pairs)
-
-
-def _print_table(steps: list[RolloutStep], console: Console) -> None:
-    from rich.table import Table
-
-    table = Table(title="groups, and the responses of all groups sampled")
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
-    for done in steps:
-        table.add_row(*_cells(done))
-    console.print(table)

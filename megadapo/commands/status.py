@@ -31,15 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(status, indent=2))
     else:
-        _print_table(status)
+        for name, value in status.items():
+            print(f"{name.replace('_', ' '):17}{'-' if value is None else value}")
     return 0 if status["state"] in ("running", "finished") else 1
-
-
-def _print_table(status: dict[str, str | int | None]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None)
-    for name, value in status.items():
-        table.add_row(name.replace("_", " "), "-" if value is None else str(value))
-    Console().print(table, markup=False)

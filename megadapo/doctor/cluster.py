@@ -5,11 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from megadapo.doctor.doctor import Diagnosis, diagnose, report
 from megadapo.doctor.nodes import (
@@ -20,6 +16,7 @@ from megadapo.doctor.nodes import (
     NodeFacts,
     inspect_cluster,
 )
+from megadapo.observe.tables import TextTable
 
 _MAX_CLOCK_S = 0.1
 _MIN_FREE_GIB = 20.0
@@ -43,17 +40,15 @@ def diagnose_cluster(facts: ClusterFacts) -> ClusterDiagnosis:
     )
 
 
-def doctor_cluster(
-    address: str, folder: Path | None, *, as_json: bool = False, console: Console | None = None
-) -> int:
+def doctor_cluster(address: str, folder: Path | None, *, as_json: bool = False) -> int:
     """Check a cluster, print the diagnosis and return the exit code.
 
     Raises:
         InfraError: there is no cluster.
     """
     diagnosis = diagnose_cluster(inspect_cluster(address, folder))
-    print_tables = partial(_print_tables, diagnosis.facts, folder)
-    return report(diagnosis, print_tables, as_json, console, healthy="the nodes fit together")
+    table = _table(diagnosis.facts, folder)
+    return report(diagnosis, table, as_json=as_json, healthy="the nodes fit together")
 
 
 def _known(facts: ClusterFacts) -> list[tuple[Node, NodeFacts]]:
@@ -142,30 +137,30 @@ def _gpus(facts: NodeFacts) -> str:
     return f"{len(facts.machine.gpus)} x {', '.join(names)}" if names else "none"
 
 
-def _print_tables(facts: ClusterFacts, folder: Path | None, console: Console) -> None:
-    table = Table(title=f"{len(facts.nodes)} nodes")
-    for heading in ("node", "GPUs", "driver", "cores, memory", "free disk", "folder", "clock"):
-        table.add_column(heading)
-    table.add_column("slowest send")
-    for node in facts.nodes:
-        table.add_row(*_row(node, facts))
-    console.print(table)
+def _table(facts: ClusterFacts, folder: Path | None) -> str:
+    notes = []
     for _, found in _known(facts)[:1]:
-        versions = (f"{name} {version}" for name, version in _versions(found).items())
-        console.print(", ".join(versions), highlight=False)
+        notes.append(", ".join(f"{name} {version}" for name, version in _versions(found).items()))
     if facts.links:
-        console.print(
+        notes.append(
             f"sends: {PROBE_BYTES >> 20} MiB each through Ray's object store, every node to "
             f"another in each of at most {MAX_ROUNDS} rounds; this measures the network of Ray and "
             "Gloo, not InfiniBand"
         )
     if folder is None:
-        console.print("shared folder: not checked; name the run's with --folder")
+        notes.append("shared folder: not checked; name the run's with --folder")
+    head = ("node", "GPUs", "driver", "cores, memory", "free disk", "folder", "clock")
+    return TextTable(
+        title=f"{len(facts.nodes)} nodes",
+        note="\n".join(notes),
+        head=(*head, "slowest send"),
+        rows=[_row(node, facts) for node in facts.nodes],
+    ).text()
 
 
 def _row(node: Node, facts: ClusterFacts) -> list[str]:
     if node.facts is None:
-        return [node.name, "no answer"]
+        return [node.name, "no answer", *[""] * 6]
     machine = node.facts.machine
     rates = [link.gb_per_s for link in facts.links if link.source == node.name]
     return [

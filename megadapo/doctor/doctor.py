@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 
 from rich.console import Console
-from rich.table import Table
 
 from megadapo import __version__
 from megadapo.observe.machine import PACKED_ATTENTION, Gpu, Machine, inspect_machine
+from megadapo.observe.tables import TextTable
 
 # The oldest tested versions. Before Ray 2.58 its dashboard lets a website run code.
 _OLDEST = {
@@ -26,9 +26,10 @@ _REQUIRED = ("torch", "triton", "megatron-core", "vllm", "ray", "transformers", 
 _MIN_MEMORY_GIB = 8
 _MIN_SHM_GIB = 1
 _AMPERE = (8, 0)
+_OWN_LAYERS = "megadapo's own norm and packed attention"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Choice:
     """One decision that megadapo takes from the machine's facts."""
 
@@ -68,38 +69,29 @@ def diagnose(machine: Machine | None = None) -> MachineDiagnosis:
     )
 
 
-def doctor(*, as_json: bool = False, console: Console | None = None) -> int:
+def doctor(*, as_json: bool = False) -> int:
     """Check this machine, print the diagnosis and return the exit code."""
     diagnosis = diagnose()
-    return report(
-        diagnosis, partial(_print_tables, diagnosis), as_json, console, healthy="no problem found"
-    )
+    return report(diagnosis, _tables(diagnosis), as_json=as_json, healthy="no problem found")
 
 
-def report(
-    diagnosis: Diagnosis,
-    print_tables: Callable[[Console], None],
-    as_json: bool,
-    console: Console | None,
-    *,
-    healthy: str,
-) -> int:
+def report(diagnosis: Diagnosis, tables: str, *, as_json: bool, healthy: str) -> int:
     """Print a diagnosis and return the exit code: 1 if there are errors.
 
     Args:
-        print_tables: prints the facts before the problems.
+        tables: the facts, printed before the problems.
         as_json: whether to print one JSON object instead.
         healthy: line to print if there is no problem.
     """
     if as_json:
         print(json.dumps(asdict(diagnosis), indent=2))
         return 1 if diagnosis.errors else 0
-    console = console or Console()
-    print_tables(console)
+    console = Console(highlight=False)
+    console.print(tables, markup=False, soft_wrap=True)
     for text in diagnosis.errors:
-        console.print(f"[bold red]error[/bold red]    {text}", highlight=False)
+        console.print(f"[bold red]error[/bold red]    {text}")
     for text in diagnosis.warnings:
-        console.print(f"[bold yellow]warning[/bold yellow]  {text}", highlight=False)
+        console.print(f"[bold yellow]warning[/bold yellow]  {text}")
     if not diagnosis.errors and not diagnosis.warnings:
         console.print(f"[green]{healthy}[/green]")
     return 1 if diagnosis.errors else 0
@@ -108,52 +100,36 @@ def report(
 def _choices(machine: Machine) -> Iterator[Choice]:
     has_te = machine.packages["transformer-engine"] is not None
     if machine.uses_cuda:
-        yield Choice(what="device", used="cuda", why=f"{len(machine.gpus)} GPUs, torch for CUDA")
+        yield Choice("device", "cuda", f"{len(machine.gpus)} GPUs, torch for CUDA")
+        yield (
+            Choice("layers", "transformer-engine", "installed")
+            if has_te
+            else Choice("layers", _OWN_LAYERS, "transformer-engine is not installed")
+        )
+        yield Choice("policy head", "vendor matrix products, Triton row passes", "CUDA device")
+        transport = 'CUDA IPC if placement = "colocated", NCCL if "separate"'
+        yield Choice("weight transport", transport, "CUDA device")
+        why = "set it as model.dtype; logits, statistics and Adam stay in float32"
+        yield Choice("dtype (advice)", "bfloat16", why)
     else:
-        why = "no GPU" if not machine.gpus else "torch is built for the CPU"
-        yield Choice(what="device", used="cpu", why=why)
-    if machine.uses_cuda and has_te:
-        yield Choice(what="layers", used="transformer-engine", why="installed")
-    else:
-        why = "transformer-engine is not installed" if machine.uses_cuda else "no CUDA device"
-        yield Choice(what="layers", used="megadapo's own norm and packed attention", why=why)
-    yield _optimizer(machine, has_te)
-    yield _head(machine)
-    if machine.uses_cuda:
-        used = 'CUDA IPC if placement = "colocated", NCCL if "separate"'
-        yield Choice(what="weight transport", used=used, why="CUDA device")
-    else:
-        yield Choice(what="weight transport", used="shared memory", why="no CUDA device")
-    yield _dtype(machine)
-
-
-def _optimizer(machine: Machine, has_te: bool) -> Choice:
+        yield Choice("device", "cpu", "torch is built for the CPU" if machine.gpus else "no GPU")
+        yield Choice("layers", _OWN_LAYERS, "no CUDA device")
+        passes, why = "torch row passes", "no C compiler (gcc) for faster ones"
+        if machine.c_compiler is not None:
+            passes = f"row passes compiled by {machine.c_compiler}"
+            why = "Triton has no CPU backend"
+        yield Choice("policy head", f"vendor matrix products, {passes}", why)
+        yield Choice("weight transport", "shared memory", "no CUDA device")
+        why = "the parity bounds hold for it; set it as model.dtype"
+        yield Choice("dtype (advice)", "float32", why)
     # megatron-core uses the first of these that it can import
     if has_te:
-        return Choice(what="optimizer", used="transformer-engine FusedAdam", why="installed")
-    if machine.nvidia_apex:
-        return Choice(what="optimizer", used="apex FusedAdam", why="NVIDIA's apex is installed")
-    why = "neither transformer-engine nor NVIDIA's apex is installed"
-    return Choice(what="optimizer", used="torch AdamW", why=why)
-
-
-def _head(machine: Machine) -> Choice:
-    if machine.uses_cuda:
-        used = "vendor matrix products, Triton row passes"
-        return Choice(what="policy head", used=used, why="CUDA device")
-    if machine.c_compiler is not None:
-        used = f"vendor matrix products, row passes compiled by {machine.c_compiler}"
-        return Choice(what="policy head", used=used, why="Triton has no CPU backend")
-    used = "vendor matrix products, torch row passes"
-    return Choice(what="policy head", used=used, why="no C compiler (gcc) for faster ones")
-
-
-def _dtype(machine: Machine) -> Choice:
-    if not machine.uses_cuda:
-        why = "the parity bounds hold for it; set it as model.dtype"
-        return Choice(what="dtype (advice)", used="float32", why=why)
-    why = "set it as model.dtype; logits, statistics and Adam stay in float32"
-    return Choice(what="dtype (advice)", used="bfloat16", why=why)
+        yield Choice("optimizer", "transformer-engine FusedAdam", "installed")
+    elif machine.nvidia_apex:
+        yield Choice("optimizer", "apex FusedAdam", "NVIDIA's apex is installed")
+    else:
+        why = "neither transformer-engine nor NVIDIA's apex is installed"
+        yield Choice("optimizer", "torch AdamW", why)
 
 
 def _errors(machine: Machine) -> Iterator[str]:
@@ -203,13 +179,8 @@ def _warnings(machine: Machine) -> Iterator[str]:
 
 def _release(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: (2, 13, 0) for 2.13.0+cpu."""
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    found = re.match(r"[\d.]*", version)
+    return tuple(int(number) for number in found[0].split(".") if number) if found else ()
 
 
 def _gpu_warnings(machine: Machine) -> Iterator[str]:
@@ -226,19 +197,18 @@ def _gpu_warnings(machine: Machine) -> Iterator[str]:
         yield "the GPUs differ: the slowest sets the speed, and the smallest sets the memory limit"
 
 
-def _print_tables(diagnosis: MachineDiagnosis, console: Console) -> None:
+def _tables(diagnosis: MachineDiagnosis) -> str:
     machine = diagnosis.machine
-    table = Table(title=f"megadapo {diagnosis.version} on this machine", show_header=False)
-    table.add_row("system", f"{machine.system}, Python {machine.python}")
-    table.add_row("cores", f"{machine.num_cores}")
-    table.add_row("memory", f"{machine.memory_gib:.1f} GiB, /dev/shm {machine.shm_gib:.1f} GiB")
-    for index, gpu in enumerate(machine.gpus):
-        table.add_row(f"GPU {index}", f"{gpu.name}, {gpu.memory_gib:.0f} GiB")
-    table.add_row("driver", machine.driver or "none", end_section=True)
-    for name, version in machine.packages.items():
-        table.add_row(name, version or "not installed")
-    console.print(table)
-    choices = Table(title="what megadapo will use", show_header=False)
-    for choice in diagnosis.choices:
-        choices.add_row(choice.what, choice.used, f"[dim]{choice.why}[/dim]")
-    console.print(choices)
+    facts = [
+        ("system", f"{machine.system}, Python {machine.python}"),
+        ("cores", f"{machine.num_cores}"),
+        ("memory", f"{machine.memory_gib:.1f} GiB, /dev/shm {machine.shm_gib:.1f} GiB"),
+        *((f"GPU {i}", f"{g.name}, {g.memory_gib:.0f} GiB") for i, g in enumerate(machine.gpus)),
+        ("driver", machine.driver or "none"),
+        *((name, version or "not installed") for name, version in machine.packages.items()),
+    ]
+    choices = [(choice.what, choice.used, choice.why) for choice in diagnosis.choices]
+    title = f"megadapo {diagnosis.version} on this machine"
+    first = TextTable(title=title, head=("", ""), rows=facts)
+    second = TextTable(title="what megadapo will use", head=("", "", ""), rows=choices)
+    return f"{first.text()}\n\n{second.text()}\n"

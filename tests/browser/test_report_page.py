@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from megadapo.observe.metrics.records import MetricsLog
-from megadapo.observe.report import TextTable, write_report
+from megadapo.observe.report import write_report
 from megadapo.observe.rollouts.files import rollouts_path, write_rollouts
+from megadapo.observe.tables import TextTable
 from tests.support.processes.chromium import Page, chromium
 from tests.support.rollout.saved_groups import awkward_group
 from tests.support.runs.demo_run import HOSTILE, demo_run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +14,9 @@ if TYPE_CHECKING:
 
     from megadapo.lab.ablation.rows import Ablation
     from megadapo.lab.ablation.runner import Failure
-    from megadapo.observe.report import TextTable
 
 FOLDER = Path("runs") / "ablations"
 """Parent of the ablations' folders, which are named like their rows files."""
-COLUMN_GAP = 2
-MARGIN = 2
 
 ABOUT = """Train a recipe with the overrides of each row of a file and with several seeds. Every run
 is a separate process. Write a table with standard errors, curves and a report. The same command
@@ -84,58 +80,10 @@ def report(ablation: Ablation, failures: list[Failure], console: Console) -> int
     result = collect(ablation, failures)
     tables = ablation_tables(result)
     for table in tables:
-        for piece in fitting(table, console.width - MARGIN):
-            _print_table(console, piece)
+        print(table.text(console.width), end="\n\n")
     for path in write_reports(result, tables):
         _print_line(console, str(path))
     return 1 if failures else 0
-
-
-def fitting(table: TextTable, width: int) -> list[TextTable]:
-    """Split a table by columns, so that each part fits the width without line breaks.
-
-    Every part has the first column; a column wider than `width` is a part of its own.
-    """
-    lines = [table.head, *table.rows]
-    widths = [max(map(len, column)) + COLUMN_GAP for column in zip(*lines, strict=True)]
-    pieces: list[list[int]] = [[0]]
-    for column in range(1, len(widths)):
-        used = sum(widths[taken] for taken in pieces[-1])
-        if len(pieces[-1]) > 1 and used + widths[column] > width:
-            pieces.append([0])
-        pieces[-1].append(column)
-    parts = [[[line[column] for column in piece] for line in lines] for piece in pieces]
-    last = len(parts) - 1
-    return [
-        replace(
-            table,
-            title=table.title if number == 0 else "",
-            note=table.note if number == last else "",
-            head=head,
-            rows=rows,
-        )
-        for number, (head, *rows) in enumerate(parts)
-    ]
-
-
-def _print_table(console: Console, table: TextTable) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = Table(
-        title=table.title or None,
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    for name in table.head:
-        shown.add_column(Text(name))
-    for row in table.rows:
-        shown.add_row(*map(Text, row))
-    console.print(shown)
-    if table.note:
-        console.print(Text(table.note, style="dim"), Text())
 
 
 def _print_line(console: Console, text: str) -> None:

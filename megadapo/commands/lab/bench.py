@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Generator
+import tempfile
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,14 +23,42 @@ def add(commands: Commands) -> None:
     benches = parser.add_subparsers(metavar="BENCH", required=True)
     _add_head(benches)
     _add_weights(benches)
-    _add_rollout(benches)
+    rollout = _add_recipe_bench(
+        benches,
+        "rollout",
+        "time to a full batch on real engines, in rounds and by streaming",
+        num_steps=8,
+    )
+    rollout.set_defaults(run=_run_rollout, resume=None)
     _add_step(benches)
-    _add_soak(benches)
+    soak = _add_recipe_bench(
+        benches, "soak", "growth of memory and of step time over many steps", num_steps=500
+    )
+    soak.set_defaults(run=_run_soak)
+
+
+def _add_bench(
+    benches: Commands, name: str, summary: str, *, takes_overrides: bool = False
+) -> argparse.ArgumentParser:
+    parser = add_command(benches, name, summary, takes_overrides=takes_overrides)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    return parser
+
+
+def _add_recipe_bench(
+    benches: Commands, name: str, summary: str, *, num_steps: int
+) -> argparse.ArgumentParser:
+    parser = _add_bench(benches, name, summary, takes_overrides=True)
+    parser.add_argument("config", help="recipe (TOML)")
+    parser.add_argument(
+        "--steps", type=int, default=num_steps, help=f"measured steps (default {num_steps})"
+    )
+    return parser
 
 
 def _add_head(benches: Commands) -> None:
     summary = "time, memory and error of the policy head and its baselines"
-    parser = add_command(benches, "head", summary)
+    parser = _add_bench(benches, "head", summary)
     parser.add_argument(
         "--shape",
         action="append",
@@ -51,7 +82,6 @@ def _add_head(benches: Commands) -> None:
         metavar="TEXT",
         help="only baselines with TEXT in their name",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=_run_head)
 
 
@@ -73,45 +103,28 @@ def _run_head(arguments: argparse.Namespace) -> int:
 
 def _add_weights(benches: Commands) -> None:
     summary = "time and memory of a weight update, shard to shard and by gathering full tensors"
-    parser = add_command(benches, "weights", summary)
-    parser.add_argument("--layers", type=int, default=8, help="decoder layers of the model")
-    parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model")
-    parser.add_argument("--vocab", type=int, default=32000, help="vocabulary of the model")
-    parser.add_argument("--trainer-tp", type=int, default=2, help="trainer tensor parallelism")
-    parser.add_argument("--trainer-pp", type=int, default=1, help="trainer pipeline parallelism")
-    parser.add_argument("--engine-tp", type=int, default=1, help="engine tensor parallelism")
-    parser.add_argument("--bucket-mib", type=float, default=16.0, help="weights.bucket_mib")
-    parser.add_argument("--repeat", type=int, default=5, help="repetitions; the best counts")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser = _add_bench(benches, "weights", summary)
+    for name, default, meaning in (
+        ("layers", 8, "decoder layers of the model"),
+        ("hidden", 512, "hidden size of the model"),
+        ("vocab", 32000, "vocabulary of the model"),
+        ("trainer-tp", 2, "trainer tensor parallelism"),
+        ("trainer-pp", 1, "trainer pipeline parallelism"),
+        ("engine-tp", 1, "engine tensor parallelism"),
+        ("bucket-mib", 16.0, "weights.bucket_mib"),
+        ("repeat", 5, "repetitions; the best counts"),
+    ):
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=meaning)
     parser.set_defaults(run=_run_weights)
 
 
 def _run_weights(arguments: argparse.Namespace) -> int:
     from megadapo.lab.bench import weights
 
-    weights.run(
-        weights.Setting(
-            layers=arguments.layers,
-            hidden=arguments.hidden,
-            vocab=arguments.vocab,
-            trainer_tp=arguments.trainer_tp,
-            trainer_pp=arguments.trainer_pp,
-            engine_tp=arguments.engine_tp,
-            bucket_mib=arguments.bucket_mib,
-            repeat=arguments.repeat,
-        ),
-        json_file=arguments.json,
-    )
+    names = [field.name for field in fields(weights.Setting)]
+    setting = weights.Setting(**{name: getattr(arguments, name) for name in names})
+    weights.run(setting, json_file=arguments.json)
     return 0
-
-
-def _add_rollout(benches: Commands) -> None:
-    summary = "time to a full batch on real engines, in rounds and by streaming"
-    parser = add_command(benches, "rollout", summary, takes_overrides=True)
-    parser.add_argument("config", help="recipe (TOML), or the folder of a run")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of each mode (default 8)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
-    parser.set_defaults(run=_run_rollout, resume=None)
 
 
 def _run_rollout(arguments: argparse.Namespace) -> int:
@@ -133,8 +146,7 @@ def _run_rollout(arguments: argparse.Namespace) -> int:
 
 def _add_step(benches: Commands) -> None:
     summary = "time of whole training steps, alternating with TRL's"
-    parser = add_command(benches, "step", summary, takes_overrides=True)
-    parser.add_argument("config", help="recipe (TOML)")
+    parser = _add_recipe_bench(benches, "step", summary, num_steps=16)
     parser.add_argument(
         "--trl-python", type=Path, metavar="PATH", help="Python of an environment with TRL"
     )
@@ -145,19 +157,13 @@ def _add_step(benches: Commands) -> None:
         metavar="NAME=VALUE",
         help="a setting of TRL's GRPOConfig, its value as JSON or bare text; repeatable",
     )
-    parser.add_argument("--steps", type=int, default=16, help="measured steps (default 16)")
     parser.add_argument(
         "--warmup", type=int, default=4, help="steps before the measured ones (default 4)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=_run_step)
 
 
 def _run_step(arguments: argparse.Namespace) -> int:
-    import tempfile
-    from contextlib import closing
-
-    from megadapo.config import load_config
     from megadapo.lab.bench import step
     from megadapo.run.sampling import load_training_prompts
 
@@ -167,64 +173,53 @@ def _run_step(arguments: argparse.Namespace) -> int:
         )
     num_steps = arguments.warmup + arguments.steps
     python = step.check_python(arguments.trl_python)
-    with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:
-        fixed = [
-            f"run.folder={folder}/run",
-            f"run.num_steps={num_steps + 1}",
-            *step.OVERRIDES,
-        ]
-        config = load_config(arguments.config, [*fixed, *arguments.overrides])
-        with closing(_steps(config)) as records:
-            step.compare(
-                config,
-                records,
-                load_training_prompts(config),
-                trl_python=python,
-                trl_arguments=step.parse_arguments(arguments.trl),
-                warmup=arguments.warmup,
-                num_steps=num_steps,
-                json_file=arguments.json,
-            )
+    # the last step saves
+    with _running(arguments, num_steps + 1, step.OVERRIDES) as (config, records):
+        step.compare(
+            config,
+            records,
+            load_training_prompts(config),
+            trl_python=python,
+            trl_arguments=step.parse_arguments(arguments.trl),
+            warmup=arguments.warmup,
+            num_steps=num_steps,
+            json_file=arguments.json,
+        )
     return 0
 
 
-def _add_soak(benches: Commands) -> None:
-    summary = "growth of memory and of step time over many steps of a recipe"
-    parser = add_command(benches, "soak", summary, takes_overrides=True)
-    parser.add_argument("config", help="recipe (TOML)")
-    parser.add_argument("--steps", type=int, default=500, help="steps (default 500)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
-    parser.set_defaults(run=_run_soak)
-
-
 def _run_soak(arguments: argparse.Namespace) -> int:
-    import tempfile
-    from contextlib import closing
-
-    from megadapo.config import load_config
     from megadapo.lab.bench import soak
 
-    num_steps = arguments.steps
-    if num_steps < soak.FEWEST_STEPS:
+    if arguments.steps < soak.FEWEST_STEPS:
         raise ConfigError(f"--steps must be at least {soak.FEWEST_STEPS}")
-    with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:
-        fixed = [f"run.folder={folder}/run", f"run.num_steps={num_steps}"]
-        config = load_config(arguments.config, [*fixed, *arguments.overrides])
-        with closing(_steps(config)) as records:
-            holds = soak.run(
-                records,
-                num_steps=num_steps,
-                save_every=config.checkpoint.every,
-                json_file=arguments.json,
-            )
+    with _running(arguments, arguments.steps) as (config, records):
+        holds = soak.run(
+            records,
+            num_steps=arguments.steps,
+            save_every=config.checkpoint.every,
+            json_file=arguments.json,
+        )
     return 0 if holds else 1
 
 
-def _steps(config: RunConfig) -> Generator[MetricRecord, None, None]:
-    """Train a recipe; yield the record of each step."""
+@contextmanager
+def _running(
+    arguments: argparse.Namespace, num_steps: int, overrides: Iterable[str] = ()
+) -> Iterator[tuple[RunConfig, Iterator[MetricRecord]]]:
+    """Train a recipe in a folder of its own; yield its configuration, and each step's record."""
+    from megadapo.config import load_config
     from megadapo.run.launch import start_workers
     from megadapo.run.run import Run
     from megadapo.train import training_steps
 
-    with Run.open(config) as run, start_workers(config, run, None) as workers:
-        yield from training_steps(config, run, workers)
+    with tempfile.TemporaryDirectory(prefix="megadapo-bench-") as folder:
+        fixed = [f"run.folder={folder}/run", f"run.num_steps={num_steps}", *overrides]
+        config = load_config(arguments.config, [*fixed, *arguments.overrides])
+
+        def steps() -> Generator[MetricRecord, None, None]:
+            with Run.open(config) as run, start_workers(config, run, None) as workers:
+                yield from training_steps(config, run, workers)
+
+        with closing(steps()) as records:
+            yield config, records

@@ -11,8 +11,6 @@ from megadapo.commands.common import Commands, add_command
 from megadapo.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from megadapo.config import RunConfig
     from megadapo.lab.plan.cards import Card
     from megadapo.lab.plan.phases import GpuKind, Models
@@ -44,9 +42,6 @@ def add_gpu(parser: argparse.ArgumentParser, *, purpose: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.text import Text
-
     from megadapo.config import load_config
     from megadapo.lab.plan.fit import problems
     from megadapo.lab.plan.phases import gpu_kinds, models_of
@@ -64,11 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     traffic = _traffic(config, models.policy, gpus_per_node=gpus_per_node)
     lines = _summary(config, models, card, traffic, gpus_per_node)
     lines += describe_times(step_seconds(config, models.policy, card, traffic), config, card)
-    console = Console(width=max(100, Console().width))
     for kind in kinds:
-        console.print(_memory_table(kind, card), Text())
-    for line in lines:
-        console.print(Text(line))
+        print(_memory_table(kind, card), end="\n\n")
+    print("\n".join(lines))
     found = problems(config, models, card)
     for problem in found:
         print(f"megadapo: {problem}", file=sys.stderr)
@@ -143,30 +136,24 @@ def _traffic(config: RunConfig, model: ModelDescription, *, gpus_per_node: int) 
     )
 
 
-def _memory_table(kind: GpuKind, card: Card) -> Table:
+def _memory_table(kind: GpuKind, card: Card) -> str:
     """Return the memory of one kind of GPU: a row per purpose, a column per phase."""
-    from rich.table import Table
-
     from megadapo.lab.plan.cards import GIB
+    from megadapo.observe.tables import TextTable
 
-    def gib(num_bytes: int) -> str:
-        if num_bytes == 0:
-            return ""
-        return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB / 20 else "0.0"
-
-    title = f"{kind.name}: GiB on each of {kind.num_gpus} {card.name}"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
-    for phase in kind.phases:
-        table.add_column(phase.name, justify="right")
     names = dict.fromkeys(name for phase in kind.phases for name in phase.items)
-    for name in names:
-        table.add_row(name, *(gib(phase.items.get(name, 0)) for phase in kind.phases))
+    rows = [
+        [name, *(f"{size / GIB:.1f}" if size else "" for size in sizes)]
+        for name in names
+        for sizes in [[phase.items.get(name, 0) for phase in kind.phases]]
+    ]
     totals = [phase.total for phase in kind.phases]
-    table.add_section()
-    table.add_row("total", *(f"{total / GIB:.1f}" for total in totals), style="bold")
-    table.add_row("free", *(f"{(card.memory_bytes - total) / GIB:.1f}" for total in totals))
-    return table
+    rows.append(["total", *(f"{total / GIB:.1f}" for total in totals)])
+    rows.append(["free", *(f"{(card.memory_bytes - total) / GIB:.1f}" for total in totals)])
+    title = f"{kind.name}: GiB on each of {kind.num_gpus} {card.name}"
+    return TextTable(
+        title=title, head=["", *(phase.name for phase in kind.phases)], rows=rows
+    ).text()
 
 
 def _summary(

@@ -54,10 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     from megadapo.lab.simulate.simulation import Assumptions, compare
 
     config = load_config(arguments.config, arguments.overrides)
-    console = Console()
     fit = fit_run(arguments.fit) if arguments.fit else None
     if fit is not None:
-        console.print(fit_table(fit))
+        print(fit_table(fit), end="\n\n")
     assumptions = Assumptions.of(
         config,
         fit,
@@ -66,11 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
         keep_rate=arguments.keep_rate,
         solved_share=arguments.solved,
     )
-    with console.status("simulating"):
+    with Console().status("simulating"):
         results = compare(assumptions, num_steps=arguments.steps, num_seeds=arguments.seeds)
-    console.print(results_table(results, assumptions.title))
+    print(results_table(results, assumptions.title), end="\n\n")
     draw(results, assumptions.title, arguments.png)
-    console.print(str(arguments.png), highlight=False)
+    print(arguments.png)
     if arguments.json is not None:
         write_json(results, assumptions, arguments.json)
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -22,7 +21,8 @@ from megadapo.lab.ablation.result import AblationResult, to_json
 from megadapo.lab.record import write_record, write_text
 from megadapo.observe.metrics.records import MetricRecord
 from megadapo.observe.plot import COLOURS, STYLE, finish, save
-from megadapo.observe.report import REPORT_FILE, TextTable, write_report
+from megadapo.observe.report import REPORT_FILE, write_report
+from megadapo.observe.tables import TextTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -170,26 +170,7 @@ def _cell(
 
 def markdown(title: str, tables: Sequence[TextTable]) -> str:
     """Return the tables as a Markdown page."""
-    return "\n".join([f"# {title}", *(line for table in tables for line in _lines(table))]) + "\n"
-
-
-def _lines(table: TextTable) -> Iterator[str]:
-    yield from ("", f"## {table.title}", "", table.note, "")
-    yield _line(table.head)
-    alignments = []
-    for column in range(len(table.head)):
-        # numbers are aligned right, words left
-        is_number = all(re.match(r"[-+]?\d|-$", row[column]) for row in table.rows)
-        alignments.append("---:" if is_number else "---")
-    yield _line(alignments)
-    for row in table.rows:
-        yield _line(row)
-
-
-def _line(cells: Sequence[str]) -> str:
-    # a bar or a line break would end the cell
-    plain = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
-    return "| " + " | ".join(plain) + " |"
+    return "\n".join([f"# {title}", *(table.markdown() for table in tables)]) + "\n"
 
 
 def _of(value: Callable[[MetricRecord], float | None]) -> Callable[[RunRecords], Points]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,15 +12,10 @@ from torch import Tensor
 
 from megadapo.errors import ConfigError
 from megadapo.lab.bench.head_baselines import BASELINES, OURS, PRODUCTS, AbsentError, Loss
-from megadapo.lab.bench.head_inputs import (
-    ExactResult,
-    HeadInputs,
-    HeadShape,
-    compute_exact,
-    make_inputs,
-)
-from megadapo.lab.bench.measure import Clock, Timing, peak_extra_mib, time_together
+from megadapo.lab.bench.head_inputs import HeadInputs, HeadShape, compute_exact, make_inputs
+from megadapo.lab.bench.measure import Clock, peak_extra_mib, time_together
 from megadapo.lab.record import write_record
+from megadapo.observe.tables import TextTable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -82,35 +78,45 @@ def bench_head(
     exact = compute_exact(inputs)
     absent: list[HeadResult] = []
     calls: dict[str, Callable[[], object]] = {PRODUCTS: lambda: _products(inputs)}
-    checks: dict[str, HeadResult] = {}
+    errors: dict[str, dict[str, float]] = {PRODUCTS: {}}
     for name, loss in BASELINES.items():
         if name != OURS and only and not any(text in name for text in only):
             continue
         try:
-            checks[name] = _check(name, loss, inputs, exact)
+            errors[name] = _errors(loss, inputs, exact)
         except AbsentError as reason:
             absent.append(HeadResult(name=name, shape=str(shape), absent=str(reason)))
         except torch.OutOfMemoryError:
             absent.append(HeadResult(name=name, shape=str(shape), absent="out of memory"))
         else:
-            calls[name] = _step(loss, inputs)
+            calls[name] = partial(_step, loss, inputs)
     del exact
     timings = time_together(calls, device, warmup=warmup, repeats=repeats, clock=clock)
-    return [*_results(calls, checks, timings, shape, device), *absent]
+    floor = timings[PRODUCTS].best_ms
+    measured = [
+        HeadResult(
+            name=name,
+            shape=str(shape),
+            best_ms=timing.best_ms,
+            median_ms=timing.median_ms,
+            ratio_to_products=timing.best_ms / floor,
+            useful_tflops=shape.useful_tflop / timing.best_ms * 1e3,
+            peak_extra_mib=_peak_mib(calls[name], device),
+            **errors[name],
+        )
+        for name, timing in timings.items()
+    ]
+    return [*measured, *absent]
 
 
-def _step(loss: Loss, inputs: HeadInputs) -> Callable[[], object]:
-    """Return a forward and backward pass that stores no gradient."""
-
-    def step() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(loss(inputs), (inputs.hidden, inputs.weight))
-
-    return step
+def _step(loss: Loss, inputs: HeadInputs) -> tuple[Tensor, ...]:
+    """Compute the gradients of a forward and backward pass, and store none."""
+    return torch.autograd.grad(loss(inputs), (inputs.hidden, inputs.weight))
 
 
 def step_of_ours(inputs: HeadInputs) -> Callable[[], object]:
     """Return a forward and backward pass of our head."""
-    return _step(BASELINES[OURS], inputs)
+    return partial(_step, BASELINES[OURS], inputs)
 
 
 def _products(inputs: HeadInputs) -> tuple[Tensor, Tensor]:
@@ -120,17 +126,15 @@ def _products(inputs: HeadInputs) -> tuple[Tensor, Tensor]:
     return torch.mm(logits, weight), torch.mm(logits.t(), hidden)
 
 
-def _check(name: str, loss: Loss, inputs: HeadInputs, exact: ExactResult) -> HeadResult:
+def _errors(loss: Loss, inputs: HeadInputs, exact: tuple[Tensor, ...]) -> dict[str, float]:
     value = loss(inputs)
     d_hidden, d_weight = torch.autograd.grad(value, (inputs.hidden, inputs.weight))
     scale = (inputs.loss_weights * inputs.advantages).abs().sum()
-    return HeadResult(
-        name=name,
-        shape=str(inputs.shape),
-        loss_error=((value.detach().double() - exact.loss).abs() / scale).item(),
-        d_hidden_error=_relative(d_hidden, exact.d_hidden),
-        d_weight_error=_relative(d_weight, exact.d_weight),
-    )
+    return {
+        "loss_error": ((value.detach().double() - exact[0]).abs() / scale).item(),
+        "d_hidden_error": _relative(d_hidden, exact[1]),
+        "d_weight_error": _relative(d_weight, exact[2]),
+    }
 
 
 def _relative(got: Tensor, expected: Tensor) -> float:
@@ -141,52 +145,34 @@ def _relative(got: Tensor, expected: Tensor) -> float:
     return relative
 
 
-def _results(
-    calls: dict[str, Callable[[], object]],
-    checks: dict[str, HeadResult],
-    timings: dict[str, Timing],
-    shape: HeadShape,
-    device: torch.device,
-) -> list[HeadResult]:
-    floor = timings[PRODUCTS].best_ms
-    results = []
-    for name, timing in timings.items():
-        check = checks.get(name, HeadResult(name=name, shape=str(shape)))
-        # the smaller of two peaks: the first call of a size also fills caches
-        peaks = [peak_extra_mib(calls[name], device) for _ in range(2)]
-        measured = {
-            "best_ms": timing.best_ms,
-            "median_ms": timing.median_ms,
-            "ratio_to_products": timing.best_ms / floor,
-            "useful_tflops": shape.useful_tflop / timing.best_ms * 1e3,
-            "peak_extra_mib": min((peak for peak in peaks if peak is not None), default=None),
-        }
-        results.append(HeadResult(**(asdict(check) | measured)))
-    return results
+def _peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
+    # the smaller of two peaks: the first call of a size also fills caches
+    peaks = [peak_extra_mib(call, device) for _ in range(2)]
+    return min((peak for peak in peaks if peak is not None), default=None)
 
 
 def format_table(results: Sequence[HeadResult]) -> str:
     """Format the results of one shape."""
-    lines = [
-        results[0].shape,
-        f"  {'':36}{'best ms':>9}{'median':>9}{'x products':>11}{'TFLOP/s':>9}{'MiB':>9}"
-        f"{'loss err':>10}{'dH err':>9}{'dW err':>9}",
-    ]
+    columns = {
+        "best ms": ("best_ms", ".2f"),
+        "median": ("median_ms", ".2f"),
+        "x products": ("ratio_to_products", ".3f"),
+        "TFLOP/s": ("useful_tflops", ".3f"),
+        "MiB": ("peak_extra_mib", ".0f"),
+        "loss err": ("loss_error", ".1e"),
+        "dH err": ("d_hidden_error", ".1e"),
+        "dW err": ("d_weight_error", ".1e"),
+    }
+    rows = []
     for result in results:
-        if result.absent is not None:
-            lines.append(f"  {result.name:36}{result.absent}")
-            continue
-        memory = "-" if result.peak_extra_mib is None else f"{result.peak_extra_mib:.0f}"
-        errors = [
-            "-" if error is None else f"{error:.1e}"
-            for error in (result.loss_error, result.d_hidden_error, result.d_weight_error)
-        ]
-        lines.append(
-            f"  {result.name:36}{result.best_ms:9.2f}{result.median_ms:9.2f}"
-            f"{result.ratio_to_products:11.3f}{result.useful_tflops:9.3f}{memory:>9}"
-            f"{errors[0]:>10}{errors[1]:>9}{errors[2]:>9}"
-        )
-    return "\n".join(lines)
+        if result.absent is None:
+            values = [(getattr(result, field), form) for field, form in columns.values()]
+            cells = ["-" if value is None else format(value, form) for value, form in values]
+            rows.append([result.name, *cells])
+    absent = [f"{result.name}: {result.absent}" for result in results if result.absent is not None]
+    return TextTable(
+        title=results[0].shape, note="\n".join(absent), head=["", *columns], rows=rows
+    ).text()
 
 
 def run(
@@ -208,13 +194,7 @@ def run(
         shapes = tuple(parse_shape(text, temperature) for text in shape_texts)
     every = []
     for shape in shapes:
-        results = bench_head(
-            shape,
-            device,
-            only=only,
-            repeats=repeats,
-            clock=clock,
-        )
+        results = bench_head(shape, device, only=only, repeats=repeats, clock=clock)
         print(format_table(results), flush=True)
         every += results
     if json_file is not None:

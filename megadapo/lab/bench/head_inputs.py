@@ -60,15 +60,6 @@ class HeadInputs:
         return torch.full_like(self.logprobs_old, 1.0 / self.shape.num_tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExactResult:
-    """Loss and gradients in fp64."""
-
-    loss: Tensor
-    d_hidden: Tensor
-    d_weight: Tensor
-
-
 def make_inputs(shape: HeadShape, device: torch.device, seed: int = 42) -> HeadInputs:
     """Draw a batch; targets come from the softmax, as random ones would have log-probs of -30."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -97,8 +88,8 @@ def make_inputs(shape: HeadShape, device: torch.device, seed: int = 42) -> HeadI
     )
 
 
-def compute_exact(inputs: HeadInputs) -> ExactResult:
-    """Compute the loss and its gradients in fp64, a few rows at a time."""
+def compute_exact(inputs: HeadInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return loss, d_hidden and d_weight in fp64, computed a few rows at a time."""
     weight = inputs.weight.detach().double().requires_grad_()
     loss = torch.zeros((), dtype=torch.float64, device=weight.device)
     d_hidden = []
@@ -120,4 +111,4 @@ def compute_exact(inputs: HeadInputs) -> ExactResult:
         assert hidden.grad is not None
         d_hidden.append(hidden.grad)
     assert weight.grad is not None
-    return ExactResult(loss=loss, d_hidden=torch.cat(d_hidden), d_weight=weight.grad)
+    return loss, torch.cat(d_hidden), weight.grad

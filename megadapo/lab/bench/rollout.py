@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megadapo.config import RunConfig, to_dict
 from megadapo.lab.record import write_record
+from megadapo.observe.tables import TextTable
 from megadapo.rollout.config import SamplingConfig
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def run(
                 if turn >= 2:
                     mode.count(batch, time.perf_counter() - started)
     results = [mode.result() for mode in modes]
-    _print_table(results, console)
+    print(_table(results))
     if json_file is not None:
         sections = {name: to_dict(config)[name] for name in SECTIONS}
         write_record(json_file, {"steps": num_steps, "config": sections, "modes": results})
@@ -137,23 +138,10 @@ def _with(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     return config.model_copy(update={"sampling": sampling})
 
 
-def _print_table(results: list[dict[str, Any]], console: Console) -> None:
-    from rich.table import Table
-
-    table = Table(title="time to a full batch")
-    for column in (
-        "mode",
-        "seconds",
-        "ratio",
-        "groups",
-        "generated / kept",
-        "length",
-        "slots used",
-    ):
-        table.add_column(column, justify="left" if column == "mode" else "right")
+def _table(results: list[dict[str, Any]]) -> str:
     base = results[0]["seconds"]
-    for one in results:
-        table.add_row(
+    rows = [
+        [
             one["name"],
             f"{one['seconds']:.2f} +- {one['seconds_standard_error']:.2f}",
             f"{one['seconds'] / base:.2f}",
@@ -161,5 +149,8 @@ def _print_table(results: list[dict[str, Any]], console: Console) -> None:
             f"{one['tokens_generated_per_token_kept']:.2f}",
             f"{one['length_of_kept_groups']:.1f}",
             f"{one['slot_use']:.2f}",
-        )
-    console.print(table)
+        ]
+        for one in results
+    ]
+    head = ["mode", "seconds", "ratio", "groups", "generated / kept", "length", "slots used"]
+    return TextTable(title="time to a full batch", head=head, rows=rows).text()

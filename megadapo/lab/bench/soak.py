@@ -14,6 +14,7 @@ from megadapo.cluster.processes import MIB, descendants, private_bytes
 from megadapo.cluster.watch.guard import start_time
 from megadapo.lab.record import write_record
 from megadapo.observe.metrics.records import MetricRecord
+from megadapo.observe.tables import TextTable
 
 MAX_GROWTH_MIB = 10.0
 """Limit of a process's growth in private memory per 100 steps, after the first third."""
@@ -124,18 +125,19 @@ def run(
 
 def table(soak: Soak) -> str:
     """Format the measurements, with the conclusion in the last line."""
-    lines = [f"{'process':18}{'pid':>9}{'MiB':>9}{'MiB / 100 steps':>18}"]
-    lines += [
-        f"{one.name:18}{one.pid:9}{one.mib:9.0f}{one.growth_mib:18.1f}" for one in soak.processes()
-    ]
-    lines.append(f"last quarter's median step over the first's: {soak.slowdown:.3f}")
+    notes = [f"last quarter's median step over the first's: {soak.slowdown:.3f}"]
     if soak.beside_save is not None:
-        lines.append(f"step during a save over the steps around it: {soak.beside_save:.3f}")
-    lines.append(
+        notes.append(f"step during a save over the steps around it: {soak.beside_save:.3f}")
+    notes.append(
         f"{'holds' if soak.holds else 'DOES NOT HOLD'}: at most {MAX_GROWTH_MIB:g} MiB a process "
         f"in 100 steps, {MAX_SLOWDOWN:g} x the time, and {MAX_BESIDE_SAVE:g} x during a save"
     )
-    return "\n".join(lines)
+    rows = [
+        [one.name, str(one.pid), f"{one.mib:.0f}", f"{one.growth_mib:.1f}"]
+        for one in soak.processes()
+    ]
+    head = ["process", "pid", "MiB", "MiB / 100 steps"]
+    return TextTable(note="\n".join(notes), head=head, rows=rows).text()
 
 
 def report(soak: Soak) -> dict[str, Any]:

@@ -22,10 +22,10 @@ import megadapo
 from megadapo.config import RunConfig, to_dict
 from megadapo.data.prompts import Prompt, PromptStream
 from megadapo.errors import ConfigError, InfraError
-from megadapo.lab.bench.trl_settings import StepTime, TrlSettings
 from megadapo.lab.record import write_record
 from megadapo.models.folder import path_from_anywhere
 from megadapo.observe.metrics.records import MetricRecord
+from megadapo.observe.tables import TextTable
 from megadapo.trainer.config import ADAM_EPS
 
 OVERRIDES = (
@@ -39,8 +39,6 @@ OVERRIDES = (
 
 SECTIONS = ("model", "data", "reward", "rollout", "sampling", "algorithm", "trainer")
 """Sections of the configuration in the JSON file."""
-NOT_RECORDED = ("prompts", "model", "folder")
-"""TRL settings that the configuration has already, or that do not matter."""
 
 WORKER = "megadapo.lab.bench.trl_worker"
 INSTALL_TRL = """\
@@ -52,55 +50,37 @@ then: megadapo bench step CONFIG --trl-python trl-env/bin/python"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
-    """Measurements of one side, without warm-up."""
+class StepTime:
+    """One whole step of one side: rollout, scoring, updates, and new weights for the next step."""
 
-    name: str
-    steps: list[StepTime]
-
-    @property
-    def answers_per_s(self) -> float:
-        """Answers trained on per second of whole steps, at the median step."""
-        return 1.0 / float(statistics.median(one.seconds / one.num_answers for one in self.steps))
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Answer tokens sampled and trained on per second, over all steps."""
-        return sum(s.num_tokens for s in self.steps) / sum(s.seconds for s in self.steps)
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """The numbers of the table."""
-        num_tokens = sum(one.num_tokens for one in self.steps)
-        return {
-            "name": self.name,
-            "seconds_per_step": float(statistics.median(one.seconds for one in self.steps)),
-            "rollout_seconds": float(statistics.median(one.rollout_s for one in self.steps)),
-            "answers_per_s": self.answers_per_s,
-            "tokens_per_s": self.tokens_per_s,
-            "tokens_per_answer": num_tokens / sum(one.num_answers for one in self.steps),
-            "accuracy": self.steps[-1].accuracy,
-        }
+    seconds: float
+    rollout_s: float
+    """Time before the first update; it includes TRL's old log-probs, but not ours."""
+    num_answers: int
+    """Answers trained on."""
+    num_tokens: int
+    """Number of generated tokens."""
+    accuracy: float
 
 
 class TrlBaseline:
     """TRL in a process with its own environment."""
 
-    def __init__(self, python: Path, settings: TrlSettings, log_file: Path) -> None:
-        self._log_file = log_file
-        folder = Path(settings.folder)
+    def __init__(self, python: Path, settings: dict[str, Any], folder: Path) -> None:
+        """Start TRL in an empty folder with the settings that `trl_settings` returns."""
+        self._log_file = folder / "log.txt"
         settings_file = folder / "settings.json"
-        settings_file.write_text(json.dumps(asdict(settings)), encoding="utf-8")
+        settings_file.write_text(json.dumps(settings), encoding="utf-8")
         # of our environment the process sees only this package
         (folder / "path").mkdir()
         (folder / "path" / "megadapo").symlink_to(Path(megadapo.__file__).parent)
         environment = os.environ | {
             "PYTHONPATH": str(folder / "path"),
-            "OMP_NUM_THREADS": str(settings.num_threads),
+            "OMP_NUM_THREADS": str(settings["num_threads"]),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        with log_file.open("wb") as log:
+        with self._log_file.open("wb") as log:
             self._process = subprocess.Popen(
                 [str(python), "-m", WORKER, str(settings_file)],
                 stdin=subprocess.PIPE,
@@ -170,11 +150,10 @@ def compare(
     def step() -> StepTime:
         start = time.perf_counter()
         record = next(records)
-        num_groups = int(_number(record["groups/kept"]))
         return StepTime(
             seconds=time.perf_counter() - start,
             rollout_s=_number(record["time/rollout_s"]),
-            num_answers=num_groups * config.sampling.responses_per_prompt,
+            num_answers=int(_number(record["groups/kept"])) * config.sampling.responses_per_prompt,
             num_tokens=int(_number(record["tokens/trained"])),
             accuracy=_number(record["accuracy/mean"]),
         )
@@ -182,26 +161,37 @@ def compare(
     folder = config.run.folder / "trl"
     folder.mkdir(parents=True)
     settings = trl_settings(config, prompts, folder, trl_arguments)
-    with closing(TrlBaseline(trl_python, settings, folder / "log.txt")) as baseline:
+    with closing(TrlBaseline(trl_python, settings, folder)) as baseline:
         steps = alternate(step, baseline.step, num_steps)[warmup:]
-    ours = Side(name="megadapo", steps=[own for own, _ in steps])
-    theirs = Side(name=f"TRL {baseline.version}", steps=[other for _, other in steps])
-    print(table(ours, theirs))
+    sides = [
+        summary("megadapo", [own for own, _ in steps]),
+        summary(f"TRL {baseline.version}", [other for _, other in steps]),
+    ]
+    print(table(*sides))
     if json_file is not None:
-        conditions = {
+        record = {
+            "ratio": sides[0]["answers_per_s"] / sides[1]["answers_per_s"],
+            "sides": sides,
             "warmup": warmup,
             "ours": {name: to_dict(config)[name] for name in SECTIONS},
-            "theirs": {k: v for k, v in asdict(settings).items() if k not in NOT_RECORDED},
+            "theirs": {"grpo": settings["grpo"], "reward": settings["reward"]},
         }
-        write_record(json_file, comparison(ours, theirs) | conditions)
+        write_record(json_file, record)
 
 
-def comparison(ours: Side, theirs: Side) -> dict[str, Any]:
-    """Return the measurements of both sides as JSON values."""
-    sides = [
-        {**side.summary, "steps": [asdict(step) for step in side.steps]} for side in (ours, theirs)
-    ]
-    return {"ratio": ours.answers_per_s / theirs.answers_per_s, "sides": sides}
+def summary(name: str, steps: list[StepTime]) -> dict[str, Any]:
+    """Return a side's steps without warm-up, and its medians, as JSON values."""
+    num_tokens = sum(one.num_tokens for one in steps)
+    return {
+        "name": name,
+        "seconds_per_step": statistics.median(one.seconds for one in steps),
+        "rollout_seconds": statistics.median(one.rollout_s for one in steps),
+        "answers_per_s": 1.0 / statistics.median(one.seconds / one.num_answers for one in steps),
+        "tokens_per_s": num_tokens / sum(one.seconds for one in steps),
+        "tokens_per_answer": num_tokens / sum(one.num_answers for one in steps),
+        "accuracy": steps[-1].accuracy,
+        "steps": [asdict(one) for one in steps],
+    }
 
 
 def alternate(
@@ -218,20 +208,26 @@ def alternate(
     return pairs
 
 
-def table(ours: Side, theirs: Side) -> str:
+def table(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     """Format both sides, and the ratio of their answers per second."""
-    head = f"{'':14}{'s a step':>10}{'rollout':>10}{'answers/s':>11}{'tokens/s':>10}{'length':>8}"
-    lines = [f"{head}{'accuracy':>10}   medians of {len(ours.steps)} steps"]
-    for side in (ours, theirs):
-        values = side.summary
-        lines.append(
-            f"{side.name:14}{values['seconds_per_step']:10.3f}{values['rollout_seconds']:10.3f}"
-            f"{values['answers_per_s']:11.1f}{values['tokens_per_s']:10.0f}"
-            f"{values['tokens_per_answer']:8.1f}{values['accuracy']:10.3f}"
-        )
-    ratio = ours.answers_per_s / theirs.answers_per_s
-    lines.append(f"{ours.name} trains on {ratio:.2f} x the answers per second of {theirs.name}")
-    return "\n".join(lines)
+    ratio = ours["answers_per_s"] / theirs["answers_per_s"]
+    columns = {
+        "s a step": ("seconds_per_step", ".3f"),
+        "rollout": ("rollout_seconds", ".3f"),
+        "answers/s": ("answers_per_s", ".1f"),
+        "tokens/s": ("tokens_per_s", ".0f"),
+        "length": ("tokens_per_answer", ".1f"),
+        "accuracy": ("accuracy", ".3f"),
+    }
+    return TextTable(
+        title=f"medians of {len(ours['steps'])} steps",
+        note=f"{ours['name']} trains on {ratio:.2f} x the answers per second of {theirs['name']}",
+        head=["", *columns],
+        rows=[
+            [side["name"], *(format(side[key], form) for key, form in columns.values())]
+            for side in (ours, theirs)
+        ],
+    ).text()
 
 
 def check_python(python: Path | None) -> Path:
@@ -273,38 +269,67 @@ def parse_arguments(texts: Iterable[str]) -> dict[str, Any]:
 
 def trl_settings(
     config: RunConfig, prompts: list[Prompt], folder: Path, trl_arguments: Mapping[str, Any]
-) -> TrlSettings:
-    """Return the recipe's step for TRL, with the prompts of all steps in the recipe's order."""
+) -> dict[str, Any]:
+    """Return the recipe's step for TRL as JSON values, without options that only cost time.
+
+    "grpo" has the arguments of GRPOConfig, "prompts" the messages and gold answers of all steps in
+    the recipe's order.
+    """
     algorithm, optimizer, sampling = config.algorithm, config.trainer.optimizer, config.sampling
     stream = PromptStream(prompts, config.run.seed, shuffle=config.data.shuffle)
     used = [stream.at(i) for i in range(config.run.num_steps * sampling.prompts_per_step)]
     num_answers = sampling.prompts_per_step * sampling.responses_per_prompt
-    return TrlSettings(
-        model=path_from_anywhere(config.model.path),
-        folder=str(folder),
-        prompts=[(list(prompt.messages), prompt.ground_truth) for prompt in used],
-        rule=config.reward.rule,
-        responses_per_prompt=sampling.responses_per_prompt,
-        responses_per_mini_batch=algorithm.responses_per_mini_batch,
-        updates_per_step=num_answers // algorithm.responses_per_mini_batch,
-        max_steps=config.run.num_steps,
-        max_response_tokens=config.rollout.max_response_tokens,
-        overlong_buffer=algorithm.overlong_buffer,
-        overlong_factor=algorithm.overlong_factor,
-        temperature=config.rollout.temperature,
-        top_p=1.0,
-        clip_low=algorithm.objective.clip_low,
-        clip_high=algorithm.objective.clip_high,
-        lr=optimizer.lr,
-        warmup_steps=optimizer.warmup_steps,
-        weight_decay=optimizer.weight_decay,
-        betas=optimizer.betas,
-        eps=ADAM_EPS,
-        grad_clip=optimizer.grad_clip,
-        seed=config.run.seed,
-        num_threads=os.cpu_count() or 1,
-        trl_arguments=dict(trl_arguments),
-    )
+    updates_per_step = num_answers // algorithm.responses_per_mini_batch
+    grpo = {
+        "output_dir": str(folder),
+        "loss_type": "dapo",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "model_init_kwargs": {"dtype": "float32"},
+        "optim": "adamw_torch_fused",
+        "per_device_train_batch_size": algorithm.responses_per_mini_batch,
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": updates_per_step,
+        "num_generations": sampling.responses_per_prompt,
+        "num_iterations": 1,
+        "max_steps": config.run.num_steps * updates_per_step,
+        "max_completion_length": config.rollout.max_response_tokens,
+        "temperature": config.rollout.temperature,
+        "top_p": 1.0,
+        "beta": 0.0,
+        "epsilon": algorithm.objective.clip_low,
+        "epsilon_high": algorithm.objective.clip_high,
+        "learning_rate": optimizer.lr,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": optimizer.warmup_steps * updates_per_step,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_epsilon": ADAM_EPS,
+        "max_grad_norm": optimizer.grad_clip,
+        "shuffle_dataset": False,
+        "dataloader_num_workers": 0,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "log_completions": False,
+        "seed": config.run.seed,
+    }
+    return {
+        "model": path_from_anywhere(config.model.path),
+        "prompts": [(prompt.messages, prompt.ground_truth) for prompt in used],
+        "reward": {
+            "rule": config.reward.rule,
+            "max_length": config.rollout.max_response_tokens,
+            "buffer": algorithm.overlong_buffer,
+            "factor": algorithm.overlong_factor,
+        },
+        "updates_per_step": updates_per_step,
+        "num_threads": os.cpu_count() or 1,
+        "grpo": {**grpo, **trl_arguments},
+    }
 
 
 def _number(value: float | None) -> float:

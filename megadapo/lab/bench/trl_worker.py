@@ -1,7 +1,8 @@
 """TRL's side of `megadapo bench step`: GRPOTrainer(loss_type="dapo"), one step per request.
 
 The process has its own environment with TRL and only this package of ours. Settings come as one
-JSON file; then every line on stdin requests one step, answered by one JSON line.
+JSON file (`lab/bench/step.py:trl_settings`); then every line on stdin requests one step, answered
+by one JSON line with the fields of `lab/bench/step.py:StepTime`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,36 +21,33 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 
 from megadapo.algorithm.shaping import overlong_penalty
-from megadapo.lab.bench.trl_settings import StepTime, TrlSettings
 from megadapo.rewards.dapo_math import score
 
 
-class _StepCounts:
-    """Counters of the current step."""
-
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.rollout_s = 0.0
-        self.num_answers = self.num_tokens = self.num_correct = 0
-
-    def finish(self) -> StepTime:
-        return StepTime(
-            seconds=time.perf_counter() - self.start,
-            rollout_s=self.rollout_s,
-            num_answers=self.num_answers,
-            num_tokens=self.num_tokens,
-            accuracy=self.num_correct / self.num_answers,
-        )
-
-
 class _Reward:
-    """The run's rule and overlong penalty as a reward function of TRL."""
+    """The run's rule and overlong penalty as a reward function of TRL, with a step's counters."""
 
     __name__ = "rule"
 
-    def __init__(self, settings: TrlSettings) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
-        self.counts = _StepCounts()
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Reset the counters."""
+        self._start = time.perf_counter()
+        self.rollout_s = 0.0
+        self._num_answers = self._num_tokens = self._num_correct = 0
+
+    def finish_step(self) -> dict[str, float]:
+        """Return the counters of the step."""
+        return {
+            "seconds": time.perf_counter() - self._start,
+            "rollout_s": self.rollout_s,
+            "num_answers": self._num_answers,
+            "num_tokens": self._num_tokens,
+            "accuracy": self._num_correct / self._num_answers,
+        }
 
     def __call__(
         self,
@@ -61,23 +58,17 @@ class _Reward:
         **others: object,
     ) -> list[float]:
         """Return the rewards of a batch; completions are texts, or chat messages."""
-        settings, counts = self._settings, self.counts
+        rule, max_length, buffer, factor = (
+            self._settings[name] for name in ("rule", "max_length", "buffer", "factor")
+        )
         texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-        scores = [
-            score(text, gold, settings.rule) for text, gold in zip(texts, ground_truth, strict=True)
-        ]
+        scores = [score(text, gold, rule) for text, gold in zip(texts, ground_truth, strict=True)]
         lengths = [len(ids) for ids in completion_ids]
-        counts.num_answers += len(texts)
-        counts.num_tokens += sum(lengths)
-        counts.num_correct += sum(one.correct for one in scores)
+        self._num_answers += len(texts)
+        self._num_tokens += sum(lengths)
+        self._num_correct += sum(one.correct for one in scores)
         return [
-            one.reward
-            + settings.overlong_factor
-            * overlong_penalty(
-                length,
-                max_length=settings.max_response_tokens,
-                buffer=settings.overlong_buffer,
-            )
+            one.reward + factor * overlong_penalty(length, max_length=max_length, buffer=buffer)
             for one, length in zip(scores, lengths, strict=True)
         ]
 
@@ -85,12 +76,12 @@ class _Reward:
 class _Trainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is not in this environment
     """A GRPOTrainer that measures the time of its rollouts."""
 
-    counts: _Reward
+    step_reward: _Reward
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         start = time.perf_counter()
         batch = super()._generate_and_score_completions(inputs)
-        self.counts.counts.rollout_s += time.perf_counter() - start
+        self.step_reward.rollout_s += time.perf_counter() - start
         return batch
 
 
@@ -107,24 +98,24 @@ class _Turns(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: object) -> None:
         if state.global_step % self._updates_per_step == 0:
-            self._wait_for_turn(control, asdict(self._reward.counts.finish()))
+            self._wait_for_turn(control, self._reward.finish_step())
 
     def _wait_for_turn(self, control: Any, reply: dict[str, Any]) -> None:
         print(json.dumps(reply), file=self._replies, flush=True)
         if not sys.stdin.readline():
             control.should_training_stop = True
-        self._reward.counts = _StepCounts()
+        self._reward.start_step()
 
 
 def main() -> None:
     """Train one step per line on stdin."""
-    settings = TrlSettings(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     # output of libraries must not mix with the replies
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    torch.set_num_threads(settings.num_threads)
-    reward = _Reward(settings)
-    tokenizer = AutoTokenizer.from_pretrained(settings.model, trust_remote_code=False)
+    torch.set_num_threads(settings["num_threads"])
+    reward = _Reward(settings["reward"])
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=False)
     rows = [
         {
             "prompt": (
@@ -134,60 +125,18 @@ def main() -> None:
             ),
             "ground_truth": gold,
         }
-        for messages, gold in settings.prompts
+        for messages, gold in settings["prompts"]
     ]
     trainer = _Trainer(
-        model=settings.model,
-        args=grpo_config(settings),
+        model=settings["model"],
+        args=trl.GRPOConfig(**settings["grpo"]),
         reward_funcs=reward,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
-        callbacks=[_Turns(reward, settings.updates_per_step, replies)],
+        callbacks=[_Turns(reward, settings["updates_per_step"], replies)],
     )
-    trainer.counts = reward
+    trainer.step_reward = reward
     trainer.train()
-
-
-def grpo_config(settings: TrlSettings) -> Any:
-    """Return TRL's settings for the same step, without options that only cost time."""
-    return trl.GRPOConfig(
-        output_dir=settings.folder,
-        loss_type="dapo",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        model_init_kwargs={"dtype": "float32"},
-        optim="adamw_torch_fused",
-        per_device_train_batch_size=settings.responses_per_mini_batch,
-        gradient_accumulation_steps=1,
-        steps_per_generation=settings.updates_per_step,
-        num_generations=settings.responses_per_prompt,
-        num_iterations=1,
-        max_steps=settings.max_steps * settings.updates_per_step,
-        max_completion_length=settings.max_response_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        beta=0.0,
-        epsilon=settings.clip_low,
-        epsilon_high=settings.clip_high,
-        learning_rate=settings.lr,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=settings.warmup_steps * settings.updates_per_step,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.betas[0],
-        adam_beta2=settings.betas[1],
-        adam_epsilon=settings.eps,
-        max_grad_norm=settings.grad_clip,
-        shuffle_dataset=False,
-        dataloader_num_workers=0,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        log_completions=False,
-        seed=settings.seed,
-        **settings.trl_arguments,
-    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.processes import MIB
 from megadapo.lab.record import write_record
+from megadapo.observe.tables import TextTable
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -184,12 +185,10 @@ def _copy_seconds(num_bytes: int) -> float:
 
 
 def _table(measurements: list[Measurement], floor: float) -> str:
-    lines = [f"{'':<40}{'seconds':>9}{'moved':>11}{'received':>11}{'extra memory':>14}"]
+    rows = []
     for one in measurements:
-        moved, received, extra = (
-            f"{size / MIB:.1f} MiB"
-            for size in (one.bytes_moved, one.bytes_received, one.extra_memory)
-        )
-        lines.append(f"{one.name:<40}{one.seconds:>9.3f}{moved:>11}{received:>11}{extra:>14}")
-    lines.append(f"{'one copy of an engine shard (floor)':<40}{floor:>9.3f}")
-    return "\n".join(lines)
+        sizes = (one.bytes_moved, one.bytes_received, one.extra_memory)
+        rows.append([one.name, f"{one.seconds:.3f}", *(f"{s / MIB:.1f} MiB" for s in sizes)])
+    rows.append(["one copy of an engine shard (floor)", f"{floor:.3f}", "", "", ""])
+    head = ["", "seconds", "moved", "received", "extra memory"]
+    return TextTable(head=head, rows=rows).text()

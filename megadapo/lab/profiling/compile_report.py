@@ -26,11 +26,12 @@ from megadapo.kernels.policy_head.terms import GATES, TermNumbers, TermSwitches
 from megadapo.kernels.rmsnorm import rmsnorm_bwd_kernel, rmsnorm_fwd_kernel
 from megadapo.kernels.rotary import rotary_kernel
 from megadapo.kernels.swiglu import swiglu_bwd_kernel, swiglu_fwd_kernel
+from megadapo.observe.tables import TextTable
 
 ARCHITECTURES = (80, 90, 100)
 """A100, H100 and H200, B200."""
 
-_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 _VOCAB_SIZE = 152064
 _TILE_ROWS = 2560
 
@@ -239,20 +240,20 @@ def compile_kernel(case: CompileCase, architecture: int) -> KernelResources:
     )
     target = GPUTarget("cuda", architecture, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": case.num_warps})
-    registers, stack, _, local = _resource_usage(compiled.asm["cubin"])
+    registers, stack_bytes = _registers_and_stack(compiled.asm["cubin"])
     return KernelResources(
         kernel=case.kernel.__name__,
         shapes=case.label,
         architecture=architecture,
         registers=registers,
-        stack_bytes=stack + local,
+        stack_bytes=stack_bytes,
         shared_bytes=compiled.metadata.shared,
         num_warps=case.num_warps,
     )
 
 
-def _resource_usage(cubin: bytes) -> tuple[int, int, int, int]:
-    """Read (registers, stack, shared, local) of a one-kernel binary with Triton's cuobjdump."""
+def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    """Read the registers, and the bytes of stack, of a one-kernel binary by Triton's cuobjdump."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -261,8 +262,8 @@ def _resource_usage(cubin: bytes) -> tuple[int, int, int, int]:
     match = _USAGE.search(text)
     if match is None:
         raise ValueError(f"cuobjdump printed no resource usage: {text.strip()}")
-    registers, stack, shared, local = (int(number) for number in match.groups())
-    return registers, stack, shared, local
+    registers, stack, local = (int(number) for number in match.groups())
+    return registers, stack + local
 
 
 def compile_report(
@@ -275,14 +276,15 @@ def compile_report(
 
 def format_compile_report(results: Sequence[KernelResources]) -> str:
     """Format one line per kernel, shapes and architecture."""
-    lines = [
-        f"{'kernel':22}{'shapes':44}{'arch':>6}{'regs':>6}{'stack B':>9}"
-        f"{'shared B':>10}{'warps':>7}"
+    rows = [
+        [
+            result.kernel.strip("_").removesuffix("_kernel"),
+            result.shapes,
+            f"sm_{result.architecture}",
+            *map(str, (result.registers, result.stack_bytes, result.shared_bytes)),
+            str(result.num_warps),
+        ]
+        for result in results
     ]
-    for result in results:
-        lines.append(
-            f"{result.kernel.strip('_').removesuffix('_kernel'):22}{result.shapes:44}"
-            f"{'sm_' + str(result.architecture):>6}{result.registers:6}{result.stack_bytes:9}"
-            f"{result.shared_bytes:10}{result.num_warps:7}"
-        )
-    return "\n".join(lines)
+    head = ["kernel", "shapes", "arch", "regs", "stack B", "shared B", "warps"]
+    return TextTable(head=head, rows=rows).text()

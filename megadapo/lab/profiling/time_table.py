@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from megadapo.kernels.launch import metered
 from megadapo.lab.bench.measure import time_once
 from megadapo.lab.plan.cards import card_of
+from megadapo.observe.tables import TextTable
 
 _LARGE_PRODUCT = {"cuda": 8192, "cpu": 1024}
 _LARGE_COPY = {"cuda": 2**28, "cpu": 2**27}
@@ -149,24 +150,23 @@ def format_profile(rows: Sequence[KernelTime], roofline: Roofline, *, limit: int
     """Return the slowest kernels as text, below the roofline."""
     tflops = _with_sheet(f"{roofline.tflops:.2f}", roofline.sheet_tflops)
     gb_per_s = _with_sheet(f"{roofline.gb_per_s:.1f}", roofline.sheet_gb_per_s)
-    lines = [
-        f"roofline measured here: {tflops} TFLOP/s, {gb_per_s} GB/s",
-        f"{'kernel':44}{'calls':>7}{'ms':>10}{'share':>8}{'TFLOP/s':>9}{'GB/s':>8}{'of roof':>9}",
-    ]
+    lines = []
     for row in rows[:limit]:
-        cells = (
-            (row.share, "8.1%"),
-            (row.tflops, "9.3f"),
-            (row.gb_per_s, "8.1f"),
-            (row.roofline_share, "9.0%"),
+        rates = (
+            (row.share, ".1%"),
+            (row.tflops, ".3f"),
+            (row.gb_per_s, ".1f"),
+            (row.roofline_share, ".0%"),
         )
-        texts = [
-            format(value, spec) if value is not None else "-".rjust(int(spec.split(".")[0]))
-            for value, spec in cells
-        ]
-        lines.append(f"{row.name[:43]:44}{row.calls:7}{row.total_ms:10.2f}{''.join(texts)}")
-    left = sum(row.total_ms for row in rows[limit:] if row.share is not None)
-    return "\n".join([*lines, f"{'everything else':51}{left:10.2f}"] if left else lines)
+        cells = ["-" if value is None else format(value, form) for value, form in rates]
+        lines.append([row.name[:43], str(row.calls), f"{row.total_ms:.2f}", *cells])
+    if left := sum(row.total_ms for row in rows[limit:] if row.share is not None):
+        lines.append(["everything else", "", f"{left:.2f}", *[""] * 4])
+    return TextTable(
+        title=f"roofline measured here: {tflops} TFLOP/s, {gb_per_s} GB/s",
+        head=["kernel", "calls", "ms", "share", "TFLOP/s", "GB/s", "of roof"],
+        rows=lines,
+    ).text()
 
 
 def _with_sheet(measured: str, sheet: float | None) -> str:

@@ -89,13 +89,8 @@ class EngineCounters:
     busy_seconds: float = 0.0
     running_seconds: float = 0.0
     """Integral of running responses over time."""
-    num_preemptions: int = 0
     max_waiting: int = 0
-    num_context_max: float = 0.0
 
-
-WATERMARK = 0.01
-"""Share of the cache that stays free when a response starts, so that it is not full at once."""
 
 Running = tuple[float, tuple[int, int, int], float, VirtualResponse]
 """Progress at the response's end, rank, progress at its token 0, and the response."""
@@ -108,14 +103,12 @@ class VirtualEngine:
     So between two events only four numbers change, for any number of running responses.
     """
 
-    def __init__(self, speed: EngineSpeed, *, num_slots: int, kv_tokens: float = math.inf) -> None:
-        """Create an idle engine; where `kv_tokens` of cache are too few, the last in rank waits."""
+    def __init__(self, speed: EngineSpeed, *, num_slots: int) -> None:
         self.load = 0
         """Responses that run or wait."""
         self.counters = EngineCounters()
         self._speed = speed
         self._num_slots = num_slots
-        self._kv_tokens = kv_tokens
         self._now = 0.0
         self._progress = 0.0
         self._context = 0.0
@@ -131,10 +124,10 @@ class VirtualEngine:
         self.counters.max_waiting = max(self.counters.max_waiting, len(self._waiting))
 
     def next_event(self) -> float:
-        """Return the time at which a response ends or the cache is full; inf if idle."""
+        """Return the time at which a response ends; inf if idle."""
         if not self._running:
             return math.inf
-        steps = self._steps_to_event()
+        steps = max(0.0, self._running[0][0] - self._progress)
         return self._now + self._speed.time_for(steps, len(self._running), self._context)
 
     def advance(self, now: float) -> None:
@@ -149,13 +142,9 @@ class VirtualEngine:
     def run_event(self, now: float) -> list[VirtualResponse]:
         """Advance to `now`, the time from `next_event`, and return the responses that end."""
         ends = self._running[0][0]
-        self._step(self._steps_to_event(), now - self._now)
-        self._now = now
+        self._step(max(0.0, ends - self._progress), now - self._now)
+        self._now, self._progress = now, ends
         done: list[VirtualResponse] = []
-        if self._progress + 1e-6 < ends:
-            self._preempt()
-            return done
-        self._progress = ends
         while self._running and self._running[0][0] <= ends:
             response = heapq.heappop(self._running)[3]
             self._context -= response.num_prompt + response.num_tokens
@@ -183,10 +172,6 @@ class VirtualEngine:
         self._fill()
         return removed
 
-    def _steps_to_event(self) -> float:
-        capacity = (self._kv_tokens - self._context) / len(self._running)
-        return max(0.0, min(self._running[0][0] - self._progress, capacity))
-
     def _step(self, steps: float, seconds: float) -> None:
         num_running = len(self._running)
         self._progress += steps
@@ -194,16 +179,12 @@ class VirtualEngine:
         self.counters.num_tokens += steps * num_running
         self.counters.busy_seconds += seconds
         self.counters.running_seconds += seconds * num_running
-        self.counters.num_context_max = max(self.counters.num_context_max, self._context)
 
     def _fill(self) -> None:
-        """Start waiting responses while slots and cache are free."""
+        """Start waiting responses while slots are free."""
         while self._waiting and len(self._running) < self._num_slots:
-            response = self._waiting[0][1]
+            response = heapq.heappop(self._waiting)[1]
             num_context = response.num_prompt + response.num_done
-            if self._running and self._context + num_context > (1.0 - WATERMARK) * self._kv_tokens:
-                break
-            heapq.heappop(self._waiting)
             seconds = self._speed.prefill_s * (num_context - response.num_cached)
             self._now += seconds
             self.counters.busy_seconds += seconds
@@ -211,15 +192,6 @@ class VirtualEngine:
             start = self._progress - response.num_done
             end = start + response.num_tokens
             heapq.heappush(self._running, (end, response.rank, start, response))
-
-    def _preempt(self) -> None:
-        """Move the running response that is last in rank to the queue, as vLLM does."""
-        last = max(self._running, key=lambda entry: entry[1])
-        self._running.remove(last)
-        heapq.heapify(self._running)
-        self._pause(last)
-        heapq.heappush(self._waiting, (last[1], last[3]))
-        self.counters.num_preemptions += 1
 
     def _pause(self, entry: Running) -> None:
         """Record a running response's progress and take it out of the cache."""

@@ -32,8 +32,6 @@ class EngineSettings:
     num_slots: int = 256
     """Responses that an engine runs at once."""
     speed: EngineSpeed = EngineSpeed()
-    kv_tokens: float = math.inf
-    """Tokens in an engine's KV cache."""
 
 
 @dataclass(eq=False)
@@ -65,9 +63,7 @@ class VirtualEngines:
         self._settings = settings
         self._dispatch = dispatch
         self._engines = [
-            VirtualEngine(
-                settings.speed, num_slots=settings.num_slots, kv_tokens=settings.kv_tokens
-            )
+            VirtualEngine(settings.speed, num_slots=settings.num_slots)
             for _ in range(settings.num_engines)
         ]
         self._groups: dict[int, _Group] = {}
@@ -187,8 +183,9 @@ class VirtualEngines:
                     busy_seconds=busy,
                     mean_running=running / busy / self._settings.num_slots if busy else 0.0,
                     max_waiting=totals.max_waiting,
-                    num_preemptions=totals.num_preemptions - before.num_preemptions,
-                    max_kv_use=totals.num_context_max / self._settings.kv_tokens,
+                    # the cache is unlimited
+                    num_preemptions=0,
+                    max_kv_use=0.0,
                 )
             )
         return activities

@@ -12,40 +12,24 @@ from megadapo.lab.simulate.fit import RunFit
 from megadapo.lab.simulate.simulation import Assumptions, PolicyResult
 from megadapo.lab.simulate.task import LogNormalLengths
 from megadapo.observe.plot import COLOURS, STYLE, save
+from megadapo.observe.tables import TextTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from rich.table import Table
 
 BASELINE = "rounds-3x"
 """Name of the policy whose time is the unit of the column `x`."""
-CAPTION = (
-    f"seconds until a batch is full +- standard error; x: multiples of {BASELINE}; gen.: tokens "
-    "generated per token trained; used: share of mixed groups' tokens trained on; bias: of the "
-    "mean length; staleness: mean/largest, in weight publications; slots: share in use"
-)
+CAPTION = f"""\
+seconds: until a batch is full; +-: standard error; x: multiples of {BASELINE}; gen.: tokens
+generated per token trained; used: share of mixed groups' tokens trained on; bias: of the mean
+length; staleness: mean/largest, in weight publications; slots: share in use"""
 
 
-def results_table(results: Sequence[PolicyResult], title: str) -> Table:
+def results_table(results: Sequence[PolicyResult], title: str) -> str:
     """Return a table with one row per policy."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption=CAPTION,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    table.add_column("policy", no_wrap=True)
-    for name in ("seconds", "+-", "x", "gen.", "used", "bias", "staleness", "slots"):
-        table.add_column(name, justify="right", no_wrap=True)
     baseline = next(one.seconds_per_batch for one in results if one.name == BASELINE)
-    for one in results:
-        table.add_row(
+    rows = [
+        [
             one.name,
             f"{one.seconds_per_batch:,.1f}",
             "" if one.seconds_error is None else f"{one.seconds_error / one.seconds_per_batch:.0%}",
@@ -55,30 +39,27 @@ def results_table(results: Sequence[PolicyResult], title: str) -> Table:
             f"{one.length_bias:+.1%}",
             f"{one.staleness_mean:.2f}/{one.staleness_max}",
             f"{one.slot_use:.0%}",
-        )
-    return table
+        ]
+        for one in results
+    ]
+    head = ["policy", "seconds", "+-", "x", "gen.", "used", "bias", "staleness", "slots"]
+    return TextTable(title=title, note=CAPTION, head=head, rows=rows).text()
 
 
-def fit_table(fit: RunFit) -> Table:
+def fit_table(fit: RunFit) -> str:
     """Return measured and predicted rollout times, one row per step."""
-    from rich.table import Table
-
-    fitted, rest = fit.num_fitted, len(fit.steps) - fit.num_fitted
-    table = Table(
-        title=f"rollout: speed fitted to {fitted} steps, {rest} predicted", title_justify="left"
+    rows = [
+        [str(step), f"{measured:.2f}", f"{predicted:.2f}", f"{predicted / measured:.2f}"]
+        for step, measured, predicted in zip(fit.steps, fit.measured, fit.predicted, strict=True)
+    ]
+    for number, row in enumerate(rows):
+        row.append("fitted" if number < fit.num_fitted else "predicted")
+    title = (
+        f"rollout: speed fitted to {fit.num_fitted} steps, "
+        f"{len(fit.steps) - fit.num_fitted} predicted"
     )
-    for name in ("step", "measured s", "predicted s", "ratio", ""):
-        table.add_column(name, justify="right")
-    for place, step in enumerate(fit.steps):
-        measured, predicted = fit.measured[place], fit.predicted[place]
-        table.add_row(
-            str(step),
-            f"{measured:.2f}",
-            f"{predicted:.2f}",
-            f"{predicted / measured:.2f}",
-            "fitted" if place < fitted else "predicted",
-        )
-    return table
+    head = ["step", "measured s", "predicted s", "ratio", ""]
+    return TextTable(title=title, head=head, rows=rows).text()
 
 
 def write_json(results: Sequence[PolicyResult], assumptions: Assumptions, path: Path) -> None:

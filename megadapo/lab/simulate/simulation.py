@@ -105,8 +105,6 @@ class PolicyResult:
     staleness_mean: float
     """Publications between sampling a token and training on it."""
     staleness_max: int
-    stale_token_share: float
-    """Share of trained tokens from earlier weights."""
     slot_use: float
     """Mean running responses / rollout.max_num_seqs."""
 
@@ -158,23 +156,24 @@ def simulate(
 
 def pooled(results: Sequence[PolicyResult]) -> PolicyResult:
     """Combine repetitions of one policy with equally many steps."""
-
-    def mean(name: str) -> float:
-        return float(np.mean([getattr(result, name) for result in results]))
-
     seconds = tuple(one for result in results for one in result.seconds)
+    means = {
+        name: float(np.mean([getattr(result, name) for result in results]))
+        for name in (
+            "seconds_per_batch",
+            "generated_per_trained",
+            "kept_tokens_trained",
+            "length_bias",
+            "staleness_mean",
+            "slot_use",
+        )
+    }
     return replace(
         results[0],
-        seconds_per_batch=mean("seconds_per_batch"),
-        seconds_error=_standard_error(seconds),
         seconds=seconds,
-        generated_per_trained=mean("generated_per_trained"),
-        kept_tokens_trained=mean("kept_tokens_trained"),
-        length_bias=mean("length_bias"),
-        staleness_mean=mean("staleness_mean"),
+        seconds_error=_standard_error(seconds),
         staleness_max=max(result.staleness_max for result in results),
-        stale_token_share=mean("stale_token_share"),
-        slot_use=mean("slot_use"),
+        **means,
     )
 
 
@@ -241,7 +240,6 @@ def _result(
         length_bias=_length_bias(groups, requested),
         staleness_mean=sum(age * number for age, number in ages.items()) / num_trained,
         staleness_max=max(age for age, number in ages.items() if number),
-        stale_token_share=1.0 - ages[0] / num_trained,
         slot_use=running_seconds / seconds / num_slots,
     )
 

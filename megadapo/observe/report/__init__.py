@@ -3,6 +3,6 @@
 Python reads and bounds what is shown; the files of `assets/` draw it in the browser.
 """
 
-from megadapo.observe.report.page import REPORT_FILE, TextTable, write_report
+from megadapo.observe.report.page import REPORT_FILE, write_report
 
-__all__ = ["REPORT_FILE", "TextTable", "write_report"]
+__all__ = ["REPORT_FILE", "write_report"]

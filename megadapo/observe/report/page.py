@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
@@ -21,6 +21,7 @@ from megadapo import __version__
 from megadapo.errors import DataError
 from megadapo.observe.report.responses import MAX_BYTES, read_responses
 from megadapo.observe.report.runs import read_runs
+from megadapo.observe.tables import TextTable
 
 REPORT_FILE = "report.html"
 
@@ -46,16 +47,6 @@ _STYLES = ("uplot/uPlot.min.css", "report.css")
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 # What HTML or a script could read as more than text; all of it is inside JSON strings.
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextTable:
-    """A table of texts that is shown before the runs."""
-
-    title: str
-    note: str
-    head: list[str]
-    rows: list[list[str]]
 
 
 def write_report(

@@ -7,13 +7,12 @@ import re
 from pathlib import Path
 
 from megadapo.cli import main
-from megadapo.commands.lab.ablate import fitting
 from megadapo.lab.ablation.measures import MEASURES
 from megadapo.lab.ablation.report import ablation_tables, markdown, write_reports
 from megadapo.lab.ablation.result import collect
 from megadapo.lab.ablation.rows import Ablation
 from megadapo.lab.ablation.runner import Failure
-from megadapo.observe.report import TextTable
+from megadapo.observe.tables import TextTable
 from tests.support import REPOSITORY
 from tests.support.runs.ablations import ROWS, ablation_of, finish
 
@@ -147,17 +146,15 @@ def test_committed_ablations_are_ready_to_run(tmp_path: Path, monkeypatch, capsy
 
 def test_wide_tables_are_split_without_loss(tmp_path: Path) -> None:
     table = ablation_tables(collect(finished(tmp_path)))[0]
-    assert fitting(table, 1000) == [table]
-    pieces = fitting(table, 80)
-    assert len(pieces) > 1
-    assert [piece.head[0] for piece in pieces] == ["row"] * len(pieces)
-    assert [name for piece in pieces for name in piece.head[1:]] == table.head[1:]
-    for number, row in enumerate(table.rows):
-        assert [cell for piece in pieces for cell in piece.rows[number][1:]] == row[1:]
-    for piece in pieces:
-        lines = [piece.head, *piece.rows]
-        columns = zip(*lines, strict=True)
-        assert sum(max(map(len, column)) + 2 for column in columns) <= 80
-    assert [bool(piece.note) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    # a column wider than the screen is a table of its own
-    assert len(fitting(table, 1)) == len(table.head) - 1
+    whole = table.text().splitlines()
+    parts = [part.splitlines() for part in table.text(80).split("\n\n")]
+    assert len(parts) > 2 and parts[-1] == [table.note] and parts[0].pop(0) == table.title
+    assert max(len(line) for part in parts[:-1] for line in part) <= 80
+    for number in range(1 + len(table.rows)):
+        first, *cells = (part[number] for part in parts[:-1])
+        name = ["row", *(row[0] for row in table.rows)][number]
+        assert all(one.startswith(name) for one in (first, *cells))
+        joined = " ".join([first, *(one.removeprefix(name) for one in cells)])
+        assert joined.split() == whole[1 + number].split()
+    # a column wider than the screen is a part of its own
+    assert len(table.text(1).split("\n\n")) == len(table.head)

@@ -1,4 +1,4 @@
-"""The virtual engine keeps time, order and every token when it is full, stopped or out of cache."""
+"""The virtual engine keeps time, order and every token when it is full or stopped."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def run(engine: VirtualEngine) -> list[tuple[float, int]]:
     return ends
 
 
-def started(responses: Sequence[VirtualResponse], **settings: float) -> VirtualEngine:
-    engine = VirtualEngine(SPEED, **{"num_slots": 8, **settings})
+def started(responses: Sequence[VirtualResponse]) -> VirtualEngine:
+    engine = VirtualEngine(SPEED, num_slots=8)
     engine.add(responses)
     return engine
 
@@ -79,20 +79,6 @@ def test_stopped_responses_continue_where_they_were() -> None:
     # its prompt and tokens are computed again; at most the token in progress is lost
     again = (10 + part.num_prompt) * 0.1
     assert uninterrupted < end < uninterrupted + again + 50 * 0.1 + SPEED.step_time(1, 60)
-
-
-def test_full_cache_preempts_the_last_and_loses_nothing() -> None:
-    responses = [response(key, 60 + key) for key in range(5)]
-    engine = started(responses, kv_tokens=150)
-    ends = run(engine)
-    assert sorted(key for _, key in ends) == [0, 1, 2, 3, 4]
-    assert engine.counters.num_preemptions > 0 and engine.counters.num_context_max <= 150 + 1e-6
-    assert ends[0][1] == 0 and ends[-1][1] == 4
-    # a preempted response keeps whole tokens: at most one is generated twice each time
-    total = sum(60 + key for key in range(5))
-    assert (
-        total <= engine.counters.num_tokens + 1e-6 <= total + engine.counters.num_preemptions + 1e-6
-    )
 
 
 def test_utilisation_is_the_integral_of_running_responses() -> None:

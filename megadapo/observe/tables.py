@@ -1,0 +1,67 @@
+"""Tables of texts: for the terminal, in Markdown, and on the report's page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+GAP = "  "
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTable:
+    """A table whose columns of numbers are aligned right, and whose other columns left."""
+
+    title: str = ""
+    note: str = ""
+    head: Sequence[str]
+    """Names of the columns; all empty for a table without a head."""
+    rows: Sequence[Sequence[str]]
+
+    def text(self, width: int | None = None) -> str:
+        """Return lines for a terminal, the note last.
+
+        Args:
+            width: most characters of a line. Columns beyond it follow in further parts, which
+                repeat the first column; a column that is too wide alone is a part of its own.
+        """
+        lines = [self.head, *self.rows] if any(self.head) else self.rows
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        parts = [[0]]
+        for column in range(1, len(widths)):
+            used = sum(widths[other] + len(GAP) for other in parts[-1])
+            if width and len(parts[-1]) > 1 and used + widths[column] > width:
+                parts.append([0])
+            parts[-1].append(column)
+        are_numbers = list(self._are_numbers())
+        shown = [self.title] * bool(self.title)
+        for part in parts:
+            shown += [""] * (part is not parts[0])
+            for line in lines:
+                cells = (
+                    line[column].rjust(widths[column])
+                    if are_numbers[column]
+                    else line[column].ljust(widths[column])
+                    for column in part
+                )
+                shown.append(GAP.join(cells).rstrip())
+        return "\n".join([*shown, *["", self.note] * bool(self.note)])
+
+    def markdown(self) -> str:
+        """Return the table below a heading of the second level and its note."""
+        rules = ["---:" if is_number else "---" for is_number in self._are_numbers()]
+        lines = (_markdown_line(cells) for cells in (self.head, rules, *self.rows))
+        return "\n".join(["", f"## {self.title}", "", self.note, "", *lines])
+
+    def _are_numbers(self) -> Iterator[bool]:
+        """Return whether each column but the first has only numbers, "-" and empty cells."""
+        for column in range(len(self.head)):
+            cells = (row[column] for row in self.rows)
+            yield column > 0 and all(re.match(r"[-+]?\d|-?$", cell) for cell in cells)
+
+
+def _markdown_line(cells: Sequence[str]) -> str:
+    # a bar or a line break would end the cell
+    plain = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+    return "| " + " | ".join(plain) + " |"
