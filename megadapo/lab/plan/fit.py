@@ -3,54 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from megadapo.config import RunConfig
+from megadapo.config.recipe import toml_value
 from megadapo.lab.plan.cards import GIB, Card
-from megadapo.lab.plan.phases import GpuKind, Models, gpu_kinds, itemsize_of, longest_sequence
-from megadapo.lab.plan.ranks import EngineBytes, engine_bytes
-from megadapo.trainer.config import StateKind, TrainerConfig
+from megadapo.lab.plan.phases import (
+    GpuKind,
+    Models,
+    Phase,
+    gpu_kinds,
+    itemsize_of,
+    longest_sequence,
+)
+from megadapo.lab.plan.ranks import engine_bytes
+from megadapo.trainer.config import StateKind
 
 STEP_TOKENS = 256
 """Precision of the longest sequence, in tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overflow:
-    """A phase that exceeds a card's memory."""
-
-    kind: GpuKind
-    phase: str
-    total: int
-
-
-def overflows(kinds: list[GpuKind], card: Card) -> list[Overflow]:
+def overflows(kinds: list[GpuKind], card: Card) -> list[tuple[GpuKind, Phase]]:
     """Return the phases of all kinds of GPU that exceed the card's memory."""
     return [
-        Overflow(kind=kind, phase=phase.name, total=phase.total)
-        for kind in kinds
-        for phase in kind.phases
-        if phase.total > card.memory_bytes
+        (kind, phase) for kind in kinds for phase in kind.phases if phase.total > card.memory_bytes
     ]
 
 
 def problems(config: RunConfig, models: Models, card: Card) -> list[str]:
     """Describe the phases that do not fit, with the keys to change; [] if all fit."""
-    kinds = gpu_kinds(config, models, card)
     found = []
-    for over in overflows(kinds, card):
-        missing = over.total - card.memory_bytes
+    for kind, phase in overflows(gpu_kinds(config, models, card), card):
+        missing = phase.total - card.memory_bytes
         found.append(
-            f"{over.kind.name}, {over.phase}: {over.total / GIB:.1f} GiB exceed a {card.name} by "
-            f"{missing / GIB:.1f} GiB; "
-            f"{_advice(config, models, card, over)}"
+            f"{kind.name}, {phase.name}: {phase.total / GIB:.1f} GiB exceed a {card.name} by "
+            f"{missing / GIB:.1f} GiB; {_advice(config, models, card, kind, phase)}"
         )
-    engine = _engine(config, models, card)
+    cache_tokens = _cache_tokens(config, models, card)
     longest = longest_sequence(config)
-    if engine.cache_tokens < longest:
+    if cache_tokens < longest:
         found.append(
-            f"engine, rollout: the KV cache holds {engine.cache_tokens:,} tokens, fewer than the "
+            f"engine, rollout: the KV cache holds {cache_tokens:,} tokens, fewer than the "
             f"{longest:,} of one longest sequence; raise rollout.gpu_memory_utilization or "
             "rollout.tensor_parallel"
         )
@@ -63,7 +56,7 @@ def largest_sequence(config: RunConfig, models: Models, card: Card) -> tuple[int
     Returns:
         Tokens with the prompt (0 if no sequence fits), and the name of the limit.
     """
-    cache = _engine(config, models, card).cache_tokens
+    cache = _cache_tokens(config, models, card)
     bounds = {
         "the KV cache of an engine": cache // STEP_TOKENS * STEP_TOKENS,
         "max_position_embeddings of the model": models.policy.max_positions,
@@ -81,8 +74,9 @@ def largest_sequence(config: RunConfig, models: Models, card: Card) -> tuple[int
     return low * STEP_TOKENS, "the trainer's memory"
 
 
-def _engine(config: RunConfig, models: Models, card: Card) -> EngineBytes:
-    return engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
+def _cache_tokens(config: RunConfig, models: Models, card: Card) -> int:
+    engine = engine_bytes(models.policy, config.rollout, card, itemsize=itemsize_of(config))
+    return engine.cache_tokens
 
 
 def _fits(config: RunConfig, models: Models, card: Card, num_tokens: int) -> bool:
@@ -94,21 +88,22 @@ def _fits(config: RunConfig, models: Models, card: Card, num_tokens: int) -> boo
             "trainer": config.trainer.model_copy(update={"tokens_per_micro_batch": num_tokens}),
         }
     )
-    return not any(
-        over.phase == "train" for over in overflows(gpu_kinds(longer, models, card), card)
-    )
+    over = overflows(gpu_kinds(longer, models, card), card)
+    return not any(phase.name == "train" for _, phase in over)
 
 
-def _advice(config: RunConfig, models: Models, card: Card, over: Overflow) -> str:
-    remedies = _remedies(config) if over.phase == "train" else _offloads(config)
+def _advice(config: RunConfig, models: Models, card: Card, kind: GpuKind, phase: Phase) -> str:
+    remedies = _remedies(config) if phase.name == "train" else _offloads(config)
     for changes in remedies:
         trainer = config.trainer.model_copy(update=changes)
         other = config.model_copy(update={"trainer": trainer})
         left = overflows(gpu_kinds(other, models, card), card)
-        if not any(one.phase == over.phase and one.kind.name == over.kind.name for one in left):
-            return "set " + ", ".join(_assignment(key, changes[key]) for key in changes)
-    if over.phase == "rollout":
-        others = over.total - int(config.rollout.gpu_memory_utilization * card.memory_bytes)
+        if not any((a.name, b.name) == (kind.name, phase.name) for a, b in left):
+            return "set " + ", ".join(
+                f"trainer.{key} = {toml_value(value)}" for key, value in changes.items()
+            )
+    if phase.name == "rollout":
+        others = phase.total - int(config.rollout.gpu_memory_utilization * card.memory_bytes)
         share = int(100 * (card.memory_bytes - others) / card.memory_bytes) / 100
         if share > 0.0:
             return f"lower rollout.gpu_memory_utilization to {share:.2f}"
@@ -144,13 +139,3 @@ def _offloads(config: RunConfig) -> Iterator[dict[str, Any]]:
         if kind not in offload:
             offload = (*offload, kind)
             yield {"offload": offload}
-
-
-def _assignment(key: str, value: object) -> str:
-    assert key in TrainerConfig.model_fields
-    text = str(value).lower() if isinstance(value, bool) else value
-    if isinstance(value, str):
-        text = f'"{value}"'
-    if isinstance(value, tuple):
-        text = "[" + ", ".join(f'"{part}"' for part in value) + "]"
-    return f"trainer.{key} = {text}"

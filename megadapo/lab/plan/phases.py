@@ -24,7 +24,7 @@ from megadapo.lab.plan.ranks import (
     rank_kinds,
     state_bytes,
 )
-from megadapo.lab.plan.training import UpdateBytes, UpdateLoad, update_bytes
+from megadapo.lab.plan.training import UpdateLoad, update_bytes
 from megadapo.models.description import ModelDescription, describe_critic
 from megadapo.trainer.config import StateKind, TrainerConfig
 from megadapo.weights.layout.layout import ModelLayout
@@ -140,12 +140,25 @@ def _trainer_gpu(config: RunConfig, models: Models, kind: RankKind, engine: Engi
     )
     asleep = {"engine, asleep": sleeping_bytes(config)} if is_shared else {}
     awake = {"engine weights": engine.weights} if is_shared else {}
-    persistent = _persistent(state, trainer) | _buckets(config, BUCKETS_IN_FLIGHT)
+    own = {
+        WEIGHTS: state.weights,
+        GRADIENTS: state.gradients,
+        OPTIMIZER: state.optimizer,
+        "trainer's CUDA, NCCL": _process_bytes(trainer),
+    }
+    persistent = own | _buckets(config, BUCKETS_IN_FLIGHT)
+    temporary = {
+        "micro-batches": update.inputs,
+        "activations": update.activations,
+        "one layer's backward, or the head": update.working,
+        "between the tensors": int(FRAGMENTATION * update.total),
+    }
     offload = trainer.offload if is_shared else ()
     idle = _without(persistent, offload, "gradients", "optimizer")
     phases = [
-        Phase(name="start", items=_start(state, trainer) | asleep),
-        Phase(name="train", items=persistent | asleep | _update(update)),
+        # weights are copied into the buffers of the trainer, and there is no optimizer yet
+        Phase(name="start", items=own | {WEIGHTS: 2 * state.weights, OPTIMIZER: 0} | asleep),
+        Phase(name="train", items=persistent | asleep | temporary),
         Phase(name="sync", items=idle | asleep | awake),
         Phase(name="save", items=_without(persistent, offload, "gradients") | asleep),
     ]
@@ -246,29 +259,6 @@ def _without(
 def _buckets(config: RunConfig, number: int) -> dict[str, int]:
     """Return the weight buckets, which stay allocated between updates."""
     return {"weight buckets": number * int(config.weights.bucket_mib * MIB)}
-
-
-def _persistent(state: StateBytes, trainer: TrainerConfig) -> dict[str, int]:
-    return {
-        WEIGHTS: state.weights,
-        GRADIENTS: state.gradients,
-        OPTIMIZER: state.optimizer,
-        "trainer's CUDA, NCCL": _process_bytes(trainer),
-    }
-
-
-def _start(state: StateBytes, trainer: TrainerConfig) -> dict[str, int]:
-    """Return the start's items: weights are copied into the buffers of the trainer."""
-    return _persistent(state, trainer) | {WEIGHTS: 2 * state.weights, OPTIMIZER: 0}
-
-
-def _update(update: UpdateBytes) -> dict[str, int]:
-    return {
-        "micro-batches": update.inputs,
-        "activations": update.activations,
-        "one layer's backward, or the head": update.working,
-        "between the tensors": int(FRAGMENTATION * update.total),
-    }
 
 
 def _awake(engine: EngineBytes) -> dict[str, int]:

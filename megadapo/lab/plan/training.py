@@ -43,15 +43,9 @@ class UpdateBytes:
     inputs: int
     activations: int
     """Activations kept for the backward pass, of all micro-batches in flight."""
-    layer: int
-    """Working memory of one layer's backward pass."""
-    head: int
-    """Working memory of the policy head; 0 without one."""
-
-    @property
-    def working(self) -> int:
-        """Working memory; head and layers never run at the same time."""
-        return max(self.layer, self.head)
+    working: int
+    """Working memory of one layer's backward pass, or of the policy head if that takes more; they
+    never run at the same time."""
 
     @property
     def total(self) -> int:
@@ -88,11 +82,11 @@ def update_bytes(
         # megatron-core's own layers gather a part's input into one buffer that they keep
         activations += widths.gathered * itemsize * tokens
     layer = backward_extra(widths, trainer, num_layers=kind.chunk_layers[-1], num_tokens=tokens)
+    head = _head_bytes(model, trainer, widths, tokens) if kind.has_head else 0
     return UpdateBytes(
         inputs=_input_bytes(widths, model, trainer, load) // trainer.context_parallel,
         activations=int(activations),
-        layer=int(layer),
-        head=_head_bytes(model, trainer, widths, tokens) if kind.has_head else 0,
+        working=max(int(layer), head),
     )
 
 
