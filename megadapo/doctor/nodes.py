@@ -117,9 +117,13 @@ class NodeInspector:
         wanted = folder or Path("/tmp")
         # a folder that does not exist yet will be on the disk of its nearest parent
         existing = next(path for path in (wanted, *wanted.parents) if path.exists())
+        package = Path(megadapo.__file__).parent
+        digest = hashlib.sha256()
+        for path in sorted(p for p in package.rglob("*") if p.suffix in (".py", ".c")):
+            digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
         return NodeFacts(
             machine=inspect_machine(),
-            megadapo=f"{megadapo.__version__} ({_digest_of_sources()})",
+            megadapo=f"{megadapo.__version__} ({digest.hexdigest()[:12]})",
             free_disk_gib=shutil.disk_usage(existing).free / GIB,
         )
 
@@ -147,14 +151,6 @@ class NodeInspector:
         started = time.perf_counter()
         ray.get(probe, timeout=ANSWER_TIMEOUT_S)
         return time.perf_counter() - started
-
-
-def _digest_of_sources() -> str:
-    package = Path(megadapo.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(p for p in package.rglob("*") if p.suffix in (".py", ".c")):
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def _start_inspector(node_id: str) -> ActorHandle[Any]:

@@ -77,13 +77,15 @@ def run(arguments: argparse.Namespace) -> int:
             trace=arguments.trace,
         )
     else:
-        from megadapo.lab.profiling.compile_report import (
-            ARCHITECTURES,
-            compile_report,
-            format_compile_report,
-        )
+        from megadapo.lab.profiling import compile_report as kernels
 
-        print(format_compile_report(compile_report(arguments.arch or ARCHITECTURES)))
+        architectures = arguments.arch or kernels.ARCHITECTURES
+        results = [
+            kernels.compile_kernel(case, architecture)
+            for case in kernels.COMPILE_CASES
+            for architecture in architectures
+        ]
+        print(kernels.format_compile_report(results))
     return 0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ def bench_head(
     exact = compute_exact(inputs)
     absent: list[HeadResult] = []
     calls: dict[str, Callable[[], object]] = {PRODUCTS: lambda: _products(inputs)}
-    errors: dict[str, dict[str, float]] = {PRODUCTS: {}}
+    errors: dict[str, dict[str, Any]] = {PRODUCTS: {}}
     for name, loss in BASELINES.items():
         if name != OURS and only and not any(text in name for text in only):
             continue

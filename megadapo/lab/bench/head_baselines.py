@@ -68,26 +68,19 @@ def _compiled() -> Loss:
     return torch.compile(eager_loss, dynamic=False)
 
 
-def torch_loss(inputs: HeadInputs) -> Tensor:
-    """Compute the loss with torch's own head and all logits at once."""
-    return _linear_cross_entropy(inputs, None)
+def torch_loss(
+    inputs: HeadInputs, options: torch.nn.LinearCrossEntropyOptions | None = None
+) -> Tensor:
+    """Compute the loss with torch's own head; all logits at once without options."""
+    _require_temperature_one(inputs)
+    nll = torch.nn.functional.linear_cross_entropy(
+        inputs.hidden, inputs.weight, inputs.targets, reduction="none", options=options
+    )
+    return policy_loss(-nll, inputs)
 
 
 def torch_chunked_loss(inputs: HeadInputs) -> Tensor:
-    """Compute the loss with torch's own head in chunks."""
-    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    if options is None:
-        raise AbsentError(f"torch {torch.__version__} has no LinearCrossEntropyOptions")
-    return _linear_cross_entropy(inputs, options())
-
-
-def _linear_cross_entropy(inputs: HeadInputs, options: object | None) -> Tensor:
-    function = getattr(torch.nn.functional, "linear_cross_entropy", None)
-    if function is None:
-        raise AbsentError(f"torch {torch.__version__} has no F.linear_cross_entropy")
-    _require_temperature_one(inputs)
-    nll = function(inputs.hidden, inputs.weight, inputs.targets, reduction="none", options=options)
-    return policy_loss(-nll, inputs)
+    return torch_loss(inputs, torch.nn.LinearCrossEntropyOptions())
 
 
 def liger_grpo_loss(inputs: HeadInputs) -> Tensor:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,28 @@ OVERRIDES = (
 
 SECTIONS = ("model", "data", "reward", "rollout", "sampling", "algorithm", "trainer")
 """Sections of the configuration in the JSON file."""
+
+FIXED = {
+    "loss_type": "dapo",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "model_init_kwargs": {"dtype": "float32"},
+    "optim": "adamw_torch_fused",
+    "gradient_accumulation_steps": 1,
+    "num_iterations": 1,
+    "top_p": 1.0,
+    "beta": 0.0,
+    "lr_scheduler_type": "constant_with_warmup",
+    "shuffle_dataset": False,
+    "dataloader_num_workers": 0,
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "log_completions": False,
+}
+"""Arguments of GRPOConfig for every recipe: ours, without options that only cost time."""
 
 WORKER = "megadapo.lab.bench.trl_worker"
 INSTALL_TRL = """\
@@ -146,23 +169,12 @@ def compare(
     Raises:
         InfraError: TRL's environment does not work, or TRL ended.
     """
-
-    def step() -> StepTime:
-        start = time.perf_counter()
-        record = next(records)
-        return StepTime(
-            seconds=time.perf_counter() - start,
-            rollout_s=_number(record["time/rollout_s"]),
-            num_answers=int(_number(record["groups/kept"])) * config.sampling.responses_per_prompt,
-            num_tokens=int(_number(record["tokens/trained"])),
-            accuracy=_number(record["accuracy/mean"]),
-        )
-
     folder = config.run.folder / "trl"
     folder.mkdir(parents=True)
     settings = trl_settings(config, prompts, folder, trl_arguments)
     with closing(TrlBaseline(trl_python, settings, folder)) as baseline:
-        steps = alternate(step, baseline.step, num_steps)[warmup:]
+        our_step = partial(_our_step, records, config.sampling.responses_per_prompt)
+        steps = alternate(our_step, baseline.step, num_steps)[warmup:]
     sides = [
         summary("megadapo", [own for own, _ in steps]),
         summary(f"TRL {baseline.version}", [other for _, other in steps]),
@@ -177,6 +189,18 @@ def compare(
             "theirs": {"grpo": settings["grpo"], "reward": settings["reward"]},
         }
         write_record(json_file, record)
+
+
+def _our_step(records: Iterator[MetricRecord], responses_per_prompt: int) -> StepTime:
+    start = time.perf_counter()
+    record = next(records)
+    return StepTime(
+        seconds=time.perf_counter() - start,
+        rollout_s=_number(record["time/rollout_s"]),
+        num_answers=int(_number(record["groups/kept"])) * responses_per_prompt,
+        num_tokens=int(_number(record["tokens/trained"])),
+        accuracy=_number(record["accuracy/mean"]),
+    )
 
 
 def summary(name: str, steps: list[StepTime]) -> dict[str, Any]:
@@ -270,7 +294,7 @@ def parse_arguments(texts: Iterable[str]) -> dict[str, Any]:
 def trl_settings(
     config: RunConfig, prompts: list[Prompt], folder: Path, trl_arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the recipe's step for TRL as JSON values, without options that only cost time.
+    """Return the recipe's step for TRL as JSON values.
 
     "grpo" has the arguments of GRPOConfig, "prompts" the messages and gold answers of all steps in
     the recipe's order.
@@ -282,39 +306,21 @@ def trl_settings(
     updates_per_step = num_answers // algorithm.responses_per_mini_batch
     grpo = {
         "output_dir": str(folder),
-        "loss_type": "dapo",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "model_init_kwargs": {"dtype": "float32"},
-        "optim": "adamw_torch_fused",
         "per_device_train_batch_size": algorithm.responses_per_mini_batch,
-        "gradient_accumulation_steps": 1,
         "steps_per_generation": updates_per_step,
         "num_generations": sampling.responses_per_prompt,
-        "num_iterations": 1,
         "max_steps": config.run.num_steps * updates_per_step,
         "max_completion_length": config.rollout.max_response_tokens,
         "temperature": config.rollout.temperature,
-        "top_p": 1.0,
-        "beta": 0.0,
         "epsilon": algorithm.objective.clip_low,
         "epsilon_high": algorithm.objective.clip_high,
         "learning_rate": optimizer.lr,
-        "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": optimizer.warmup_steps * updates_per_step,
         "weight_decay": optimizer.weight_decay,
         "adam_beta1": optimizer.betas[0],
         "adam_beta2": optimizer.betas[1],
         "adam_epsilon": ADAM_EPS,
         "max_grad_norm": optimizer.grad_clip,
-        "shuffle_dataset": False,
-        "dataloader_num_workers": 0,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "log_completions": False,
         "seed": config.run.seed,
     }
     return {
@@ -328,7 +334,7 @@ def trl_settings(
         },
         "updates_per_step": updates_per_step,
         "num_threads": os.cpu_count() or 1,
-        "grpo": {**grpo, **trl_arguments},
+        "grpo": {**FIXED, **grpo, **trl_arguments},
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import triton
@@ -98,7 +98,7 @@ _GRAD_TILE: dict[str, str | int | TermNumbers] = {
     "num_valid": _VOCAB_SIZE,
 }
 
-POLICY_HEAD_CASES = (
+COMPILE_CASES = (
     CompileCase(
         kernel=row_stats_kernel,
         label="[2560, 152064] in 8 shards",
@@ -156,9 +156,6 @@ POLICY_HEAD_CASES = (
         },
         num_warps=warps_for(4096),
     ),
-)
-
-LAYER_CASES = (
     CompileCase(
         kernel=rmsnorm_fwd_kernel,
         label="bf16 [T, 5120]",
@@ -211,8 +208,6 @@ LAYER_CASES = (
     ),
 )
 
-COMPILE_CASES = (*POLICY_HEAD_CASES, *LAYER_CASES)
-
 
 @dataclass(frozen=True, kw_only=True)
 class KernelResources:
@@ -264,14 +259,6 @@ def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
         raise ValueError(f"cuobjdump printed no resource usage: {text.strip()}")
     registers, stack, local = (int(number) for number in match.groups())
     return registers, stack + local
-
-
-def compile_report(
-    architectures: Sequence[int] = ARCHITECTURES,
-    cases: Iterable[CompileCase] = COMPILE_CASES,
-) -> list[KernelResources]:
-    """Compile every case for every architecture."""
-    return [compile_kernel(case, architecture) for case in cases for architecture in architectures]
 
 
 def format_compile_report(results: Sequence[KernelResources]) -> str:

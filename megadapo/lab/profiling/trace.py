@@ -13,12 +13,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any
 
 from megadapo.cluster.this_node import ClockReading, clock_offset, read_clock
 from megadapo.errors import InfraError
 
 if TYPE_CHECKING:
+    import torch
+
     from megadapo.rollout.pool.engines import Engines
     from megadapo.trainer.rank import TrainerRank
     from megadapo.trainer.trainer import Trainer
@@ -112,34 +114,26 @@ def _clock(rank: TrainerRank) -> ClockReading:
     return read_clock()
 
 
-class _RankTrace:
-    """The running profiler of a trainer rank."""
-
-    running: ClassVar[list[_RankTrace]] = []
-    """Profilers of this process: one during a trace."""
-
-    def __init__(self, rank: TrainerRank) -> None:
-        import torch
-
-        from megadapo.trainer.model.layer_ranges import layer_ranges
-
-        self._open = ExitStack()
-        self._open.enter_context(layer_ranges(rank.chunks))
-        self._profile = self._open.enter_context(torch.profiler.profile())
-
-    def end(self, file: Path) -> None:
-        self._open.close()
-        self._profile.export_chrome_trace(str(file))
+_running: list[tuple[ExitStack, torch.profiler.profile]] = []
+"""Profilers of this process and what they opened: one during a trace."""
 
 
 def _begin(rank: TrainerRank) -> None:
-    _RankTrace.running.append(_RankTrace(rank))
+    import torch
+
+    from megadapo.trainer.model.layer_ranges import layer_ranges
+
+    opened = ExitStack()
+    opened.enter_context(layer_ranges(rank.chunks))
+    _running.append((opened, opened.enter_context(torch.profiler.profile())))
 
 
 def _end(rank: TrainerRank, files: Sequence[Path]) -> None:
     import torch
 
-    _RankTrace.running.pop().end(files[torch.distributed.get_rank()])
+    opened, profile = _running.pop()
+    opened.close()
+    profile.export_chrome_trace(str(files[torch.distributed.get_rank()]))
 
 
 @dataclass(frozen=True, kw_only=True)

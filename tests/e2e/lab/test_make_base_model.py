@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import REPOSITORY
+from tests.support.tools import load_tool
 
 SHIPPED = {
     "quickstart-base": "arithmetic",
@@ -19,22 +17,12 @@ SHIPPED = {
 """The task of each shipped base model."""
 
 
-def load_tool():
-    path = REPOSITORY / "tools" / "make_base_model.py"
-    spec = importlib.util.spec_from_file_location("make_base_model", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_base_model"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_tool_learns_and_exports_its_weights(tmp_path):
     """Initial or wrongly arranged weights would have a loss near 5.6."""
-    tool = load_tool()
+    tool = load_tool("make_base_model")
     losses = tool.make_base_model(tmp_path / "model", num_steps=40, lr=2e-3, seed=3)
     assert losses[0] > 5.0
     assert losses[-1] < 2.5
@@ -53,7 +41,7 @@ def test_shipped_model_is_small_and_has_the_tools_tokenizer(name: str):
     """With another tokenizer the base model would be noise."""
     folder = REPOSITORY / "configs" / name
     assert sum(p.stat().st_size for p in folder.iterdir()) < 4_200_000
-    tool = load_tool()
+    tool = load_tool("make_base_model")
     made = tool.make_tokenizer(tool.generate("train", tool.NUM_PROBLEMS, 0, task=SHIPPED[name]))
     shipped = AutoTokenizer.from_pretrained(folder)
     assert shipped.get_vocab() == made.get_vocab()
@@ -63,7 +51,7 @@ def test_shipped_model_is_small_and_has_the_tools_tokenizer(name: str):
 
 def test_problems_grow_from_the_shortest_to_all():
     """A start with long sums learns nothing, and without them the model cannot add them."""
-    tool = load_tool()
+    tool = load_tool("make_base_model")
     problems = [tool.Problem((1,) * num_terms) for num_terms in range(1, 101)]
     recipe = tool.RECIPES["arithmetic-chain"]
     tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "configs" / "quickstart-base")

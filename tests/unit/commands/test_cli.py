@@ -115,11 +115,21 @@ def test_unknown_argument_is_refused(
     assert said in fails(capsys, 2, "train", str(recipe), "--dry-run", extra)
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["plot", "somewhere"]])
-def test_commands_without_config_refuse_overrides(
-    capsys: pytest.CaptureFixture[str], command: list[str]
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["doctor", "--run.seed=5"], 2, "unknown argument"),
+        (["plot", "somewhere", "--run.seed=5"], 2, "unknown argument"),
+        (["eval", "{recipe}"], 2, "data.held_out"),
+        (["convert", "inspect", "{folder}"], 3, "{folder}"),
+    ],
+)
+def test_useless_command_is_refused(
+    recipe: Path, capsys: pytest.CaptureFixture[str], argv: list[str], code: int, said: str
 ) -> None:
-    assert "unknown argument" in fails(capsys, 2, *command, "--run.seed=5")
+    """Overrides of a command without a configuration, and inputs that lack what it needs."""
+    names = {"recipe": recipe, "folder": recipe.parent}
+    assert said.format(**names) in fails(capsys, code, *(word.format(**names) for word in argv))
 
 
 @pytest.mark.parametrize(
@@ -273,12 +283,8 @@ def test_rollout_refuses_missing_weights_and_existing_run(
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (ConfigError("x"), 2),
-        (DataError("x"), 3),
-        (CheckpointError("x"), 4),
-        (InfraError("x"), 5),
-        (OracleError("x"), 6),
-        (RunInterruptedError("x"), 75),
+        *((ConfigError("x"), 2), (DataError("x"), 3), (CheckpointError("x"), 4)),
+        *((InfraError("x"), 5), (OracleError("x"), 6), (RunInterruptedError("x"), 75)),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -306,18 +312,17 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["doctor"])
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [(["--version"], 0, f"megadapo {megadapo.__version__}\n"), ([], 2, "usage: megadapo")],
+)
+def test_version_and_usage(
+    capsys: pytest.CaptureFixture[str], argv: list[str], code: int, said: str
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.strip() == f"megadapo {megadapo.__version__}"
-
-
-def test_no_command_shows_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([])
-    assert ended.value.code == 2
-    assert "usage: megadapo" in capsys.readouterr().err
+        main(argv)
+    captured = capsys.readouterr()
+    assert ended.value.code == code and said in captured.out + captured.err
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,18 +333,6 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             main([name, "--help"])
         assert ended.value.code == 0
         assert f"megadapo {name}" in capsys.readouterr().out
-
-
-def test_evaluation_without_problems_is_refused_early(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "data.held_out" in fails(capsys, 2, "eval", str(recipe))
-
-
-def test_conversion_without_model_is_one_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert str(tmp_path) in fails(capsys, 3, "convert", "inspect", str(tmp_path))
 
 
 def test_simulate_compares_policies_without_processes(

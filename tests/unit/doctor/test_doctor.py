@@ -12,7 +12,6 @@ import pytest
 
 from megadapo.cli import main
 from megadapo.doctor.doctor import diagnose
-from megadapo.observe import machine as machine_module
 from megadapo.observe.machine import PACKAGES, Gpu, Machine, inspect_machine, parse_nvidia_smi
 
 H200 = Gpu(name="NVIDIA H200", memory_gib=140.4, compute_capability=(9, 0))
@@ -169,9 +168,9 @@ def test_pypi_apex_is_not_nvidia_apex(monkeypatch: pytest.MonkeyPatch, tmp_path:
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('must not be imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert not machine_module._has_nvidia_apex()
+    assert not inspect_machine().nvidia_apex
     (tmp_path / "apex" / "optimizers").mkdir()
     (tmp_path / "apex" / "optimizers" / "fused_adam.py").write_text("")
-    assert not machine_module._has_nvidia_apex()  # no compiled kernels
+    assert not inspect_machine().nvidia_apex  # no compiled kernels
     (tmp_path / "amp_C.py").write_text("")
-    assert machine_module._has_nvidia_apex()
+    assert inspect_machine().nvidia_apex

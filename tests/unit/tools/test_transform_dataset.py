@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ from megadapo.data.prompts import load_prompts
 from megadapo.errors import ConfigError, DataError, InfraError
 from megadapo.rewards import served
 from megadapo.rewards.dapo_math import validate_ground_truth
-from tests.support import REPOSITORY
+from tests.support.tools import load_tool
 
 PROBLEMS = {
     "What is six times seven?": "42",
@@ -103,13 +101,7 @@ def address() -> Iterator[Address]:
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    path = REPOSITORY / "tools" / "transform_dataset.py"
-    spec = importlib.util.spec_from_file_location("transform_dataset", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["transform_dataset"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("transform_dataset")
 
 
 def source(path: Path, problems: dict[str, str]) -> Path:
@@ -135,15 +127,15 @@ def run(tool: ModuleType, folder: Path, address: Address, *words: str) -> int:
         folder / "held-out.jsonl", {"The HELD-OUT problem about a fair die, and its mean": "7/2"}
     )
     problems = source(folder / "problems.jsonl", PROBLEMS)
-    output = folder / "integers.jsonl"
     return tool.main(
-        [str(problems), str(output), "--address", address.url, "--model", "m"]
+        [str(problems), str(folder / "integers.jsonl"), "--address", address.url, "--model", "m"]
         + ["--held-out", str(held_out), "--concurrency", "2", *words]
     )
 
 
-def output_in(folder: Path) -> Path:
-    return folder / "integers.jsonl"
+def by_problem(path: Path) -> dict[str, dict]:
+    """Return rows by the problem that they come from."""
+    return {row["extra_info"]["transformed_from"]["problem"]: row for row in lines(path)}
 
 
 def lines(path: Path) -> list[dict]:
@@ -154,10 +146,7 @@ def test_rows_are_checked_and_refusals_give_the_reason(
     tool: ModuleType, tmp_path: Path, address: Address, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tool, tmp_path, address) == 0
-    rows = {
-        row["extra_info"]["transformed_from"]["problem"]: row
-        for row in lines(tmp_path / "integers.jsonl")
-    }
+    rows = by_problem(tmp_path / "integers.jsonl")
     assert rows["What is six times seven?"]["reward_model"]["ground_truth"] == "42"
     fraction = rows["What is 1/2 + 1/3?"]
     assert fraction["reward_model"]["ground_truth"] == "11"
@@ -166,10 +155,8 @@ def test_rows_are_checked_and_refusals_give_the_reason(
     assert (origin["answer"], origin["method"], origin["num_agreed"]) == ("5/6", "rewritten", 4)
     assert origin["model"] == "m" and "problems.jsonl, line 2" in origin["place"]
 
-    refused = {
-        line["extra_info"]["transformed_from"]["problem"]: line["refusal"]
-        for line in lines(tmp_path / "integers.jsonl.refused.jsonl")
-    }
+    lost = by_problem(tmp_path / "integers.jsonl.refused.jsonl")
+    refused = {problem: line["refusal"] for problem, line in lost.items()}
     assert refused["Prove that 1 + 1 = 2."] == "not rewritten"
     assert refused["Find x with 3 x = 1, which is impossible."].startswith("only 0 of 4")
     held_out = "The held-out problem about a fair die and its mean."
@@ -234,14 +221,11 @@ def test_rows_that_become_held_out_are_removed(
     )
     asked = address.asked.total()
     assert run(tool, tmp_path, address, "--held-out", str(more)) == 0
-    kept = {row["extra_info"]["transformed_from"]["problem"] for row in lines(output_in(tmp_path))}
+    kept = by_problem(tmp_path / "integers.jsonl").keys()
     taken = {"What is six times seven?", "What is 1/2 + 1/3?"}
     assert kept and not kept & taken
-    refused = {
-        line["extra_info"]["transformed_from"]["problem"]
-        for line in lines(tmp_path / "integers.jsonl.refused.jsonl")
-        if line["refusal"] == "among the held-out problems"
-    }
+    lost = by_problem(tmp_path / "integers.jsonl.refused.jsonl")
+    refused = {problem for problem, line in lost.items() if "held-out problems" in line["refusal"]}
     assert taken <= refused and address.asked.total() == asked
 
 
@@ -261,10 +245,10 @@ def test_finished_problems_are_written_although_another_one_failed(
         tool.Problem(id=str(number), text=f"t {number}", gold="1", data_source="test", place="")
         for number in range(5)
     ]
-    output = tool.Output(path=output_in(tmp_path), held_out=[], model="m", num_checks=1)
+    output = tool.Output(path=tmp_path / "integers.jsonl", held_out=[], model="m", num_checks=1)
     with pytest.raises(InfraError, match="gone"):
         tool.transform(problems, transformer, output, concurrency=5)
-    assert len(lines(output_in(tmp_path))) == 4
+    assert len(lines(tmp_path / "integers.jsonl")) == 4
 
 
 def test_template_of_a_source_is_removed(
@@ -276,8 +260,8 @@ def test_template_of_a_source_is_removed(
     problems = source(tmp_path / "p.jsonl", {template.format(text): "1" for text in texts})
     held_out = source(tmp_path / "h.jsonl", {"Find: " + texts[3]: "6"})
     words = ["--address", address.url, "--model", "m", "--held-out", str(held_out)]
-    assert tool.main([str(problems), str(output_in(tmp_path)), *words]) == 0
-    asked = {row["prompt"][0]["content"] for row in lines(output_in(tmp_path))}
+    assert tool.main([str(problems), str(tmp_path / "integers.jsonl"), *words]) == 0
+    asked = {row["prompt"][0]["content"] for row in lines(tmp_path / "integers.jsonl")}
     assert asked == {tool.SOLVE.format(problem=text) for text in texts if text != texts[3]}
 
 
