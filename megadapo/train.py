@@ -86,9 +86,10 @@ def training_steps(
             with run.phase("rollout", interruptible=True):
                 sampled = rollouts.next_batch()  # generate, score, select
             with run.phase("train"):
-                batch = make_batch(sampled, config)  # rewards, advantages, loss weights, packing
+                # shaped rewards, advantages, loss weights, packing
+                batch, advantages = make_batch(sampled, config)
                 update = trainer.update(batch, step)
-            writer.update_done(step, sampled, batch, update)  # saved rollouts
+            writer.update_done(step, sampled, advantages, update)  # saved rollouts
             with run.phase("sync"):
                 published = rollouts.publish(policy_version=step)
             # evaluation, metrics, oracles, checkpoint

@@ -31,6 +31,8 @@ class PackedBatch:
     mini_batches: tuple[np.ndarray, ...]  # sequence indices of each optimizer update, in order
     rewards: np.ndarray  # [S] float64, shaped
     group_sizes: np.ndarray  # [K] int64, sequences of each group, in order
+    recorded: Sequence[int] = ()
+    """Sequences whose log-probs the update returns, for the saved rollouts; ascending."""
     experts: tuple[np.ndarray, ...] = ()
     """[m, layers, K] expert numbers of each sequence; empty if any sequence has none.
 
@@ -52,6 +54,7 @@ def pack(
     *,
     mini_batch_size: int,
     rewards: np.ndarray,
+    recorded: Sequence[int] = (),
 ) -> PackedBatch:
     """Pack the S responses of one step's groups, in order.
 
@@ -71,6 +74,7 @@ def pack(
         rewards=rewards,
         group_sizes=[len(group.responses) for group in groups],
         mini_batch_size=mini_batch_size,
+        recorded=recorded,
     )
 
 
@@ -107,6 +111,7 @@ def _packed(
     rewards: np.ndarray,
     group_sizes: Sequence[int],
     mini_batch_size: int,
+    recorded: Sequence[int] = (),
 ) -> PackedBatch:
     prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     lengths = np.array([len(one.token_ids) for one in responses], dtype=np.int64)
@@ -139,6 +144,7 @@ def _packed(
         mini_batches=mini_batches(group_sizes, mini_batch_size),
         rewards=np.asarray(rewards, dtype=np.float64),
         group_sizes=np.array(group_sizes, dtype=np.int64),
+        recorded=recorded,
         experts=experts if len(experts) == len(responses) else (),
     )
 

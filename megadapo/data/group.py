@@ -66,6 +66,12 @@ class Response:
         """[n] bool, False on tool output."""
         return np.asarray(self.policy_versions != NO_VERSION)
 
+    @property
+    def oldest_version(self) -> float:
+        """The earliest policy version among its sampled tokens; infinite without any."""
+        versions = self.policy_versions[self.is_sampled]
+        return int(versions.min()) if len(versions) else math.inf
+
 
 @dataclass(frozen=True)
 class Score:
@@ -132,9 +138,9 @@ class Group:
         return sum(int(response.is_sampled[first:].sum()) for response, first in pairs)
 
     @property
-    def oldest_version(self) -> int:
+    def oldest_version(self) -> float:
         """The earliest policy version among the sampled tokens of all responses."""
-        return min(int(one.policy_versions[one.is_sampled].min()) for one in self.responses)
+        return min(response.oldest_version for response in self.responses)
 
     @property
     def truncated(self) -> tuple[bool, ...]:

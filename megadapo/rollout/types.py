@@ -1,4 +1,4 @@
-"""Requests to the engines and their results: plain data, one object per group."""
+"""What the driver and the engines exchange: plain data, one object per group."""
 
 from __future__ import annotations
 
@@ -31,37 +31,31 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupRequest:
-    """One prompt with the seeds of its responses."""
+class OpenGroup:
+    """A group that is being generated: a prompt, and the responses so far.
+
+    The driver submits it without responses, or with those of a group that was stopped. The engine
+    returns it with all responses.
+    """
 
     key: int
     """Identifier among the groups in flight: the prompt index, or negative in an evaluation."""
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
     """One seed per response."""
+    responses: tuple[Response, ...] = ()
+    """None, or one per seed; engines continue unfinished ones and keep finished ones."""
     settings: SamplingSettings
     priority: int = 0
     """Scheduling priority; engines serve lower values first."""
-    begun: tuple[Response, ...] = ()
-    """Responses of an earlier request, one per seed; finished ones are returned unchanged."""
+    seconds: float = 0.0
+    """Time from submission to the last token."""
 
     @property
     def num_at_once(self) -> int:
         """Largest number of responses that are generated at the same time."""
         first = self.settings.branching.initial_rollouts
         return len(self.seeds) if first is None else min(first, len(self.seeds))
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupResponse:
-    """The responses to a GroupRequest, in the order of its seeds."""
-
-    key: int
-    responses: tuple[Response, ...]
-    engine: int = 0
-    """Number of the engine that generated them."""
-    seconds: float = 0.0
-    """Time from submission to the last token."""
 
     @property
     def num_tokens(self) -> int:
@@ -73,24 +67,22 @@ class StopReport:
     """The result of stopping groups in flight."""
 
     keys: tuple[int, ...]
-    unfinished: tuple[GroupResponse, ...]
-    """Responses generated so far, if they were to be kept; some may have finished."""
+    unfinished: tuple[OpenGroup, ...]
+    """The groups with their responses so far, if these were to be kept; some may have finished."""
     num_tokens: int
     """Number of tokens generated for the groups, without those they started with."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineReport:
-    """The periodic report of an engine to the driver."""
+class EngineCounts:
+    """The work of an engine since it started."""
 
-    groups: tuple[GroupResponse, ...]
-    """Groups finished since the previous report."""
     num_ended: int
-    """Number of responses ended since the engine started, including stopped ones.
+    """Number of responses that have ended, including stopped ones.
 
     With branching, a response whose slot a branch of the same group reuses is not counted."""
     num_tokens: int
-    """Number of tokens generated since the engine started."""
+    """Number of generated tokens."""
 
 
 class LogprobTable(Protocol):

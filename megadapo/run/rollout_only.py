@@ -82,10 +82,11 @@ class RolloutOnly:
         # without an update there is no idle time for the cross-check
         verifier.finish_cross_check(SYMBOLIC_SECONDS_PER_MINUTE)
         if sampled.saved:
+            _, advantages = make_batch(sampled, config)
             saved = saved_groups(
                 step,
                 sampled,
-                make_batch(sampled, config).advantages,
+                advantages,
                 None,
                 config,
                 self._inputs.tokenizer,

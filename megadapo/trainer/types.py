@@ -70,8 +70,6 @@ class UpdateRequest:
     """Coefficient of the KL divergence in the reward; None takes the objective's."""
     pretraining: PackedBatch | None = None
     """Pretraining data with as many mini-batches; its language-model loss joins the updates."""
-    record: Sequence[int] = ()
-    """Sequences of the batch, ascending, whose log-probs the result holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +245,7 @@ class UpdateResult:
     shares: tuple[RankShare, ...] = field(default=(), compare=False)
     """Work of each rank; set by the driver."""
     recorded: RecordedTokens | None = field(default=None, compare=False)
-    """Tokens of `UpdateRequest.record`; set by the driver."""
+    """Tokens of `PackedBatch.recorded`; set by the driver."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,12 +115,12 @@ class TrainerWorker:
         from megadapo.trainer.update.measure import UpdateRecorder
 
         rank = self._started()
-        recorder = UpdateRecorder(request.batch, request.record)
+        recorder = UpdateRecorder(request.batch, request.batch.recorded)
         result = rank.update(request, recorder)
         release_cached_memory()
         if request.step % STEPS_PER_TRIM == 0:
             return_freed_memory()
-        wanted = request.record and rank.has_results
+        wanted = request.batch.recorded and rank.has_results
         return RankUpdate(
             result=result,
             share=recorder.share(),

@@ -15,7 +15,7 @@ from megadapo.lab.simulate.engine import EngineCounters, EngineSpeed, VirtualEng
 from megadapo.lab.simulate.task import CORRECT, INCORRECT, Draw, Task
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.pool.engines import AHEAD
-from megadapo.rollout.types import GroupRequest, GroupResponse, StopReport
+from megadapo.rollout.types import OpenGroup, StopReport
 
 Dispatch = Literal["least_loaded", "in_turn"]
 """Choice of a group's engine: the one with the fewest responses, or each engine in turn."""
@@ -36,7 +36,7 @@ class EngineSettings:
 
 @dataclass(eq=False)
 class _Group:
-    request: GroupRequest
+    request: OpenGroup
     draw: Draw
     engine: int
     submitted: float
@@ -106,7 +106,7 @@ class VirtualEngines:
         self.policy_version += 1
         self._versions = np.full_like(self._zeros, self.policy_version)
 
-    def submit(self, groups: Sequence[GroupRequest]) -> None:
+    def submit(self, groups: Sequence[OpenGroup]) -> None:
         """Start to generate groups."""
         shares: dict[int, list[VirtualResponse]] = {}
         loads = [engine.load for engine in self._engines]
@@ -128,7 +128,7 @@ class VirtualEngines:
             self._engines[index].add(share)
             self._schedule(index)
 
-    def finished(self, timeout_s: float | None = None) -> list[GroupResponse]:
+    def finished(self, timeout_s: float | None = None) -> list[OpenGroup]:
         """Let time pass until a group finishes; return [] at the timeout or with none in flight."""
         deadline = math.inf if timeout_s is None else self.now + timeout_s
         while not self._complete and self._events:
@@ -190,11 +190,11 @@ class VirtualEngines:
             )
         return activities
 
-    def _start(self, request: GroupRequest, index: int) -> tuple[_Group, list[VirtualResponse]]:
-        if not request.begun:
+    def _start(self, request: OpenGroup, index: int) -> tuple[_Group, list[VirtualResponse]]:
+        if not request.responses:
             self.requested[request.key] = self.task.draw(request.prompt_ids, request.seeds)
         draw = self.requested[request.key]
-        done = [len(begun.token_ids) for begun in request.begun] or [0] * len(request.seeds)
+        done = [len(begun.token_ids) for begun in request.responses] or [0] * len(request.seeds)
         sequences = [
             VirtualResponse(
                 key=request.key,
@@ -234,18 +234,17 @@ class VirtualEngines:
             return groups
         return {key: groups[key] for key in keys if key in groups}
 
-    def _response(self, group: _Group) -> GroupResponse:
-        """Return a group's responses with the tokens generated so far."""
+    def _response(self, group: _Group) -> OpenGroup:
+        """Return a group with the tokens generated so far."""
         if group.draw.is_mixed:
             self.mixed_tokens += _num_new_tokens(group)
-        begun = group.request.begun or (None,) * len(group.num_done)
-        return GroupResponse(
-            key=group.request.key,
+        begun = group.request.responses or (None,) * len(group.num_done)
+        return replace(
+            group.request,
             responses=tuple(
                 self._one(group.draw, place, num_done, begun[place])
                 for place, num_done in enumerate(group.num_done)
             ),
-            engine=group.engine,
             seconds=self.now - group.submitted,
         )
 
@@ -270,4 +269,4 @@ class VirtualEngines:
 
 def _num_new_tokens(group: _Group) -> int:
     """Count the tokens generated for a group since it was submitted."""
-    return sum(group.num_done) - sum(len(begun.token_ids) for begun in group.request.begun)
+    return sum(group.num_done) - group.request.num_tokens

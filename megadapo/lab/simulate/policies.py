@@ -15,7 +15,7 @@ from megadapo.lab.simulate.engines import Dispatch, VirtualEngines
 from megadapo.lab.simulate.task import Task, TaskTokenizer, TaskVerifier
 from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.sampling.sampler import Sampler
-from megadapo.rollout.types import GroupRequest, SamplingSettings, response_seeds
+from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -190,10 +190,10 @@ class FirstFinished:
         self._engines.stop(keep=False)
         return kept[:needed]
 
-    def _request(self) -> GroupRequest:
+    def _request(self) -> OpenGroup:
         index, task = next(self._prompt_indices), self._task.settings
         prompt = self._prompts.at(index)
-        return GroupRequest(
+        return OpenGroup(
             key=index,
             prompt_ids=tuple(render(prompt, self._tokenizer)),
             # the sampler's own seeds, so that all policies see the same answers

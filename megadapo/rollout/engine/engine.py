@@ -25,7 +25,7 @@ from megadapo.errors import InfraError, ProcessDiedError
 from megadapo.rollout.engine.activity import ActivityCounter, EngineActivity
 from megadapo.rollout.engine.failure import describe_failure
 from megadapo.rollout.engine.spec import EngineSpec
-from megadapo.rollout.types import EngineReport, GroupRequest, SamplingSettings, StopReport
+from megadapo.rollout.types import EngineCounts, OpenGroup, SamplingSettings, StopReport
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -94,7 +94,7 @@ class RolloutEngine:
             # vLLM raises many types at start-up; each becomes one message
             raise InfraError(self._describe("could not start", error)) from None
 
-    async def submit(self, groups: Sequence[GroupRequest]) -> None:
+    async def submit(self, groups: Sequence[OpenGroup]) -> None:
         """Start to generate groups; `collect` returns them when they finish.
 
         Raises:
@@ -104,8 +104,13 @@ class RolloutEngine:
         with self._naming_failures("failed while generating"):
             await generation.submit(groups, self._policy_version)
 
-    async def collect(self, max_wait_s: float, num_for_report: int) -> EngineReport:
+    async def collect(
+        self, max_wait_s: float, num_for_report: int
+    ) -> tuple[tuple[OpenGroup, ...], EngineCounts]:
         """Wait until a group or `num_for_report` responses end, at most `max_wait_s` seconds.
+
+        Returns:
+            The groups that have ended since the last call.
 
         Raises:
             ProcessDiedError: vLLM's processes are dead.
@@ -114,12 +119,12 @@ class RolloutEngine:
         with self._naming_failures("failed while generating"):
             return await self._generation.collect(max_wait_s, num_for_report)
 
-    async def stop(self, keys: Collection[int], keep: bool) -> tuple[StopReport, EngineReport]:
+    async def stop(self, keys: Collection[int], keep: bool) -> tuple[StopReport, EngineCounts]:
         """End groups; `keep`: return their tokens so far."""
         assert self._generation is not None, "start first"
         with self._naming_failures("failed while stopping"):
             stopped = await self._generation.stop(keys, keep=keep)
-            return stopped, self._generation.report()
+            return stopped, self._generation.counts()
 
     def activity(self) -> EngineActivity:
         """Return the engine's activity since the last call."""
@@ -213,15 +218,12 @@ class RolloutEngine:
         from megadapo.rollout.engine.generation import Generation
 
         assert self._llm is not None, "start_vllm first"
-        spec = self._spec
-        self._generation = Generation(
-            self._llm, engine=spec.index, returns_experts=spec.returns_experts
-        )
+        self._generation = Generation(self._llm, returns_experts=self._spec.returns_experts)
 
     async def _answer_one(self) -> None:
         settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=1)
-        await self.submit([GroupRequest(key=0, prompt_ids=(0,), seeds=(0,), settings=settings)])
-        while not (await self.collect(START_POLL_S, 1)).groups:
+        await self.submit([OpenGroup(key=0, prompt_ids=(0,), seeds=(0,), settings=settings)])
+        while not (await self.collect(START_POLL_S, 1))[0]:
             pass
         # the driver counts its own requests only
         self._reset_generation()

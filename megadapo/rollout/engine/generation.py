@@ -21,7 +21,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from megadapo.rollout.engine.in_flight import InFlightGroup, InFlightResponse
 from megadapo.rollout.tools import TOOLS, Tool, ToolsConfig
-from megadapo.rollout.types import EngineReport, GroupRequest, GroupResponse, StopReport
+from megadapo.rollout.types import EngineCounts, OpenGroup, StopReport
 
 POLL_S = 0.05
 """Pause between two checks of how many responses have ended."""
@@ -30,9 +30,8 @@ POLL_S = 0.05
 class Generation:
     """The groups in flight on one engine; lives in the actor's event loop."""
 
-    def __init__(self, llm: AsyncLLM, *, engine: int, returns_experts: bool = False) -> None:
+    def __init__(self, llm: AsyncLLM, *, returns_experts: bool = False) -> None:
         self._llm = llm
-        self._engine = engine
         self._returns_experts = returns_experts
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._groups: dict[int, InFlightGroup] = {}
@@ -43,8 +42,7 @@ class Generation:
         self._num_requests = self._num_tokens = 0
         self._tools: dict[ToolsConfig, Tool] = {}
         self.num_ended = 0
-        """Number of responses that have ended since the engine started, stopped ones included. In a
-        group that branches, only responses whose slot no other response of the group takes."""
+        """As in `EngineCounts`."""
 
     @property
     def num_tokens(self) -> int:
@@ -54,7 +52,7 @@ class Generation:
         running = (one for group in groups for one in group.collectors)
         return ended + sum(map(self._num_tokens_of, running))
 
-    async def submit(self, groups: Sequence[GroupRequest], policy_version: int) -> None:
+    async def submit(self, groups: Sequence[OpenGroup], policy_version: int) -> None:
         """Start to generate; vLLM works on the first groups while the others are submitted."""
         async with self._submitting:
             started: list[InFlightGroup] = []
@@ -70,8 +68,14 @@ class Generation:
                 self._groups[group.request.key] = group
                 self._tasks[group.request.key] = asyncio.create_task(self._follow(group))
 
-    async def collect(self, max_wait_s: float, num_for_report: int) -> EngineReport:
-        """Wait until a group or `num_for_report` responses end, at most `max_wait_s` seconds."""
+    async def collect(
+        self, max_wait_s: float, num_for_report: int
+    ) -> tuple[tuple[OpenGroup, ...], EngineCounts]:
+        """Wait until a group or `num_for_report` responses end, at most `max_wait_s` seconds.
+
+        Returns:
+            The groups that have ended since the last call.
+        """
         deadline = time.monotonic() + max_wait_s
         enough = self.num_ended + num_for_report
         while not self._ended and self.num_ended < enough and time.monotonic() < deadline:
@@ -87,11 +91,11 @@ class Generation:
         ended, self._ended = self._ended, []
         # in a thread: decoding long responses takes a while, and vLLM's outputs must be read
         groups = await asyncio.to_thread(self._assemble, ended) if ended else ()
-        return self.report(groups)
+        return groups, self.counts()
 
-    def report(self, groups: tuple[GroupResponse, ...] = ()) -> EngineReport:
-        """Return a report to the driver, with groups that have ended."""
-        return EngineReport(groups=groups, num_ended=self.num_ended, num_tokens=self.num_tokens)
+    def counts(self) -> EngineCounts:
+        """Return the work so far."""
+        return EngineCounts(num_ended=self.num_ended, num_tokens=self.num_tokens)
 
     def close(self) -> None:
         """Unblock pending `collect` calls and stop the tools."""
@@ -115,7 +119,7 @@ class Generation:
             num_tokens=sum(group.num_tokens for group in stopped),
         )
 
-    def _in_flight(self, request: GroupRequest, policy_version: int) -> InFlightGroup:
+    def _in_flight(self, request: OpenGroup, policy_version: int) -> InFlightGroup:
         tools = request.settings.tools
         # a tool starts at its first use
         if tools.tool is not None and tools not in self._tools:
@@ -192,8 +196,8 @@ class Generation:
             return 0
         return state.detokenizer.num_output_tokens()
 
-    def _assemble(self, groups: Sequence[InFlightGroup]) -> tuple[GroupResponse, ...]:
-        """Return the arrays and texts of groups that have ended."""
+    def _assemble(self, groups: Sequence[InFlightGroup]) -> tuple[OpenGroup, ...]:
+        """Return groups that have ended, with the arrays and texts of their responses."""
         drafts = [[one.response() for one in group.responses] for group in groups]
         texts = iter(
             self._tokenizer.batch_decode(
@@ -203,10 +207,9 @@ class Generation:
             )
         )
         return tuple(
-            GroupResponse(
-                key=group.request.key,
+            replace(
+                group.request,
                 responses=tuple(replace(response, text=next(texts)) for response in draft),
-                engine=self._engine,
                 seconds=group.seconds,
             )
             for group, draft in zip(groups, drafts, strict=True)

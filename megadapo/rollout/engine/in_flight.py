@@ -23,14 +23,14 @@ from megadapo.data.group import NO_VERSION, FinishReason, Response, ToolCall
 from megadapo.errors import InfraError
 from megadapo.rollout.engine.branching import choose_branches, normalized_entropy
 from megadapo.rollout.tools import Tool
-from megadapo.rollout.types import GroupRequest, LogprobTable, continued_seed, sampled_logprobs
+from megadapo.rollout.types import LogprobTable, OpenGroup, continued_seed, sampled_logprobs
 
 
 @dataclass(eq=False, kw_only=True)
 class InFlightGroup:
     """A group in flight, with everything that its responses share."""
 
-    request: GroupRequest
+    request: OpenGroup
     policy_version: int
     add_request: Callable[
         [InFlightGroup, TokensInput, SamplingParams], Awaitable[RequestOutputCollector]
@@ -72,7 +72,7 @@ class InFlightGroup:
     async def start(self) -> None:
         """Submit the first responses: new ones, or the rest of stopped ones."""
         request = self.request
-        begun = request.begun or (None,) * len(request.seeds)
+        begun = request.responses or (None,) * len(request.seeds)
         assert len(begun) == len(request.seeds), "one begun response per seed"
         for before in begun[: request.num_at_once]:
             await self._add(before)

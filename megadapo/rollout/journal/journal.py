@@ -22,7 +22,7 @@ from megadapo.data.group_codec import decode_group, encode_group
 from megadapo.data.prompts import Prompt
 from megadapo.errors import InfraError
 from megadapo.rollout.journal.record_log import RecordLog
-from megadapo.rollout.types import GroupRequest
+from megadapo.rollout.types import OpenGroup
 
 JOURNAL_FOLDER = "journal"
 FORMAT = 1
@@ -191,14 +191,11 @@ class Journal:
             return _DIFFERENCES["format"]
 
 
-def request_digest(prompt: Prompt, request: GroupRequest) -> bytes:
+def group_digest(prompt: Prompt, group: OpenGroup) -> bytes:
     """Return a digest of all that determines a group, except for weights and scoring."""
-    parts = (
-        *(request.key, prompt.to_json(), request.prompt_ids, request.seeds),
-        request.settings,
-    )
+    parts = (group.key, prompt.to_json(), group.prompt_ids, group.seeds, group.settings)
     digest = hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass"))
-    for response in request.begun:
+    for response in group.responses:
         for array in (response.token_ids, response.policy_versions):
             digest.update(f"/{len(array)}/".encode())
             digest.update(array.tobytes())

@@ -6,24 +6,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Self
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from megadapo.cluster.calls import Watch
-from megadapo.cluster.config import START_TIMEOUT_S
-from megadapo.cluster.process_log import engine_log
-from megadapo.data.group import Response
-from megadapo.errors import InfraError
-from megadapo.rollout.config import RolloutConfig
-from megadapo.rollout.engine.spec import EngineSpec, WeightDtype, WeightsFrom
+from megadapo.errors import InfraError, ProcessDiedError
 from megadapo.rollout.pool.handle import WATCH_S, EngineHandle, EngineIncarnation
 from megadapo.rollout.pool.pool import EnginePool
-from megadapo.rollout.types import EngineReport, GroupRequest, GroupResponse, StopReport
+from megadapo.rollout.types import EngineCounts, OpenGroup, StopReport
 
 if TYPE_CHECKING:
-    from megadapo.cluster.cluster import Cluster
+    from ray import ObjectRef
 
 AHEAD = 0.25
 """Responses that wait for a slot, as a share of the slots. An engine starts them while the driver
@@ -38,70 +30,12 @@ class Engines(EnginePool):
     """
 
     def __init__(self, handles: Sequence[EngineHandle], watch: Watch | None = None) -> None:
-        """`watch`: checks that are called every few seconds while waiting for groups."""
-        super().__init__(handles)
-        self._watch = watch or Watch()
-        self._in_flight: dict[int, tuple[GroupRequest, EngineIncarnation]] = {}
+        super().__init__(handles, watch)
+        self._in_flight: dict[int, tuple[OpenGroup, EngineIncarnation]] = {}
         """Each submitted group that was not returned, and its engine, by key."""
-        self._finished: dict[int, GroupResponse] = {}
+        self._finished: dict[int, OpenGroup] = {}
         """Finished groups that were not returned; still in flight."""
-        self._watched = -math.inf
-
-    @classmethod
-    def start(
-        cls,
-        config: RolloutConfig,
-        cluster: Cluster,
-        *,
-        model: str,
-        dtype: WeightDtype,
-        max_prompt_tokens: int,
-        log_folder: Path,
-        numbers: Sequence[int] | None = None,
-        weights_from: WeightsFrom = "trainer",
-        shares_gpus: bool = True,
-        returns_experts: bool = False,
-        start_timeout_s: float = START_TIMEOUT_S,
-        wait: bool = True,
-        watch: Watch | None = None,
-    ) -> Self:
-        """Start engines.
-
-        Args:
-            model: Hugging Face folder or Hub name.
-            dtype: type of weights and activations.
-            log_folder: folder of the engines' log files.
-            numbers: the cluster's engines to start; None: the first `config.num_engines`.
-            weights_from: "trainer" leaves the weights random until they are published.
-            shares_gpus: whether a trainer works on the same GPUs.
-            returns_experts: whether responses come with the experts of each token.
-            wait: False returns at once; call `wait_until_ready` later.
-            watch: checks of the run's other processes.
-
-        Raises:
-            InfraError: an engine did not start in time or at all; no process is left running.
-        """
-        specs = [
-            EngineSpec(
-                index=index,
-                model=model,
-                dtype=dtype,
-                max_model_len=max_prompt_tokens + config.max_response_tokens,
-                weights_from=weights_from,
-                config=config,
-                gpus=cluster.engine_gpus(index),
-                shares_gpus=shares_gpus,
-                log_file=engine_log(log_folder.resolve(), index),
-                returns_experts=returns_experts,
-                start_timeout_s=start_timeout_s,
-            )
-            for index in (range(config.num_engines) if numbers is None else numbers)
-        ]
-        handles = [EngineHandle(spec, cluster.engine_options(spec.index)) for spec in specs]
-        engines = cls(handles, watch)
-        if wait:
-            engines.wait_until_ready()
-        return engines
+        self._watched, self._polled = -math.inf, time.monotonic()
 
     @property
     def num_in_flight(self) -> int:
@@ -123,7 +57,7 @@ class Engines(EnginePool):
         loads = [max(0, one.load - left_out[one.incarnation]) for one in self._serving]
         return sum(max(0, wanted - load) for load in loads)
 
-    def submit(self, groups: Sequence[GroupRequest]) -> None:
+    def submit(self, groups: Sequence[OpenGroup]) -> None:
         """Start to generate groups, and return at once.
 
         Each group goes whole to the engine with the fewest responses in flight, since its members
@@ -136,7 +70,7 @@ class Engines(EnginePool):
                 self._in_flight[group.key] = (group, UNASSIGNED)
             self._assign()
 
-    def finished(self, timeout_s: float | None = None) -> list[GroupResponse]:
+    def finished(self, timeout_s: float | None = None) -> list[OpenGroup]:
         """Wait for groups to finish, and return them in any order.
 
         Returns:
@@ -176,13 +110,13 @@ class Engines(EnginePool):
             serving = {engine.incarnation for engine in self._serving}
             # the other groups finished before the stop, and a report with them is on its way
             coming = {key for key in chosen - stopped if self._in_flight[key][1] in serving}
-            requests = [self._remove(key) for key in chosen - coming - self._finished.keys()]
+            submitted = [self._remove(key) for key in chosen - coming - self._finished.keys()]
             while coming - self._finished.keys():
                 self._call_watch()
                 self._wait(WATCH_S)
             complete = [group for key, group in self._finished.items() if key in chosen]
-            requests += [self._remove(group.key) for group in complete]
-        return _stop_report(requests, complete, reports, keep=keep)
+            submitted += [self._remove(group.key) for group in complete]
+        return _stop_report(submitted, complete, reports, keep=keep)
 
     def check(self) -> None:
         """Watch over the engines while no thread waits for groups; any thread may call it.
@@ -199,7 +133,7 @@ class Engines(EnginePool):
     def _assign(self) -> None:
         """Submit new groups and those of dead engines, each to the engine with the least load."""
         serving = {engine.incarnation: engine for engine in self._serving}
-        shares: dict[EngineIncarnation, list[GroupRequest]] = {}
+        shares: dict[EngineIncarnation, list[OpenGroup]] = {}
         for key, (group, incarnation) in self._in_flight.items():
             if not serving or incarnation in serving or key in self._finished:
                 continue
@@ -216,76 +150,97 @@ class Engines(EnginePool):
             self._watched = time.monotonic()
 
     def _wait(self, timeout_s: float) -> bool:
-        """Process the reports of up to `timeout_s` seconds; return whether there were any."""
+        """Process the reports of up to `timeout_s` seconds, and restart dead engines.
+
+        Returns:
+            Whether there was a report.
+
+        Raises:
+            InfraError: an engine refused a request, or the last one is dead.
+        """
+        import ray
+
         with self._lock:
-            try:
-                reports = self.poll(timeout_s)
-            except InfraError:
-                for group in self._refused:
-                    self._in_flight.pop(group.key, None)
-                self._refused = []
-                raise
-            self._finished.update(
-                (group.key, group)
-                for report in reports
-                for group in report.groups
-                if group.key in self._in_flight
-            )
+            started = time.monotonic()
+            owners = {ref: engine for engine in self._handles.values() for ref in engine.pending}
+            ready, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s)
+            if ready:
+                ready, _ = ray.wait(list(owners), num_returns=len(owners), timeout=0)
+            # usually a few seconds have passed since the last call; if the driver was busy for
+            # longer, that is no silence of the engines
+            now = time.monotonic()
+            seconds = now - started + min(started - self._polled, WATCH_S)
+            self._polled = now
+            for engine in self._handles.values():
+                engine.add_time(seconds)
+            # a refused request raises an error: no report may be lost, so refusals come first
+            ready.sort(key=lambda ref: ref not in owners[ref].submits)
+            num_reports = sum([self._take(owners[ref], ref) for ref in ready])
+            for engine in self._handles.values():
+                if engine.state != "gone" and engine.is_stuck:
+                    cause = engine.describe_silence()
+                    self.mark_dead(engine, cause, hangs=engine.state != "ending")
+            self._update_stale_engines()
             self._assign()
-        return bool(reports)
+        return num_reports > 0
+
+    def _take(self, engine: EngineHandle, ref: ObjectRef[Any]) -> bool:
+        """Process a finished call, and return whether it was a report."""
+        if ref not in engine.pending:
+            return False  # of a process that has died since
+        submitted = engine.submits.pop(ref, None)
+        try:
+            result = engine.read(ref, "generate")
+        except InfraError as error:
+            if submitted is None or isinstance(error, ProcessDiedError):
+                self.mark_dead(engine, str(error))
+                return False
+            engine.assign(-sum(group.num_at_once for group in submitted))
+            for group in submitted:
+                self._in_flight.pop(group.key, None)
+            raise
+        groups = None if submitted is not None else engine.advance(result)
+        for group in groups or ():
+            if group.key in self._in_flight:
+                self._finished[group.key] = group
+        return groups is not None
 
     def _stop_on_engines(self, chosen: Collection[int], *, keep: bool) -> list[StopReport]:
         """Stop groups on their engines, and return the engines' reports."""
         incarnations = {self._in_flight[key][1] for key in chosen}
         busy = [engine for engine in self._serving if engine.incarnation in incarnations]
         arguments = {engine.spec.index: (set(chosen), keep) for engine in busy}
-        answers: dict[int, tuple[StopReport, EngineReport]] = self.gather(
+        answers: dict[int, tuple[StopReport, EngineCounts]] = self.gather(
             self.call("stop", arguments),
             doing="stop",
             timeout_s=self._config.engine_progress_timeout_s,
             limit="rollout.engine_progress_timeout_s",
         )
-        for index, (_, report) in answers.items():
-            self._handles[index].count(report)
+        for index, (_, counts) in answers.items():
+            self._handles[index].count(counts)
         return [stopped for stopped, _ in answers.values()]
 
-    def _remove(self, key: int) -> GroupRequest:
-        """Remove a group from those in flight, and return its request."""
+    def _remove(self, key: int) -> OpenGroup:
+        """Remove a group from those in flight, and return it as it was submitted."""
         self._finished.pop(key, None)
-        request, _ = self._in_flight.pop(key)
-        return request
+        group, _ = self._in_flight.pop(key)
+        return group
 
 
 def _stop_report(
-    requests: Sequence[GroupRequest],
-    complete: Sequence[GroupResponse],
+    submitted: Sequence[OpenGroup],
+    complete: Sequence[OpenGroup],
     reports: Sequence[StopReport],
     *,
     keep: bool,
 ) -> StopReport:
     """Return one report on groups of which some had finished and some died with their engine."""
-    unfinished = [*complete, *(group for report in reports for group in report.unfinished)]
-    have = {group.key for group in unfinished}
-    unfinished += [_begun(request) for request in requests if request.key not in have]
-    before = {
-        request.key: sum(len(response.token_ids) for response in request.begun)
-        for request in requests
-    }
+    found = {group.key: group for report in reports for group in report.unfinished}
+    found.update((group.key, group) for group in complete)
+    before = {group.key: group.num_tokens for group in submitted}
     return StopReport(
         keys=tuple(sorted(before)),
-        unfinished=tuple(unfinished) if keep else (),
+        unfinished=tuple(found.get(group.key, group) for group in submitted) if keep else (),
         num_tokens=sum(report.num_tokens for report in reports)
         + sum(group.num_tokens - before[group.key] for group in complete),
     )
-
-
-def _begun(request: GroupRequest) -> GroupResponse:
-    """Return the responses that a request started with."""
-    empty = Response(
-        token_ids=np.empty(0, dtype=np.int32),
-        logprobs=np.empty(0, dtype=np.float32),
-        finish_reason="unfinished",
-        text="",
-        policy_versions=np.empty(0, dtype=np.int32),
-    )
-    return GroupResponse(key=request.key, responses=request.begun or (empty,) * len(request.seeds))

@@ -1,4 +1,4 @@
-"""The engine processes of a run: their calls, weight updates, restarts and end."""
+"""The engine processes of a run: their start, calls, weight updates, restarts and end."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from megadapo.cluster.calls import gather, timeout_error
+from megadapo.cluster.calls import Watch, gather, timeout_error
+from megadapo.cluster.config import START_TIMEOUT_S
+from megadapo.cluster.process_log import engine_log
 from megadapo.errors import InfraError, ProcessDiedError
+from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.activity import EngineActivity
-from megadapo.rollout.pool.handle import WATCH_S, EngineHandle, EngineIncarnation
-from megadapo.rollout.types import EngineReport, GroupRequest
+from megadapo.rollout.engine.spec import EngineSpec, WeightDtype, WeightsFrom
+from megadapo.rollout.pool.handle import EngineHandle, EngineIncarnation
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
+
+    from megadapo.cluster.cluster import Cluster
 
 SHUTDOWN_TIMEOUT_S = 30.0
 
@@ -37,19 +42,74 @@ class EnginePool:
     Only one thread may use a pool at a time; `on_update_start` may be called by any.
     """
 
-    def __init__(self, handles: Sequence[EngineHandle]) -> None:
+    def __init__(self, handles: Sequence[EngineHandle], watch: Watch | None = None) -> None:
+        """`watch`: checks that are called every few seconds while waiting for groups."""
         self.policy_version = 0
+        self._watch = watch or Watch()
         self._handles = {handle.spec.index: handle for handle in handles}
         self._config, self._spec = handles[0].spec.config, handles[0].spec
         self._warnings: list[str] = []
-        self._refused: list[GroupRequest] = []
-        """Groups of a submit call that an engine refused."""
         self._num_restarts = 0
         self._republish: Callable[[int], object] | None = None
         self._weights_are_current = False
         """Whether the trainer still has the weights that it published last."""
-        self._polled = time.monotonic()
         self._lock, self._republishing = threading.RLock(), threading.RLock()
+
+    @classmethod
+    def start(
+        cls,
+        config: RolloutConfig,
+        cluster: Cluster,
+        *,
+        model: str,
+        dtype: WeightDtype,
+        max_prompt_tokens: int,
+        log_folder: Path,
+        numbers: Sequence[int] | None = None,
+        weights_from: WeightsFrom = "trainer",
+        shares_gpus: bool = True,
+        returns_experts: bool = False,
+        start_timeout_s: float = START_TIMEOUT_S,
+        wait: bool = True,
+        watch: Watch | None = None,
+    ) -> Self:
+        """Start engines.
+
+        Args:
+            model: Hugging Face folder or Hub name.
+            dtype: type of weights and activations.
+            log_folder: folder of the engines' log files.
+            numbers: the cluster's engines to start; None: the first `config.num_engines`.
+            weights_from: "trainer" leaves the weights random until they are published.
+            shares_gpus: whether a trainer works on the same GPUs.
+            returns_experts: whether responses come with the experts of each token.
+            wait: False returns at once; call `wait_until_ready` later.
+            watch: checks of the run's other processes.
+
+        Raises:
+            InfraError: an engine did not start in time or at all; no process is left running.
+        """
+        specs = [
+            EngineSpec(
+                index=index,
+                model=model,
+                dtype=dtype,
+                max_model_len=max_prompt_tokens + config.max_response_tokens,
+                weights_from=weights_from,
+                config=config,
+                gpus=cluster.engine_gpus(index),
+                shares_gpus=shares_gpus,
+                log_file=engine_log(log_folder.resolve(), index),
+                returns_experts=returns_experts,
+                start_timeout_s=start_timeout_s,
+            )
+            for index in (range(config.num_engines) if numbers is None else numbers)
+        ]
+        handles = [EngineHandle(spec, cluster.engine_options(spec.index)) for spec in specs]
+        engines = cls(handles, watch)
+        if wait:
+            engines.wait_until_ready()
+        return engines
 
     def wait_until_ready(self) -> None:
         """Wait until each engine has answered a request.
@@ -182,35 +242,6 @@ class EnginePool:
             refs = self.call(method, {index: arguments for index in self.updatable()})
             return self.gather(refs, doing=method, timeout_s=timeout_s)
 
-    def poll(self, timeout_s: float) -> list[EngineReport]:
-        """Return the engines' reports of up to `timeout_s` seconds; restart dead engines.
-
-        Raises:
-            InfraError: an engine refused a request, or the last one is dead.
-        """
-        import ray
-
-        started = time.monotonic()
-        owners = {ref: engine for engine in self._handles.values() for ref in engine.pending}
-        ready, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s)
-        if ready:
-            ready, _ = ray.wait(list(owners), num_returns=len(owners), timeout=0)
-        # usually a few seconds have passed since the last poll; if the driver was busy for longer,
-        # that is no silence of the engines
-        now = time.monotonic()
-        seconds = now - started + min(started - self._polled, WATCH_S)
-        self._polled = now
-        for engine in self._handles.values():
-            engine.add_time(seconds)
-        # a refused request raises an error: no report may be lost, so refusals come first
-        ready.sort(key=lambda ref: ref not in owners[ref].submits)
-        reports = [one for ref in ready if (one := self._take(owners[ref], ref)) is not None]
-        for engine in self._handles.values():
-            if engine.state != "gone" and engine.is_stuck:
-                self.mark_dead(engine, engine.describe_silence(), hangs=engine.state != "ending")
-        self._update_stale_engines()
-        return reports
-
     def mark_dead(self, engine: EngineHandle, cause: str, *, hangs: bool = False) -> None:
         """End an engine, and restart it unless the limit of restarts is reached.
 
@@ -292,22 +323,6 @@ class EnginePool:
         """Engines that answer calls."""
         states = ("serving", "stale_weights")
         return [engine for engine in self._handles.values() if engine.state in states]
-
-    def _take(self, engine: EngineHandle, ref: ObjectRef[Any]) -> EngineReport | None:
-        """Process a finished call, and return its result if it is a report."""
-        if ref not in engine.pending:
-            return None  # of a process that has died since
-        groups = engine.submits.pop(ref, None)
-        try:
-            result = engine.read(ref, "generate")
-        except InfraError as error:
-            if groups is not None and not isinstance(error, ProcessDiedError):
-                engine.assign(-sum(group.num_at_once for group in groups))
-                self._refused += groups
-                raise
-            self.mark_dead(engine, str(error))
-            return None
-        return None if groups is not None else engine.advance(result)
 
     def _update_stale_engines(self) -> None:
         """Publish the current weights to restarted engines, if the trainer still has them."""

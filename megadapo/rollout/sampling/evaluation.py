@@ -22,13 +22,7 @@ from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.journal.journal import EvaluationJournal, ProblemResult
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
 from megadapo.rollout.tools import ToolsConfig
-from megadapo.rollout.types import (
-    GroupRequest,
-    GroupResponse,
-    SamplingSettings,
-    StopReport,
-    response_seeds,
-)
+from megadapo.rollout.types import OpenGroup, SamplingSettings, StopReport, response_seeds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,7 +56,7 @@ class HeldOut:
     """
 
     prompts: tuple[Prompt, ...]
-    requests: tuple[GroupRequest, ...]
+    requests: tuple[OpenGroup, ...]
     """One request per prompt, with keys -1, -2, ...; keys of training are not negative."""
 
     @classmethod
@@ -91,7 +85,7 @@ class HeldOut:
             tools=tools or ToolsConfig(),
         )
         requests = tuple(
-            GroupRequest(
+            OpenGroup(
                 key=-number,
                 prompt_ids=tuple(render(prompt, tokenizer)),
                 seeds=response_seeds(config.samples_per_problem, seed, "evaluation", prompt.id),
@@ -186,11 +180,11 @@ class EvaluationInProgress:
             self._generating.update(request.key for request in requests)
             self._pool.submit(requests)
 
-    def take(self, responses: Sequence[GroupResponse]) -> list[GroupResponse]:
-        """Score the evaluation's own responses, and return the others."""
-        own = [response for response in responses if response.key in self._generating]
-        others = [response for response in responses if response.key not in self._generating]
-        self._generating.difference_update(response.key for response in own)
+    def take(self, groups: Sequence[OpenGroup]) -> list[OpenGroup]:
+        """Score the evaluation's own groups, and return the others."""
+        own = [group for group in groups if group.key in self._generating]
+        others = [group for group in groups if group.key not in self._generating]
+        self._generating.difference_update(group.key for group in own)
         self._pool.score(own)
         self._add(self._pool.scored())
         return others
@@ -279,11 +273,11 @@ class InterleavedEngines:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def submit(self, groups: Sequence[GroupRequest]) -> None:
+    def submit(self, groups: Sequence[OpenGroup]) -> None:
         self._in_flight.update(group.key for group in groups)
         self._engines.submit(groups)
 
-    def finished(self, timeout_s: float | None = None) -> list[GroupResponse]:
+    def finished(self, timeout_s: float | None = None) -> list[OpenGroup]:
         """Return finished training groups; empty if only the evaluation's have finished."""
         if self.evaluation is None:
             groups = self._engines.finished(timeout_s)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megadapo.data.group import Group, Response
@@ -73,27 +71,21 @@ class Reserve:
         self._groups = deque(groups[: self._limit])
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnfinishedGroup:
-    """A group that was stopped and continues in the next step."""
+def encode_unfinished(groups: Mapping[int, Sequence[Response]]) -> list[dict[str, Any]]:
+    """Return stopped groups, by prompt index, as JSON values; their numbers stay exact."""
+    return [
+        {"prompt_index": index, "responses": [encode_response(one) for one in responses]}
+        for index, responses in groups.items()
+    ]
 
-    prompt_index: int
-    responses: tuple[Response, ...]
-    """Responses so far; some may have finished."""
 
-    @property
-    def oldest_version(self) -> float:
-        """The earliest policy version among its sampled tokens; infinite without any."""
-        versions = [one.policy_versions[one.is_sampled] for one in self.responses]
-        return min((int(found.min()) for found in versions if len(found)), default=math.inf)
+def decode_unfinished(entries: Sequence[Mapping[str, Any]]) -> dict[int, tuple[Response, ...]]:
+    """Return the groups that `encode_unfinished` wrote.
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the group as JSON values; its numbers stay exact."""
-        responses = [encode_response(response) for response in self.responses]
-        return {"prompt_index": self.prompt_index, "responses": responses}
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> UnfinishedGroup:
-        """Return the group that `to_json` wrote."""
-        responses = tuple(decode_response(response) for response in entry["responses"])
-        return cls(prompt_index=int(entry["prompt_index"]), responses=responses)
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: the entries are damaged.
+    """
+    return {
+        int(entry["prompt_index"]): tuple(decode_response(one) for one in entry["responses"])
+        for entry in entries
+    }

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megadapo.algorithm.advantages import is_mixed
-from megadapo.data.group import Group
+from megadapo.data.group import Group, Response
 from megadapo.data.prompts import PromptStream, render
 from megadapo.errors import CheckpointError, SamplingError
 from megadapo.observe.config import SavedGroups
 from megadapo.rollout.config import SamplingConfig
-from megadapo.rollout.journal.journal import Journal, request_digest
+from megadapo.rollout.journal.journal import Journal, group_digest
 from megadapo.rollout.sampling.plans import KeepRate, PartialPlan, Plan, RoundsPlan, SyncPlan
 from megadapo.rollout.sampling.prompt_cursor import Difficulty, PromptCursor
-from megadapo.rollout.sampling.reserve import Reserve, UnfinishedGroup
+from megadapo.rollout.sampling.reserve import Reserve, decode_unfinished, encode_unfinished
 from megadapo.rollout.sampling.sampled_batch import SampledBatch, decode_batch, encode_batch
 from megadapo.rollout.sampling.scoring import ScoringPool, SupportsGenerate, SupportsScore
 from megadapo.rollout.sampling.step import (
@@ -32,7 +33,7 @@ from megadapo.rollout.sampling.step import (
     accuracy_histogram,
     describe_shortfall,
 )
-from megadapo.rollout.types import GroupRequest, SamplingSettings, response_seeds
+from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,7 +80,8 @@ class Sampler:
         self._difficulty = Difficulty(rest_after=config.rest_after, rest_epochs=config.rest_epochs)
         self._cursor = PromptCursor(prompts, self._difficulty)
         self._reserve = Reserve(config.reserve_size)
-        self._unfinished: list[UnfinishedGroup] = []
+        self._unfinished: dict[int, tuple[Response, ...]] = {}
+        """Responses so far of the groups that continue in the next step, by prompt index."""
 
     def next_batch(self) -> SampledBatch:
         """Return prompts_per_step mixed groups.
@@ -115,7 +117,7 @@ class Sampler:
             "cursor": self._cursor.state_dict(),
             "difficulty": self._difficulty.state_dict(),
             "reserve": self._reserve.state_dict(),
-            "unfinished": [group.to_json() for group in self._unfinished],
+            "unfinished": encode_unfinished(self._unfinished),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -129,7 +131,7 @@ class Sampler:
             self._cursor.load_state_dict(state["cursor"])
             self._difficulty.load_state_dict(state["difficulty"])
             self._reserve.load_state_dict(state["reserve"])
-            self._unfinished = [UnfinishedGroup.from_json(entry) for entry in state["unfinished"]]
+            self._unfinished = decode_unfinished(state["unfinished"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the saved state of sampling is damaged: {error!r}") from error
 
@@ -151,7 +153,8 @@ class Sampler:
                     break
                 for group in pool.wait():
                     self._take(step, group)
-            self._unfinished += step.stop(keep=partial)
+            stopped = step.stop(keep=partial)
+            self._unfinished |= {group.key: group.responses for group in stopped}
         if self._journal is not None:
             self._journal.end_step()
         counters.reward_seconds = pool.reward_seconds
@@ -189,19 +192,19 @@ class Sampler:
         Both kinds are added before anything is submitted. Otherwise younger groups could fill the
         batch before groups that are due.
         """
-        plan, unfinished = step.plan, sorted(self._unfinished, key=lambda one: one.prompt_index)
+        plan = step.plan
         assert isinstance(plan, PartialPlan), "only partial rollouts leave unfinished groups"
         for group in reserved:
             plan.add_reserved(group.prompt_index)
             step.kept[group.prompt_index] = group
         due = self._engines.policy_version - self._config.sampler_staleness
-        for entry in unfinished:
-            rate = self._keep_rate(entry.prompt_index)
-            plan.resume(entry.prompt_index, rate, due=entry.oldest_version <= due)
+        unfinished = [self._open(*entry) for entry in sorted(self._unfinished.items())]
+        for one in unfinished:
+            oldest = min((response.oldest_version for response in one.responses), default=math.inf)
+            plan.resume(one.key, self._keep_rate(one.key), due=oldest <= due)
         if unfinished and not plan.is_full:
-            self._unfinished = []
-            requests = [self._request(one.prompt_index, one) for one in unfinished]
-            step.pool.submit([one for one in requests if not self._recall(step, one)])
+            self._unfinished = {}
+            step.pool.submit([one for one in unfinished if not self._recall(step, one)])
 
     def _submit(self, step: Step) -> None:
         """Submit as many groups as the plan wants and the engines have capacity for."""
@@ -209,34 +212,34 @@ class Sampler:
         capacity = max(capacity, not step.pool.open)
         if not capacity:
             return
-        requests: list[GroupRequest] = []
-        while len(requests) < capacity and not step.plan.is_full:
+        groups: list[OpenGroup] = []
+        while len(groups) < capacity and not step.plan.is_full:
             if not step.plan.wants(self._keep_rate(self._cursor.next_index)):
                 break
             prompt_index = self._cursor.draw()
             step.plan.ask(prompt_index, self._keep_rate(prompt_index))
-            request = self._request(prompt_index)
-            if not self._recall(step, request):
-                requests.append(request)
+            group = self._open(prompt_index)
+            if not self._recall(step, group):
+                groups.append(group)
         if self._config.longest_first:
-            requests.sort(
+            groups.sort(
                 key=lambda one: self._difficulty.mean_length(self._cursor.prompt(one.key).id),
                 reverse=True,
             )
-        if requests:
-            step.pool.submit(requests)
+        if groups:
+            step.pool.submit(groups)
 
-    def _recall(self, step: Step, request: GroupRequest) -> bool:
-        """Take the group of a request from the journal; return False if it is not there."""
+    def _recall(self, step: Step, group: OpenGroup) -> bool:
+        """Take the finished group from the journal; return False if it is not there."""
         if self._journal is None:
             return False
-        digest = request_digest(self._cursor.prompt(request.key), request)
-        step.digests[request.key] = digest
-        group = self._journal.find_group(digest)
-        if group is None:
+        digest = group_digest(self._cursor.prompt(group.key), group)
+        step.digests[group.key] = digest
+        finished = self._journal.find_group(digest)
+        if finished is None:
             return False
         step.counters.num_from_journal += 1
-        self._add(step, group)
+        self._add(step, finished)
         return True
 
     def _take(self, step: Step, group: Group) -> None:
@@ -252,18 +255,16 @@ class Sampler:
     def _keep_rate(self, prompt_index: int) -> KeepRate:
         return self._difficulty.keep_rate(self._cursor.prompt(prompt_index).id)
 
-    def _request(
-        self, prompt_index: int, unfinished: UnfinishedGroup | None = None
-    ) -> GroupRequest:
+    def _open(self, prompt_index: int, responses: tuple[Response, ...] = ()) -> OpenGroup:
         prompt = self._cursor.prompt(prompt_index)
         num_responses = self._config.responses_per_prompt
-        return GroupRequest(
+        return OpenGroup(
             key=prompt_index,
             prompt_ids=tuple(render(prompt, self._tokenizer)),
             seeds=response_seeds(num_responses, self._seed, "train", prompt_index, prompt.id),
+            responses=responses,
             settings=self._settings,
             priority=prompt_index,
-            begun=() if unfinished is None else unfinished.responses,
         )
 
     def _is_within_bounds(self, group: Group) -> bool:

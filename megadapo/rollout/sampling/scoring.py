@@ -1,4 +1,4 @@
-"""From requests to scored groups: groups are scored while others are still generated."""
+"""From open groups to scored ones: groups are scored while others are still generated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from megadapo.data.group import Group, Score
 from megadapo.data.prompts import Prompt
 from megadapo.rollout.engine.activity import EngineActivity
-from megadapo.rollout.types import GroupRequest, GroupResponse, StopReport
+from megadapo.rollout.types import OpenGroup, StopReport
 
 SCORING_POLL_S = 0.005
 """Time to wait for the engines at once while groups are being scored."""
@@ -39,11 +39,11 @@ class SupportsGenerate(Protocol):
         """Number of groups submitted and not returned."""
         ...
 
-    def submit(self, groups: Sequence[GroupRequest]) -> None:
+    def submit(self, groups: Sequence[OpenGroup]) -> None:
         """Send each group to the engine with the least work; return at once."""
         ...
 
-    def finished(self, timeout_s: float | None = None) -> list[GroupResponse]:
+    def finished(self, timeout_s: float | None = None) -> list[OpenGroup]:
         """Wait until a group has finished and return all finished ones; empty after the timeout."""
         ...
 
@@ -72,7 +72,7 @@ class SupportsScore(Protocol):
 
 
 class ScoringPool:
-    """The open requests; finished groups are scored in threads and returned when scored.
+    """The open groups; finished ones are scored in threads and returned when scored.
 
     Use it as a context manager: leaving it ends all scoring.
     """
@@ -84,10 +84,10 @@ class ScoringPool:
         prompt_of: Callable[[int], Prompt],
         executor: Executor | None = None,
     ) -> None:
-        """Start without requests.
+        """Start without groups.
 
         Args:
-            prompt_of: returns the prompt of a request's key.
+            prompt_of: returns the prompt of a group's key.
             executor: runs the scoring; by default a thread pool of the scorer's size.
         """
         self.reward_seconds = 0.0
@@ -97,8 +97,9 @@ class ScoringPool:
         self._prompt_of = prompt_of
         self._executor = executor or ThreadPoolExecutor(scorer.num_threads, "scoring")
         self._lock = threading.Lock()
-        self._open: dict[int, GroupRequest] = {}
-        self._scoring: dict[Future[Group], GroupResponse] = {}
+        self.open: set[int] = set()
+        """Keys of the groups that have not been returned."""
+        self._scoring: dict[Future[Group], OpenGroup] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -111,15 +112,10 @@ class ScoringPool:
     ) -> None:
         self._executor.shutdown(cancel_futures=True)
 
-    @property
-    def open(self) -> Collection[GroupRequest]:
-        """Requests whose groups have not been returned."""
-        return self._open.values()
-
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Send requests to the engines."""
-        self._open.update((request.key, request) for request in requests)
-        self._engines.submit(requests)
+    def submit(self, groups: Sequence[OpenGroup]) -> None:
+        """Send groups to the engines."""
+        self.open.update(group.key for group in groups)
+        self._engines.submit(groups)
 
     def wait(self) -> list[Group]:
         """Wait for groups and return all scored ones; empty if the engines can take more first.
@@ -134,25 +130,23 @@ class ScoringPool:
             wait(self._scoring, return_when=FIRST_COMPLETED)
         return self.scored()
 
-    def score(self, responses: Sequence[GroupResponse]) -> None:
-        """Start to score the responses to open requests."""
-        for response in responses:
-            request = self._open[response.key]
-            self._scoring[self._executor.submit(self._score, request, response)] = response
+    def score(self, groups: Sequence[OpenGroup]) -> None:
+        """Start to score open groups that the engines have returned."""
+        for group in groups:
+            self._scoring[self._executor.submit(self._score, group)] = group
 
     def drop(self, keys: Collection[int]) -> int:
-        """Cancel requests, and return the number of tokens spent on them."""
+        """Cancel groups, and return the number of tokens spent on them."""
         report = self._engines.stop(keys, keep=False)
-        for key in keys:
-            del self._open[key]
+        self.open.difference_update(keys)
         return report.num_tokens
 
     def stop(self, *, keep: bool) -> StopReport:
-        """Cancel all open requests; `keep`: report their responses so far."""
+        """Cancel all open groups; `keep`: report their responses so far."""
         report = self._engines.stop(keep=keep)
-        # groups being scored are kept without scores; the next request scores them again
-        unscored = [one for one in self._scoring.values() if one.key in self._open]
-        self._open.clear()
+        # groups being scored are kept without scores; the next step scores them again
+        unscored = [one for one in self._scoring.values() if one.key in self.open]
+        self.open.clear()
         return replace(report, unfinished=(*report.unfinished, *unscored)) if keep else report
 
     def scored(self) -> list[Group]:
@@ -162,22 +156,24 @@ class ScoringPool:
             del self._scoring[future]
         groups = [future.result() for future in done]
         # a group that was dropped while it was scored is not open any more
-        return [one for one in groups if self._open.pop(one.prompt_index, None) is not None]
+        groups = [group for group in groups if group.prompt_index in self.open]
+        self.open.difference_update(group.prompt_index for group in groups)
+        return groups
 
-    def _score(self, request: GroupRequest, response: GroupResponse) -> Group:
+    def _score(self, group: OpenGroup) -> Group:
         start = time.perf_counter()
-        prompt, responses = self._prompt_of(request.key), response.responses
+        prompt, responses = self._prompt_of(group.key), group.responses
         if any(one.finish_reason == "unfinished" for one in responses):
-            raise ValueError(f"group {request.key} has an unfinished response")
+            raise ValueError(f"group {group.key} has an unfinished response")
         texts = [one.text for one in responses]
         scores = self._scorer.score_group(prompt, texts, [one.token_ids for one in responses])
         with self._lock:
             self.reward_seconds += time.perf_counter() - start
         return Group(
-            prompt_index=request.key,
+            prompt_index=group.key,
             prompt=prompt,
-            prompt_ids=request.prompt_ids,
+            prompt_ids=group.prompt_ids,
             responses=responses,
             scores=tuple(scores),
-            seconds=response.seconds,
+            seconds=group.seconds,
         )

@@ -13,9 +13,9 @@ from megadapo.observe.config import SavedGroups
 from megadapo.observe.rollouts.saved_group import Disposition
 from megadapo.rollout.engine.activity import EngineActivity
 from megadapo.rollout.sampling.plans import Plan
-from megadapo.rollout.sampling.reserve import UnfinishedGroup
 from megadapo.rollout.sampling.sampled_batch import SampledBatch, SampledGroup
 from megadapo.rollout.sampling.scoring import ScoringPool
+from megadapo.rollout.types import OpenGroup
 
 _TURNS: tuple[Disposition, ...] = (
     *("trained", "all_wrong", "trained", "all_correct"),
@@ -223,7 +223,7 @@ class Step:
         self.stopped += indices
         self.counters.num_tokens_stopped += self.pool.drop(indices)
 
-    def stop(self, *, keep: bool) -> list[UnfinishedGroup]:
+    def stop(self, *, keep: bool) -> Sequence[OpenGroup]:
         """Stop open groups; `keep`: return them, to be continued in the next step."""
         num_open = len(self.plan.open)
         report = self.pool.stop(keep=keep)
@@ -234,10 +234,7 @@ class Step:
             self.counters.num_tokens_stopped += report.num_tokens
         self.counters.num_stopped = len(self.stopped)
         self.counters.stats.sort(key=lambda group: group.prompt_index)
-        return [
-            UnfinishedGroup(prompt_index=one.key, responses=one.responses)
-            for one in report.unfinished
-        ]
+        return report.unfinished
 
     def surplus(self, chosen: Collection[int]) -> list[Group]:
         """Return mixed groups that are not in the batch, by prompt index."""

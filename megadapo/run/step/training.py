@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,19 +26,11 @@ KL_CONTROL_STATE = "kl_control"
 PRETRAINING_STATE = "pretraining_data"
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepBatch:
-    """A step's groups as the trainer takes them."""
+def make_batch(sampled: SampledBatch, config: RunConfig) -> tuple[PackedBatch, Advantages]:
+    """Return the packed batch: shaped rewards, advantages and loss weights of a step's groups.
 
-    packed: PackedBatch
-    advantages: Advantages
-    """Advantages that the saved rollouts show; the trainer may replace those in `packed`."""
-    recorded: Sequence[int] = ()
-    """Sequences whose log-probs the update returns, for the saved rollouts; ascending."""
-
-
-def make_batch(sampled: SampledBatch, config: RunConfig) -> StepBatch:
-    """Return the packed batch: shaped rewards, advantages and loss weights of a step's groups."""
+    The advantages are returned again as saved rollouts show them, before they are rounded to fp32.
+    """
     groups, algorithm = sampled.groups, config.algorithm
     max_response_tokens = config.rollout.max_response_tokens
     rewards = response_rewards(groups, algorithm, max_response_tokens=max_response_tokens)
@@ -50,8 +41,9 @@ def make_batch(sampled: SampledBatch, config: RunConfig) -> StepBatch:
         loss_weights(groups, algorithm),
         mini_batch_size=algorithm.responses_per_mini_batch,
         rewards=rewards,
+        recorded=saved_sequences(sampled),
     )
-    return StepBatch(packed=packed, advantages=values, recorded=saved_sequences(sampled))
+    return packed, values
 
 
 class StepTrainer:
@@ -74,22 +66,21 @@ class StepTrainer:
         self._pretraining = pretraining
         self._pretraining_data = pretraining_data
 
-    def update(self, batch: StepBatch, step: int) -> UpdateResult:
+    def update(self, batch: PackedBatch, step: int) -> UpdateResult:
         """Train on one step's batch. Engines on shared GPUs sleep until the next publish."""
         self.step = None
         self.gpus.start_update()
         request = UpdateRequest(
-            batch=batch.packed,
+            batch=batch,
             policy_version=step - 1,
             step=step,
             kl_reward_coef=self._kl_controller.coef,
-            pretraining=self._next_pretraining_batch(len(batch.packed.mini_batches)),
-            record=batch.recorded,
+            pretraining=self._next_pretraining_batch(len(batch.mini_batches)),
         )
         result = self.ranks.update(request)
         # at a learning rate of 0 neither the policy nor its KL divergence changes
         if result.lr > 0.0:
-            self._kl_controller.observe(result.kl.mean, batch.packed.num_sequences)
+            self._kl_controller.observe(result.kl.mean, batch.num_sequences)
         self.step = step
         return result
 

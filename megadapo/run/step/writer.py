@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megadapo.algorithm.advantages import Advantages
 from megadapo.config import RunConfig
 from megadapo.errors import (
     InfraError,
@@ -23,7 +24,6 @@ from megadapo.run.launch import Workers
 from megadapo.run.run import Run
 from megadapo.run.step.metrics import step_metrics, step_warnings
 from megadapo.run.step.rollouts import saved_groups
-from megadapo.run.step.training import StepBatch
 from megadapo.trainer.types import UpdateResult
 from megadapo.weights.sync.publish import PublishReport
 
@@ -69,7 +69,7 @@ class StepWriter:
             self._run.log.record_evaluation(evaluation)
 
     def update_done(
-        self, step: int, sampled: SampledBatch, batch: StepBatch, update: UpdateResult
+        self, step: int, sampled: SampledBatch, advantages: Advantages, update: UpdateResult
     ) -> None:
         """Begin to save the step's rollouts, and finish sampling that runs beside the update.
 
@@ -78,7 +78,7 @@ class StepWriter:
         saved = saved_groups(
             step,
             sampled,
-            batch.advantages,
+            advantages,
             update,
             self._config,
             self._tokenizer,

@@ -121,7 +121,7 @@ def test_stopped_groups_are_continued(engines, reference):
         for part, full in zip(group, whole[key], strict=True):
             assert (full.token_ids[: len(part.token_ids)] == part.token_ids).all()
 
-    again = [replace(group, begun=parts[group.key]) for group in groups if group.key in parts]
+    again = list(stopped.unfinished)
     answers = ask(engines, again)
     assert worst_error(reference, again, answers) < 1e-5
     assert bits(ask(engines, again)) == bits(answers)
@@ -212,12 +212,8 @@ def test_stopped_responses_continue_after_tool_output(engines, reference):
     settings = replace(SETTINGS, tools=CALCULATOR)
     engines.submit([replace(group, settings=settings) for group in groups])
     engines.finished()
-    parts = {one.key: one.responses for one in engines.stop(keep=True).unfinished}
-    begun = [
-        replace(group, begun=parts[group.key], settings=settings)
-        for group in groups
-        if group.key in parts
-    ]
+    begun = engines.stop(keep=True).unfinished
+    parts = {one.key: one.responses for one in begun}
     answers = ask(engines, begun, tools=CALCULATOR)
     assert begun and worst_error(reference, begun, answers) < 1e-5
     assert bits(ask(engines, begun, tools=CALCULATOR)) == bits(answers)

@@ -18,7 +18,7 @@ import ray
 from megadapo.cluster.calls import Watch
 from megadapo.errors import InfraError
 from megadapo.rollout.pool.engines import Engines
-from megadapo.rollout.types import GroupRequest
+from megadapo.rollout.types import OpenGroup
 from tests.support.processes.scripted_processes import (
     TOO_LONG,
     give_version,
@@ -39,7 +39,7 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
     started.shutdown()
 
 
-def requests(count: int) -> list[GroupRequest]:
+def requests(count: int) -> list[OpenGroup]:
     return [group_request(key, (1,), tuple(range(key, key + 4))) for key in range(count)]
 
 

@@ -17,7 +17,7 @@ from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.engine import RolloutEngine
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.handle import EngineHandle
-from megadapo.rollout.types import GroupRequest, SamplingSettings
+from megadapo.rollout.types import OpenGroup, SamplingSettings
 from megadapo.weights.config import WeightsConfig
 from megadapo.weights.sync.publish import Publisher
 from tests.support.models.tiny_models import make_engine_model
@@ -75,13 +75,12 @@ def started(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     engines.shutdown()
 
 
-def stopped_after(count: int, engines: Engines, groups: list[GroupRequest]) -> list[GroupRequest]:
+def stopped_after(count: int, engines: Engines, groups: list[OpenGroup]) -> list[OpenGroup]:
     """Return the groups that were unfinished when enough others had finished."""
     engines.submit(groups)
     while count > 0:
         count -= len(engines.finished())
-    begun = {one.key: one.responses for one in engines.stop(keep=True).unfinished}
-    return [replace(group, begun=begun[group.key]) for group in groups if group.key in begun]
+    return list(engines.stop(keep=True).unfinished)
 
 
 def test_token_logprobs_match_their_version(started: Started) -> None:

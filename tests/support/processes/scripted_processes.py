@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megadapo.rollout.config import RolloutConfig
 from megadapo.rollout.engine.engine import RolloutEngine
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.handle import EngineHandle
-from megadapo.rollout.types import EngineReport, GroupRequest, GroupResponse, StopReport
+from megadapo.rollout.types import EngineCounts, OpenGroup, StopReport
 from tests.support.rollout.engine_specs import engine_spec
 
 LONGEST_S = 0.4
@@ -31,27 +32,28 @@ class ScriptedGeneration:
     Each response is one token, a function of its seed; a group's time is a function of its key.
     """
 
-    def __init__(self, engine: int) -> None:
-        self._engine = engine
-        self._due: dict[int, tuple[float, GroupRequest, int]] = {}
+    def __init__(self) -> None:
+        self._due: dict[int, tuple[float, OpenGroup, int]] = {}
         self._num_ended = 0
         self.num_tokens = 0
 
-    async def submit(self, groups: Sequence[GroupRequest], policy_version: int) -> None:
+    async def submit(self, groups: Sequence[OpenGroup], policy_version: int) -> None:
         if any(len(group.prompt_ids) > TOO_LONG for group in groups):
             raise ValueError("the prompt is too long")
         for group in groups:
             due = time.monotonic() + LONGEST_S * (1 + group.key * 7 % 10) / 10
             self._due[group.key] = (due, group, policy_version)
 
-    async def collect(self, max_wait_s: float, num_for_report: int) -> EngineReport:
+    async def collect(
+        self, max_wait_s: float, num_for_report: int
+    ) -> tuple[tuple[OpenGroup, ...], EngineCounts]:
         deadline = time.monotonic() + max_wait_s
         while not (ended := self._ended()) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        return self.report(tuple(self._take(key, "stop") for key in ended))
+        return tuple(self._take(key, "stop") for key in ended), self.counts()
 
-    def report(self, groups: tuple[GroupResponse, ...] = ()) -> EngineReport:
-        return EngineReport(groups=groups, num_ended=self._num_ended, num_tokens=self.num_tokens)
+    def counts(self) -> EngineCounts:
+        return EngineCounts(num_ended=self._num_ended, num_tokens=self.num_tokens)
 
     async def stop(self, keys: Collection[int], *, keep: bool) -> StopReport:
         stopped = [self._take(key, "unfinished") for key in list(self._due) if key in keys]
@@ -65,7 +67,7 @@ class ScriptedGeneration:
         now = time.monotonic()
         return [key for key, (due, _, _) in self._due.items() if due < now]
 
-    def _take(self, key: int, reason: Any) -> GroupResponse:
+    def _take(self, key: int, reason: Any) -> OpenGroup:
         _, group, version = self._due.pop(key)
         self._num_ended += len(group.seeds)
         self.num_tokens += len(group.seeds)
@@ -79,7 +81,7 @@ class ScriptedGeneration:
             )
             for seed in group.seeds
         )
-        return GroupResponse(key=key, responses=responses, engine=self._engine, seconds=0.1)
+        return replace(group, responses=responses, seconds=0.1)
 
 
 class ScriptedEngine(RolloutEngine):
@@ -90,7 +92,7 @@ class ScriptedEngine(RolloutEngine):
         self._reset_generation()
 
     def _reset_generation(self) -> None:
-        self._generation = ScriptedGeneration(self._spec.index)
+        self._generation = ScriptedGeneration()
 
     async def _call(self, method: str, *args: object) -> bool:
         """End weight updates at once."""

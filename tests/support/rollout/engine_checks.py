@@ -20,7 +20,7 @@ from megadapo.rollout.config import RolloutConfig, SamplingConfig
 from megadapo.rollout.engine.spec import WeightsFrom
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.sampling.sampler import Sampler
-from megadapo.rollout.types import GroupRequest, GroupResponse, SamplingSettings, response_seeds
+from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
 
 MAX_PROMPT_TOKENS = 200
 MAX_RESPONSE_TOKENS = 48
@@ -72,11 +72,11 @@ def running_engines(model: Path, log_folder: Path, **config: Any) -> Iterator[En
         cluster.shutdown()
 
 
-def group_request(key: int, prompt_ids: tuple[int, ...], seeds: tuple[int, ...]) -> GroupRequest:
-    return GroupRequest(key=key, prompt_ids=prompt_ids, seeds=seeds, settings=SETTINGS)
+def group_request(key: int, prompt_ids: tuple[int, ...], seeds: tuple[int, ...]) -> OpenGroup:
+    return OpenGroup(key=key, prompt_ids=prompt_ids, seeds=seeds, settings=SETTINGS)
 
 
-def make_requests(num_groups: int, num_responses: int, *, name: str = "test") -> list[GroupRequest]:
+def make_requests(num_groups: int, num_responses: int, *, name: str = "test") -> list[OpenGroup]:
     """Return groups with prompts of 1 to 170 tokens, some longer than a cache block."""
     source = np.random.default_rng(5)
     return [
@@ -91,7 +91,7 @@ def make_requests(num_groups: int, num_responses: int, *, name: str = "test") ->
 
 def ask(
     engines: Engines,
-    groups: Sequence[GroupRequest],
+    groups: Sequence[OpenGroup],
     *,
     temperature: float = 1.0,
     max_tokens: int = MAX_RESPONSE_TOKENS,
@@ -105,7 +105,7 @@ def ask(
     return answers
 
 
-def all_finished(engines: Engines) -> Iterator[GroupResponse]:
+def all_finished(engines: Engines) -> Iterator[OpenGroup]:
     """Yield the groups in flight when they finish."""
     while engines.num_in_flight:
         yield from engines.finished()
@@ -155,7 +155,7 @@ class Reference:
 
 def worst_error(
     reference: Reference,
-    groups: Sequence[GroupRequest],
+    groups: Sequence[OpenGroup],
     answers: dict[int, tuple[Response, ...]],
     temperature: float = 1.0,
 ) -> float:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 
 import numpy as np
 
 from megadapo.data.group import Response, Score
 from megadapo.data.prompts import Prompt
 from megadapo.rollout.engine.activity import EngineActivity
-from megadapo.rollout.types import GroupRequest, GroupResponse, SamplingSettings, StopReport
+from megadapo.rollout.types import OpenGroup, SamplingSettings, StopReport
 
 POLICY_VERSION = 3
 
@@ -19,9 +20,7 @@ POLICY_VERSION = 3
 class ScriptedEngines:
     """Engines whose responses are random digits drawn from the seeds."""
 
-    def __init__(
-        self, finish: str = "in order", *, slots: int = 64, num_engines: int = 1, at_once: int = 1
-    ) -> None:
+    def __init__(self, finish: str = "in order", *, slots: int = 64, at_once: int = 1) -> None:
         """Start idle.
 
         Args:
@@ -34,10 +33,9 @@ class ScriptedEngines:
         self.num_handed_back = 0
         self._finish = finish
         self._slots = slots
-        self._num_engines = num_engines
         self._at_once = at_once
         self._random = random.Random(finish)
-        self._in_flight: dict[int, GroupRequest] = {}
+        self._in_flight: dict[int, OpenGroup] = {}
 
     @property
     def num_in_flight(self) -> int:
@@ -51,12 +49,12 @@ class ScriptedEngines:
         others = [group for key, group in self._in_flight.items() if key not in keys]
         return max(0, self._slots - sum(len(group.seeds) for group in others))
 
-    def submit(self, groups: Sequence[GroupRequest]) -> None:
+    def submit(self, groups: Sequence[OpenGroup]) -> None:
         assert not {group.key for group in groups} & self._in_flight.keys(), "asked twice at once"
         self.asked += [group.key for group in groups]
         self._in_flight.update((group.key, group) for group in groups)
 
-    def finished(self, timeout_s: float | None = None) -> list[GroupResponse]:
+    def finished(self, timeout_s: float | None = None) -> list[OpenGroup]:
         keys = list(self._in_flight)
         lengths = {key: sum(_lengths(group)) for key, group in self._in_flight.items()}
         match self._finish:
@@ -91,18 +89,16 @@ class ScriptedEngines:
     def check(self) -> None:
         """Do nothing: these engines never die."""
 
-    def _answer(self, group: GroupRequest, *, cut: bool = False) -> GroupResponse:
-        begun = group.begun or (None,) * len(group.seeds)
+    def _answer(self, group: OpenGroup, *, cut: bool = False) -> OpenGroup:
+        begun = group.responses or (None,) * len(group.seeds)
         responses = tuple(
             respond(seed, group.settings, self.policy_version, begun=before, cut=cut)
             for seed, before in zip(group.seeds, begun, strict=True)
         )
-        return GroupResponse(
-            key=group.key, responses=responses, engine=group.key % self._num_engines, seconds=0.5
-        )
+        return replace(group, responses=responses, seconds=0.5)
 
 
-def _lengths(group: GroupRequest) -> list[int]:
+def _lengths(group: OpenGroup) -> list[int]:
     return [len(respond(seed, group.settings, 0).token_ids) for seed in group.seeds]
 
 

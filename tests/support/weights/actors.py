@@ -14,7 +14,7 @@ from megadapo.rollout.engine.engine import RolloutEngine
 from megadapo.rollout.engine.spec import EngineSpec, WeightsFrom
 from megadapo.rollout.pool.engines import Engines
 from megadapo.rollout.pool.handle import EngineHandle
-from megadapo.rollout.types import GroupRequest, SamplingSettings
+from megadapo.rollout.types import OpenGroup, SamplingSettings
 from megadapo.weights.disk.load import import_weights
 from megadapo.weights.disk.sources import open_layout
 from megadapo.weights.layout.placement import replica_positions
@@ -151,7 +151,7 @@ def greedy(engines: Engines) -> list[list[tuple[tuple[int, ...], torch.Tensor]]]
     """Return greedy tokens and their log-probs per engine and prompt."""
     count = len(engines.actors)
     requests = [
-        GroupRequest(key=number * count + engine, prompt_ids=prompt, seeds=(0,), settings=GREEDY)
+        OpenGroup(key=number * count + engine, prompt_ids=prompt, seeds=(0,), settings=GREEDY)
         for number, prompt in enumerate(PROMPTS)
         for engine in range(count)
     ]

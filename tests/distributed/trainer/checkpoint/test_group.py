@@ -86,7 +86,8 @@ def test_two_ranks_train_save_load_and_die(ray_started: None, models: Path, tmp_
     saved = tmp_path / "saved"
     saved.mkdir()
     begun = group.begin_save(saved)
-    second = group.update(request(batch, policy_version=4, step=2, record=[3, 10]))
+    recorded = replace(batch, recorded=[3, 10])
+    second = group.update(request(recorded, policy_version=4, step=2))
     places = np.r_[batch.cu_seqlens[3] : batch.cu_seqlens[4]]
     places = np.r_[places, batch.cu_seqlens[10] : batch.cu_seqlens[11]]
     asked = logprobs[places]

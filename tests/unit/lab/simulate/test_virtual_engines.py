@@ -8,17 +8,22 @@ from megadapo.data.group import Response
 from megadapo.lab.simulate.engine import EngineSpeed
 from megadapo.lab.simulate.engines import Dispatch, EngineSettings, VirtualEngines
 from megadapo.lab.simulate.task import Task, TaskSettings
-from megadapo.rollout.types import GroupRequest, SamplingSettings
+from megadapo.rollout.types import OpenGroup, SamplingSettings
 
 TASK = Task(TaskSettings(num_responses=4, num_prompts=100, prompt_tokens=5))
 SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=20480)
 
 
-def request(key: int, begun: tuple[Response, ...] = ()) -> GroupRequest:
+def request(key: int, begun: tuple[Response, ...] = ()) -> OpenGroup:
     seeds = tuple(1000 * key + index for index in range(4))
     prompt_ids = (key, 0, 0, 0, 0)
-    return GroupRequest(
-        key=key, prompt_ids=prompt_ids, seeds=seeds, settings=SETTINGS, priority=key, begun=begun
+    return OpenGroup(
+        key=key,
+        prompt_ids=prompt_ids,
+        seeds=seeds,
+        responses=begun,
+        settings=SETTINGS,
+        priority=key,
     )
 
 
@@ -52,9 +57,10 @@ def test_groups_go_to_the_least_loaded_engine_or_in_turn() -> None:
     assert [activity.max_waiting for activity in some.activity()] == [0, 0]
     assert others.capacity > 10**6
     others.submit([request(key) for key in range(10)])
-    while others.num_in_flight:
-        for group in others.finished():
-            assert group.engine == group.key % 2
+    groups = [group for _ in range(10) for group in others.finished()]
+    for index, activity in enumerate(others.activity()):
+        own = [group.num_tokens for group in groups if group.key % 2 == index]
+        assert len(own) == 5 and activity.num_tokens == sum(own)
 
 
 def test_stopped_group_continues_with_new_weights_and_keeps_its_tokens() -> None:

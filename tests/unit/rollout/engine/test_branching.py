@@ -17,7 +17,7 @@ from megadapo.rollout.engine.branching import (
     choose_branches,
     normalized_entropy,
 )
-from megadapo.rollout.types import GroupRequest, SamplingSettings
+from megadapo.rollout.types import OpenGroup, SamplingSettings
 
 ON = BranchingConfig(initial_rollouts=2)
 
@@ -110,7 +110,7 @@ def test_branching_group_takes_as_many_slots_as_start_at_the_prompt():
     settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=5, branching=ON)
     seeds = (1, 2, 3, 4, 5)
     for one, expected in ((plain, 5), (settings, 2)):
-        request = GroupRequest(key=0, prompt_ids=(1,), seeds=seeds, settings=one)
+        request = OpenGroup(key=0, prompt_ids=(1,), seeds=seeds, settings=one)
         assert request.num_at_once == expected
     assert SamplingConfig(responses_per_prompt=4, branching=ON).responses_at_once == 2
 

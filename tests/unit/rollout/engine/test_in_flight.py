@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megadapo.data.group import Response
 from megadapo.errors import InfraError
 from megadapo.rollout.tools import Tool, ToolsConfig
-from megadapo.rollout.types import GroupRequest, SamplingSettings
+from megadapo.rollout.types import OpenGroup, SamplingSettings
 from tests.support.models.tiny_models import write_tokenizer
 
 PROMPT = (3, 4, 5)
@@ -84,7 +84,7 @@ def generate(
 
     settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS)
     group = InFlightGroup(
-        request=GroupRequest(key=0, prompt_ids=PROMPT, seeds=(1,), settings=settings),
+        request=OpenGroup(key=0, prompt_ids=PROMPT, seeds=(1,), settings=settings),
         policy_version=0,
         add_request=engine.add_request,
         tool=tool,

@@ -17,7 +17,7 @@ from megadapo.rollout.config import EvaluationConfig
 from megadapo.rollout.journal.journal import EvaluationJournal, ProblemResult
 from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationInProgress, HeldOut
 from megadapo.rollout.tools import ToolsConfig
-from megadapo.rollout.types import GroupResponse, SamplingSettings, response_seeds
+from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
 from tests.support.rollout.scripted_engines import (
     PlainTokenizer,
     RightAtLeast,
@@ -134,7 +134,7 @@ class EnginesThatEnd(ScriptedEngines):
         super().__init__("at random")
         self._num_left = num_groups
 
-    def finished(self, timeout_s: float | None = None) -> list[GroupResponse]:
+    def finished(self, timeout_s: float | None = None) -> list[OpenGroup]:
         if not self._num_left:
             raise Killed
         self._num_left -= 1

@@ -16,7 +16,7 @@ from megadapo.rollout.sampling.evaluation import (
 )
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
 from megadapo.rollout.sampling.sampler import Sampler
-from megadapo.rollout.types import GroupRequest
+from megadapo.rollout.types import OpenGroup
 from tests.support.rollout.samplers import HALF, MAX_TOKENS, contents, make_sampler
 from tests.support.rollout.scripted_engines import (
     PlainTokenizer,
@@ -41,10 +41,10 @@ class Watched(ScriptedEngines):
 
     def __init__(self, finish: str = "at random", *, slots: int = 24, at_once: int = 1) -> None:
         super().__init__(finish, slots=slots, at_once=at_once)
-        self.requests: list[GroupRequest] = []
+        self.requests: list[OpenGroup] = []
         self.capacity_left: list[int] = []
 
-    def submit(self, groups: Sequence[GroupRequest]) -> None:
+    def submit(self, groups: Sequence[OpenGroup]) -> None:
         capacity = self.capacity - sum(len(group.seeds) for group in groups)
         super().submit(groups)
         self.requests += groups

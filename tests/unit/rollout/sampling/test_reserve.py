@@ -8,7 +8,7 @@ import pytest
 from megadapo.data.group import Group, Response
 from megadapo.data.group_codec import encode_group
 from megadapo.errors import CheckpointError
-from megadapo.rollout.sampling.reserve import Reserve, UnfinishedGroup
+from megadapo.rollout.sampling.reserve import Reserve, decode_unfinished, encode_unfinished
 from tests.support.rollout.groups import EXPERTS, make_group
 
 
@@ -62,15 +62,14 @@ def test_unfinished_group_survives_json_exactly():
         )
         for size, reason in ((0, "unfinished"), (7, "unfinished"), (5, "stop"))
     )
-    before = UnfinishedGroup(prompt_index=9, responses=responses)
-    after = UnfinishedGroup.from_json(json.loads(json.dumps(before.to_json(), allow_nan=False)))
-    assert (after.prompt_index, after.oldest_version) == (9, 4)
-    for one, two in zip(before.responses, after.responses, strict=True):
+    entries = json.loads(json.dumps(encode_unfinished({9: responses}), allow_nan=False))
+    after = decode_unfinished(entries)
+    assert after.keys() == {9}
+    assert [one.oldest_version for one in after[9]] == [float("inf"), 4, 4]
+    for one, two in zip(responses, after[9], strict=True):
         assert (one.text, one.finish_reason) == (two.text, two.finish_reason)
         for name in ("token_ids", "logprobs", "policy_versions", "experts"):
             np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
-    empty = UnfinishedGroup(prompt_index=9, responses=responses[:1])
-    assert empty.oldest_version == float("inf")
 
 
 def test_reserve_survives_json_exactly():

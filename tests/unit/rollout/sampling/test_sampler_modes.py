@@ -47,8 +47,10 @@ def test_partial_loses_and_repeats_no_group(finish):
         s.group.prompt_index for b in batches for s in b.saved if s.disposition != "trained"
     ]
     asked = set(engines.asked)
-    waiting = {entry.prompt_index for entry in sampler._unfinished}
-    reserved = {group.prompt_index for group in sampler._reserve._groups}
+    state = sampler.state_dict()
+    waiting, reserved = (
+        {entry["prompt_index"] for entry in state[key]} for key in ("unfinished", "reserve")
+    )
     assert asked == set(trained) | set(consumed) | waiting | reserved
     # with so few groups per step, many can become due at once
     assert sum(batch.num_dropped for batch in batches) < 0.15 * len(trained)

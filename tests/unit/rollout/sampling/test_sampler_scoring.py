@@ -97,6 +97,6 @@ def test_group_being_scored_continues_in_the_next_step():
     )
     first = sampler._cursor.prompt(0).id
     sampler.next_batch()
-    [waiting] = [one for one in sampler._unfinished if one.prompt_index == 0]
-    assert {response.finish_reason for response in waiting.responses} <= {"stop", "length"}
+    (waiting,) = (one for one in sampler.state_dict()["unfinished"] if one["prompt_index"] == 0)
+    assert {response["finish_reason"] for response in waiting["responses"]} <= {"stop", "length"}
     assert 0 in [saved.group.prompt_index for saved in sampler.next_batch().saved]

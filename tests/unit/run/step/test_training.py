@@ -13,7 +13,7 @@ from megadapo.algorithm.kl_control import KlControlConfig, KlController
 from megadapo.config import load_config
 from megadapo.run.gpu_sharing import GpuSharing
 from megadapo.run.processes import trainer_settings
-from megadapo.run.step.training import StepBatch, StepTrainer
+from megadapo.run.step.training import StepTrainer
 from megadapo.trainer.types import ReferenceKl
 from tests.support import REPOSITORY
 from tests.support.runs.step_results import UPDATE
@@ -29,7 +29,7 @@ def test_critic_warmup_keeps_kl_coefficient() -> None:
     trainer = StepTrainer(
         ranks, GpuSharing(ranks), kl_controller=controller, pretraining=PretrainingConfig()
     )
-    batch = StepBatch(packed=random_batch([5] * 10), advantages=[])
+    batch = random_batch([5] * 10)
     coefs = []
     for step in (1, 2, 3):
         trainer.update(batch, step)
