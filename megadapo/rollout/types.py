@@ -68,7 +68,8 @@ class StopReport:
 
     keys: tuple[int, ...]
     unfinished: tuple[OpenGroup, ...]
-    """The groups with their responses so far, if these were to be kept; some may have finished."""
+    """The groups with their responses so far, if these were to be kept; some may have finished. A
+    group that was lost with its engine is as it was submitted."""
     num_tokens: int
     """Number of tokens generated for the groups, without those they started with."""
 

@@ -112,7 +112,8 @@ def test_stop_reports_every_group(engines):
     os.kill(actor_pid(engines, 0), signal.SIGKILL)
     report = engines.stop(keep=True)
     assert {one.key for one in report.unfinished} == set(range(30))
-    assert all(len(one.responses) == 4 for one in report.unfinished)
+    # a group that was lost with its engine starts from the prompt again
+    assert {len(one.responses) for one in report.unfinished} <= {0, 4}
     assert engines.num_in_flight == 0
     wait_for_capacity(engines, 3)
 
