@@ -1,4 +1,4 @@
-"""What the driver and the engines exchange: plain data, one object per group."""
+"""Data that the driver and the engines exchange, one object per group."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OpenGroup:
     seeds: tuple[int, ...]
     """One seed per response."""
     responses: tuple[Response, ...] = ()
-    """None, or one per seed; engines continue unfinished ones and keep finished ones."""
+    """Empty, or one per seed; engines continue unfinished ones and keep finished ones."""
     settings: SamplingSettings
     priority: int = 0
     """Scheduling priority; engines serve lower values first."""

@@ -42,7 +42,7 @@ class Generation:
         self._num_requests = self._num_tokens = 0
         self._tools: dict[ToolsConfig, Tool] = {}
         self.num_ended = 0
-        """As in `EngineCounts`."""
+        """Number of responses that have ended, as in `EngineCounts`."""
 
     @property
     def num_tokens(self) -> int:
