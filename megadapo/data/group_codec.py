@@ -98,7 +98,7 @@ def decode_response(entry: Mapping[str, Any]) -> Response:
         policy_versions=decode_versions(entry["policy_versions"], len(token_ids)),
         calls=tuple(ToolCall(end=int(end), entropy=_or_nan(h)) for end, h in entry["calls"]),
         entropy=_or_nan(entry["entropy"]),
-        branch=None if entry["branch"] is None else _decode_branch(*entry["branch"]),
+        branch=_decode_branch(entry["branch"]),
         experts=decode_experts(entry["experts"]),
     )
 
@@ -218,7 +218,10 @@ def decode_experts(entry: Mapping[str, Any] | None) -> np.ndarray | None:
     return experts
 
 
-def _decode_branch(parent: int, num_tokens: int) -> Branch:
+def _decode_branch(pair: Sequence[int] | None) -> Branch | None:
+    if pair is None:
+        return None
+    parent, num_tokens = pair
     if not isinstance(parent, int) or not isinstance(num_tokens, int):
         raise TypeError(f"a branch is at {num_tokens!r} tokens of response {parent!r}")
     return Branch(parent, num_tokens)

@@ -6,11 +6,10 @@ keep it busy for minutes without it. So it never runs in the caller's process.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,7 +70,8 @@ class SymbolicPool:
     ) -> None:
         self._timeout_s = timeout_s
         self._seconds_per_minute = seconds_per_minute
-        self._counts = SymbolicCounts()
+        self._counts: Counter[str] = Counter()
+        """Fields of `SymbolicCounts`."""
         self._busy: deque[tuple[float, float]] = deque()
         """Start and duration of recent batches, in seconds."""
         self._lock = threading.Lock()
@@ -90,7 +90,7 @@ class SymbolicPool:
     @property
     def counts(self) -> SymbolicCounts:
         """Counts so far."""
-        return self._counts
+        return SymbolicCounts(**self._counts)
 
     @property
     def process_ids(self) -> list[int]:
@@ -109,7 +109,7 @@ class SymbolicPool:
         with self._lock:
             different = list(dict.fromkeys(pairs))
             asked = [pair for pair in different if not any(refusal(text) for text in pair)]
-            self._count("num_refused", len(different) - len(asked))
+            self._counts["num_refused"] += len(different) - len(asked)
             requests = [{"answer": answer, "gold": gold} for answer, gold in asked]
             started = time.monotonic()
             # what is left in the minute that ends now
@@ -129,17 +129,13 @@ class SymbolicPool:
         """Count a reply and return its result."""
         if isinstance(reply, Lost):
             if reply.kind != "closed":
-                self._count(_COUNTED[reply.kind])
+                self._counts[_COUNTED[reply.kind]] += 1
             return None
         if reply["result"] == "unparsed":
-            self._count("num_unparsed")
+            self._counts["num_unparsed"] += 1
             return None
-        self._count("num_checked")
+        self._counts["num_checked"] += 1
         return bool(reply["result"] == "equal")
-
-    def _count(self, name: str, num: int = 1) -> None:
-        counts = self._counts
-        self._counts = dataclasses.replace(counts, **{name: getattr(counts, name) + num})
 
 
 _COUNTED = {"timeout": "num_timeouts", "crash": "num_crashes", "skipped": "num_skipped"}

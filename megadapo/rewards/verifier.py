@@ -6,16 +6,14 @@ symbolic comparison decides, scoring waits for it.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from megadapo.data.group import Score
 from megadapo.errors import InfraError
@@ -87,7 +85,8 @@ class Verifier:
     ) -> None:
         self._config, self._symbolic_timeout_s = config, symbolic_timeout_s
         self._lock = threading.Lock()
-        self._counts = VerifierCounts()
+        self._counts: Counter[str] = Counter()
+        """Fields of `VerifierCounts`."""
         self._disagreements: deque[Disagreement] = deque(maxlen=100)
         self._num_asked = self._num_lost = 0
         self._scored: dict[Pair, list[bool]] = {}
@@ -105,25 +104,19 @@ class Verifier:
     def __enter__(self) -> Verifier:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
     def counts(self) -> VerifierCounts:
         """Counts so far, including those of the symbolic processes."""
-        if self._pool is None:
-            return self._counts
-        return dataclasses.replace(self._counts, symbolic=self._pool.counts)
+        symbolic = SymbolicCounts() if self._pool is None else self._pool.counts
+        return VerifierCounts(**self._counts, symbolic=symbolic)
 
     @property
     def num_disagreements(self) -> int:
         """Number of responses so far on which the two comparisons differ."""
-        return self._counts.num_disagreements
+        return self.counts.num_disagreements
 
     @property
     def recent_disagreements(self) -> list[Disagreement]:
@@ -142,9 +135,10 @@ class Verifier:
             for response, gold in zip(responses, ground_truths, strict=True)
         ]
         pairs = [_pair(*both) for both in zip(responses, ground_truths, strict=True)]
-        self._count(scores)
-        if self._cross_check is not None:
-            with self._lock:
+        with self._lock:
+            self._counts["num_scored"] += len(scores)
+            self._counts["num_unanswered"] += sum(one.answer == INVALID for one in scores)
+            if self._cross_check is not None:
                 for pair, by_rule in zip(pairs, scores, strict=True):
                     if pair is not None:
                         self._scored.setdefault(pair, []).append(by_rule.correct)
@@ -184,9 +178,7 @@ class Verifier:
             for pair, by_rule in scored.items():
                 if self._cross_check.failure is None:
                     self._submitted.setdefault(pair, []).extend(by_rule)
-            self._counts = dataclasses.replace(
-                self._counts, num_left_out=self._counts.num_left_out + len(dropped)
-            )
+            self._counts["num_left_out"] += len(dropped)
 
     def cross_checks(self, responses: Sequence[str], gold: str) -> list[bool | None]:
         """Return the cross-check result of each response so far, None without one."""
@@ -272,27 +264,13 @@ class Verifier:
                 counts,
             )
 
-    def _count(self, scores: Sequence[Score]) -> None:
-        with self._lock:
-            counts = self._counts
-            self._counts = dataclasses.replace(
-                counts,
-                num_scored=counts.num_scored + len(scores),
-                num_unanswered=counts.num_unanswered + sum(s.answer == INVALID for s in scores),
-            )
-
     def _count_disagreement(self, pair: Pair, by_rule: bool, symbolic: bool | None) -> None:
         """Count a response if the two comparisons differ on it."""
         if symbolic is None or symbolic == by_rule:
             return
         with self._lock:
             self._disagreements.append(Disagreement(*pair, by_rule))
-            counts = self._counts
-            self._counts = dataclasses.replace(
-                counts,
-                num_only_rule=counts.num_only_rule + by_rule,
-                num_only_symbolic=counts.num_only_symbolic + (not by_rule),
-            )
+            self._counts["num_only_rule" if by_rule else "num_only_symbolic"] += 1
 
 
 def _pair(response: str, gold: str) -> Pair | None:

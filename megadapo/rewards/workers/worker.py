@@ -45,7 +45,8 @@ def serve(prepare: Callable[[Mapping[str, Any]], Handler], *, limits_written: bo
         handler = prepare(settings)
         # after the start, which takes about a second even on a busy machine
         if settings["idle"]:
-            _yield_cores()
+            # run only on cores that are otherwise idle
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     except CannotStart as error:
         _send(replies, {"failed": str(error)[:MAX_REASON]})
         return
@@ -57,14 +58,6 @@ def serve(prepare: Callable[[Mapping[str, Any]], Handler], *, limits_written: bo
         message = json.loads(line)
         _limit_cpu(message["cpu_s"])
         _send(replies, handler(message["request"]))
-
-
-def _yield_cores() -> None:
-    """Run only on cores that are otherwise idle, if the system supports that."""
-    if hasattr(os, "SCHED_IDLE"):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    else:
-        os.nice(19)
 
 
 def limit_written(num_bytes: int) -> None:

@@ -9,7 +9,6 @@ import hashlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
@@ -151,13 +150,8 @@ class EvaluationInProgress:
         self._pool.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._pool.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._pool.__exit__(*error)
         if self._journal is not None:
             self._journal.close()
 
@@ -241,7 +235,6 @@ class SupportsSharing(SupportsGenerate, Protocol):
 
     def capacity_without(self, keys: Collection[int]) -> int:
         """Return `capacity` for the case that the groups with these keys were not in flight."""
-        ...
 
 
 class InterleavedEngines:

@@ -156,9 +156,9 @@ class Plan(ABC):
         """Return open prompt indices that can no longer get into the batch."""
         return []
 
-    @abstractmethod
     def chosen(self) -> list[int]:
         """Return the prompt indices of the batch, ascending; too few if the step fell short."""
+        return self.mixed[: self.num_needed]
 
     def ask(self, prompt_index: int, rate: KeepRate) -> None:
         """Count a group as requested in this step."""
@@ -271,9 +271,6 @@ class RoundsPlan(Plan):
         super().ask(prompt_index, rate)
         self._num_left -= 1
 
-    def chosen(self) -> list[int]:
-        return self.mixed[: self.num_needed]
-
 
 class PartialPlan(Plan):
     """The first finished groups by prompt index; unfinished groups continue in the next step.
@@ -319,6 +316,3 @@ class PartialPlan(Plan):
     def finish(self, prompt_index: int, is_mixed: bool) -> None:
         super().finish(prompt_index, is_mixed)
         self._due.discard(prompt_index)
-
-    def chosen(self) -> list[int]:
-        return self.mixed[: self.num_needed]

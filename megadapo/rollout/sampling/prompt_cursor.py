@@ -125,7 +125,9 @@ class PromptCursor:
             index, self.next_index = self.next_index, self.next_index + 1
             if index in self._consumed:
                 self._consumed.remove(index)
-            elif len(skipped) < len(self._prompts) and self._on_cooldown(index):
+            elif len(skipped) < len(self._prompts) and self._difficulty.on_cooldown(
+                self.prompt(index).id, self.epoch(index)
+            ):
                 skipped.append(index)
             else:
                 self._skipped += skipped
@@ -167,6 +169,3 @@ class PromptCursor:
         if next_index < 0:
             raise ValueError(f"next_index = {next_index}")
         self.next_index, self._consumed = next_index, consumed
-
-    def _on_cooldown(self, prompt_index: int) -> bool:
-        return self._difficulty.on_cooldown(self.prompt(prompt_index).id, self.epoch(prompt_index))

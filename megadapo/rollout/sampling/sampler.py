@@ -76,7 +76,7 @@ class Sampler:
         self._saved_groups = saved_groups
         self._scoring = scoring
         self._journal = journal
-        self._is_mixed = is_mixed or self._is_within_bounds
+        self._is_mixed = is_mixed
         self._difficulty = Difficulty(rest_after=config.rest_after, rest_epochs=config.rest_epochs)
         self._cursor = PromptCursor(prompts, self._difficulty)
         self._reserve = Reserve(config.reserve_size)
@@ -248,9 +248,17 @@ class Sampler:
         self._add(step, group)
 
     def _add(self, step: Step, group: Group) -> None:
-        is_mixed = self._config.selection == "all" or self._is_mixed(group)
-        step.add(group, is_mixed=is_mixed)
-        self._difficulty.keep_rate(group.prompt.id).add(is_mixed)
+        config = self._config
+        if config.selection == "all":
+            mixed = True
+        elif self._is_mixed is not None:
+            mixed = self._is_mixed(group)
+        else:
+            mixed = is_mixed(
+                group.correct, min_accuracy=config.min_accuracy, max_accuracy=config.max_accuracy
+            )
+        step.add(group, is_mixed=mixed)
+        self._difficulty.keep_rate(group.prompt.id).add(mixed)
 
     def _keep_rate(self, prompt_index: int) -> KeepRate:
         return self._difficulty.keep_rate(self._cursor.prompt(prompt_index).id)
@@ -265,13 +273,6 @@ class Sampler:
             responses=responses,
             settings=self._settings,
             priority=prompt_index,
-        )
-
-    def _is_within_bounds(self, group: Group) -> bool:
-        return is_mixed(
-            group.correct,
-            min_accuracy=self._config.min_accuracy,
-            max_accuracy=self._config.max_accuracy,
         )
 
     def _finish(self, step: Step, reserved: Sequence[Group]) -> SampledBatch:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from types import TracebackType
 from typing import Protocol, Self
 
 import numpy as np
@@ -27,33 +26,26 @@ class SupportsGenerate(Protocol):
     @property
     def policy_version(self) -> int:
         """Policy version of the engines' weights."""
-        ...
 
     @property
     def capacity(self) -> int:
         """Number of responses to submit so that no slot stays empty and few responses wait."""
-        ...
 
     @property
     def num_in_flight(self) -> int:
         """Number of groups submitted and not returned."""
-        ...
 
     def submit(self, groups: Sequence[OpenGroup]) -> None:
         """Send each group to the engine with the least work; return at once."""
-        ...
 
     def finished(self, timeout_s: float | None = None) -> list[OpenGroup]:
         """Wait until a group has finished and return all finished ones; empty after the timeout."""
-        ...
 
     def stop(self, keys: Collection[int] | None = None, *, keep: bool) -> StopReport:
         """Stop the groups with these keys, or all; `keep`: return their responses so far."""
-        ...
 
     def activity(self) -> list[EngineActivity]:
         """Return the activity of each engine since the last call."""
-        ...
 
 
 class SupportsScore(Protocol):
@@ -62,13 +54,11 @@ class SupportsScore(Protocol):
     @property
     def num_threads(self) -> int:
         """Number of groups to score at the same time."""
-        ...
 
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]
     ) -> list[Score]:
         """Score the responses to one prompt."""
-        ...
 
 
 class ScoringPool:
@@ -104,12 +94,7 @@ class ScoringPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._executor.shutdown(cancel_futures=True)
 
     def submit(self, groups: Sequence[OpenGroup]) -> None:

@@ -98,6 +98,23 @@ class ScriptedEngines:
         return replace(group, responses=responses, seconds=0.5)
 
 
+class KilledError(Exception):
+    """The driver was killed."""
+
+
+class KilledAfter(ScriptedEngines):
+    """Engines whose driver is killed after a number of groups."""
+
+    def __init__(self, num_groups: int, **keys) -> None:
+        super().__init__(**keys)
+        self._num_groups = num_groups
+
+    def finished(self, timeout_s: float | None = None) -> list[OpenGroup]:
+        if self.num_handed_back >= self._num_groups:
+            raise KilledError
+        return super().finished(timeout_s)
+
+
 def _lengths(group: OpenGroup) -> list[int]:
     return [len(respond(seed, group.settings, 0).token_ids) for seed in group.seeds]
 

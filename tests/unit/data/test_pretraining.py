@@ -147,10 +147,3 @@ def test_parquet_without_text_column_is_rejected(tmp_path: Path) -> None:
     pq.write_table(pa.table({"content": ["x"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="has no column text; it has content"):
         read_texts(str(tmp_path / "a.parquet"))
-
-
-def test_folder_with_several_splits_is_rejected(tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.txt").write_text("x")
-    with pytest.raises(DataError, match="name the file to use"):
-        read_texts(str(tmp_path))

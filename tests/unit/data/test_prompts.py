@@ -92,20 +92,16 @@ def test_prompts_survive_json_exactly() -> None:
     assert prompt.to_json()["messages"] == [["system", "Add."], ["user", "1+2=?"]]
 
 
-def test_conflicting_golds_are_dropped(tmp_path, caplog) -> None:
-    rows = [row("good"), row("bad", "1"), row("bad", "2"), row("bad", "1"), row("bad", "3")]
-    prompts, counts = read(write_jsonl(tmp_path / "a.jsonl", rows))
+def test_conflicting_golds_are_dropped_and_listed(tmp_path, caplog) -> None:
+    bad = [("bad", "1"), ("bad", "2"), ("bad", "1"), ("bad", "3"), ("x", "1"), ("x", "2")]
+    rows = [row("good"), *(row(*one) for one in bad)]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    prompts, counts = read(source)
     assert [p.messages[0][1] for p in prompts] == ["good"]
-    assert counts == LoadCounts(5, 1, 1, 0)
-    assert "a.jsonl, line 3: '2', and before '1'" in caplog.text
-
-
-def test_conflicting_golds_are_listed_in_a_warning(tmp_path, caplog) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [row(t, g) for t in "xyz" for g in "12"][:-1])
-    assert len(read(source)[0]) == 1
+    assert counts == LoadCounts(7, 1, 2, 0)
     assert caplog.messages == [
         f"{source}: prompts with two gold answers dropped:\n"
-        f"{source}, line 2: '2', and before '1'\n{source}, line 4: '2', and before '1'"
+        f"{source}, line 3: '2', and before '1'\n{source}, line 7: '2', and before '1'"
     ]
 
 

@@ -92,13 +92,6 @@ def test_only_response_end_counts(rule: Rule) -> None:
             )
 
 
-def test_reward_only_depends_on_correctness() -> None:
-    for case in CORPUS:
-        for rule in RULES:
-            found = score(response_of(case), case["ground_truth"], rule)
-            assert found.reward == (1.0 if found.correct else -1.0)
-
-
 def test_answer_line_takes_precedence_over_box() -> None:
     assert not score("\\boxed{42}\nAnswer: 7", "42", "answer_or_boxed").correct
     assert score("\\boxed{7}\nAnswer: 42", "42", "answer_or_boxed").correct

@@ -222,10 +222,3 @@ def test_worked_answers_are_right_except_for_their_slip(task: str) -> None:
         assert (len(sums), sum(sums), answer) == (num_sums, num_sums - 1, 0.0)
         direct = arithmetic.worked_answer(problem, rng, kind="direct")
         assert check(direct, problem.text, gold) == [1.0]
-
-
-def test_step_checker_is_found_by_name(decode: Decode, worked_tokens: np.ndarray) -> None:
-    with Scorer(RewardConfig(functions=("arithmetic_steps",)), decode) as scorer:
-        (one,) = scorer.score_group(PROMPT, [WORKED], [worked_tokens])
-    assert one.steps == ((9, 1.0), (19, 1.0), (26, 1.0))
-    assert (one.reward, one.correct) == (1.0, True)

@@ -18,26 +18,15 @@ from megadapo.rollout.sampling.sampler import Sampler
 from megadapo.rollout.types import SamplingSettings
 from tests.support.rollout.groups import make_group
 from tests.support.rollout.samplers import contents, make_sampler
-from tests.support.rollout.scripted_engines import POLICY_VERSION, AtOnce, ScriptedEngines
+from tests.support.rollout.scripted_engines import (
+    POLICY_VERSION,
+    AtOnce,
+    KilledAfter,
+    KilledError,
+    ScriptedEngines,
+)
 
 WEIGHTS = "weights"
-
-
-class Killed(Exception):
-    """The driver was killed."""
-
-
-class KilledAfter(ScriptedEngines):
-    """Engines whose driver is killed after a number of groups."""
-
-    def __init__(self, num_groups: int, **keys) -> None:
-        super().__init__(**keys)
-        self._num_groups = num_groups
-
-    def finished(self, timeout_s=None):
-        if self.num_handed_back >= self._num_groups:
-            raise Killed
-        return super().finished(timeout_s)
 
 
 def journal_in(
@@ -56,7 +45,7 @@ def sampler_with(journal: Journal, engines: ScriptedEngines, **config) -> Sample
 def killed_after(folder: Path, num_groups: int, **config) -> list[int]:
     """Return the prompt indices of groups that finished before the kill."""
     engines = KilledAfter(num_groups, finish="at random")
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         sampler_with(journal_in(folder), engines, **config).next_batch()
     return [key for key in engines.asked if key not in engines._in_flight]
 
@@ -97,7 +86,7 @@ def test_continued_group_is_found_by_its_first_tokens(tmp_path, num_groups):
         return sampler
 
     killed = KilledAfter(num_groups)
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         resumed(killed).next_batch()
     engines = ScriptedEngines()
     batch = resumed(engines).next_batch()

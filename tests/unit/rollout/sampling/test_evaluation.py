@@ -14,11 +14,13 @@ from megadapo.data.group import Score
 from megadapo.data.prompts import Prompt
 from megadapo.errors import DataError
 from megadapo.rollout.config import EvaluationConfig
-from megadapo.rollout.journal.journal import EvaluationJournal, ProblemResult
+from megadapo.rollout.journal.journal import EvaluationJournal
 from megadapo.rollout.sampling.evaluation import Evaluation, EvaluationInProgress, HeldOut
 from megadapo.rollout.tools import ToolsConfig
-from megadapo.rollout.types import OpenGroup, SamplingSettings, response_seeds
+from megadapo.rollout.types import SamplingSettings, response_seeds
 from tests.support.rollout.scripted_engines import (
+    KilledAfter,
+    KilledError,
     PlainTokenizer,
     RightAtLeast,
     ScriptedEngines,
@@ -123,35 +125,14 @@ def test_no_problems_is_an_error():
         run([])
 
 
-class Killed(Exception):
-    """The process has ended."""
-
-
-class EnginesThatEnd(ScriptedEngines):
-    """Engines that fail after a number of groups."""
-
-    def __init__(self, num_groups: int) -> None:
-        super().__init__("at random")
-        self._num_left = num_groups
-
-    def finished(self, timeout_s: float | None = None) -> list[OpenGroup]:
-        if not self._num_left:
-            raise Killed
-        self._num_left -= 1
-        return super().finished(timeout_s)
-
-
-def results_in(path: Path, weights: str = "weights") -> dict[str, ProblemResult]:
-    journal = EvaluationJournal(path, weights)
-    journal.close()
-    return journal.results
-
-
 def cut_off(prompts: list[Prompt], path: Path, num_groups: int) -> int:
     """Evaluate until `num_groups` groups have finished; return the number of results kept."""
-    with pytest.raises(Killed):
-        run(prompts, EnginesThatEnd(num_groups), EvaluationJournal(path, "weights"))
-    return len(results_in(path))
+    engines = KilledAfter(num_groups, finish="at random")
+    with pytest.raises(KilledError):
+        run(prompts, engines, EvaluationJournal(path, "weights"))
+    journal = EvaluationJournal(path, "weights")
+    journal.close()
+    return len(journal.results)
 
 
 def test_results_survive_a_kill(tmp_path):
@@ -184,29 +165,13 @@ def test_results_of_other_weights_or_requests_are_ignored(tmp_path, weights, cha
     assert len(engines.asked) == 6
 
 
-@pytest.mark.parametrize("cut", [1, 30])
-def test_torn_result_is_requested_again(tmp_path, cut):
-    path, result = (
-        tmp_path / "answers.log",
-        ProblemResult(accuracy=0.25, num_tokens=9, num_truncated=1),
-    )
-    for name in "ab":
-        journal = EvaluationJournal(path, "weights")
-        journal.append(name, result)
-        journal.close()
-    path.write_bytes(path.read_bytes()[:-cut])
-    journal = EvaluationJournal(path, "weights")
-    assert journal.results == {"a": result}
-    journal.append("c", result)
-    journal.close()
-    assert results_in(path) == {"a": result, "c": result}
-
-
-@pytest.mark.parametrize("content", [b"", b"not a journal", b"\x00" * 100])
-def test_damaged_journal_has_no_results(tmp_path, content):
-    path = tmp_path / "answers.log"
-    path.write_bytes(content)
-    assert results_in(path) == {}
+def test_torn_result_is_requested_again(tmp_path):
+    prompts, path = make_prompts(6), tmp_path / "answers.log"
+    num_kept = cut_off(prompts, path, 5)
+    path.write_bytes(path.read_bytes()[:-1])
+    engines = ScriptedEngines()
+    assert run(prompts, engines, EvaluationJournal(path, "weights")) == run(prompts)
+    assert len(engines.asked) == 6 - (num_kept - 1)
 
 
 def test_held_out_requests_use_tools_and_never_branch():

@@ -55,15 +55,6 @@ def test_custom_is_mixed():
     assert batch.num_all_correct == batch.num_sampled == 22
 
 
-def test_groups_are_in_order_and_distinct():
-    indices = [
-        group.prompt_index
-        for batch in take(make_sampler(ScriptedEngines()), 12)
-        for group in batch.groups
-    ]
-    assert indices == sorted(set(indices))
-
-
 def test_next_step_starts_after_the_batch():
     """Prompts requested beyond it with old weights are requested again."""
     engines = ScriptedEngines(slots=200)

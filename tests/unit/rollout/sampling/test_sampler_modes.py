@@ -108,11 +108,6 @@ def test_cooldown_is_ignored_if_it_covers_all_prompts():
     assert [batch.num_kept for batch in take(sampler, 4)] == [8] * 4
 
 
-def test_selection_all_keeps_every_group():
-    (batch,) = take(make_sampler(ScriptedEngines(), bound=-1, selection="all"), 1)
-    assert [group.prompt_index for group in batch.groups] == list(range(8))
-
-
 def test_max_accuracy():
     batches = take(make_sampler(ScriptedEngines(), max_accuracy=0.5, saved_groups="all"), 3)
     right = [sum(group.correct) for batch in batches for group in batch.groups]

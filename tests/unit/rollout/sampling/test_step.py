@@ -11,20 +11,12 @@ from tests.support.rollout.scripted_engines import make_prompts
 
 
 def test_shortfall_message_has_histogram_and_cause():
-    text = describe_shortfall(1, 8, {0: 70, 3: 1, 16: 9}, 16)
-    assert "only 1 of 8 groups after 80 requests" in text
-    assert "70 groups were all wrong, 9 all correct" in text
-    assert "  0 of 16 correct: 70 groups" in text and " 16 of 16 correct: 9 groups" in text
-    assert "too hard" in text and "sampling.max_asked_per_prompt" in text
-    assert "too easy" in describe_shortfall(0, 8, {16: 80}, 16)
-
-
-def test_shortfall_message_exactly():
-    assert describe_shortfall(0, 8, {2: 7, 1: 40}, 3) == (
-        "the batch has only 0 of 8 groups after 47 requests: 0 groups were all wrong, "
-        "0 all correct\n"
-        "    1 of 3 correct: 40 groups\n"
-        "    2 of 3 correct: 7 groups\n"
+    assert describe_shortfall(1, 8, {3: 1, 0: 70, 16: 9}, 16) == (
+        "the batch has only 1 of 8 groups after 80 requests: 70 groups were all wrong, "
+        "9 all correct\n"
+        "    0 of 16 correct: 70 groups\n"
+        "    3 of 16 correct: 1 groups\n"
+        "   16 of 16 correct: 9 groups\n"
         "the problems are too hard for the model, or its answers miss the format of the scorer; "
         "or raise sampling.responses_per_prompt or sampling.max_asked_per_prompt"
     )
