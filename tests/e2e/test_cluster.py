@@ -45,8 +45,8 @@ def answer_of(script: str, *arguments: str, **environment: str) -> Any:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-PROBE = """
-import json, os, psutil, ray
+DRIVER = """
+import json, os, psutil, ray, time
 from megadapo.cluster.cluster import Cluster
 from megadapo.cluster.config import ClusterConfig
 
@@ -66,20 +66,38 @@ family = [psutil.Process(), *psutil.Process().children(recursive=True)]
 listening = sorted(
     {c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == "LISTEN"}
 )
-cluster.shutdown()
-print(json.dumps({"pids": pids, "listening": listening}))
+processes = [process.pid for process in family[1:]]
+print(json.dumps({"actors": pids, "listening": listening, "processes": processes}), flush=True)
+time.sleep(600)
 """
 
 
-def test_ray_listens_on_loopback_only():
-    """Ray's ports run code for anyone who reaches them, and by default are open to the network.
+@pytest.mark.fault
+def test_ray_listens_on_loopback_only_and_ends_with_its_driver():
+    """Ray's ports run code for anyone who reaches them, and by default are open to the network. Two
+    of its agents would stay for a minute and try to reach the dead server.
 
     Ray must not join another user's cluster, and more processes than cores must start.
     """
-    answer = answer_of(PROBE, RAY_ADDRESS="127.0.0.1:1")
-    assert len(set(answer["pids"])) == 5
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"RAY_ADDRESS": "127.0.0.1:1"},
+    )
+    try:
+        answer = json.loads(driver.stdout.readline())
+        processes = [psutil.Process(pid) for pid in answer["processes"]]
+        assert {"gcs_server", "raylet"} <= {process.name() for process in processes}
+    finally:
+        driver.kill()
+        driver.wait()
+    assert len(set(answer["actors"])) == 5
     assert answer["listening"]
     assert all(ip.removeprefix("::ffff:") in ("127.0.0.1", "::1") for ip in answer["listening"])
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert alive == []
 
 
 GPUS = """
@@ -130,36 +148,6 @@ def test_quickstart_fits_a_single_gpu():
     }
     words = ("1", config.cluster.model_dump_json(), json.dumps(sizes))
     assert answer_of(GPUS, *words, CUDA_VISIBLE_DEVICES="0") == [["0", "0"], ["0"]]
-
-
-DRIVER = """
-import time, psutil, ray
-from megadapo.cluster.cluster import Cluster
-from megadapo.cluster.config import ClusterConfig
-
-cluster = Cluster.start(
-    ClusterConfig(device="cpu"), num_trainer_ranks=1, num_engines=1, engine_ranks=1
-)
-print(*(process.pid for process in psutil.Process().children(recursive=True)), flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.fault
-def test_killed_driver_leaves_no_ray_process():
-    """Two of Ray's agents would stay for a minute and try to reach the dead server."""
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        processes = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
-        names = {process.name() for process in processes}
-        assert {"gcs_server", "raylet"} <= names and len(processes) >= 6
-    finally:
-        driver.kill()
-        driver.wait()
-    _, alive = psutil.wait_procs(processes, timeout=20)
-    assert alive == []
 
 
 def test_zero_timeout_is_refused():
