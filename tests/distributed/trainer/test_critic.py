@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.errors import CheckpointError
 from megadapo.run.export.export import ExportSource, export_checkpoint
 from megadapo.run.state.checkpoint import Checkpoint
 from megadapo.trainer.types import CRITIC_FOLDER
@@ -170,7 +169,7 @@ def test_state_without_a_critic_is_refused(
     """A new critic beside an old policy would train on noise."""
     shutil.copytree(saved[0], tmp_path / "copy", ignore=shutil.ignore_patterns(CRITIC_FOLDER))
     settings = critics.with_critic(settings_for(str(models / "deep-tied")))
-    assert "without a critic" in ranks.run(1, _refusal, settings, tmp_path / "copy")[0]
+    assert "without a critic" in ranks.run(1, probes.load_refusal, settings, tmp_path / "copy")[0]
 
 
 def test_exported_critic_can_start_a_run(
@@ -189,11 +188,3 @@ def test_exported_critic_can_start_a_run(
     assert ours.keys() == theirs.keys()
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
     assert float(np.abs(ours["score.weight"]).max()) > 0.0
-
-
-def _refusal(rendezvous, settings, folder):
-    try:
-        probes.build(rendezvous, settings).load(folder)
-    except CheckpointError as error:
-        return str(error)
-    return "loaded"

@@ -23,13 +23,12 @@ from megadapo.data.batch import PackedBatch
 from tests.support.trainer.batches import RAGGED, random_batch
 from tests.support.trainer.definition import load_wide, loss_and_gradients_of, sequence_logprobs
 from tests.support.trainer.gradients import assert_close_by_block, assert_same
-from tests.support.trainer.probes import Gradients, train
+from tests.support.trainer.probes import Gradients, load_refusal, train
 from tests.support.trainer.ranks import Ranks, settings_for
 from tests.support.trainer.reference_probes import (
     advantages_by_rule,
     follow,
     gradients_by_estimator,
-    load_refusal,
 )
 
 SCALE = 0.9

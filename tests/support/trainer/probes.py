@@ -16,6 +16,7 @@ import numpy as np
 from megadapo.algorithm.importance import ImportanceConfig
 from megadapo.algorithm.objective import PolicyObjective
 from megadapo.data.batch import PackedBatch
+from megadapo.errors import CheckpointError
 from megadapo.trainer.types import (
     ExpertResult,
     RankUpdate,
@@ -60,6 +61,14 @@ def build(
     if load is not None:
         rank.load(load)
     return rank
+
+
+def load_refusal(rendezvous, settings, folder) -> str:
+    try:
+        build(rendezvous, settings, folder)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
 
 
 def update(rank: TrainerRank, batch: PackedBatch, **how: Any) -> UpdateResult:

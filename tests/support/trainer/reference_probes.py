@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megadapo.algorithm.objective import PolicyObjective
-from megadapo.errors import CheckpointError
 from tests.support.trainer.probes import (
     build,
     gathered,
@@ -94,11 +93,3 @@ def reference_weights(rank: TrainerRank) -> dict[str, np.ndarray]:
     assert rank.reference is not None
     with rank.reference.in_place():
         return gathered(rank)
-
-
-def load_refusal(rendezvous, settings, folder) -> str:
-    try:
-        build(rendezvous, settings, folder)
-    except CheckpointError as error:
-        return str(error)
-    return "loaded"

@@ -13,25 +13,18 @@ from transformers import PreTrainedTokenizerFast
 
 from megadapo.config import RunConfig, from_dict
 from megadapo.data.group_codec import encode_group
-from megadapo.data.prompts import PromptStream
 from megadapo.errors import CheckpointError, ConfigError, DataError
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
 from megadapo.observe.rollouts.saved_group import SavedGroup
 from megadapo.rollout.sampling.sampled_batch import SampledBatch, in_training_order
-from megadapo.rollout.sampling.sampler import Sampler
-from megadapo.rollout.types import SamplingSettings
 from megadapo.run.replay import ReplayedRollouts, check_replay
 from megadapo.run.rollouts import LiveRollouts
 from megadapo.run.step.rollouts import saved_groups
+from tests.support.rollout.samplers import MAX_TOKENS, make_sampler
 from tests.support.rollout.scripted_engines import (
     POLICY_VERSION,
-    PlainTokenizer,
-    RightAtLeast,
     ScriptedEngines,
-    make_prompts,
 )
-from tests.unit.run.step.test_rollouts import CONFIG, MAX_TOKENS
-from tests.unit.run.step.test_rollouts import tokenizer as tokenizer
 
 STEPS = range(POLICY_VERSION, POLICY_VERSION + 3)
 """The second one is sampled by ScriptedEngines' policy."""
@@ -72,16 +65,8 @@ def config_of(folder: Path, **sections: dict[str, object]) -> RunConfig:
 def sample(config: RunConfig) -> list[SampledBatch]:
     """A batch for each of STEPS; those after the first begin with groups of the reserve."""
     engines = ScriptedEngines("last first", slots=200)
-    sampler = Sampler(
-        engines,
-        PromptStream(make_prompts(50), 0),
-        RightAtLeast(28),
-        config.sampling,
-        settings=SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS),
-        tokenizer=PlainTokenizer(),
-        seed=0,
-        saved_groups=config.observe.saved_groups,
-    )
+    sampling = config.sampling.model_dump()
+    sampler = make_sampler(engines, saved_groups=config.observe.saved_groups, **sampling)
     batches = []
     for step in STEPS:
         engines.policy_version = step - 1
@@ -107,7 +92,7 @@ def save(folder: Path, batches: list[SampledBatch], tokenizer: PreTrainedTokeniz
             batch,
             values,
             None,
-            CONFIG,
+            config_of(folder),
             tokenizer,
             lambda group: [None] * len(group.responses),
         )

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megadapo.errors import CheckpointError, CorruptCheckpointError
+from megadapo.errors import CorruptCheckpointError
 from megadapo.weights.disk.files import check_files
 from tests.support.trainer.batches import RAGGED, random_batch
-from tests.support.trainer.probes import build, gathered, save_at, train, update
+from tests.support.trainer.probes import build, gathered, load_refusal, save_at, train, update
 from tests.support.trainer.ranks import Ranks, settings_for
 
 TP2 = {"tensor": 2}
@@ -246,16 +246,8 @@ def test_checkpoint_that_does_not_fit_names_the_tensor(
         part = folder / "__0_0.distcp"
         part.write_bytes(part.read_bytes()[:-5000])
     model = "qwen3" if damage == "other model" else "qwen2-tied"
-    message = ranks.run(1, _refusal, settings_for(str(models / model)), folder)[0]
+    message = ranks.run(1, load_refusal, settings_for(str(models / model)), folder)[0]
     assert str(folder) in message
-
-
-def _refusal(rendezvous, settings, folder):
-    try:
-        build(rendezvous, settings).load(folder)
-    except CheckpointError as error:
-        return str(error)
-    return "loaded"
 
 
 def test_ranks_write_equal_parts_while_training_continues(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from megadapo.algorithm.advantages import advantages, group_advantages
@@ -17,23 +16,16 @@ from megadapo.algorithm.shaping import overlong_penalty
 from megadapo.config import RunConfig, from_dict, to_dict
 from megadapo.data.group import Group
 from megadapo.data.group_codec import encode_group
-from megadapo.data.prompts import PromptStream
 from megadapo.observe.rollouts.files import read_rollouts, rollouts_path, write_rollouts
-from megadapo.rollout.config import SamplingConfig
 from megadapo.rollout.sampling.sampled_batch import SampledBatch
-from megadapo.rollout.sampling.sampler import Sampler
-from megadapo.rollout.types import SamplingSettings
 from megadapo.run.step.rollouts import saved_groups, saved_sequences
 from megadapo.trainer.types import RecordedTokens, UpdateResult
+from tests.support.rollout.samplers import MAX_TOKENS, make_sampler
 from tests.support.rollout.scripted_engines import (
-    PlainTokenizer,
-    RightAtLeast,
     ScriptedEngines,
-    make_prompts,
 )
 from tests.support.runs.step_results import UPDATE
 
-MAX_TOKENS = 12
 CONFIG: RunConfig = from_dict(
     {
         "run": {"folder": "somewhere", "num_steps": 50},
@@ -45,30 +37,10 @@ CONFIG: RunConfig = from_dict(
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Decodes the tokens of ScriptedEngines into their digits."""
-    words = {str(token - 3) if 3 <= token <= 12 else f"<{token}>": token for token in range(13)}
-    plain = Tokenizer(models.WordLevel(words, unk_token="<0>"))
-    plain.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=plain)
-
-
 def sample(saved: int | str, *, num_steps: int = 2) -> SampledBatch:
     """Return the batch of a step with a reserve."""
     engines = ScriptedEngines("last first", slots=200)
-    sampler = Sampler(
-        engines,
-        PromptStream(make_prompts(50), 0),
-        RightAtLeast(28),
-        SamplingConfig(
-            prompts_per_step=8, responses_per_prompt=3, max_staleness=1, reserve_limit=5
-        ),
-        settings=SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS),
-        tokenizer=PlainTokenizer(),
-        seed=0,
-        saved_groups=saved,
-    )
+    sampler = make_sampler(engines, saved_groups=saved, max_staleness=1, reserve_limit=5)
     for _ in range(num_steps):
         engines.policy_version += 1
         batch = sampler.next_batch()
